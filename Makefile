@@ -1,0 +1,25 @@
+# make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test [ARGS="-k muon"]
+PYTHON ?= python3
+VENV := .venv
+CONFIG ?= configs/small.yaml
+ARGS ?=
+
+.PHONY: setup train test check
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: constraints.txt setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+train: setup
+	$(VENV)/bin/accelerate launch --quiet scripts/train.py --config $(CONFIG) $(ARGS)
+
+test: setup
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy

@@ -1,0 +1,217 @@
+"""From `--config file.yaml --section.key value` to a checked RunConfig, and from a user's mistake to one clear line.
+
+Owns the parsing, the source of every value (default, file, command line, accelerate, auto) and the wrapper that every
+script runs in. jsonargparse does the typing and `--help`; what it cannot do is here: naming the nearest key and
+saying in one line what is allowed. Imports nothing heavy before it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hfgolf.config import RunConfig, join_words
+from hfgolf.errors import UserError
+
+SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
+KEY_TYPES: dict[str, Any] = {
+    f"{section}.{key}": kind for section, cls in SECTIONS.items() for key, kind in typing.get_type_hints(cls).items()
+}
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A config and, for each "section.key", its source: default, file, command line, accelerate or auto."""
+
+    config: RunConfig
+    sources: dict[str, str]
+
+    def resolve(self, source: str, **values: Any) -> ResolvedConfig:
+        """Return a copy in which each `section__key=value` was decided by `source`."""
+        sources = self.sources | {name.replace("__", "."): source for name in values}
+        return ResolvedConfig(self.config.replace(**values), sources)
+
+    def to_yaml(self) -> str:
+        """Return YAML that repeats the run when given as --config; a comment names each value's source."""
+        lines: list[str] = []
+        for dotted, value in self.config.flat().items():
+            section, key = dotted.split(".")
+            if f"{section}:" not in lines:
+                lines.append(f"{section}:")
+            lines.append(f"  {key}: {_to_yaml(value)}  # {self.sources.get(dotted, 'default')}")
+        return "\n".join(lines) + "\n"
+
+
+def load_config(argv: Sequence[str] | None = None, description: str = "Train a GPT from text.") -> ResolvedConfig:
+    """Parse `--config FILE --section.key value ...` into a checked config; the command line wins over the file.
+
+    argv: the arguments, None takes the process's own. Raises UserError (one line) for a missing file, an unknown key,
+    a value of the wrong type or out of range. `--help` and `--print_config` print and exit with status 0.
+    """
+    arguments = _one_token_an_option(list(sys.argv[1:] if argv is None else argv))
+    stated = dict(a[2:].split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
+    path = stated.pop("config", None)
+    from_file = read_yaml(path) if path else {}
+    from_command_line = {key.removesuffix("+"): value for key, value in stated.items() if key != "print_config"}
+    for where, keys in ((path, from_file), ("the command line", from_command_line)):
+        for key in keys:
+            _check_key(key, where)
+    parser = _build_parser(description)
+    if path:  # what was read above, not the file once more
+        arguments = [f"--config={_to_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
+    try:
+        sections = parser.parse_args(arguments)
+    except (argparse.ArgumentError, argparse.ArgumentTypeError, TypeError, ValueError) as error:
+        raise _explain(error, from_command_line, from_file, path) from None
+    for key, value in from_file.items():  # jsonargparse lets a null pass for any type
+        if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
+            raise UserError(f"{path}: {key}: null is not allowed; allowed: {_describe(KEY_TYPES[key])}.")
+    config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
+    if config.run.name is None:
+        config = config.replace(run__name=Path(path).stem if path else "default")
+    return ResolvedConfig(config, dict.fromkeys(from_file, "file") | dict.fromkeys(from_command_line, "command line"))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a config file as {"section.key": value}; raises UserError where it is missing or not YAML in sections."""
+    if not Path(path).is_file():
+        there = join_words(sorted(str(file) for file in Path("configs").glob("*.yaml")))
+        raise UserError(f"--config: there is no file {path}" + (f"; there are {there}." if there else "."))
+    try:
+        sections = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config: {path} is not YAML: {one_line(error)}.") from None
+    if not isinstance(sections, dict):
+        raise UserError(f"--config: {path} must hold sections ({join_words(SECTIONS)}).")
+    flat: dict[str, Any] = {}
+    for section, keys in sections.items():
+        if section not in SECTIONS:
+            raise UserError(f"{path}: unknown section {section}; did you mean {_nearest(str(section), SECTIONS)}?")
+        if not isinstance(keys, dict | None):
+            raise UserError(
+                f"{path}: {section}: {keys!r} is not allowed; allowed: keys, as `{section}: {{key: value}}`."
+            )
+        flat |= {f"{section}.{key}": value for key, value in (keys or {}).items()}
+    # YAML 1.1 reads a bare `no` as false
+    return {key: "no" if value is False and "no" in _choices(key) else value for key, value in flat.items()}
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run a script's main(): a UserError becomes one line on stderr (from one process only) and exit status 2."""
+    try:
+        status = main()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def one_line(error: object) -> str:
+    """Return a message without line breaks and without its final full stop."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _build_parser(description: str) -> Any:
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(description=description, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file with the sections below, as configs/small.yaml.")
+    for section, cls in SECTIONS.items():
+        parser.add_class_arguments(cls, section)
+    return parser
+
+
+def _one_token_an_option(arguments: list[str]) -> list[str]:
+    """Write every option as `--key=value`, and `--data.files a b` (what a shell makes of a glob) as one YAML list."""
+    tokens: list[str] = []
+    while arguments:
+        key, equals, value = arguments.pop(0).partition("=")
+        values = [value] if equals else list(itertools.takewhile(lambda a: not a.startswith("--"), arguments))
+        is_list = typing.get_origin(KEY_TYPES.get(key[2:])) is list
+        if not equals and key.startswith("--"):
+            values = values if is_list else values[:1]
+            del arguments[: len(values)]
+        elif not equals:
+            values = []
+        if is_list and (len(values) != 1 or not values[0].startswith("[")):
+            values = [_to_yaml(values)]
+        tokens.append("=".join([key, *values]))
+    return tokens
+
+
+def _check_key(key: str, where: str | None) -> None:
+    if key in KEY_TYPES:
+        return
+    same_name = [known for known in KEY_TYPES if known.split(".")[1] == key.split(".")[-1]]
+    section = _nearest(key.split(".")[0], SECTIONS)
+    of_section = [known for known in KEY_TYPES if known.split(".")[0] == section]
+    raise UserError(
+        f"{where}: unknown key {key}; did you mean {same_name[0] if same_name else _nearest(key, of_section)}?"
+    )
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    return difflib.get_close_matches(word, words, n=1, cutoff=0.0)[0]
+
+
+def _choices(key: str) -> tuple[Any, ...]:
+    """Return the literal values a key may take, those of a union's members included."""
+    kind = KEY_TYPES.get(key)
+    return tuple(typing.get_args(kind)) + tuple(itertools.chain(*map(typing.get_args, typing.get_args(kind))))
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        nested.setdefault(key.split(".")[0], {})[key.split(".")[1]] = value
+    return nested
+
+
+def _explain(
+    error: Exception, from_command_line: dict[str, str], from_file: dict[str, Any], path: str | None
+) -> UserError:
+    """Turn jsonargparse's message into one line: where, key, value, what is allowed."""
+    match = re.search(r'key "([\w.]+)"', str(error))
+    if not match or match[1] not in KEY_TYPES:
+        return UserError(f"{one_line(error)}.")
+    key = match[1]
+    where = "the command line" if key in from_command_line else path
+    value = from_command_line.get(key, from_file.get(key))
+    return UserError(f"{where}: {key}: {value!r} is not allowed; allowed: {_describe(KEY_TYPES[key])}.")
+
+
+def _describe(kind: Any) -> str:
+    """Describe a type as a person would say it."""
+    plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    if kind in plain:
+        return plain[kind]
+    if kind is type(None):
+        return "null"
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return join_words((_to_yaml(argument).strip("'") for argument in arguments), last=" or ")
+    if typing.get_origin(kind) is list:
+        return f"a list, each {_describe(arguments[0])}"
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {len(arguments)}, each {_describe(arguments[0])}"
+    return " or ".join(_describe(argument) for argument in arguments)
+
+
+def _to_yaml(value: Any) -> str:
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

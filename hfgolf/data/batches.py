@@ -1,0 +1,178 @@
+"""From a token stream to batches: which block a step reads, the DataLoader, the copy to the device, evaluation windows.
+
+Owns the order of the data as a pure function of (seed, step). Does not know text, tokenizers or files.
+
+B batch, T time (sequence_length). Block i of a stream is tokens[i*T : i*T + T + 1]: T inputs and their T targets, so
+every token but the first is a target exactly once an epoch, the few after the last whole block apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hfgolf.errors import UserError
+
+Batch = dict[str, torch.Tensor]
+IGNORE_INDEX = -100
+
+
+class Stream(Protocol):
+    """What batches need of a token stream (token_cache.TokenStream has it)."""
+
+    @property
+    def tokens(self) -> np.ndarray: ...
+    @property
+    def piece_tokens(self) -> np.ndarray: ...
+    @property
+    def piece_bytes(self) -> np.ndarray: ...
+
+
+def num_blocks(num_tokens: int, sequence_length: int) -> int:
+    """Return the whole blocks in a stream. Raises UserError where there is none."""
+    if num_tokens <= sequence_length:
+        raise UserError(
+            f"The train split has {num_tokens} tokens, less than one block of batch.sequence_length"
+            f" {sequence_length} + 1; add text or shorten batch.sequence_length."
+        )
+    return (num_tokens - 1) // sequence_length
+
+
+def block_ids(seed: int, step: int, blocks_per_step: int, num_blocks: int) -> np.ndarray:
+    """Return the (blocks_per_step,) blocks of the global batch of `step`: a pure function of its arguments.
+
+    The order is a new permutation each epoch, laid end to end; a step may straddle two epochs or more.
+    """
+    positions = step * blocks_per_step + np.arange(blocks_per_step)
+    epochs, places = np.divmod(positions, num_blocks)
+    ids = np.empty(blocks_per_step, np.int64)
+    for epoch in np.unique(epochs):
+        is_here = epochs == epoch
+        ids[is_here] = _permutation(seed, int(epoch), num_blocks)[places[is_here]]
+    return ids
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, num_blocks: int) -> np.ndarray:
+    # PCG64 by name: default_rng may change its generator, and the order of the data must not change with numpy
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_blocks)
+
+
+class MicroBatches(Dataset[Batch]):
+    """The micro-batches of one rank: item n is number n % accumulation of step n // accumulation.
+
+    An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64}, the labels already one token ahead.
+    Over ranks and accumulation the items of a step are its global batch, each block once.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        sequence_length: int,
+        micro_batch_size: int,
+        accumulation: int,
+        rank: int,
+        world: int,
+        seed: int,
+    ) -> None:
+        self.stream = stream
+        self.sequence_length = sequence_length
+        self.micro_batch_size = micro_batch_size
+        self.accumulation = accumulation
+        self.rank = rank
+        self.world = world
+        self.seed = seed
+        self.num_blocks = num_blocks(len(stream.tokens), sequence_length)
+
+    def __getitem__(self, item: int) -> Batch:
+        step, part = divmod(item, self.accumulation)
+        start = (part * self.world + self.rank) * self.micro_batch_size
+        blocks_per_step = self.accumulation * self.world * self.micro_batch_size
+        ids = block_ids(self.seed, step, blocks_per_step, self.num_blocks)[start : start + self.micro_batch_size]
+        block = gather(self.stream.tokens, ids * self.sequence_length, self.sequence_length)
+        return {"input_ids": block[:, :-1].contiguous(), "shift_labels": block[:, 1:].contiguous()}
+
+
+def gather(tokens: np.ndarray, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
+    """Read (B, T + 1) int64 tokens, row i from starts[i] on, in one vectorised read."""
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int64))
+
+
+def build_loader(
+    stream: Stream,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    accumulation: int,
+    rank: int,
+    world: int,
+    seed: int,
+    start_step: int,
+    end_step: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[Batch]:
+    """Return the loader of this rank's micro-batches of the steps [start_step, end_step), in order.
+
+    Raises UserError where the stream is shorter than one block.
+    """
+    dataset = MicroBatches(stream, sequence_length, micro_batch_size, accumulation, rank, world, seed)
+    return DataLoader(
+        dataset,
+        batch_size=None,  # an item is a batch already
+        sampler=range(start_step * accumulation, end_step * accumulation),
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+    )
+
+
+def device_prefetch(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
+    """Yield the batches on `device`, the next one's copy under way before the current one is used."""
+    if torch.device(device).type == "cpu":
+        yield from batches
+        return
+    ahead: Batch | None = None
+    for batch in batches:
+        # non_blocking only overlaps from pinned memory; the copy is queued before the work on the current batch
+        following = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        if ahead is not None:
+            yield ahead
+        ahead = following
+    if ahead is not None:
+        yield ahead
+
+
+def evaluation_extent(stream: Stream, budget_tokens: int | None = None) -> tuple[int, int]:
+    """Return (target tokens, raw UTF-8 bytes) of the whole pieces within the budget; at least one piece, None is all.
+
+    The first token, an end of text, is context only; the end-of-text tokens after it are targets and cost no bytes.
+    """
+    num_targets = np.cumsum(stream.piece_tokens, dtype=np.int64) - 1
+    num_pieces = len(num_targets)
+    if budget_tokens is not None:
+        num_pieces = max(1, int(np.searchsorted(num_targets, budget_tokens, side="right")))
+    return int(num_targets[num_pieces - 1]), int(stream.piece_bytes[:num_pieces].sum(dtype=np.int64))
+
+
+def evaluation_windows(
+    stream: Stream, sequence_length: int, budget_tokens: int | None, batch_size: int, rank: int = 0, world: int = 1
+) -> Iterator[Batch]:
+    """Yield {"input_ids", "shift_labels"}, (B, T) int64: each target of evaluation_extent once over all ranks.
+
+    Every rank yields as many batches, all of one shape; places without a target have IGNORE_INDEX as label, so a batch
+    may be all ignored (its mean loss is NaN: sum the losses instead).
+    """
+    num_targets, _ = evaluation_extent(stream, budget_tokens)
+    windows_per_batch = batch_size * world
+    num_windows = -(-num_targets // sequence_length)
+    for first in range(rank * batch_size, -(-num_windows // windows_per_batch) * windows_per_batch, windows_per_batch):
+        starts = np.arange(first, first + batch_size) * sequence_length
+        places = starts[:, None] + np.arange(sequence_length + 1)
+        block = torch.from_numpy(stream.tokens[np.minimum(places, num_targets)].astype(np.int64))
+        labels = block[:, 1:].masked_fill(torch.from_numpy(places[:, 1:] > num_targets), IGNORE_INDEX)
+        yield {"input_ids": block[:, :-1].contiguous(), "shift_labels": labels}

@@ -1,0 +1,348 @@
+"""Where text comes from, and which part of it validates.
+
+Owns the sources (local files and URLs, the Hub, the standard library of the running Python) and the split into train
+and validation. Does not know tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from hfgolf.config import DataConfig
+from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SPLITS = ("train", "val")
+_BLOCK_BYTES = 1 << 20
+_ROWS_PER_BATCH = 1000
+_TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_COMPRESSIONS = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of text or of rows: its name (the same on every machine), where it lies, the split it must go to."""
+
+    name: str
+    path: Path
+    split: str | None = None
+
+    @property
+    def endings(self) -> tuple[str, str]:
+        """Return (format, compression), such as (".jsonl", ".zst") or (".txt", "")."""
+        stem, last = os.path.splitext(self.name.lower())
+        return (os.path.splitext(stem)[1], last) if last in _COMPRESSIONS else (last, "")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text that is identified, and read only when asked for.
+
+    `identity` is a JSON-able dict that changes whenever the documents or their split do.
+    """
+
+    identity: dict[str, Any]
+    data: DataConfig
+    files: tuple[SourceFile, ...] = ()
+
+    def write_pieces(self, folder: Path) -> dict[str, Dataset]:
+        """Write the documents below `folder` and return {"train": Dataset, "val": Dataset}, memory-mapped.
+
+        A row is a piece of a document, at most PIECE_CHARACTERS long, in order: {"text": str, "is_start": bool}, where
+        `is_start` marks the first piece of a document or of a split. Memory stays bounded whatever the corpus.
+
+        Raises UserError for text that cannot be read, and for a split that stays empty.
+        """
+        from datasets import Dataset
+
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = {split: folder / f"{split}-text.arrow" for split in SPLITS}
+        train, val = (PieceWriter(paths[split]) for split in SPLITS)
+        with train, val:
+            if self._is_contiguous:
+                self._write_contiguous(train, val)
+            else:
+                for name, split, blocks in self._documents():
+                    writer = val if (split or self._hashed_split(name)) == "val" else train
+                    writer.add_document(blocks)
+        if not train.num_pieces or not val.num_pieces:
+            raise UserError(self._empty_split_message("train" if not train.num_pieces else "validation"))
+        return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
+
+    @property
+    def _is_contiguous(self) -> bool:
+        return self.data.split == "contiguous" and not self.data.val_files
+
+    def _hashed_split(self, name: str) -> str:
+        if self.data.val_files:
+            return "train"
+        digest = hashlib.sha256(name.encode()).digest()
+        return "val" if int.from_bytes(digest[:8]) < self.data.val_fraction * 2**64 else "train"
+
+    def _write_contiguous(self, train: PieceWriter, val: PieceWriter) -> None:
+        num_characters = sum(len(block) for _, _, blocks in self._documents() for block in blocks)
+        num_left = int(num_characters * (1 - self.data.val_fraction))  # of the train part
+        for _, _, blocks in self._documents():
+            for block in blocks:
+                train.add(block[:num_left])
+                val.add(block[num_left:])
+                num_left = max(0, num_left - len(block))
+            train.end_document()
+            val.end_document()
+
+    def _documents(self) -> Iterator[tuple[str, str | None, Iterable[str]]]:
+        """Yield (name, stated split or None, blocks of its text) for each document, in order."""
+        if self.data.source == "hub":
+            documents = _rows(_load_hub(self.data), str(self.data.hub_name), None, self.data.text_column)
+        else:
+            documents = itertools.chain.from_iterable(self._read(file) for file in self.files)
+        return itertools.islice(documents, self.data.max_documents)
+
+    def _read(self, file: SourceFile) -> Iterator[tuple[str, str | None, Iterable[str]]]:
+        kind = _TABLES.get(file.endings[0])
+        if kind:
+            with _readable_by_datasets(file) as path:
+                yield from _rows(_load_table(path, kind), file.name, file.split, self.data.text_column)
+        elif self.data.source != "python_stdlib":
+            yield file.name, file.split, _text_blocks(file)
+        elif text := _utf8_text(file.path):
+            yield file.name, None, (text,)
+
+    def _empty_split_message(self, split: str) -> str:
+        where = f"data.source {self.data.source}"
+        if self.data.val_files:
+            return f"The {split} split of {where} is empty; every file of data.files is also among data.val_files."
+        remedy = (
+            f"change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set data.split contiguous"
+        )
+        return f"The {split} split of {where} is empty: too few documents for data.split {self.data.split}; {remedy}."
+
+
+def load_corpus(data: DataConfig) -> Corpus:
+    """Identify the text that `data` names, without reading more of it than its hashes need.
+
+    Raises UserError where nothing matches, a file is empty, or a Hub name cannot be reached.
+    """
+    identity: dict[str, Any] = {
+        "source": data.source,
+        "split": "files" if data.val_files else data.split,
+        "val_fraction": None if data.val_files else data.val_fraction,
+        "max_documents": data.max_documents,
+        "piece_characters": PIECE_CHARACTERS,
+    }
+    if data.source == "hub":
+        hub = {key: getattr(data, key) for key in ("hub_name", "hub_config", "hub_split", "text_column")}
+        return Corpus({**identity, **hub, "hub_revision": _hub_revision(data)}, data)
+    files = _stdlib_files() if data.source == "python_stdlib" else _named_files(data)
+    if any(file.endings[0] in _TABLES for file in files):
+        identity["text_column"] = data.text_column
+    for split in (None, "val"):
+        listed = [[file.name, file.path.stat().st_size, _sha256(file.path)] for file in files if file.split == split]
+        identity["files" if split is None else "val_files"] = listed
+    return Corpus(identity, data, tuple(files))
+
+
+def cache_folder(data: DataConfig) -> Path:
+    """Return data.cache_dir, or its default, created. Raises UserError where it cannot be written."""
+    from huggingface_hub.constants import HF_HOME
+
+    path = Path(data.cache_dir or Path(HF_HOME) / "hfgolf").expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.cache_dir: cannot create {path} ({error.strerror}); name a writable folder.") from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"data.cache_dir: {path} is not writable; name a folder that is.")
+    return path
+
+
+def _stdlib_files() -> list[SourceFile]:
+    """Return the sources of the standard library: over 10 MB of text, the same wherever the same Python is.
+
+    Without its tests, which some distributions leave out, and _sysconfigdata, which differs from build to build.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skipped]
+        paths += [
+            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    files = [SourceFile(path.relative_to(root).as_posix(), path) for path in paths]
+    return sorted(files, key=lambda file: file.name)
+
+
+def _named_files(data: DataConfig) -> list[SourceFile]:
+    val_files = _match(data, "val_files", "val")
+    val_paths = {file.path for file in val_files}
+    # a file named in both only validates: `files: data/*.txt, val_files: data/val.txt` must not train on val.txt
+    return [file for file in _match(data, "files", None) if file.path not in val_paths] + val_files
+
+
+def _match(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
+    """Resolve paths, globs and URLs, in the order given, each file once; names are relative to the common folder."""
+    key = f"data.{field}"
+    urls: dict[Path, str] = {}
+    for pattern in getattr(data, field):
+        if re.match(r"https?://", pattern):
+            urls[_download(pattern, key, cache_folder(data) / "downloads")] = pattern
+            continue
+        matches = [
+            path for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)) if os.path.isfile(path)
+        ]
+        if not matches:
+            raise UserError(
+                f"{key}: no file matches {pattern!r} (seen from {Path.cwd()}); name a file, a glob or a URL."
+            )
+        urls.update({Path(path).resolve(): "" for path in matches})
+    local = [path.parent for path, url in urls.items() if not url]
+    root = os.path.commonpath(local) if local else ""
+    files = [SourceFile(url or path.relative_to(root).as_posix(), path, split) for path, url in urls.items()]
+    for file in files:
+        if file.path.stat().st_size == 0:
+            raise UserError(f"{key}: {file.path} is empty; remove it or fill it with text.")
+    return files
+
+
+def _download(url: str, key: str, folder: Path) -> Path:
+    from datasets import DownloadConfig, DownloadManager
+
+    try:
+        return Path(DownloadManager(download_config=DownloadConfig(cache_dir=folder)).download(url))
+    except Exception as error:  # requests, aiohttp and fsspec each bring their own
+        reason = _first_line(error)
+        raise UserError(f"{key}: cannot download {url} ({reason}); check the address and the network.") from error
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open(file: SourceFile) -> BinaryIO:
+    compression = file.endings[1]
+    if compression == ".gz":
+        import gzip
+
+        return cast(BinaryIO, gzip.open(file.path, "rb"))
+    if compression == ".zst":
+        import zstandard
+
+        return cast(BinaryIO, zstandard.open(file.path, "rb"))
+    return open(file.path, "rb")
+
+
+def _text_blocks(file: SourceFile) -> Iterator[str]:
+    """Decode a file strictly as UTF-8, newlines untouched, about a megabyte at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_bytes = 0
+    try:
+        with _open(file) as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                pending = len(decoder.getstate()[0])
+                yield decoder.decode(block)
+                num_bytes += len(block)
+            pending = len(decoder.getstate()[0])
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        offset = num_bytes - pending + error.start
+        raise UserError(f"{file.path} is not UTF-8 (byte {offset}: {error.reason}); convert or remove it.") from error
+    except Exception as error:  # each compression library has its own exceptions for a damaged file
+        raise UserError(f"{file.path} cannot be read ({_first_line(error)}); check the file.") from error
+    if not num_bytes:
+        raise UserError(f"{file.path} is empty once decompressed; remove it or fill it with text.")
+
+
+def _utf8_text(path: Path) -> str:
+    """Return the text of a file of the standard library, "" for the few that test other encodings."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+@contextmanager
+def _readable_by_datasets(file: SourceFile) -> Iterator[Path]:
+    """Give the path of a table, decompressed for a while where `datasets` would not do it in passing."""
+    ending, compression = file.endings
+    if not compression or (ending != ".parquet" and file.path.suffix == compression):
+        yield file.path
+        return
+    with tempfile.NamedTemporaryFile(suffix=ending) as plain:
+        with _open(file) as stream:
+            shutil.copyfileobj(stream, plain)
+        plain.flush()
+        yield Path(plain.name)
+
+
+def _load_table(path: Path, kind: str) -> Any:
+    from datasets import load_dataset
+
+    try:  # streaming: read in place, without a second copy in the datasets cache
+        return load_dataset(kind, data_files=[str(path)], split="train", streaming=True)
+    except Exception as error:
+        raise UserError(f"{path} cannot be read as {kind} ({_first_line(error)}); check the file.") from error
+
+
+def _load_hub(data: DataConfig) -> Any:
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(str(data.hub_name), data.hub_config, split=data.hub_split)
+    except Exception as error:
+        raise UserError(_hub_message(data, error)) from error
+
+
+def _hub_revision(data: DataConfig) -> str:
+    """Return the hash that `datasets` gives to the dataset's files; offline, that of the copy in its cache."""
+    from datasets import load_dataset_builder
+
+    try:
+        return str(load_dataset_builder(str(data.hub_name), data.hub_config).hash)
+    except Exception as error:
+        raise UserError(_hub_message(data, error)) from error
+
+
+def _hub_message(data: DataConfig, error: Exception) -> str:
+    name = f"{data.hub_name!r} (data.hub_config {data.hub_config}, data.hub_split {data.hub_split})"
+    return f"data.hub_name: cannot load {name}: {_first_line(error)} Check the name, the network and `hf auth login`."
+
+
+def _rows(table: Any, name: str, split: str | None, column: str) -> Iterator[tuple[str, str | None, Iterable[str]]]:
+    """Yield each row that has text as a document named `name#row`; an empty or null text is skipped."""
+    row = 0
+    try:
+        for batch in table.iter(batch_size=_ROWS_PER_BATCH):
+            if column not in batch:
+                raise UserError(f"{name} has no column {column!r}; set data.text_column to one of: {', '.join(batch)}.")
+            for text in batch[column]:
+                if text is not None and not isinstance(text, str):
+                    raise UserError(f"{name}, row {row}: {column!r} holds {type(text).__name__}, not text.")
+                if text:
+                    yield f"{name}#{row}", split, (text,)
+                row += 1
+    except UserError:
+        raise
+    except Exception as error:  # what `datasets` raises for a broken row depends on the format
+        raise UserError(f"{name} cannot be read near row {row} ({_first_line(error)}); check the file.") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

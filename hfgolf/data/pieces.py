@@ -1,0 +1,114 @@
+"""Text in pieces: documents cut to a bounded length, as rows of an Arrow file that `datasets` maps into memory.
+
+Owns the cutting, so that nothing downstream meets a longer text, whatever the document. Does not know files or tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PIECE_CHARACTERS = 8192  # small enough that an evaluation budget of a few thousand tokens is a number of whole pieces
+ROWS_PER_BATCH = 256  # at most 2 M characters
+_SCHEMA = pa.schema({"text": pa.string(), "is_start": pa.bool_()})
+# Cuts that leave the tokens of GPT-2's pre-tokenizer as they are: behind a lone newline, else before a lone space.
+# (pattern, place of the cut in the match); each begins with its literal, as a look-behind first scans far slower.
+_SAFE_CUTS = ((re.compile(r"\n(?<=\S\n)(?=\S)"), 1), (re.compile(r" (?<=\S )(?=\S)"), 0))
+
+
+class PieceWriter:
+    """Cut documents into pieces and write them as rows of an Arrow file, {"text": str, "is_start": bool}.
+
+    `is_start` marks the first piece of a document. Closes the file when its `with` block ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.num_pieces = 0
+        self._sink = pa.OSFile(str(path), "wb")
+        self._file = pa.ipc.new_stream(self._sink, _SCHEMA)
+        self._rows: list[tuple[str, bool]] = []
+        self._text = ""  # of the current document, not cut yet
+        self._is_start = True
+
+    def __enter__(self) -> PieceWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._write_rows()
+        self._file.close()
+        self._sink.close()
+
+    def add_document(self, blocks: Iterable[str]) -> None:
+        """Write one document, given as consecutive blocks of its text."""
+        for block in blocks:
+            self.add(block)
+        self.end_document()
+
+    def add(self, text: str) -> None:
+        """Take the next text of the document, whatever its length."""
+        text = self._text + text
+        start = 0
+        while len(text) - start > PIECE_CHARACTERS + 1:  # + 1: the cut looks at the character behind it
+            end = _cut(text, start)
+            self._append(text[start:end])
+            start = end
+        self._text = text[start:]
+
+    def end_document(self) -> None:
+        """Write what is left of the document; one without text leaves no trace."""
+        if len(self._text) > PIECE_CHARACTERS:
+            end = _cut(self._text, 0)
+            self._append(self._text[:end])
+            self._text = self._text[end:]
+        if self._text:
+            self._append(self._text)
+        self._text = ""
+        self._is_start = True
+
+    def _append(self, piece: str) -> None:
+        self._rows.append((piece, self._is_start))
+        self._is_start = False
+        self.num_pieces += 1
+        if len(self._rows) == ROWS_PER_BATCH:
+            self._write_rows()
+
+    def _write_rows(self) -> None:
+        texts, starts = [text for text, _ in self._rows], [is_start for _, is_start in self._rows]
+        self._file.write_batch(pa.record_batch([pa.array(texts, pa.string()), pa.array(starts)], schema=_SCHEMA))
+        self._rows = []
+
+
+def _cut(text: str, start: int) -> int:
+    """Return where the piece that begins at `start` ends: in its second half at a safe cut, else at full length."""
+    end = start + PIECE_CHARACTERS
+    for pattern, place in _SAFE_CUTS:
+        cuts = [match.start() + place for match in pattern.finditer(text, start + PIECE_CHARACTERS // 2, end + 1)]
+        if cuts:
+            return cuts[-1]
+    return end
+
+
+def sample_evenly(pieces: Dataset, max_bytes: int) -> Dataset:
+    """Return every n-th piece, with the smallest n that keeps the text within `max_bytes` or so."""
+    stride = -(-num_text_bytes(pieces) // max_bytes)
+    return pieces if stride == 1 else pieces.select(range(0, len(pieces), stride))
+
+
+def num_text_bytes(pieces: Dataset) -> int:
+    """Return the UTF-8 bytes of all pieces."""
+    tables = pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH)
+    return sum(pc.sum(pc.binary_length(table["text"])).as_py() for table in tables)
+
+
+def texts(pieces: Dataset) -> Iterator[str]:
+    """Yield the text of each piece."""
+    for batch in pieces.iter(batch_size=ROWS_PER_BATCH):
+        yield from batch["text"]

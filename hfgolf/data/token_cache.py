@@ -1,0 +1,259 @@
+"""The token cache: a corpus as Arrow files of token ids, found again under our own fingerprint.
+
+Owns the key, the folder, and building it once whoever asks. Does not know batches.
+
+The stream of a split is, for each document, the end-of-text token and then the document's ids: so it stands between
+documents, and the first token of each has a context. Beside the stream lie, for each piece of text, its tokens (that
+end-of-text included) and its raw UTF-8 bytes, so that whoever evaluates some pieces knows exactly their bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
+from filelock import FileLock
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.corpus import SPLITS, Corpus, cache_folder, load_corpus
+from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes
+from hfgolf.data.token_stream import TokenStream, open_stream, pieces_path, write_arrow
+from hfgolf.data.tokenizer import build_tokenizer, find_tokenizer, tokenizer_sha256
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_log = logging.getLogger(__name__)
+_FORMAT_VERSION = 1
+_PROGRESS_SECONDS = 10
+_RAM_SHARE = 0.25  # of the free memory that in_memory: auto lets the tokens take
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """The tokens of a corpus, the tokenizer that made them, and the folder they lie in."""
+
+    train: TokenStream
+    val: TokenStream
+    tokenizer: PreTrainedTokenizerFast
+    path: Path
+    is_hit: bool
+
+
+def load_tokens(data: DataConfig, tokenizer_config: TokenizerConfig) -> TokenCache:
+    """Return the tokens of the corpus, from the cache where it has them, else tokenised now.
+
+    Says which of the two it was, and on a miss what changed, on this module's logger. Processes that ask for
+    the same at once build it once.
+
+    Raises UserError for text, split or tokenizer that do not serve (see corpus and tokenizer).
+    """
+    corpus = load_corpus(data)
+    cache_dir = cache_folder(data)
+    found = _find(corpus, tokenizer_config, cache_dir)
+    if found is None:
+        with FileLock(cache_dir / "build.lock"):
+            found = _find(corpus, tokenizer_config, cache_dir)  # built by another process while this one waited?
+            if found is None:
+                return _open_cache(*_build(corpus, tokenizer_config, cache_dir), data, is_hit=False)
+    tokens = _open_cache(*found, data, is_hit=True)
+    _log.info("cache hit: %s (%s)", tokens.path, _size(tokens))
+    return tokens
+
+
+def _find(corpus: Corpus, config: TokenizerConfig, cache_dir: Path) -> tuple[Path, PreTrainedTokenizerFast] | None:
+    """Return (folder, tokenizer) of the cache that serves, None if there is none."""
+    tokenizer = find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
+    if tokenizer is None:
+        return None
+    key = _key(corpus, config, tokenizer)
+    folder = _folder(cache_dir, key)
+    problem = _problem(folder, key)
+    if problem is None:
+        return folder, tokenizer
+    if folder.exists():
+        _log.info("cache damaged: %s (%s); building it again", folder, problem)
+    return None
+
+
+def _key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Return everything the tokens depend on; the folder is named by its hash."""
+    settings = {
+        "tokenizer": f"{config.kind}, {len(tokenizer)} entries",
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "end_of_text_id": tokenizer.eos_token_id,
+        "format_version": _FORMAT_VERSION,
+    }
+    return {**corpus.identity, **settings}
+
+
+def _folder(cache_dir: Path, key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_dir / "tokens" / digest[:16]
+
+
+def _problem(folder: Path, key: dict[str, Any]) -> str | None:
+    """Say what is wrong with the cache in `folder`, None if nothing is."""
+    try:
+        note = json.loads((folder / "cache.json").read_text("utf-8"))
+        if note["key"] != key:
+            return "cache.json describes another cache"
+        for name, size in note["files"].items():
+            if (folder / name).stat().st_size != size:
+                return f"{name} is not {size} bytes long"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _build(corpus: Corpus, config: TokenizerConfig, cache_dir: Path) -> tuple[Path, PreTrainedTokenizerFast]:
+    """Build tokenizer and cache; the caller holds the lock, hence what an earlier build left behind can go."""
+    building = cache_dir / "building"
+    shutil.rmtree(building, ignore_errors=True)
+    (cache_dir / "tokenizers").mkdir(exist_ok=True)
+    pieces = cache(lambda: corpus.write_pieces(building / "text"))
+    try:
+        tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
+        key = _key(corpus, config, tokenizer)
+        folder = _folder(cache_dir, key)
+        _log.info("cache miss: %s", _what_changed(key, cache_dir))
+        tokens_folder = building / "tokens"
+        tokens_folder.mkdir(parents=True)
+        for split in SPLITS:
+            _write_split(split, pieces()[split], tokenizer, tokens_folder)
+        files = {path.name: path.stat().st_size for path in sorted(tokens_folder.iterdir())}
+        note = {"key": key, "files": files, "built_at": time.time()}
+        (tokens_folder / "cache.json").write_text(json.dumps(note, indent=1), "utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(exist_ok=True)
+        tokens_folder.rename(folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return folder, tokenizer
+
+
+def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
+    """Name the fields in which `key` differs from the nearest earlier cache."""
+    changes = []
+    for path in (cache_dir / "tokens").glob("*/cache.json"):
+        try:
+            earlier = json.loads(path.read_text("utf-8"))["key"]
+        except (OSError, ValueError, KeyError):
+            continue
+        changed = [name for name in {**key, **earlier} if key.get(name) != earlier.get(name)]
+        changes.append((len(changed), path.parent.name, changed, earlier))
+    if not changes:
+        return f"nothing cached yet in {cache_dir}"
+    _, name, changed, earlier = min(changes, key=lambda change: change[:2])
+    if not changed:
+        return f"{name} was damaged"
+    return f"{', '.join(_change(field, earlier, key) for field in changed)} changed since {name}"
+
+
+def _change(field: str, earlier: dict[str, Any], key: dict[str, Any]) -> str:
+    before, now = earlier.get(field), key.get(field)
+    if isinstance(before, list) and isinstance(now, list):
+        names = [entry[0] for entry in now if entry not in before] + [entry[0] for entry in before if entry not in now]
+        return f"{field} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else field
+    if field == "tokenizer_sha256":
+        return field  # the hashes themselves tell nobody anything
+    return f"{field} ({before} -> {now})"
+
+
+def _write_split(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Tokenise the pieces of a split and write its two Arrow files.
+
+    The ids pass through a file of bare numbers: the whole split must be one record batch, as only that is one array in
+    a memory map, and memory must stay bounded.
+    """
+    path, bare = folder / f"{split}.arrow", folder / "ids.bin"
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    num_tokens, num_bytes = [], []
+    progress = _Progress(f"tokenising {split}", num_text_bytes(pieces))
+    with open(bare, "wb") as file:
+        for ids, batch_tokens, batch_bytes in _encode(pieces, tokenizer):
+            ids.astype(dtype).tofile(file)
+            num_tokens.append(batch_tokens)
+            num_bytes.append(batch_bytes)
+            progress.add(int(batch_bytes.sum()))
+    progress.end()
+    tokens = np.memmap(bare, dtype, "r")
+    array = pa.Array.from_buffers(pa.from_numpy_dtype(dtype), len(tokens), [None, pa.py_buffer(tokens)])
+    write_arrow(path, {"input_ids": array})
+    write_arrow(pieces_path(path), {"num_tokens": np.concatenate(num_tokens), "num_bytes": np.concatenate(num_bytes)})
+    bare.unlink()
+
+
+def _encode(pieces: Dataset, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield (ids, tokens of each piece, raw bytes of each piece) batch by batch; the tokenizer uses all cores."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, to be changed:
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = True  # text that spells a special token is text
+    for table in pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
+        encodings = backend.encode_batch_fast(table["text"].to_pylist(), add_special_tokens=False)
+        starts = [[tokenizer.eos_token_id] if is_start else [] for is_start in table["is_start"].to_pylist()]
+        rows = [np.array(start + encoding.ids, np.uint32) for start, encoding in zip(starts, encodings, strict=True)]
+        ids = np.concatenate(rows)
+        if ids.max() >= len(tokenizer):
+            raise UserError(
+                f"The tokenizer gave id {ids.max()}, out of range for its vocabulary of {len(tokenizer)} entries;"
+                " its files do not fit together: load or train another one."
+            )
+        num_bytes = pc.binary_length(table["text"]).to_numpy()  # of the UTF-8 that Arrow holds, not of what decodes
+        yield ids, np.array([len(row) for row in rows], np.uint32), num_bytes.astype(np.uint32)
+
+
+class _Progress:
+    """Say every few seconds how far a long pass over text has come, and its speed at the end."""
+
+    def __init__(self, name: str, total_bytes: int) -> None:
+        self.name = name
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self.started_at = self.said_at = time.perf_counter()
+
+    def add(self, num_bytes: int) -> None:
+        self.done_bytes += num_bytes
+        now = time.perf_counter()
+        if now - self.said_at >= _PROGRESS_SECONDS:
+            self.said_at = now
+            speed = self.done_bytes / (now - self.started_at)
+            left_seconds = (self.total_bytes - self.done_bytes) / speed
+            done, total = self.done_bytes / 1e6, self.total_bytes / 1e6
+            _log.info("%s: %.0f of %.0f MB, %.1f MB/s, %.0f s left", self.name, done, total, speed / 1e6, left_seconds)
+
+    def end(self) -> None:
+        seconds = time.perf_counter() - self.started_at
+        megabytes = self.done_bytes / 1e6
+        _log.info("%s: %.1f MB in %.1f s (%.1f MB/s)", self.name, megabytes, seconds, megabytes / seconds)
+
+
+def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, data: DataConfig, is_hit: bool) -> TokenCache:
+    num_bytes = sum((folder / f"{split}.arrow").stat().st_size for split in SPLITS)
+    free_bytes = psutil.virtual_memory().available
+    is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
+    train, val = (open_stream(folder / f"{split}.arrow", is_in_memory) for split in SPLITS)
+    where = "copied into memory" if is_in_memory else "memory-mapped"
+    why = f"data.in_memory {data.in_memory}: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
+    _log.info("tokens: %s (%s)", where, why)
+    return TokenCache(train, val, tokenizer, folder, is_hit)
+
+
+def _size(tokens: TokenCache) -> str:
+    return f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"

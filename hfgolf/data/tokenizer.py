@@ -1,0 +1,174 @@
+"""Tokenizers as `PreTrainedTokenizerFast` objects: byte, char and BPE, made here, or a pretrained one.
+
+Owns how each is made and trained, and the folder in which trained ones are kept. Does not know how tokens are stored.
+
+All three made here work on UTF-8 bytes, as GPT-2's does, so that any text, whatever was seen in training, decodes back
+to exactly itself, and nothing is ever unknown. Text that spells `<|endoftext|>` is encoded as plain text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hfgolf.config import TokenizerConfig
+from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_log = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"
+# The trainer holds every distinct word with its count in memory, and reads 1 to 2 MB/s a core: text beyond this is
+# sampled evenly. (The corpus comes in pieces of bounded length, so no document is ever one huge list of words either.)
+TRAINING_SAMPLE_BYTES_PER_ENTRY = 4096
+_FORMAT_VERSION = 1
+
+
+def build_tokenizer(
+    config: TokenizerConfig, corpus_identity: dict[str, Any], train_pieces: Callable[[], Dataset], folder: Path
+) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that `config` describes, trained on the train part where its kind needs training.
+
+    A trained one is kept in `folder` under (corpus, settings); `train_pieces` is called only where it is not there.
+
+    Raises UserError where the corpus is too small for the vocabulary, or a pretrained tokenizer does not serve.
+    """
+    found = find_tokenizer(config, corpus_identity, folder)
+    if found is not None:
+        return found
+    pieces = train_pieces()
+    tokenizer = _wrap(_train_bpe(pieces, config.vocab_size) if config.kind == "bpe" else _train_char(pieces))
+    path = _tokenizer_path(config, corpus_identity, folder)
+    unfinished = path.with_name(path.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    tokenizer.save_pretrained(unfinished)
+    shutil.rmtree(path, ignore_errors=True)
+    unfinished.rename(path)
+    return _load(path)  # as every later start will see it
+
+
+def find_tokenizer(
+    config: TokenizerConfig, corpus_identity: dict[str, Any], folder: Path
+) -> PreTrainedTokenizerFast | None:
+    """Return the tokenizer that `config` describes if that takes no training, None if it does."""
+    if config.kind == "pretrained":
+        return _load_pretrained(str(config.name_or_path))
+    if config.kind == "byte":
+        return _wrap(_byte_level([]))
+    path = _tokenizer_path(config, corpus_identity, folder)
+    return _load(path) if (path / "tokenizer.json").is_file() else None
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the hash of tokenizer.json: vocabulary, merges and rules."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def _tokenizer_path(config: TokenizerConfig, corpus_identity: dict[str, Any], folder: Path) -> Path:
+    vocab_size = config.vocab_size if config.kind == "bpe" else None
+    key = json.dumps([_FORMAT_VERSION, config.kind, vocab_size, corpus_identity], sort_keys=True)
+    return folder / f"{config.kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _load(path: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(path)
+
+
+def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
+    where = f"tokenizer.name_or_path: {name_or_path!r}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except Exception as error:  # OSError, ValueError, KeyError, ...: depends on what is broken
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{where} cannot be loaded ({reason}) Check the name or folder and the network.") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"{where} has no tokenizer.json; hfgolf needs a fast tokenizer.")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{where} has no eos_token, which must stand between documents; choose one that has, as gpt2.")
+    return tokenizer
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,  # True would eat spaces before punctuation when decoding
+        split_special_tokens=True,  # text that spells a special token stays text
+    )
+
+
+def _byte_symbols() -> list[str]:
+    """Return the printable character that stands for each byte, as in GPT-2 (section 2.2 and its published vocabulary).
+
+    Printable bytes stand for themselves; the others, in order, for the characters from 256 on.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _byte_level(characters: list[str]) -> Tokenizer:
+    """Return a tokenizer without merges: a byte's id is its value; then come the end of text and `characters`."""
+    symbols = _byte_symbols()
+    words = ["".join(symbols[byte] for byte in character.encode()) for character in characters]
+    vocab = {word: number for number, word in enumerate([*symbols, END_OF_TEXT, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))  # a word in the vocabulary is a token
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # only what is not ASCII is split off: a regex that matches each character runs 5 times slower
+    others = pre_tokenizers.Split(Regex(r"[^\x00-\x7F]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([others, byte_level]) if characters else byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _train_char(pieces: Dataset) -> Tokenizer:
+    """Return a tokenizer with an entry for each character of the text.
+
+    Its vocabulary is the 256 bytes, of which the ASCII characters are some, the end of text, and the other characters
+    seen. So an unseen character (in validation, or in a prompt) is its bytes rather than an unknown that decodes to
+    something else; the unused bytes cost a few rows of the embedding, and nothing in bits per byte once learned.
+    """
+    seen: set[str] = set()
+    for text in texts(pieces):
+        seen.update(text)
+    return _byte_level(sorted(character for character in seen if ord(character) >= 128))
+
+
+def _train_bpe(pieces: Dataset, vocab_size: int) -> Tokenizer:
+    """Train byte-level BPE with GPT-2's pre-tokenizer to `vocab_size` entries, the end of text included."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sample = sample_evenly(pieces, vocab_size * TRAINING_SAMPLE_BYTES_PER_ENTRY)
+    started_at = time.perf_counter()
+    tokenizer.train_from_iterator(texts(sample), trainer)
+    seconds = time.perf_counter() - started_at
+    _log.info("trained a BPE tokenizer on %.1f MB in %.1f s", num_text_bytes(sample) / 1e6, seconds)
+    reached = tokenizer.get_vocab_size()
+    if reached < vocab_size:
+        raise UserError(
+            f"tokenizer.vocab_size: {vocab_size} is larger than the corpus allows;"
+            f" its train part gives {reached} entries; set {reached} or less, or add text."
+        )
+    return tokenizer

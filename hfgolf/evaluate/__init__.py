@@ -1,0 +1,1 @@
+"""Judging a model: loss and bits per byte of a text, and samples."""

@@ -1,0 +1,1 @@
+"""Counting and measuring: FLOPs, memory, what the device can do."""

@@ -1,0 +1,479 @@
+"""The Golf transformer: blocks, initialisation, the loss in chunks, and generation.
+
+Owns everything between token ids and loss or logits; knows nothing of data, optimizers or training loops. This file is
+copied beside the weights when a model is saved and must work where only torch and transformers are installed.
+
+Shapes: B batch, T time (queries), H heads, K key-value heads, D head size, C channels, V vocabulary, N = B * T rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_golf import GolfConfig
+
+IGNORE_INDEX = -100
+# Logits of one chunk of the loss, in elements. CPU: 16 MiB of fp32 stays near the cache. Accelerators: 512 MiB, so that
+# adding to the (V, C) weight gradient once a chunk costs little beside the chunk's own products.
+_CHUNK_ELEMENTS_CPU = 2**22
+_CHUNK_ELEMENTS_ACCELERATOR = 2**27
+
+Rotation = tuple[Tensor, Tensor]
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": _relu_squared,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "swiglu": F.silu,  # applied to the gate
+}
+
+
+class GolfRMSNorm(nn.Module):
+    """Divide by the root mean square over the last dimension, then scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Under autocast x may be bf16 beside an fp32 weight; the fused kernel wants one dtype (it sums in fp32 anyway).
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def _build_norm(config: GolfConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return GolfRMSNorm(config.hidden_size, config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.use_bias)
+
+
+def _rotation(position_ids: Tensor, config: GolfConfig) -> Rotation:
+    """Return cos and sin of the RoPE angles, (B or 1, 1, T, D / 2) in fp32 (Su et al. 2021, arXiv:2104.09864).
+
+    Computed in every forward pass: a non-persistent buffer would hold garbage after from_pretrained.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32) / config.head_dim
+    angles = position_ids[:, None, :, None].float() * config.rope_theta**-exponents
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attend with plain products: the readable reference, and the one that returns its weights."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    weights = F.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class _OutputLinear(nn.Linear):
+    """A projection back into the residual stream: initialised to zero, so that every block starts as the identity."""
+
+
+class GolfAttention(nn.Module):
+    """Causal self-attention over one fused projection, whose rows are [q: H*D | k: K*D | v: K*D]."""
+
+    is_causal = True
+
+    def __init__(self, config: GolfConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx  # of the KV cache
+        self.head_counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.head_counts) * config.head_dim, bias=config.use_bias)
+        self.o_proj = _OutputLinear(config.hidden_size, config.hidden_size, bias=config.use_bias)
+        if config.qk_norm:
+            self.q_norm = GolfRMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = GolfRMSNorm(config.head_dim, config.norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        rotation: Rotation | None,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        B, T, _ = hidden_states.shape
+        qkv = self.qkv_proj(hidden_states).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, H + 2K, T, D)
+        query, key, value = qkv.split(self.head_counts, dim=1)
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if rotation is not None:  # in fp32, whatever the dtype of the activations
+            query, key = _rotate(query, rotation).to(value.dtype), _rotate(key, rotation).to(value.dtype)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention)
+        dropout = self.config.dropout if self.training else 0.0
+        output, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(output.reshape(B, T, -1)), weights
+
+
+class GolfMLP(nn.Module):
+    """Project up, apply the activation (gated for swiglu), project down."""
+
+    def __init__(self, config: GolfConfig) -> None:
+        super().__init__()
+        self.activation = _ACTIVATIONS[config.activation]
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.gate_proj = None
+        if config.activation == "swiglu":
+            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.down_proj = _OutputLinear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        return self.down_proj(
+            self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(x)) * up
+        )
+
+
+class GolfDecoderLayer(GradientCheckpointingLayer):
+    """One pre-norm block: attention, then MLP, each added to the residual stream."""
+
+    def __init__(self, config: GolfConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.input_layernorm = _build_norm(config)
+        self.self_attn = GolfAttention(config, layer_idx)
+        self.post_attention_layernorm = _build_norm(config)
+        self.mlp = GolfMLP(config)
+
+    def forward(self, hidden_states: Tensor, **attention_arguments: Any) -> Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **attention_arguments)
+        hidden_states = hidden_states + F.dropout(attended, self.dropout, self.training)
+        transformed = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + F.dropout(transformed, self.dropout, self.training)
+
+
+class GolfPreTrainedModel(PreTrainedModel):
+    """Initialisation, and what the model tells transformers about itself."""
+
+    config_class = GolfConfig
+    config: GolfConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GolfDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": GolfDecoderLayer, "attentions": GolfAttention}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise one module's own parameters, through transformers' functions: they spare what was loaded.
+
+        Input matrices: normal, 0.5 / sqrt(fan-in), which gives activations of about 0.5 at any width. Output
+        projections and an untied head: zero, so the first loss is ln V and no block disturbs the residual stream before
+        it has learned something. A tied embedding: 1 / C; the normed stream meets its own row with about std * C, and a
+        token's logit for itself must stay near 1 for the first loss to be near ln V (0.02 at C = 768 would give 15).
+        """
+        config = self.config
+        if isinstance(module, nn.Linear):
+            is_head = module is getattr(self, "lm_head", None)
+            if isinstance(module, _OutputLinear) or (is_head and not config.tie_word_embeddings):
+                init.zeros_(module.weight)
+            elif not is_head:  # a tied head is the embedding
+                init.normal_(module.weight, std=config.initializer_range or 0.5 / math.sqrt(module.in_features))
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            untied_std = config.initializer_range or 0.02
+            init.normal_(module.weight, std=1 / config.hidden_size if config.tie_word_embeddings else untied_std)
+        elif isinstance(module, (GolfRMSNorm, nn.LayerNorm)):
+            init.ones_(module.weight)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                init.zeros_(bias)
+
+
+class GolfModel(GolfPreTrainedModel):
+    """The transformer without its head: token ids in, normed hidden states out."""
+
+    def __init__(self, config: GolfConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.position_embedding == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        if config.embedding_norm:
+            self.embed_norm = _build_norm(config)
+        self.layers = nn.ModuleList(GolfDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = _build_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return hidden states (B, T, C); the arguments are transformers' own.
+
+        Without position_ids, positions count the tokens that attention_mask shows, so left padding shifts nothing.
+
+        Raises:
+            ValueError: both or neither of input_ids and inputs_embeds, or more tokens than learned positions.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("GolfModel.forward needs exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        # Given as they came: under torch.compile any position_ids would make transformers look for packed sequences and
+        # build a full mask, where None ends as is_causal=True in SDPA.
+        causal_mask = create_causal_mask(
+            self.config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids
+        )
+        past_tokens = 0 if past_key_values is None else past_key_values.get_seq_length()
+        self._require_learned_positions(past_tokens + inputs_embeds.shape[1])
+        if position_ids is None:
+            position_ids = _derive_position_ids(inputs_embeds, attention_mask, past_tokens)
+        hidden_states = self._embed(inputs_embeds, position_ids)
+        rotation = _rotation(position_ids, self.config) if self.config.position_embedding == "rope" else None
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                rotation=rotation,
+                attention_mask=causal_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _embed(self, token_embeddings: Tensor, position_ids: Tensor) -> Tensor:
+        hidden_states = token_embeddings
+        if self.config.position_embedding == "learned":
+            hidden_states = hidden_states + self.embed_positions(position_ids)
+        if self.config.embedding_norm:
+            hidden_states = self.embed_norm(hidden_states)
+        return F.dropout(hidden_states, self.config.dropout, self.training)
+
+    def _require_learned_positions(self, num_tokens: int) -> None:
+        limit = self.config.max_position_embeddings
+        if self.config.position_embedding == "learned" and num_tokens > limit:
+            raise ValueError(
+                f"GolfModel: a sequence of {num_tokens} tokens is longer than max_position_embeddings={limit};"
+                " learned positions end there. Shorten it (in generate(): fewer max_new_tokens)."
+            )
+
+
+def _derive_position_ids(inputs_embeds: Tensor, attention_mask: Tensor | None, past_tokens: int) -> Tensor:
+    T = inputs_embeds.shape[1]
+    if attention_mask is not None and attention_mask.ndim == 2:  # (B, past + T)
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
+    return (torch.arange(T, device=inputs_embeds.device) + past_tokens)[None]
+
+
+class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
+    """The transformer with its language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _auto_class = "AutoModelForCausalLM"
+
+    def __init__(self, config: GolfConfig) -> None:
+        super().__init__(config)
+        self.model = GolfModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def fused_projections(self) -> dict[str, tuple[int, ...]]:
+        """Map the name of each fused weight to the row counts of the matrices in it: H*D, K*D, K*D for q, k, v."""
+        config = self.config
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        sizes = tuple(count * config.head_dim for count in heads)
+        return {f"model.layers.{i}.self_attn.qkv_proj.weight": sizes for i in range(config.num_hidden_layers)}
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the loss, the logits (B, T, V), or both.
+
+        Args:
+            labels: (B, T), the ids of input_ids themselves; shifted here. -100 is ignored.
+            shift_labels: (B, T), already shifted: the id that follows each position. -100 is ignored.
+            num_items_in_batch: what the summed nats are divided by. None: the number of targets not ignored.
+            logits_to_keep: compute only the last so many logits (0: all), or those at these time indices.
+            return_logits: None: yes, except when training with labels, where the loss is computed in chunks and the
+                logits of the batch never exist.
+        """
+        targets = shift_labels
+        if targets is None and labels is not None:
+            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if use_cache is None and targets is not None:
+            use_cache = False
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        loss = None
+        if targets is not None:
+            nats = chunked_cross_entropy(
+                hidden_states.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.config.logit_soft_cap
+            )
+            if num_items_in_batch is None:
+                num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
+            loss = nats / num_items_in_batch
+        if return_logits is None:
+            return_logits = targets is None or not self.training
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=self._logits(hidden_states, logits_to_keep) if return_logits else None,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _logits(self, hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept])
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None = None) -> Tensor:
+    """Return the summed nats of the targets under softmax(hidden @ weight.T), in fp32, without holding all logits.
+
+    The gradients are computed chunk by chunk in the forward pass, while a chunk's logits are at hand, so nothing is
+    recomputed and nothing of size (N, V) is kept. They are those of the sum, and are scaled in the backward pass: they
+    lie in [-1, 1] times the operands, which fp16 holds, where a mean over many tokens would underflow.
+
+    Args:
+        hidden: (N, C). weight: (V, C). Under autocast both are cast to its dtype; softmax and sums stay in fp32.
+        targets: (N,), -100 is ignored; all ignored gives 0.
+        soft_cap: cap of cap * tanh(z / cap) on the logits.
+    """
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _ChunkedCrossEntropy.apply(hidden, weight, targets, soft_cap)
+    return _nats_and_gradients(hidden, weight, targets, soft_cap, False, False)[0]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        nats, *gradients = _nats_and_gradients(hidden, weight, targets, soft_cap, wants_hidden, wants_weight)
+        ctx.save_for_backward(*gradients)
+        return nats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_gradient, weight_gradient = (
+            None if gradient is None else gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors
+        )
+        return hidden_gradient, weight_gradient, None, None
+
+
+def _nats_and_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    device = hidden.device.type
+    compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    head = weight.to(compute_dtype)
+    nats = torch.zeros((), dtype=sum_dtype, device=hidden.device)
+    hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+    weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
+    chunk_elements = _CHUNK_ELEMENTS_CPU if device == "cpu" else _CHUNK_ELEMENTS_ACCELERATOR
+    rows = max(1, chunk_elements // weight.shape[0])
+    for start in range(0, hidden.shape[0], rows):
+        chunk = hidden[start : start + rows].to(compute_dtype)
+        target = targets[start : start + rows, None]
+        counted = target != IGNORE_INDEX
+        target = target.clamp(min=0)
+        logits = (chunk @ head.T).to(sum_dtype)
+        if soft_cap is not None:
+            squashed = torch.tanh(logits / soft_cap)
+            logits = squashed * soft_cap
+        log_probabilities = logits.log_softmax(dim=-1)
+        nats -= (log_probabilities.gather(1, target) * counted).sum()
+        if not (wants_hidden or wants_weight):
+            continue
+        # d nats / d logits = p - 1[target], and 0 in ignored rows
+        gradient = log_probabilities.exp_().mul_(counted)
+        gradient.scatter_add_(1, target, -counted.to(sum_dtype))
+        if soft_cap is not None:
+            gradient *= 1 - squashed.square()
+        gradient = gradient.to(compute_dtype)
+        if hidden_gradient is not None:
+            hidden_gradient[start : start + rows] = gradient @ head
+        if weight_gradient is not None:
+            weight_gradient += gradient.T @ chunk
+    weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+    return nats, hidden_gradient, weight_gradient

@@ -1,0 +1,131 @@
+"""Which parameter is updated by which rule.
+
+Owns one table of name patterns, which must cover every parameter exactly once, and what each kind of parameter means
+for the optimizer. Refuses to know the model: it reads names and shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from hfgolf.errors import UserError
+from hfgolf.optim.muon import Muon
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hfgolf.config import OptimConfig
+
+KINDS = ("matrix", "embedding", "head", "vector")
+PATTERNS = (
+    ("model.layers.*.self_attn.*_proj.weight", "matrix"),
+    ("model.layers.*.mlp.*_proj.weight", "matrix"),
+    ("model.embed_tokens.weight", "embedding"),
+    ("model.embed_positions.weight", "embedding"),
+    ("lm_head.weight", "head"),
+    ("model.*norm.weight", "vector"),
+    ("model.*.bias", "vector"),
+)
+
+
+def parameter_kind(name: str) -> str:
+    """Return matrix, embedding, head or vector; UserError unless exactly one row of PATTERNS matches the name."""
+    matches = [(pattern, kind) for pattern, kind in PATTERNS if fnmatchcase(name, pattern)]
+    if len(matches) != 1:
+        found = " and ".join(pattern for pattern, _ in matches) or "no pattern"
+        raise UserError(f"parameter {name} matches {found}: give it one row in PATTERNS of hfgolf/optim/groups.py")
+    return matches[0][1]
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, fused: Mapping[str, tuple[int, ...]]
+) -> list[dict[str, Any]]:
+    """Return one group for each kind of parameter that there is, in the order of KINDS.
+
+    fused: weights (names or patterns) that hold several matrices one above the other, with the rows of each; muon
+    orthogonalises them apart. Only matrices are decayed. "initial_lr" is the peak that a schedule multiplies.
+    UserError for a parameter that the table does not cover once, and for an entry of fused that names no parameter.
+    """
+    parameters = list(named_parameters)
+    for pattern in fused:
+        if not any(fnmatchcase(name, pattern) for name, _ in parameters):
+            raise UserError(f"fused weight {pattern} is not a parameter of the model: name one that is")
+    members: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
+    for name, parameter in parameters:
+        members[parameter_kind(name)].append((name, parameter))
+    return [_group(kind, members[kind], optim, fused) for kind in KINDS if members[kind]]
+
+
+def _group(
+    kind: str, members: list[tuple[str, Tensor]], optim: OptimConfig, fused: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
+    rule = optim.name if kind == "matrix" or optim.name != "muon" else "adamw"
+    learning_rate = optim.adamw_learning_rate if rule != optim.name else optim.learning_rate
+    if kind == "embedding" and optim.embedding_learning_rate is not None:
+        learning_rate = optim.embedding_learning_rate
+    return {
+        "params": members,
+        "kind": kind,
+        "rule": rule,
+        "lr": learning_rate,
+        "initial_lr": learning_rate,
+        "weight_decay": optim.weight_decay if kind == "matrix" else 0.0,
+        "splits": [_split(name, fused) for name, _ in members],
+    }
+
+
+def _split(name: str, fused: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    return next((tuple(rows) for pattern, rows in fused.items() if fnmatchcase(name, pattern)), None)
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, fused: Mapping[str, tuple[int, ...]]
+) -> Muon:
+    """Build the one optimizer of a run, before `accelerator.prepare`; arguments and errors as `parameter_groups`."""
+    return Muon(
+        parameter_groups(named_parameters, optim, fused),
+        momentum=optim.momentum,
+        nesterov=optim.nesterov,
+        newton_schulz_steps=optim.newton_schulz_steps,
+        newton_schulz_coefficients=optim.newton_schulz_coefficients,
+        update_scale=optim.update_scale,
+        betas=optim.betas,
+        eps=optim.eps,
+    )
+
+
+def group_table(optimizer: Any) -> str:
+    """Return the table printed at the start: a row for each name (layer numbers as *), with its rule and rates.
+
+    optimizer: from `build_optimizer`, prepared or not.
+    """
+    header = ("parameters of", "tensors", "parameters", "rule", "learning rate", "weight decay")
+    rows: list[tuple[str, ...]] = []
+    for group in optimizer.param_groups:
+        sizes: dict[tuple[str, int], list[int]] = {}
+        for name, parameter, split in zip(group["param_names"], group["params"], group["splits"], strict=True):
+            pattern = re.sub(r"\.\d+\.", ".*.", name)
+            parts = len(split) if split and group["rule"] == "muon" else 1
+            sizes.setdefault((pattern, parts), []).append(parameter.numel())
+        for (pattern, parts), numbers in sizes.items():
+            rule = group["rule"] if parts == 1 else f"{group['rule']} in {parts} parts"
+            rates = (f"{group['initial_lr']:g}", f"{group['weight_decay']:g}")
+            rows.append((pattern, str(len(numbers)), f"{sum(numbers):,}", rule, *rates))
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    total = ("total", str(len(every)), f"{sum(parameter.numel() for parameter in every):,}", "", "", "")
+    return _aligned([header, *rows, total])
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    to_the_left = (0, 3)  # words; the other columns are numbers
+    lines = (
+        "  ".join(
+            c.ljust(w) if i in to_the_left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,91 @@
+"""What the optimizer remembers of each parameter, and whether a saved state fits this optimizer.
+
+Refuses to know the arithmetic of the rules: it knows the names, shapes and dtypes of what they keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfgolf.errors import UserError
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+
+STATE_NAMES = {
+    "muon": ("momentum_buffer",),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """Return fp32, or the parameter's dtype where that is wider."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def new_state(rule: str, param: Tensor) -> State:
+    """Return the state of a parameter before its first update: zeros on its device."""
+    # tensors only, the step too: what accelerate loads with weights_only, and what the fused kernel wants
+    state = {name: torch.zeros_like(param, dtype=state_dtype(param)) for name in STATE_NAMES[rule]}
+    if rule == "adamw":
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+    return state
+
+
+def matched_state(groups: list[Group], state_dict: dict[str, Any]) -> tuple[list[Group], list[list[State]]]:
+    """Return a saved optimizer's groups and states in the order of `groups`, changing neither.
+
+    Matched by parameter name where both sides have names, else by position. Order, names and splits are those of
+    `groups`, all other settings those saved. UserError where names, rules, shapes or contents differ.
+    """
+    by_name = all("param_names" in group for group in [*groups, *state_dict["param_groups"]])
+    own, saved = _places(groups, by_name), _places(state_dict["param_groups"], by_name)
+    if own.keys() != saved.keys():
+        missing, unknown = sorted(own.keys() - saved.keys(), key=str), sorted(saved.keys() - own.keys(), key=str)
+        raise _mismatch(f"lacks {_first(missing)} and has {_first(unknown)} that this model lacks")
+
+    new_groups: list[Group] = [{} for _ in groups]
+    states: list[list[State]] = [[] for _ in groups]
+    origins: dict[int, int] = {}
+    for name, (own_group, own_index) in own.items():
+        saved_group, saved_index = saved[name]
+        group, source = groups[own_group], state_dict["param_groups"][saved_group]
+        if source.get("rule") != group["rule"]:
+            raise _mismatch(f"updates {name} by {source.get('rule')!r}, here it is {group['rule']!r}")
+        if origins.setdefault(own_group, saved_group) != saved_group:
+            raise _mismatch(f"has {name} in another group than the rest of its group here")
+        state = state_dict["state"].get(source["params"][saved_index], {})
+        _check_state(name, group["rule"], group["params"][own_index], state)
+        states[own_group].append(state)
+        positional: Group = {key: group[key] for key in ("param_names", "splits") if key in group}
+        new_groups[own_group] = {**group, **source, **positional, "params": list(range(len(group["params"])))}
+    return new_groups, states
+
+
+def _places(groups: list[Group], by_name: bool) -> dict[Any, tuple[int, int]]:
+    """Map each parameter's name, or its (group, index) where there are no names, to its (group, index)."""
+    places = [(i, j) for i, group in enumerate(groups) for j in range(len(group["params"]))]
+    return {groups[i]["param_names"][j] if by_name else (i, j): (i, j) for i, j in places}
+
+
+def _check_state(name: object, rule: str, param: Tensor, state: State) -> None:
+    expected = {key: value.shape for key, value in new_state(rule, param.to("meta")).items()}
+    found = {key: value.shape for key, value in state.items()}
+    if found and found != expected:  # empty: saved before the first step
+        raise _mismatch(f"holds {_shapes(found)} for {name}, here it is {_shapes(expected)}")
+
+
+def _shapes(shapes: dict[str, torch.Size]) -> str:
+    return ", ".join(f"{key} {tuple(shape)}" for key, shape in sorted(shapes.items()))
+
+
+def _first(names: list[Any]) -> str:
+    return "nothing" if not names else f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _mismatch(difference: str) -> UserError:
+    return UserError(f"the saved optimizer state {difference}: load it with the model and config that saved it")

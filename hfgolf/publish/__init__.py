@@ -1,0 +1,1 @@
+"""Handing a model to others: the exported folder, its model card, the Hub."""

@@ -1,0 +1,32 @@
+"""Loading a model to use it: any causal model with its tokenizer, from a folder or the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hfgolf.command_line import one_line
+from hfgolf.errors import UserError
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
+
+
+def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer, in evaluation mode on the GPU where there is one.
+
+    Golf models run with the classes of this installation, so that no code of a stranger's repository is executed.
+    Raises UserError where there is no such model.
+    """
+    AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
+    AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        folders = ", ".join(sorted(str(path) for path in Path("runs").glob("*/model"))) or "none"
+        raise UserError(
+            f"--model: cannot load {name_or_path}: {one_line(error)[:200]} (exported models here: {folders})."
+        ) from None
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

@@ -1,0 +1,61 @@
+"""Whether to compile the model, and doing it in place so that state-dict keys stay clean."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from hfgolf.command_line import one_line
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# What a compilation costs and what it saves, measured for configs/small.yaml on 2 CPU cores, rounded against compiling.
+COMPILE_SECONDS = 60.0
+SAVED_SHARE_OF_TIME = 0.15
+
+
+def should_compile(choice: bool | str, device: torch.device, expected_seconds: float) -> tuple[bool, str]:
+    """Decide train.compile and say why. expected_seconds: of the whole training, uncompiled."""
+    if choice != "auto":
+        return bool(choice), "train.compile says so"
+    if not has_compiler(device):
+        return False, "there is no compiler for this device"
+    saved = expected_seconds * SAVED_SHARE_OF_TIME
+    if saved < COMPILE_SECONDS:
+        return False, f"about {saved:.0f} s saved would not pay for about {COMPILE_SECONDS:.0f} s of compiling"
+    return True, f"about {saved:.0f} s saved pay for about {COMPILE_SECONDS:.0f} s of compiling"
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Say whether torch.compile can make code for this device: a C++ compiler for a CPU, Triton for a GPU."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return has_triton()
+    return device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> float:
+    """Compile the model in place and return the seconds it took; falls back to eager, with one line, where it fails.
+
+    run_once: runs a forward and backward pass, which is when torch compiles; it must leave no trace.
+    """
+    started_at = time.perf_counter()
+    model.compile()
+    try:
+        run_once()
+    except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
+        model._compiled_call_impl = None  # what Module.compile() set
+        torch._dynamo.reset()
+        logger.warning("compile: failed, going on without: %s", one_line(error)[:200])
+        run_once()
+    return time.perf_counter() - started_at

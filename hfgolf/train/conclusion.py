@@ -1,0 +1,103 @@
+"""How a run ends: the best weights, judged on the whole validation part, exported, shown and pushed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_model
+
+from hfgolf.evaluate.loss import evaluate_loss
+from hfgolf.evaluate.sample import generate_text
+from hfgolf.publish.export import export_model
+from hfgolf.publish.model_card import model_card
+from hfgolf.train.environment import device_name, git_commit
+
+if TYPE_CHECKING:
+    from hfgolf.train.setup import Run
+
+logger = logging.getLogger(__name__)
+
+
+def conclude(run: Run) -> dict[str, Any]:
+    """Evaluate, export, show and push the best weights of the run; returns the summary, also in summary.json."""
+    step = _take_best_weights(run)
+    evaluation = evaluate_loss(
+        run.raw_model,
+        run.tokens.val,
+        run.accelerator,
+        sequence_length=run.config.batch.sequence_length,
+        batch_size=run.micro_batch_size,
+    )
+    summary: dict[str, Any] = {
+        "run": run.config.run.name,
+        "step": step,
+        "steps": run.state.step,
+        "tokens": run.state.step * run.config.batch.tokens_per_step,
+        "val_loss": evaluation.loss,
+        "val_perplexity": evaluation.perplexity,
+        "val_bits_per_byte": evaluation.bits_per_byte,
+        "val_tokens": evaluation.num_tokens,
+        "val_bytes": evaluation.num_bytes,
+        "tokens_per_second": _median_speed(run),
+        "train_seconds": run.state.elapsed_seconds,
+        "parameters": run.raw_model.num_parameters(),
+        "device": device_name(),
+        "commit": git_commit(),
+        "model": str(run.folder.model),
+    }
+    if run.accelerator.is_main_process:
+        summary["sample"] = generate_text(run.raw_model, run.tokens.tokenizer, seed=run.config.run.seed)
+        export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, model_card(run.config, summary))
+        run.folder.summary.write_text(json.dumps(summary, indent=1))
+        show_summary(summary)
+        run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
+    run.tracker.finish()
+    run.accelerator.wait_for_everyone()
+    return summary
+
+
+def show_summary(summary: dict[str, Any]) -> None:
+    """Print how the run ended and how to load what it made."""
+    logger.info(
+        "\nvalidation loss  %.4f nats a token (step %d, %s tokens of the whole validation part)",
+        summary["val_loss"],
+        summary["step"],
+        f"{summary['val_tokens']:,}",
+    )
+    logger.info("bits per byte    %.4f over %s bytes", summary["val_bits_per_byte"], f"{summary['val_bytes']:,}")
+    logger.info("tokens/s         %s (median)", f"{summary['tokens_per_second']:,.0f}")
+    logger.info("sample           %s", summary["sample"].replace("\n", "\n                 "))
+    logger.info("run folder       %s", summary["model"].removesuffix("/model"))
+    logger.info("\nTo load it:\n")
+    logger.info("from transformers import AutoModelForCausalLM, AutoTokenizer")
+    logger.info('model = AutoModelForCausalLM.from_pretrained("%s", trust_remote_code=True)', summary["model"])
+    logger.info('tokenizer = AutoTokenizer.from_pretrained("%s")', summary["model"])
+
+
+def push_in_training(run: Run) -> None:
+    """Export the present weights and push them while training goes on."""
+    if not run.accelerator.is_main_process:
+        return
+    folder = run.folder.path / "model-in-training"
+    figures = {"step": run.state.step, "val_loss": run.state.best_val_loss}
+    export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, figures))
+    run.hub.push_later(folder, f"step {run.state.step}")
+
+
+def _take_best_weights(run: Run) -> int:
+    """Load the best checkpoint's weights where the last step was not the best; returns the step they are of."""
+    best = run.folder.checkpoints / "best"
+    if run.state.best_step == run.state.step or not best.exists():
+        return run.state.step
+    logger.info("taking the best weights, of step %d", run.state.best_step)
+    load_model(run.raw_model, best / "model.safetensors", device=str(run.accelerator.device))
+    return run.state.best_step
+
+
+def _median_speed(run: Run) -> float:
+    """Return the median of the rows' tokens/s, which leaves warm-up and pauses out."""
+    with run.folder.metrics.open(encoding="utf-8") as rows:
+        return statistics.median(json.loads(row)["tokens_per_second"] for row in rows)

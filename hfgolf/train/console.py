@@ -1,0 +1,65 @@
+"""What a person sees while a run trains: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from hfgolf.train.setup import Run
+
+logger = logging.getLogger("hfgolf")
+
+
+class Console:
+    """Shows the rows of a run; on ranks other than the main one it does nothing."""
+
+    def __init__(self, run: Run) -> None:
+        self._is_main = run.accelerator.is_main_process
+        total = None if run.most_steps == math.inf else int(run.most_steps)
+        hidden = not (self._is_main and sys.stderr.isatty())
+        self._bar = tqdm(total=total, initial=run.state.step, unit="step", disable=hidden, dynamic_ncols=True)
+
+    def show(self, row: dict[str, Any], total_steps: float) -> None:
+        """Show a row of metrics.jsonl."""
+        if self._bar.disable:
+            logger.info("%s", format_row(row, total_steps))
+            return
+        self._bar.update(row["step"] - self._bar.n)
+        self._bar.set_postfix_str(f"loss {row['train_loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
+        if row["val_loss"] is not None:
+            with tqdm.external_write_mode(file=sys.stderr):
+                logger.info("%s", format_row(row, total_steps))
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def format_row(row: dict[str, Any], total_steps: float) -> str:
+    """Return a row of metrics.jsonl as a line for a person."""
+    total = "" if total_steps == math.inf else f"/{total_steps:.0f}"
+    parts = [
+        f"step {row['step']}{total}",
+        f"loss {row['train_loss']:.4f}",
+        f"lr {row['learning_rate']:.2e}",
+        f"grad norm {row['grad_norm']:.2f}",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
+        f"mfu {row['mfu']:.0%}",
+        f"{row['elapsed_seconds']:.0f} s",
+    ]
+    if row["val_loss"] is not None:
+        parts.insert(2, f"val loss {row['val_loss']:.4f} ({row['val_bits_per_byte']:.4f} bits per byte)")
+    return "  ".join(parts)
+
+
+def show_log(is_main_process: bool) -> None:
+    """Print hfgolf's log lines as they are, from the main process only; warnings come from every process."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if is_main_process else logging.WARNING)

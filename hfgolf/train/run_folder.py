@@ -1,0 +1,108 @@
+"""The folder of a run: what is in it, and when a new run may use it.
+
+Owns the names of the files below `runs/NAME`. Refuses to let two different runs share a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfgolf.command_line import ResolvedConfig, read_yaml
+from hfgolf.config import RunConfig
+from hfgolf.errors import UserError
+
+# What may differ between a run and its continuation without making it another run.
+_FREE_KEYS = {"run.output_dir", "train.resume", "train.cpu_threads", "data.num_workers", "data.in_memory"}
+_FREE_SECTIONS = ("track.", "hub.")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`runs/NAME` and the files in it."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metadata(self) -> Path:
+        return self.path / "metadata.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The exported model, for others to load."""
+        return self.path / "model"
+
+    @property
+    def summary(self) -> Path:
+        """The final figures; there once the run is complete."""
+        return self.path / "summary.json"
+
+    def claim(self, resolved: ResolvedConfig) -> None:
+        """Make the folder and check that this run may write there; the main process calls it before any work.
+
+        Raises UserError where the folder is not writable, holds another config, or holds a run that
+        train.resume must continue. Leaves everything in it untouched.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"run.output_dir: cannot write to {self.path} ({error.strerror}); choose another --run.output_dir."
+            ) from None
+        if resolved.config.train.resume is not None or not self.config.exists():
+            return
+        changed = self.changed_keys(resolved)
+        if changed:
+            raise UserError(
+                f"run.name: {self.path} holds a run with another config ({'; '.join(changed[:3])}"
+                f"{'; ...' if len(changed) > 3 else ''}); choose another --run.name, or delete that folder."
+            )
+        if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")):
+            raise UserError(
+                f"run.name: {self.path} holds an unfinished run; --train.resume latest continues it,"
+                " another --run.name starts a new one."
+            )
+
+    def changed_keys(self, resolved: ResolvedConfig) -> list[str]:
+        """Return "key old -> new" for each value of the run's config that this one changes.
+
+        Values that are decided anew on each machine (source auto) do not count.
+        """
+        before, after = read_yaml(self.config), resolved.config.flat()
+        return [
+            f"{key} {before.get(key)} -> {after[key]}"
+            for key in after
+            if key not in _FREE_KEYS
+            and not key.startswith(_FREE_SECTIONS)
+            and after[key] != "auto"
+            and resolved.sources.get(key) != "auto"
+            and before.get(key) != (list(after[key]) if isinstance(after[key], tuple) else after[key])
+        ]
+
+    def completed(self, resolved: ResolvedConfig) -> dict[str, Any] | None:
+        """Return the summary if this very run is complete already, else None."""
+        if resolved.config.train.resume is not None or not (self.summary.is_file() and self.config.is_file()):
+            return None
+        return None if self.changed_keys(resolved) else json.loads(self.summary.read_text())
+
+
+def run_folder(config: RunConfig) -> RunFolder:
+    """Return the folder of the run that a config describes."""
+    return RunFolder(Path(config.run.output_dir) / str(config.run.name))

@@ -1,0 +1,282 @@
+"""From a config to everything the loop needs, built once and in the right order.
+
+The order matters: precision and threads before the Accelerator, seeds before the model, the optimizer before
+`prepare`, the checkpoint after it. Owns that order; the loop only uses what comes out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from torch import Tensor, nn
+
+from hfgolf.command_line import ResolvedConfig
+from hfgolf.config import RunConfig
+from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
+from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.measure.flops import peak_flops, training_flops_per_token
+from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.groups import build_optimizer, group_table
+from hfgolf.publish.hub import HubPusher
+from hfgolf.train.checkpoint import find_checkpoint, load_checkpoint
+from hfgolf.train.compilation import compile_in_place, should_compile
+from hfgolf.train.environment import device_name, resolve_precision, run_metadata, seed_everything, set_cpu_threads
+from hfgolf.train.meter import Meter
+from hfgolf.train.run_folder import RunFolder, run_folder
+from hfgolf.train.state import TrainState
+from hfgolf.train.tracking import Tracker, check_trackers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """Everything the loop touches."""
+
+    resolved: ResolvedConfig
+    folder: RunFolder
+    accelerator: Accelerator
+    tokens: TokenCache
+    raw_model: GolfForCausalLM
+    """The model itself; `model` may be wrapped (DDP)."""
+    model: nn.Module
+    optimizer: Any
+    state: TrainState
+    batches: Iterator[dict[str, Tensor]]
+    meter: Meter
+    tracker: Tracker
+    hub: HubPusher
+    micro_batch_size: int
+    accumulation_steps: int
+    most_steps: float
+    """Steps after which max_steps or max_epochs end the run; infinity where only the clock does."""
+    compile_seconds: float = 0.0
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training blocks so far."""
+        blocks = self.state.step * self.config.batch.tokens_per_step / self.config.batch.sequence_length
+        return blocks / num_blocks(len(self.tokens.train), self.config.batch.sequence_length)
+
+
+def set_up(resolved: ResolvedConfig) -> Run:
+    """Build a run: folder, data, model, optimizer; then continue from a checkpoint where train.resume names one.
+
+    Raises UserError, in one line, for whatever a person can mend; nothing earlier is lost by it.
+    """
+    resolved = resolve_precision(resolved)
+    accelerator = _build_accelerator(resolved.config)
+    config = resolved.config
+    folder = run_folder(config)
+    threads = set_cpu_threads(config.train.cpu_threads, _local_processes()) if accelerator.device.type == "cpu" else 0
+    checkpoint = find_checkpoint(folder.checkpoints, config.train.resume) if config.train.resume else None
+    if accelerator.is_main_process:
+        folder.claim(resolved)
+    _say_environment(accelerator, config, resolved, threads)
+
+    seed_everything(config.run.seed, config.train.deterministic)
+    with accelerator.local_main_process_first():
+        tokens = load_tokens(config.data, config.tokenizer)
+    tokens.tokenizer.model_max_length = config.batch.sequence_length
+    raw_model = _build_model(config, tokens)
+    resolved = _resolve_micro_batch(resolved, raw_model, accelerator)
+    config = resolved.config
+    micro_batch_size = int(config.batch.micro_batch_size)
+    accumulation_steps = config.batch.accumulation_steps(micro_batch_size, accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = accumulation_steps
+
+    optimizer = build_optimizer(raw_model.named_parameters(), config.optim, raw_model.fused_projections())
+    logger.info("%s", group_table(optimizer))
+    model, optimizer = accelerator.prepare(raw_model, optimizer)
+    torch.manual_seed(config.run.seed + accelerator.process_index)  # from here on dropout, which differs by rank
+    state = TrainState()
+    accelerator.register_for_checkpointing(state)
+    if checkpoint:
+        load_checkpoint(accelerator, checkpoint, raw_model.config.to_diff_dict())
+        logger.info("resumed from %s at step %d", checkpoint, state.step)
+
+    most_steps = _most_steps(config, tokens)
+    run = Run(
+        resolved=resolved,
+        folder=folder,
+        accelerator=accelerator,
+        tokens=tokens,
+        raw_model=raw_model,
+        model=model,
+        optimizer=optimizer,
+        state=state,
+        batches=_batches(config, tokens, accelerator, accumulation_steps, state.step, most_steps),
+        meter=_build_meter(config, raw_model, accelerator),
+        tracker=Tracker(accelerator, config, folder.path, state),
+        hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=accumulation_steps,
+        most_steps=most_steps,
+    )
+    _write_description(run)
+    _compile(run)
+    return run
+
+
+def _build_accelerator(config: RunConfig) -> Accelerator:
+    check_trackers(config.track.trackers)
+    folder = str(run_folder(config).path)
+    return Accelerator(
+        mixed_precision=config.train.mixed_precision,
+        # the loader is not accelerate's, so it must not end an accumulation; num_steps follows once it is known
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+        log_with=config.track.trackers or None,  # type: ignore[arg-type]
+        project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder),
+    )
+
+
+def _local_processes() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: ResolvedConfig, threads: int) -> None:
+    processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
+    cores = f", {threads} threads each" if threads else ""
+    logger.info("device: %s, %s%s", device_name(), processes, cores)
+    source = resolved.sources.get("train.mixed_precision", "default")
+    reason = "bf16 where the hardware is fast at it" if source == "auto" else source
+    logger.info("precision: %s (%s)", config.train.mixed_precision, reason)
+
+
+def _build_model(config: RunConfig, tokens: TokenCache) -> GolfForCausalLM:
+    shape = {k.split(".")[1]: v for k, v in config.flat().items() if k.startswith("model.")}
+    checkpointing = shape.pop("gradient_checkpointing")
+    eos = tokens.tokenizer.eos_token_id
+    golf = GolfConfig(
+        vocab_size=len(tokens.tokenizer),
+        max_position_embeddings=config.batch.sequence_length,
+        bos_token_id=eos,
+        eos_token_id=eos,
+        pad_token_id=eos,
+        **shape,
+    )
+    model = GolfForCausalLM(golf)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    parameters = sum(p.numel() for p in model.parameters())
+    logger.info("model: %s parameters, vocabulary %s", f"{parameters:,}", f"{golf.vocab_size:,}")
+    return model
+
+
+def _resolve_micro_batch(
+    resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator
+) -> ResolvedConfig:
+    config = resolved.config
+    if config.batch.micro_batch_size == "auto":
+        parameters = list(model.parameters())
+        size = choose_micro_batch_size(
+            config.batch,
+            accelerator.num_processes,
+            accelerator.device,
+            free_memory_bytes(accelerator.device) // (1 if accelerator.device.type == "cuda" else _local_processes()),
+            parameters=sum(p.numel() for p in parameters),
+            matrix_parameters=sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n),
+            layers=model.config.num_hidden_layers,
+            width=model.config.hidden_size,
+            intermediate=model.config.intermediate_size,
+            optimizer=config.optim.name,
+            precision=config.train.mixed_precision,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+        )
+        resolved = resolved.resolve("auto", batch__micro_batch_size=size)
+    size = int(resolved.config.batch.micro_batch_size)
+    accumulation = config.batch.accumulation_steps(size, accelerator.num_processes)
+    logger.info(
+        "batch: %s tokens a step = %d sequences x %d tokens x %d accumulated x %d processes",
+        f"{config.batch.tokens_per_step:,}",
+        size,
+        config.batch.sequence_length,
+        accumulation,
+        accelerator.num_processes,
+    )
+    return resolved
+
+
+def _most_steps(config: RunConfig, tokens: TokenCache) -> float:
+    steps = float(config.train.max_steps or math.inf)
+    if config.train.max_epochs:
+        epoch_tokens = num_blocks(len(tokens.train), config.batch.sequence_length) * config.batch.sequence_length
+        steps = min(steps, math.ceil(config.train.max_epochs * epoch_tokens / config.batch.tokens_per_step))
+    return steps
+
+
+def _batches(
+    config: RunConfig,
+    tokens: TokenCache,
+    accelerator: Accelerator,
+    accumulation_steps: int,
+    start_step: int,
+    most_steps: float,
+) -> Iterator[dict[str, Tensor]]:
+    loader = build_loader(
+        tokens.train,
+        sequence_length=config.batch.sequence_length,
+        micro_batch_size=int(config.batch.micro_batch_size),
+        accumulation=accumulation_steps,
+        rank=accelerator.process_index,
+        world=accelerator.num_processes,
+        seed=config.run.seed,
+        start_step=start_step,
+        end_step=int(min(most_steps, 10**9)),
+        num_workers=config.data.num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+    )
+    return iter(device_prefetch(loader, accelerator.device))
+
+
+def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Accelerator) -> Meter:
+    flops = training_flops_per_token(model, config.batch.sequence_length)
+    peak = peak_flops(accelerator.device, str(config.train.mixed_precision)) * accelerator.num_processes
+    return Meter(accelerator.device, config.batch.tokens_per_step, flops / peak)
+
+
+def _write_description(run: Run) -> None:
+    """Write config.yaml and metadata.json: enough to repeat the run."""
+    if run.accelerator.is_main_process:
+        changed = run.folder.changed_keys(run.resolved) if run.folder.config.exists() else []
+        for change in changed:
+            logger.info("changed since the run began: %s", change)
+        run.folder.config.write_text(run.resolved.to_yaml())
+        run.folder.metadata.write_text(json.dumps(run_metadata(run.resolved), indent=1))
+
+
+def _compile(run: Run) -> None:
+    train = run.config.train
+    tokens = (run.most_steps - run.state.step) * run.config.batch.tokens_per_step
+    seconds = min(tokens * run.meter.flops_per_second_of_peak / 0.4, 60 * (train.max_minutes or math.inf))
+    chosen, reason = should_compile(train.compile, run.accelerator.device, seconds)
+    logger.info("compile: %s, because %s", "yes" if chosen else "no", reason)
+    if not chosen:
+        return
+    size, length = run.micro_batch_size, run.config.batch.sequence_length
+    ids = torch.zeros(size, length, dtype=torch.long, device=run.accelerator.device)
+
+    def run_once() -> None:
+        devices = [run.accelerator.device] if run.accelerator.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), run.accelerator.no_sync(run.model):
+            run.model.train()
+            run.accelerator.backward(run.model(input_ids=ids, shift_labels=ids).loss)
+        run.raw_model.zero_grad(set_to_none=True)
+
+    run.compile_seconds = compile_in_place(run.raw_model, run_once)
+    logger.info("compile: %.0f s", run.compile_seconds)

@@ -1,0 +1,132 @@
+"""What a run writes about itself: metrics.jsonl first, the lines on the terminal, then copies to trackers.
+
+metrics.jsonl is the truth; a tracker that fails is dropped with one line and never stops a run. Knows nothing of what
+the numbers mean. The only file that knows wandb.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hfgolf.command_line import one_line
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from hfgolf.config import RunConfig
+    from hfgolf.train.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+WANDB_TIMEOUT_SECONDS = 20  # wandb itself would keep a run without network waiting for 90
+
+
+class Tracker:
+    """Writes the rows of a run; on ranks other than the main one it does nothing."""
+
+    def __init__(self, accelerator: Accelerator, config: RunConfig, folder: Path, state: TrainState) -> None:
+        self._accelerator = accelerator
+        self._path = folder / "metrics.jsonl"
+        self._active = accelerator.is_main_process
+        self._tracking = bool(config.track.trackers)
+        if not self._active:
+            return
+        _drop_rows_after(self._path, state.step)
+        if self._tracking:
+            self._never_stop(lambda: _start_trackers(accelerator, config, folder, state))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Append a row to metrics.jsonl and send its numbers to the trackers, by its step."""
+        if not self._active:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
+        if self._tracking:
+            numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
+            self._never_stop(lambda: self._accelerator.log(numbers, step=row["step"]))
+
+    def finish(self) -> None:
+        """Close the trackers."""
+        if self._active and self._tracking:
+            self._never_stop(self._accelerator.end_training)
+
+    def _never_stop(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except UserError:
+            raise
+        except Exception as error:  # whatever a tracker raises, the run goes on
+            self._tracking = False
+            logger.warning("tracker dropped, metrics.jsonl goes on: %s", one_line(error))
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise UserError for a tracker that accelerate does not know or that is not installed."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    available = sorted(tracker.value for tracker in get_available_trackers())
+    for name in names:
+        if name not in available:
+            known = name in LOGGER_TYPE_TO_CLASS
+            problem = f"is not installed; run `pip install {name}`" if known else "is not a tracker"
+            raise UserError(f"track.trackers: {name} {problem}; available here: {', '.join(available)}.")
+
+
+def _start_trackers(accelerator: Accelerator, config: RunConfig, folder: Path, state: TrainState) -> None:
+    name = config.track.run_name or config.run.name
+    settings: dict[str, dict[str, Any]] = {}
+    if "wandb" in config.track.trackers:
+        settings["wandb"] = _wandb_settings(config, folder, state) | {"name": name}
+    flat = {key: value if isinstance(value, int | float | str) else str(value) for key, value in config.flat().items()}
+    try:
+        accelerator.init_trackers(config.track.project, config=flat, init_kwargs=settings)
+    except Exception as error:
+        if "wandb" not in settings or settings["wandb"]["mode"] == "offline":
+            raise
+        logger.warning("wandb: offline, because it could not be reached: %s", one_line(error))
+        settings["wandb"]["mode"] = "offline"
+        accelerator.init_trackers(config.track.project, config=flat, init_kwargs=settings)
+
+
+def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[str, Any]:
+    import wandb
+
+    mode = "offline" if config.track.offline else os.environ.get("WANDB_MODE", "online")
+    if mode == "online" and not wandb.login(prompt=False):
+        logger.warning("wandb: offline, because nobody is logged in; `wandb login`, then `wandb sync` uploads the run")
+        mode = "offline"
+    state.wandb_id = state.wandb_id or wandb.util.generate_id()
+    timeout = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS)
+    return {"mode": mode, "dir": str(folder), "id": state.wandb_id, "resume": "allow", "settings": timeout}
+
+
+def _drop_rows_after(path: Path, step: int) -> None:
+    """Forget the rows of a run that the resumed checkpoint never saw; they will be written again."""
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if _step_of(line) <= step]
+    if len(kept) < len(lines):
+        temporary = path.with_suffix(".partial")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # a line cut off by a crash
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no NaN; a null in its place keeps the file readable by everyone."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

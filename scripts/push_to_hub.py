@@ -1,0 +1,27 @@
+"""Push a run's model to the Hugging Face Hub: python scripts/push_to_hub.py --run runs/small --repo user/name"""
+
+import argparse
+from pathlib import Path
+
+from hfgolf.command_line import run_command
+from hfgolf.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True, type=Path, help="run folder, such as runs/small")
+    parser.add_argument("--repo", required=True, help="repository, as user/name; created where it is missing")
+    parser.add_argument("--private", action="store_true", help="create it as a private one")
+    parser.add_argument("--message", default="Push with hfgolf", help="commit message")
+    arguments = parser.parse_args()
+    model = arguments.run / "model"
+    if not (model / "config.json").is_file():
+        raise UserError(f"--run: there is no exported model in {model}; a run writes it when it ends.")
+
+    from hfgolf.publish.hub import push_folder
+
+    print(f"pushed to {push_folder(model, arguments.repo, arguments.private, arguments.message)}")
+
+
+if __name__ == "__main__":
+    run_command(main)

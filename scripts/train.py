@@ -1,0 +1,24 @@
+"""Train a GPT from text: accelerate launch scripts/train.py --config configs/small.yaml"""
+
+import os
+
+from hfgolf.command_line import load_config, run_command
+
+
+def main() -> None:
+    resolved = load_config()  # before torch is imported, so that --help and a wrong key answer at once
+    from hfgolf.train.conclusion import show_summary
+    from hfgolf.train.console import show_log
+    from hfgolf.train.loop import train
+    from hfgolf.train.run_folder import run_folder
+
+    show_log(is_main_process=os.environ.get("RANK", "0") == "0")
+    summary = run_folder(resolved.config).completed(resolved)
+    if summary:
+        show_summary(summary)
+        return
+    train(resolved)
+
+
+if __name__ == "__main__":
+    run_command(main)

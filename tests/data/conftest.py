@@ -1,0 +1,36 @@
+"""Tiny corpora; every cache goes below the test's own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hfgolf.config import DataConfig
+
+AWKWARD = "naïve café 你好 🌍 \r\n tab\tNUL\0 <|endoftext|> e\u0301 \u200d👩\u200d🚀 \ufeff  end  \n\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, bytes | str], str]:
+    """Return a function that writes a file below the test's folder and returns its path."""
+
+    def write_file(name: str, content: bytes | str) -> str:
+        path = tmp_path / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write_file
+
+
+@pytest.fixture
+def files_config(tmp_path: Path) -> Callable[..., DataConfig]:
+    """Return a function that builds a DataConfig of files, cached below the test's folder."""
+
+    def build(*files: str, **settings: object) -> DataConfig:
+        settings = {"cache_dir": str(tmp_path / "cache"), **settings}
+        return DataConfig(source="files", files=list(files), **settings)  # type: ignore[arg-type]
+
+    return build

@@ -1,0 +1,209 @@
+"""Sources, splits and pieces, against the text itself; and one clear line for each mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from conftest import AWKWARD
+
+from hfgolf.config import DataConfig
+from hfgolf.data import corpus as corpus_module
+from hfgolf.data.corpus import load_corpus
+from hfgolf.data.pieces import PIECE_CHARACTERS
+from hfgolf.errors import UserError
+
+Documents = dict[str, list[str]]
+CODECS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+
+
+def read(data: DataConfig, folder: Path) -> Documents:
+    """Put the pieces of each split together again, document by document."""
+    documents: Documents = {}
+    for split, pieces in load_corpus(data).write_pieces(folder / "pieces").items():
+        documents[split] = []
+        for row in pieces:
+            assert 0 < len(row["text"]) <= PIECE_CHARACTERS
+            if row["is_start"]:
+                documents[split].append("")
+            documents[split][-1] += row["text"]
+    return documents
+
+
+def fails(data: DataConfig, folder: Path) -> str:
+    """Return the one line with which the corpus refuses `data`."""
+    with pytest.raises(UserError) as caught:
+        load_corpus(data).write_pieces(folder / "pieces")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ending", CODECS)
+def test_text_files_are_documents_byte_for_byte(tmp_path, write, files_config, ending):
+    for name in ("a.txt", "b.md", "c.log"):
+        write(name + ending, CODECS[ending]((name + AWKWARD).encode()))
+    val = write("deep/val.txt" + ending, CODECS[ending](AWKWARD.encode()))
+    documents = read(files_config(f"{tmp_path}/text/**/*", val_files=[val]), tmp_path)
+    # val.txt matches data.files too: it must not be trained on
+    assert documents == {"train": [name + AWKWARD for name in ("a.txt", "b.md", "c.log")], "val": [AWKWARD]}
+
+
+@pytest.mark.parametrize("ending", CODECS)
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_rows_are_documents(tmp_path, write, files_config, kind, ending):
+    texts = [AWKWARD, "", 'a "quoted", text', None, "last"]
+    if kind == "jsonl":
+        content = "".join(json.dumps({"body": text, "other": 1}) + "\n" for text in texts).encode()
+    elif kind == "csv":
+        quoted = ['"' + (text or "").replace('"', '""') + '"' for text in texts]
+        content = ("other,body\r\n" + "".join(f"1,{text}\r\n" for text in quoted)).encode()
+    else:
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"body": texts}), sink)
+        content = sink.getvalue().to_pybytes()
+    rows = write(f"rows.{kind}{ending}", CODECS[ending](content))
+    val = write("val.txt", "validation")
+    documents = read(files_config(rows, val_files=[val], text_column="body"), tmp_path)
+    assert documents == {"train": [AWKWARD, 'a "quoted", text', "last"], "val": ["validation"]}
+    message = fails(files_config(rows, val_files=[val]), tmp_path)
+    assert "'text'" in message and "body" in message and "data.text_column" in message
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_url_is_downloaded_once(tmp_path, write, files_config):
+    write("a.txt.gz", gzip.compress(AWKWARD.encode()))
+    write("rows.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    val = write("val.txt", "validation")
+    with serving(tmp_path / "text") as address:
+        data = files_config(f"{address}/a.txt.gz", val_files=[val])
+        assert read(data, tmp_path) == {"train": [AWKWARD], "val": ["validation"]}
+        table = f"{address}/rows.jsonl.gz"
+        assert read(files_config(table, val_files=[val]), tmp_path)["train"] == ["one", "two"]
+        assert f"{address}/nothing.txt" in fails(files_config(f"{address}/nothing.txt", val_files=[val]), tmp_path)
+    assert read(data, tmp_path)["train"] == [AWKWARD]  # from the copy: the server is gone
+
+
+def test_hub_name_may_be_a_folder(tmp_path, write):
+    write("data.jsonl", "".join(json.dumps({"text": f"document {row}"}) + "\n" for row in range(40)))
+    data = DataConfig(source="hub", hub_name=str(tmp_path / "text"), val_fraction=0.3)
+    documents = read(data, tmp_path)
+    assert sorted(documents["train"] + documents["val"]) == sorted(f"document {row}" for row in range(40))
+    assert documents["train"] and documents["val"]
+
+
+def test_hub_name_out_of_reach_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    message = fails(DataConfig(source="hub", hub_name="nobody/nothing", cache_dir=str(tmp_path)), tmp_path)
+    assert "nobody/nothing" in message
+
+
+def test_split_by_hash_keeps_each_document_in_its_place(tmp_path, write, files_config):
+    for number in range(60):
+        write(f"{number}.txt", f"document {number}")
+    config = functools.partial(files_config, f"{tmp_path}/text/*", val_fraction=0.3)
+    documents = read(config(), tmp_path)
+    assert not set(documents["train"]) & set(documents["val"])
+    assert len(documents["train"]) + len(documents["val"]) == 60
+    assert 6 < len(documents["val"]) < 30  # binomial(60, 0.3): 18, and 3.5 standard deviations on either side
+    for number in range(60, 70):
+        write(f"{number}.txt", f"document {number}")
+    grown = read(config(), tmp_path)
+    assert set(documents["train"]) <= set(grown["train"]) and set(documents["val"]) <= set(grown["val"])
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25])
+def test_contiguous_split_validates_on_the_last_characters(tmp_path, write, files_config, fraction):
+    text = "".join(f"{number} 你好\r\n" for number in range(9000))
+    path = write("a.txt", text)
+    cut = int(len(text) * (1 - fraction))
+    documents = read(files_config(path, split="contiguous", val_fraction=fraction), tmp_path)
+    assert documents == {"train": [text[:cut]], "val": [text[cut:]]}
+
+
+def test_contiguous_split_cuts_inside_a_document(tmp_path, write, files_config):
+    paths = [write("a.txt", "a" * 50), write("b.txt", "b" * 50)]
+    documents = read(files_config(*paths, split="contiguous", val_fraction=0.25), tmp_path)
+    assert documents == {"train": ["a" * 50, "b" * 25], "val": ["b" * 25]}
+
+
+def test_pieces_do_not_depend_on_how_the_file_is_read(tmp_path, write, files_config, monkeypatch):
+    path = write("a.txt", ("long " * 3000 + "\n" + "x" * 20000 + "\n" + "line\n" * 5000) * 2)
+    data = files_config(path, val_files=[write("val.txt", "v")])
+    whole = load_corpus(data).write_pieces(tmp_path / "whole")["train"]["text"][:]
+    monkeypatch.setattr(corpus_module, "_BLOCK_BYTES", 1013)
+    assert load_corpus(data).write_pieces(tmp_path / "blocks")["train"]["text"][:] == whole
+
+
+def test_max_documents(tmp_path, write, files_config):
+    rows = write("rows.jsonl", "".join(json.dumps({"text": f"document {row}"}) + "\n" for row in range(40)))
+    documents = read(files_config(rows, val_fraction=0.3, max_documents=20), tmp_path)
+    assert sorted(documents["train"] + documents["val"]) == sorted(f"document {row}" for row in range(20))
+
+
+def test_python_stdlib_is_real_text_and_split_by_file(tmp_path):
+    corpus = load_corpus(DataConfig(cache_dir=str(tmp_path)))
+    names = [name for name, _, _ in corpus.identity["files"]]
+    assert names == sorted(names) and "ast.py" in names and not any("site-packages" in name for name in names)
+    assert sum(size for _, size, _ in corpus.identity["files"]) > 10e6
+    splits = [corpus._hashed_split(name) for name in names]
+    assert 0.02 < splits.count("val") / len(names) < 0.09
+    assert load_corpus(DataConfig(cache_dir=str(tmp_path))).identity == corpus.identity
+
+
+def test_identity_names_what_the_documents_depend_on(write, files_config):
+    path = write("a.txt", "one")
+    before = load_corpus(files_config(path)).identity
+    assert json.loads(json.dumps(before)) == before
+    assert load_corpus(files_config(path, val_fraction=0.5)).identity != before
+    assert load_corpus(files_config(path, num_workers=3, in_memory=True)).identity == before
+    write("a.txt", "two")
+    assert load_corpus(files_config(path)).identity != before
+
+
+@pytest.mark.parametrize(
+    ("content", "offset"), [(b"ok\xff rest", 2), ("é".encode() * 600_000 + b"\xe4", 1_200_000), (b"\xe4\xbd", 0)]
+)
+def test_not_utf8_names_file_and_offset(tmp_path, write, files_config, content, offset):
+    path = write("bad.txt", content)
+    message = fails(files_config(path, val_files=[write("val.txt", "v")]), tmp_path)
+    assert path in message and f"byte {offset}:" in message
+
+
+def test_bad_input_is_one_clear_line(tmp_path, write, files_config):
+    assert "nothing*.txt" in fails(files_config(f"{tmp_path}/nothing*.txt"), tmp_path)
+    assert "empty.txt" in fails(files_config(write("empty.txt", "")), tmp_path)
+    assert "empty.txt.gz" in fails(files_config(write("empty.txt.gz", gzip.compress(b""))), tmp_path)
+    assert "broken.txt.gz" in fails(files_config(write("broken.txt.gz", gzip.compress(b"text" * 99)[:-9])), tmp_path)
+    assert "broken.jsonl" in fails(files_config(write("broken.jsonl", '{"text": "a"}\n{"text": ')), tmp_path)
+    assert "numbers.jsonl" in fails(files_config(write("numbers.jsonl", '{"text": 1}\n')), tmp_path)
+    one = write("one.txt", "text")
+    message = fails(files_config(one), tmp_path)
+    assert "split" in message and "contiguous" in message and "data.val_files" in message
+    assert "train" in fails(files_config(one, val_files=[one]), tmp_path)
+
+
+def test_cache_folder_that_cannot_be_made(write, files_config):
+    path = write("a.txt", "text")
+    with pytest.raises(UserError, match="cache_dir"):
+        corpus_module.cache_folder(files_config(path, cache_dir=path + "/below"))

@@ -1,0 +1,138 @@
+"""The loss in chunks against torch's own cross-entropy on the whole logits."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hfgolf.model import modeling_golf
+from hfgolf.model.modeling_golf import chunked_cross_entropy
+
+N, C, V = 23, 8, 31
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(modeling_golf, "_CHUNK_ELEMENTS_CPU", 5 * V)  # 5 chunks, the last with 3 rows
+
+
+def build_operands(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, C, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, C, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[[0, 7, 22]] = -100
+    return hidden, weight, targets
+
+
+def plain_nats(hidden, weight, targets, soft_cap):
+    logits = hidden @ weight.T
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_value_and_gradients_equal_the_plain_loss(soft_cap):
+    hidden, weight, targets = build_operands()
+    expected = plain_nats(hidden, weight, targets, soft_cap)
+    actual = chunked_cross_entropy(hidden, weight, targets, soft_cap)
+    torch.testing.assert_close(actual, expected)
+    scale = 0.37  # a loss is scaled after the sum: by the token count, by accumulation, by the fp16 scaler
+    expected_gradients = torch.autograd.grad(expected * scale, (hidden, weight))
+    actual_gradients = torch.autograd.grad(actual * scale, (hidden, weight))
+    torch.testing.assert_close(actual_gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_gradients_equal_finite_differences(soft_cap):
+    hidden, weight, targets = build_operands(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda h, w: chunked_cross_entropy(h, w, targets, soft_cap), (hidden, weight), fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_operand_costs_no_gradient(frozen):
+    hidden, weight, targets = build_operands()
+    free = weight if frozen == "hidden" else hidden
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    (expected,) = torch.autograd.grad(plain_nats(hidden, weight, targets, None), free)
+    (actual,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets), free)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_no_gradient_is_computed_when_none_is_wanted(monkeypatch):
+    hidden, weight, targets = build_operands()
+    wanted = []
+    compute = modeling_golf._nats_and_gradients
+
+    def spy(*args):
+        wanted.append(args[-2:])
+        return compute(*args)
+
+    monkeypatch.setattr(modeling_golf, "_nats_and_gradients", spy)
+    with torch.no_grad():
+        nats = chunked_cross_entropy(hidden, weight, targets)
+    assert wanted == [(False, False)]
+    torch.testing.assert_close(nats, plain_nats(hidden, weight, targets, None).detach())
+
+
+def test_the_logits_of_the_batch_never_exist():
+    hidden, weight, targets = build_operands()
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            output = function(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return output
+
+    with Watch():
+        chunked_cross_entropy(hidden, weight, targets).backward()
+    assert largest == V * C  # the weight's gradient; a chunk of logits is 5 * V, all of them N * V
+
+
+def test_gradients_may_be_asked_for_twice():
+    hidden, weight, targets = build_operands()
+    nats = chunked_cross_entropy(hidden, weight, targets)
+    first = torch.autograd.grad(nats / 7, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(nats / 7, (hidden, weight))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_bf16_autocast_is_close_and_sums_in_fp32():
+    hidden, weight, targets = build_operands()
+    expected = plain_nats(hidden, weight, targets, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = chunked_cross_entropy(hidden, weight, targets)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=0.01, atol=0)
+    for exact, rounded in zip(
+        torch.autograd.grad(expected, (hidden, weight)), torch.autograd.grad(actual, (hidden, weight)), strict=True
+    ):
+        assert rounded.dtype == torch.float32
+        assert (rounded - exact).norm() < 0.02 * exact.norm()
+
+
+def test_fp16_gradients_of_a_mean_over_many_tokens_do_not_underflow():
+    hidden, weight, targets = build_operands()
+    num_tokens, loss_scale = 2**22, 2.0**16  # a large batch, and the scale fp16 training starts with
+    expected = torch.autograd.grad(plain_nats(hidden, weight, targets, None) / num_tokens, (hidden, weight))
+    with torch.autocast("cpu", dtype=torch.float16):
+        nats = chunked_cross_entropy(hidden, weight, targets)
+    unscaled = [g / loss_scale for g in torch.autograd.grad(nats / num_tokens * loss_scale, (hidden, weight))]
+    for exact, rounded in zip(expected, unscaled, strict=True):
+        assert (rounded - exact).norm() < 0.01 * exact.norm()
+    unscaled = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets) / num_tokens, (hidden, weight))
+    torch.testing.assert_close(unscaled, expected)
+
+
+def test_ignored_rows_count_nothing_even_when_their_states_are_large():
+    hidden, weight, targets = build_operands()
+    loud = hidden.detach().clone()
+    loud[targets == -100] = 1e4
+    quiet = chunked_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(chunked_cross_entropy(loud, weight, targets), quiet)

@@ -1,0 +1,51 @@
+"""torch.compile: one graph for a training step, with the same loss and gradients."""
+
+import shutil
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hfgolf.model import modeling_golf
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def losses_and_gradients(golf, token_ids):
+    loss = golf(token_ids, shift_labels=token_ids.roll(-1, dims=1)).loss
+    loss.backward()
+    return [loss, *(parameter.grad for parameter in golf.parameters())]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_training_step_is_one_graph_with_the_same_gradients(build_golf, token_ids, monkeypatch, backend):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler on a CPU")
+    monkeypatch.setattr(modeling_golf, "_CHUNK_ELEMENTS_CPU", 30 * 61)  # two chunks
+    options = {"num_hidden_layers": 1, "logit_soft_cap": 5.0, "num_key_value_heads": 2}
+    expected = losses_and_gradients(build_golf(**options).train(), token_ids)
+    golf = build_golf(**options).train()
+    golf.compile(backend=backend, fullgraph=True)
+    for actual, wanted in zip(losses_and_gradients(golf, token_ids), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+    assert not [name for name in golf.state_dict() if "_orig_mod" in name]
+
+
+def test_the_compiled_graph_keeps_causal_sdpa_without_a_mask(build_golf, token_ids):
+    calls = []
+
+    def inspect(graph, example_inputs):
+        for node in graph.graph.nodes:
+            if node.target is F.scaled_dot_product_attention:
+                calls.append((node.kwargs["attn_mask"], node.kwargs["is_causal"]))
+        return graph.forward
+
+    golf = build_golf().train()
+    golf.compile(backend=inspect, fullgraph=True)
+    golf(token_ids, shift_labels=token_ids)
+    assert calls == [(None, True)] * 2

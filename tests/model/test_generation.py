@@ -1,0 +1,68 @@
+"""Generation: the cache, padding and positions must not change what is said."""
+
+import pytest
+import torch
+
+
+def generate(golf, token_ids, **options):
+    # the mask is given, because generate() would take a prompt's own tokens with the id of the pad token for padding
+    options = {"attention_mask": torch.ones_like(token_ids), "pad_token_id": 0, "eos_token_id": None, **options}
+    return golf.generate(token_ids, max_new_tokens=12, do_sample=False, **options)
+
+
+def left_padded(rows):
+    longest = max(len(row) for row in rows)
+    token_ids = torch.stack([torch.cat([row.new_full((longest - len(row),), 7), row]) for row in rows])
+    mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows]).long()
+    return token_ids, mask
+
+
+def test_greedy_with_the_cache_equals_greedy_without(build_golf, option, token_ids):
+    golf = build_golf(**option)
+    without = generate(golf, token_ids, use_cache=False)
+    assert torch.equal(generate(golf, token_ids), without)
+    following = golf(without[:, :-1]).logits[:, 16:].argmax(dim=-1)  # the definition of greedy
+    assert torch.equal(following, without[:, 17:])
+
+
+def test_a_static_cache_says_the_same(build_golf, token_ids):
+    golf = build_golf()
+    # disable_compile: compiling the decode step is transformers' affair, and slow on a CPU
+    said = generate(golf, token_ids, cache_implementation="static", disable_compile=True)
+    assert torch.equal(said, generate(golf, token_ids))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_left_padded_batch_says_what_each_prompt_says_alone(build_golf, option, token_ids, implementation):
+    golf = build_golf(**option)
+    golf.set_attn_implementation(implementation)
+    rows = [token_ids[0], token_ids[1, :11], token_ids[2, :3]]
+    padded, mask = left_padded(rows)
+    together = generate(golf, padded, attention_mask=mask)
+    for row, said in zip(rows, together, strict=True):
+        assert torch.equal(said[-12:], generate(golf, row[None])[0, -12:])
+
+
+def test_positions_come_from_the_mask(build_golf, option, token_ids):
+    golf = build_golf(**option)
+    row = token_ids[0, :9]
+    padded, mask = left_padded([token_ids[1], row])
+    alone = golf(row[None]).logits[0]
+    together = golf(padded, attention_mask=mask).logits[1, -9:]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompt_fed_in_pieces_gives_the_logits_of_the_whole(build_golf, option, token_ids):
+    golf = build_golf(**option)
+    whole = golf(token_ids).logits
+    first = golf(token_ids[:, :6], use_cache=True)
+    second = golf(token_ids[:, 6:11], past_key_values=first.past_key_values)  # several queries on a longer key sequence
+    third = golf(token_ids[:, 11:], past_key_values=second.past_key_values)
+    pieces = torch.cat([first.logits, second.logits, third.logits], dim=1)
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_generating_past_the_learned_positions_is_named(build_golf, token_ids):
+    golf = build_golf(position_embedding="learned", max_position_embeddings=20)
+    with pytest.raises(ValueError, match="max_position_embeddings=20"):
+        generate(golf, token_ids)

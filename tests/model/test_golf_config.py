@@ -1,0 +1,76 @@
+"""Golf configs: defaults, what is derived, and what is refused."""
+
+import pytest
+
+from hfgolf.model.configuration_golf import GolfConfig
+
+
+def test_the_default_is_the_modern_block():
+    config = GolfConfig()
+    modern = (config.norm, config.position_embedding, config.activation, config.qk_norm, config.use_bias)
+    assert modern == ("rmsnorm", "rope", "relu2", True, False)
+    assert config.tie_word_embeddings
+
+
+def test_sizes_left_out_are_derived_and_saved(tmp_path):
+    config = GolfConfig(hidden_size=48, num_attention_heads=6)
+    assert (config.num_key_value_heads, config.intermediate_size, config.head_dim) == (6, 192, 8)
+    config.save_pretrained(tmp_path)
+    assert GolfConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", "64"),
+        ("hidden_size", 64.0),
+        ("hidden_size", True),
+        ("hidden_size", 0),
+        ("hidden_size", 254),  # 4 heads
+        ("hidden_size", 12),  # 3 a head: odd, for rope
+        ("vocab_size", -1),
+        ("num_hidden_layers", None),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 3),
+        ("num_key_value_heads", 8),
+        ("intermediate_size", 0),
+        ("max_position_embeddings", 0),
+        ("norm", "batchnorm"),
+        ("norm", ["rmsnorm"]),
+        ("position_embedding", None),
+        ("activation", "relu"),
+        ("use_bias", "no"),
+        ("qk_norm", 1),
+        ("tie_word_embeddings", None),
+        ("dropout", 1.0),
+        ("dropout", -0.1),
+        ("dropout", "0.1"),
+        ("dropout", float("nan")),
+        ("rope_theta", 0),
+        ("rope_theta", float("inf")),
+        ("norm_eps", None),
+        ("logit_soft_cap", 0.0),
+        ("logit_soft_cap", False),
+        ("initializer_range", -0.02),
+        ("eos_token_id", 4096),
+        ("eos_token_id", [0, 4096]),
+        ("bos_token_id", "0"),
+        ("pad_token_id", [0]),
+    ],
+)
+def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(field, value):
+    with pytest.raises(ValueError) as caught:
+        GolfConfig(**{field: value})
+    message = str(caught.value)
+    assert f"{field}={value!r}" in message
+    assert "must be" in message
+    assert "\n" not in message
+
+
+def test_an_odd_head_size_is_fine_without_rope():
+    assert GolfConfig(hidden_size=12, position_embedding="learned").head_dim == 3
+
+
+def test_integers_pass_where_numbers_are_wanted():
+    config = GolfConfig(rope_theta=10_000, logit_soft_cap=30, dropout=0, eos_token_id=[0, 1])
+    assert config.logit_soft_cap == 30

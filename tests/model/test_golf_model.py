@@ -1,0 +1,192 @@
+"""What must hold for every option of the model: causality, gradients, first loss, and agreement between its paths."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+
+def test_changing_a_token_leaves_earlier_logits_alone(build_golf, option, token_ids):
+    golf = build_golf(**option)
+    changed = token_ids.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 61
+    with torch.no_grad():
+        before, after = golf(token_ids).logits, golf(changed).logits
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-6)
+    assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=-1).min() > 1e-4  # and every later one hears of it
+
+
+def test_every_parameter_gets_a_finite_gradient(build_golf, option, token_ids):
+    golf = build_golf(**option).train()
+    golf(token_ids, labels=token_ids).loss.backward()
+    for name, parameter in golf.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("hidden_size", [32, 256])
+def test_the_first_loss_is_near_ln_v(build_golf, option, hidden_size):
+    golf = build_golf(fresh=True, **{"vocab_size": 512, "hidden_size": hidden_size, **option})
+    token_ids = torch.randint(512, (4, 32), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        loss = golf(token_ids, labels=token_ids, return_logits=False).loss
+    assert loss.item() == pytest.approx(math.log(512), abs=0.1)
+
+
+def test_the_first_loss_is_near_ln_v_at_the_width_of_gpt2(build_golf):
+    golf = build_golf(fresh=True, vocab_size=2048, hidden_size=768, num_attention_heads=12, num_hidden_layers=1)
+    token_ids = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert golf(token_ids, labels=token_ids).loss.item() == pytest.approx(math.log(2048), abs=0.1)
+
+
+def test_a_fresh_block_is_the_identity(build_golf):
+    state = build_golf(fresh=True, use_bias=True).state_dict()
+    for name, tensor in state.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "bias")):
+            assert not tensor.any(), name
+        else:
+            assert tensor.any(), name
+
+
+def test_the_two_label_conventions_and_the_plain_loss_agree(build_golf, option, token_ids):
+    golf = build_golf(**option)
+    output = golf(token_ids, labels=token_ids)
+    following = F.pad(token_ids[:, 1:], (0, 1), value=-100)
+    plain = F.cross_entropy(output.logits.flatten(0, 1), following.flatten())
+    torch.testing.assert_close(output.loss, plain)
+    torch.testing.assert_close(golf(token_ids, shift_labels=following).loss, plain)
+    total = golf(token_ids, shift_labels=following, num_items_in_batch=1).loss
+    torch.testing.assert_close(total, plain * (following >= 0).sum())
+    share = golf(token_ids, shift_labels=following, num_items_in_batch=torch.tensor(100)).loss
+    torch.testing.assert_close(share, total / 100)
+
+
+def test_all_targets_ignored_is_zero_not_nan(build_golf, token_ids):
+    golf = build_golf().train()
+    loss = golf(token_ids, shift_labels=torch.full_like(token_ids, -100)).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not parameter.grad.any() for parameter in golf.parameters())
+
+
+def test_logits_are_returned_except_when_training_with_labels(build_golf, token_ids):
+    golf = build_golf()
+    assert golf(token_ids, labels=token_ids).logits.shape == (3, 17, 61)
+    assert golf(token_ids, labels=token_ids, return_logits=False).logits is None
+    assert golf(token_ids, logits_to_keep=1).logits.shape == (3, 1, 61)
+    golf.train()
+    assert golf(token_ids).logits.shape == (3, 17, 61)
+    trained = golf(token_ids, labels=token_ids)
+    assert trained.logits is None
+    assert trained.past_key_values is None
+    assert golf(token_ids, shift_labels=token_ids, return_logits=True).logits.shape == (3, 17, 61)
+
+
+def test_kept_logits_are_the_last_or_the_chosen_ones(build_golf, token_ids):
+    golf = build_golf(logit_soft_cap=5.0)
+    whole = golf(token_ids).logits
+    torch.testing.assert_close(golf(token_ids, logits_to_keep=3).logits, whole[:, -3:])
+    chosen = torch.tensor([2, 5])
+    torch.testing.assert_close(golf(token_ids, logits_to_keep=chosen).logits, whole[:, chosen])
+    assert whole.abs().max() <= 5
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2, 1])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_eager_attention_agrees_with_sdpa(build_golf, token_ids, key_value_heads, padding):
+    golf = build_golf(num_key_value_heads=key_value_heads)
+    mask = torch.ones_like(token_ids)
+    mask[0, :padding] = 0
+    expected = golf(token_ids, attention_mask=mask).logits
+    golf.set_attn_implementation("eager")
+    output = golf(token_ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
+    torch.testing.assert_close(output.logits[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+    assert [tuple(weights.shape) for weights in output.attentions] == [(3, 4, 17, 17)] * 2
+    assert [tuple(states.shape) for states in output.hidden_states] == [(3, 17, 32)] * 3
+
+
+def test_grouped_heads_equal_full_heads_with_repeated_keys_and_values(build_golf, token_ids):
+    grouped, full = build_golf(num_key_value_heads=2), build_golf(num_key_value_heads=4)
+    state = grouped.state_dict()
+    for name, sizes in grouped.fused_projections().items():
+        assert sizes == (32, 16, 16)
+        query, key, value = state[name].split(sizes)
+        repeated = [rows.view(2, 8, 32).repeat_interleave(2, dim=0).flatten(0, 1) for rows in (key, value)]
+        state[name] = torch.cat([query, *repeated])
+    full.load_state_dict(state)
+    torch.testing.assert_close(grouped(token_ids).logits, full(token_ids).logits)
+
+
+def test_fused_projections_name_real_parameters_and_cover_their_rows(build_golf):
+    golf = build_golf(num_key_value_heads=1)
+    parameters = dict(golf.named_parameters())
+    fused = golf.fused_projections()
+    assert {name for name in parameters if "qkv_proj.weight" in name} == set(fused)
+    assert all(sum(sizes) == len(parameters[name]) for name, sizes in fused.items())
+
+
+def test_rope_sees_only_distances(build_golf, token_ids):
+    golf = build_golf()
+    positions = torch.arange(17)[None]
+    shifted = golf(token_ids, position_ids=positions + 23).logits
+    torch.testing.assert_close(golf(token_ids, position_ids=positions).logits, shifted, rtol=1e-4, atol=1e-4)
+    stretched = golf(token_ids, position_ids=positions * 2).logits
+    assert (stretched - shifted).abs().max() > 1e-2
+
+
+def test_training_without_padding_runs_causal_sdpa_without_a_mask(build_golf, token_ids, monkeypatch):
+    calls = []
+    attend = F.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        calls.append((kwargs["attn_mask"], kwargs["is_causal"]))
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    build_golf().train()(token_ids, labels=token_ids)
+    assert calls == [(None, True)] * 2
+
+
+@pytest.mark.parametrize("option_name", ["dropout", "plain"])
+def test_gradient_checkpointing_changes_neither_loss_nor_gradients(build_golf, token_ids, option_name):
+    results = []
+    for is_checkpointed in (False, True):
+        golf = build_golf(dropout=0.2 if option_name == "dropout" else 0.0).train()
+        if is_checkpointed:
+            golf.activation_checkpointing_enable()
+            assert all(layer.gradient_checkpointing for layer in golf.model.layers)
+            # a non-reentrant checkpoint: the reentrant one breaks DDP and ignores keyword arguments
+            assert golf.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False}
+        torch.manual_seed(3)
+        loss = golf(token_ids, labels=token_ids).loss
+        loss.backward()
+        results.append([loss, *(parameter.grad for parameter in golf.parameters())])
+    for plain, checkpointed in zip(*results, strict=True):
+        torch.testing.assert_close(plain, checkpointed)
+
+
+def test_dropout_acts_in_training_only(build_golf, token_ids):
+    golf, without = build_golf(dropout=0.5), build_golf()
+    torch.testing.assert_close(golf(token_ids).logits, without(token_ids).logits)
+    golf.train()
+    assert (golf(token_ids).logits - golf(token_ids).logits).abs().max() > 1e-2
+
+
+def test_bf16_autocast_stays_close_to_fp32(build_golf, token_ids, option):
+    golf = build_golf(**option).train()
+    exact = golf(token_ids, labels=token_ids).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = golf(token_ids, labels=token_ids).loss
+    assert rounded.dtype == torch.float32
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
+
+
+def test_input_errors_are_named(build_golf, token_ids):
+    golf = build_golf(position_embedding="learned")
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        golf()
+    with pytest.raises(ValueError, match="max_position_embeddings=64"):
+        golf(token_ids.repeat(1, 4))

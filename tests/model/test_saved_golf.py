@@ -1,0 +1,103 @@
+"""A saved model, loaded by a fresh process that has torch and transformers and can't import hfgolf."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from hfgolf.model.modeling_golf import GolfForCausalLM
+
+LOAD_ALL = """
+import importlib.util, json, sys
+from pathlib import Path
+
+# `-I` and a folder elsewhere already hide the checkout; an installed copy is hidden here
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hfgolf":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Hide())
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+root = Path(sys.argv[1])
+token_ids = load_file(root / "token_ids.safetensors")["token_ids"]
+logits, said = {}, {}
+for folder in sorted(root.glob("model-*")):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert not model.training and "hfgolf" not in type(model).__module__.split(".")[0], type(model)
+    with torch.no_grad():
+        logits[folder.name] = model(token_ids).logits
+    said[folder.name] = model.generate(token_ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+model.save_pretrained(root / "again")
+assert not [name for name in sys.modules if name.startswith("hfgolf")]
+save_file(logits, root / "logits.safetensors")
+save_file(said, root / "said.safetensors")
+"""
+
+
+def test_a_process_without_hfgolf_loads_every_option_with_equal_logits(build_golf, all_options, token_ids, tmp_path):
+    expected_logits, expected_words = {}, {}
+    for name, option in all_options.items():
+        golf = build_golf(**option)
+        golf.save_pretrained(tmp_path / f"model-{name}")
+        with torch.no_grad():
+            expected_logits[f"model-{name}"] = golf(token_ids).logits
+        expected_words[f"model-{name}"] = golf.generate(token_ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    save_file({"token_ids": token_ids}, tmp_path / "token_ids.safetensors")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-I", "-c", LOAD_ALL, str(tmp_path)]
+    outcome = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    logits, words = load_file(tmp_path / "logits.safetensors"), load_file(tmp_path / "said.safetensors")
+    assert logits.keys() == expected_logits.keys()
+    for name, expected in expected_logits.items():
+        torch.testing.assert_close(logits[name], expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(words[name], expected_words[name]), name
+    # and what that process saved can be loaded again: the code travelled along
+    assert {path.name for path in (tmp_path / "again").glob("*.py")} == {"configuration_golf.py", "modeling_golf.py"}
+
+
+def test_the_folder_says_how_to_load_it_and_holds_the_code(build_golf, tmp_path):
+    build_golf().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"] == {
+        "AutoConfig": "configuration_golf.GolfConfig",
+        "AutoModelForCausalLM": "modeling_golf.GolfForCausalLM",
+    }
+    for path in tmp_path.glob("*.py"):
+        source = Path(__file__).parents[2] / "hfgolf" / "model" / path.name
+        assert path.read_bytes() == source.read_bytes()
+        assert "import hfgolf" not in path.read_text()
+        assert "from hfgolf" not in path.read_text()
+
+
+def test_a_tied_head_is_stored_once_and_tied_again(build_golf, tmp_path):
+    build_golf().save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = GolfForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_there_is_no_buffer_for_from_pretrained_to_leave_unset(build_golf, option):
+    assert not list(build_golf(**option).buffers())
+
+
+def test_loading_initialises_only_what_the_file_lacks(build_golf, tmp_path):
+    golf = build_golf(tie_word_embeddings=False)
+    golf.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["lm_head.weight"], state["model.norm.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = GolfForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert not loaded["lm_head.weight"].any()
+    assert torch.equal(loaded["model.norm.weight"], torch.ones(32))
+    for name in state:
+        assert torch.equal(loaded[name], golf.state_dict()[name]), name

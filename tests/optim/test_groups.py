@@ -1,0 +1,140 @@
+"""The table of groups: each parameter once, each with the rule and the rates that the config says."""
+
+import pytest
+import torch
+
+from hfgolf.config import OptimConfig
+from hfgolf.errors import UserError
+from hfgolf.optim.groups import build_optimizer, group_table, parameter_groups, parameter_kind
+
+WIDTH, ROWS = 8, (8, 4, 4)
+FUSED = {"model.layers.*.self_attn.qkv_proj.weight": ROWS}
+
+
+def named_parameters(*, is_gpt2: bool = False, is_tied: bool = True, layers: int = 2) -> dict[str, torch.nn.Parameter]:
+    """The names of every option of the model: gpt2 has biases and positions; the other gates, q/k norms, embed norm."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (32, WIDTH)}
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        matrices = {
+            "self_attn.qkv_proj": sum(ROWS),
+            "self_attn.o_proj": WIDTH,
+            "mlp.up_proj": 32,
+            "mlp.down_proj": WIDTH,
+        }
+        if not is_gpt2:
+            matrices["mlp.gate_proj"] = 32
+            shapes |= {f"{layer}.self_attn.{part}_norm.weight": (4,) for part in "qk"}
+        for name, rows in matrices.items():
+            shapes[f"{layer}.{name}.weight"] = (rows, 32 if "down" in name else WIDTH)
+            if is_gpt2:
+                shapes[f"{layer}.{name}.bias"] = (rows,)
+        for name in (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"):
+            shapes |= {f"{name}.weight": (WIDTH,)} | ({f"{name}.bias": (WIDTH,)} if is_gpt2 else {})
+    shapes["model.norm.weight"] = (WIDTH,)
+    if is_gpt2:
+        shapes |= {"model.embed_positions.weight": (16, WIDTH), "model.norm.bias": (WIDTH,)}
+    else:
+        shapes["model.embed_norm.weight"] = (WIDTH,)
+    if not is_tied:
+        shapes["lm_head.weight"] = (32, WIDTH)
+    return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
+@pytest.mark.parametrize("is_gpt2", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_each_parameter_is_in_exactly_one_group(name, is_gpt2, is_tied):
+    params = named_parameters(is_gpt2=is_gpt2, is_tied=is_tied)
+    groups = parameter_groups(params.items(), OptimConfig(name=name), FUSED)
+    members = [member for group in groups for member, _ in group["params"]]
+    assert sorted(members) == sorted(params)
+    for group in groups:
+        for member, parameter in group["params"]:
+            is_matrix = "_proj.weight" in member
+            assert (group["kind"] == "matrix") == is_matrix
+            assert (group["weight_decay"] > 0) == is_matrix
+            assert parameter.ndim == 2 or group["kind"] == "vector"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.router", "module.model.norm.weight", "lm_head.bias", "model.layers.0.self_attn.gain"]
+)
+def test_a_name_that_no_pattern_knows_is_refused(name):
+    with pytest.raises(UserError, match=f"parameter {name} matches no pattern"):
+        parameter_groups([(name, torch.nn.Parameter(torch.zeros(2)))], OptimConfig(), {})
+
+
+def test_a_name_that_two_patterns_know_is_refused(monkeypatch):
+    monkeypatch.setattr("hfgolf.optim.groups.PATTERNS", (("lm_head.*", "head"), ("*.weight", "matrix")))
+    with pytest.raises(UserError, match=r"lm_head.\* and \*.weight"):
+        parameter_kind("lm_head.weight")
+
+
+def test_a_fused_entry_that_names_nothing_is_refused():
+    with pytest.raises(UserError, match="qkv"):
+        parameter_groups(named_parameters().items(), OptimConfig(), {"model.layers.*.qkv.weight": ROWS})
+
+
+def by_kind(optim: OptimConfig) -> dict[str, dict]:
+    groups = parameter_groups(named_parameters(is_gpt2=True, is_tied=False).items(), optim, FUSED)
+    return {group["kind"]: group for group in groups}
+
+
+def test_rules_and_rates_under_muon():
+    groups = by_kind(OptimConfig(learning_rate=0.02, adamw_learning_rate=0.003, embedding_learning_rate=0.3))
+    rates = {kind: (group["rule"], group["lr"], group["initial_lr"]) for kind, group in groups.items()}
+    assert rates == {
+        "matrix": ("muon", 0.02, 0.02),
+        "embedding": ("adamw", 0.3, 0.3),
+        "head": ("adamw", 0.003, 0.003),
+        "vector": ("adamw", 0.003, 0.003),
+    }
+    assert by_kind(OptimConfig(adamw_learning_rate=0.004))["embedding"]["lr"] == 0.004
+    assert groups["matrix"]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_rules_and_rates_of_the_baselines(name):
+    optim = OptimConfig(name=name, learning_rate=0.01, adamw_learning_rate=9.0)
+    assert {(group["rule"], group["lr"]) for group in by_kind(optim).values()} == {(name, 0.01)}
+    stated = by_kind(OptimConfig(name=name, learning_rate=0.01, embedding_learning_rate=0.05))
+    assert {kind: group["lr"] for kind, group in stated.items() if group["lr"] != 0.01} == {"embedding": 0.05}
+
+
+def test_the_config_reaches_the_groups():
+    optim = OptimConfig(
+        momentum=0.9,
+        nesterov=False,
+        betas=(0.8, 0.99),
+        eps=1e-10,
+        newton_schulz_steps=4,
+        newton_schulz_coefficients="classic",
+        update_scale="match_rms_adamw",
+    )
+    optimizer = build_optimizer(named_parameters().items(), optim, FUSED)
+    for group in optimizer.param_groups:
+        for name in ("momentum", "nesterov", "betas", "eps", "newton_schulz_steps", "newton_schulz_coefficients"):
+            assert group[name] == getattr(optim, name)
+        assert group["update_scale"] == "match_rms_adamw"
+
+
+def test_fused_weights_are_split_and_nothing_else_is():
+    optimizer = build_optimizer(named_parameters(is_gpt2=True).items(), OptimConfig(), FUSED)
+    for group in optimizer.param_groups:
+        for name, split in zip(group["param_names"], group["splits"], strict=True):
+            assert split == (ROWS if name.endswith("qkv_proj.weight") else None)
+
+
+def test_the_table_counts_every_parameter():
+    params = named_parameters(is_gpt2=True, is_tied=False, layers=3)
+    table = group_table(build_optimizer(params.items(), OptimConfig(embedding_learning_rate=0.25), FUSED))
+    header, *rows, total = [line.split() for line in table.splitlines()]
+    assert header[:2] == ["parameters", "of"]
+    assert sum(int(row[1]) for row in rows) == int(total[1]) == len(params)
+    numbers = [int(row[2].replace(",", "")) for row in rows]
+    assert sum(numbers) == int(total[2].replace(",", "")) == sum(p.numel() for p in params.values())
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["model.layers.*.self_attn.qkv_proj.weight"] == ["3", "384", "muon", "in", "3", "parts", "0.02", "0.1"]
+    assert cells["model.embed_tokens.weight"] == ["1", "256", "adamw", "0.25", "0"]
+    assert len({len(line) for line in table.splitlines()[:-1]}) == 1  # aligned

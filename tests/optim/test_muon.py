@@ -1,0 +1,253 @@
+"""The optimizer against torch's own Muon, AdamW and SGD, against arithmetic by hand, and under a scaler."""
+
+import pytest
+import torch
+
+from hfgolf.optim import muon as muon_module
+from hfgolf.optim.muon import Muon, newton_schulz_polynomials
+
+SHAPES = [(12, 12), (8, 24), (24, 8), (12, 12)]
+
+
+def random_tensors(seed: int, shapes: list[tuple[int, ...]] = SHAPES) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def parameters(seed: int = 0, shapes: list[tuple[int, ...]] = SHAPES) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(tensor) for tensor in random_tensors(seed, shapes)]
+
+
+def step_with_gradients(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], seed: int) -> None:
+    shapes = [tuple(param.shape) for param in params]
+    for param, grad in zip(params, random_tensors(seed, shapes), strict=True):
+        param.grad = grad.to(param.dtype)
+    optimizer.step()
+
+
+def follow(ours: torch.optim.Optimizer, ours_params: list, oracle: torch.optim.Optimizer, oracle_params: list) -> None:
+    """Take 20 steps of both with the same gradients, the learning rate and the decay new at each."""
+    for step in range(20):
+        for optimizer in (ours, oracle):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 * (1 - step / 25)
+                group["weight_decay"] = 0.1 + 0.01 * step if group["weight_decay"] else 0.0
+                if "momentum" in group:
+                    group["momentum"] = 0.85 + 0.005 * step
+        step_with_gradients(ours, ours_params, 100 + step)
+        step_with_gradients(oracle, oracle_params, 100 + step)
+
+
+MUON_CASES = [(True, "original"), (False, "original"), (True, "match_rms_adamw")]
+
+
+@pytest.mark.parametrize(("nesterov", "scale"), MUON_CASES)
+def test_classic_follows_torch_muon_in_fp32(monkeypatch, nesterov, scale):
+    monkeypatch.setattr(muon_module, "fast_product_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch.optim.Muon knows bf16 only
+    ours_params, oracle_params = parameters(), parameters()
+    options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.85, "nesterov": nesterov}
+    ours = Muon(ours_params, newton_schulz_coefficients="classic", update_scale=scale, **options)
+    oracle = torch.optim.Muon(oracle_params, adjust_lr_fn=scale, **options)
+    follow(ours, ours_params, oracle, oracle_params)
+    torch.testing.assert_close(ours_params, oracle_params, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("nesterov", "scale"), MUON_CASES)
+def test_classic_follows_torch_muon_in_bf16(monkeypatch, nesterov, scale):
+    monkeypatch.setattr(muon_module, "fast_product_dtype", lambda device: torch.bfloat16)
+    ours_params, oracle_params = parameters(), parameters()
+    options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.85, "nesterov": nesterov}
+    ours = Muon(ours_params, newton_schulz_coefficients="classic", update_scale=scale, **options)
+    oracle = torch.optim.Muon(oracle_params, adjust_lr_fn=scale, **options)
+    follow(ours, ours_params, oracle, oracle_params)
+    for start, a, b in zip(parameters(), ours_params, oracle_params, strict=True):
+        # 20 rounded updates: torch also rounds the norm to 8 bits
+        assert torch.linalg.vector_norm(a - b) < 0.02 * torch.linalg.vector_norm(b - start)
+
+
+def test_adamw_groups_are_torch_adamw_to_the_bit():
+    shapes = [(7,), (5, 9), (1,)]
+    ours_params, oracle_params = parameters(shapes=shapes), parameters(shapes=shapes)
+    options = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-6}
+    ours = Muon(ours_params, rule="adamw", **options)
+    oracle = torch.optim.AdamW(oracle_params, fused=True, **options)
+    follow(ours, ours_params, oracle, oracle_params)
+    assert all(torch.equal(a, b) for a, b in zip(ours_params, oracle_params, strict=True))
+
+
+def test_adamw_groups_follow_torch_adamw_without_its_fused_kernel():
+    ours_params, oracle_params = parameters(), parameters()
+    options = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    ours = Muon(ours_params, rule="adamw", **options)
+    oracle = torch.optim.AdamW(oracle_params, foreach=False, **options)
+    follow(ours, ours_params, oracle, oracle_params)
+    torch.testing.assert_close(ours_params, oracle_params, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_sgd_groups_follow_torch_sgd(nesterov):
+    ours_params, oracle_params = parameters(), parameters()
+    options = {"lr": 0.02, "momentum": 0.85, "nesterov": nesterov}
+    ours, oracle = Muon(ours_params, rule="sgd", **options), torch.optim.SGD(oracle_params, **options)
+    follow(ours, ours_params, oracle, oracle_params)
+    torch.testing.assert_close(ours_params, oracle_params, rtol=1e-5, atol=1e-6)
+
+
+def test_sgd_decay_is_decoupled():
+    param = torch.nn.Parameter(torch.tensor([2.0]))
+    param.grad = torch.tensor([3.0])
+    Muon([param], rule="sgd", lr=0.1, weight_decay=0.5, momentum=0.0).step()
+    torch.testing.assert_close(param.data, torch.tensor([2.0 * (1 - 0.1 * 0.5) - 0.1 * 3.0]))
+
+
+def test_one_muon_step_by_hand():
+    """A column (0, 3, 0, 4) has one singular value, 5: divided by 1.02 times it, then five scalar polynomials."""
+    weight, grad = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[0.0], [3.0], [0.0], [4.0]])
+    value = 1 / 1.02
+    for a, b, c in newton_schulz_polynomials("polar_express", 5):
+        value = a * value + b * value**3 + c * value**5
+    expected = weight * (1 - 0.1 * 0.5) - 0.1 * 2.0 * value * grad / 5  # scale: sqrt(4 rows / 1 column) = 2
+    param = torch.nn.Parameter(weight.clone())
+    param.grad = grad
+    optimizer = Muon([param], lr=0.1, weight_decay=0.5, momentum=0.9)
+    optimizer.step()
+    torch.testing.assert_close(param.data, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], 0.1 * grad)
+
+
+def test_fused_rows_are_separate_matrices():
+    rows = (6, 4, 4)
+    fused = parameters(shapes=[(14, 10)])
+    separate = [torch.nn.Parameter(piece.clone()) for piece in fused[0].data.split(rows)]
+    ours, oracle = Muon([{"params": fused, "splits": [rows]}], momentum=0.9), Muon(separate, momentum=0.9)
+    for step in range(3):
+        step_with_gradients(ours, fused, step)
+        for piece, grad in zip(separate, fused[0].grad.split(rows), strict=True):
+            piece.grad = grad
+        oracle.step()
+    torch.testing.assert_close(fused[0].data, torch.cat([piece.data for piece in separate]), rtol=1e-5, atol=1e-5)
+
+
+def test_splits_stay_with_their_weight_when_another_has_no_gradient():
+    params, alone = parameters(shapes=[(12, 4), (12, 4)]), parameters(shapes=[(12, 4), (12, 4)])[1:]
+    params[1].grad = torch.ones_like(params[1]).tril()
+    alone[0].grad = params[1].grad.clone()
+    Muon([{"params": params, "splits": [None, (6, 6)]}]).step()
+    Muon([{"params": alone, "splits": [(6, 6)]}]).step()
+    assert torch.equal(params[1], alone[0])
+
+
+def test_splitting_matters():
+    whole, split = parameters(shapes=[(12, 4)]), parameters(shapes=[(12, 4)])
+    step_with_gradients(Muon(whole), whole, 1)
+    step_with_gradients(Muon([{"params": split, "splits": [(4, 4, 4)]}]), split, 1)
+    assert not torch.allclose(whole[0], split[0], atol=1e-3)
+
+
+def test_more_than_two_dimensions_are_flattened_to_out_by_rest():
+    deep, flat = parameters(shapes=[(6, 2, 5)]), parameters(shapes=[(6, 10)])
+    step_with_gradients(Muon(deep), deep, 1)
+    step_with_gradients(Muon(flat), flat, 1)
+    torch.testing.assert_close(deep[0].data.view(6, 10), flat[0].data)
+
+
+def test_one_optimizer_holds_all_rules():
+    params, alone = parameters(), parameters()
+    rules = ["muon", "adamw", "sgd", "muon"]
+    together = Muon([{"params": [p], "rule": rule} for p, rule in zip(params, rules, strict=True)])
+    apart = [Muon([p], rule=rule) for p, rule in zip(alone, rules, strict=True)]
+    for step in range(3):
+        step_with_gradients(together, params, step)
+        for param, grad in zip(alone, random_tensors(step), strict=True):
+            param.grad = grad
+        for optimizer in apart:
+            optimizer.step()
+    torch.testing.assert_close(params, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["muon", "adamw", "sgd"])
+def test_parameters_without_gradient_stay_and_have_state(rule):
+    params = parameters()
+    before = params[1].detach().clone()
+    optimizer = Muon(params, rule=rule, weight_decay=0.5)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert torch.equal(params[1], before)
+    assert all(set(optimizer.state[param]) == set(optimizer.state[params[0]]) for param in params)
+    assert all(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize("rule", ["muon", "adamw", "sgd"])
+def test_bf16_parameters_keep_fp32_state(rule):
+    wide = parameters()
+    narrow = [torch.nn.Parameter(param.detach().bfloat16()) for param in wide]
+    wide = [torch.nn.Parameter(param.detach().float()) for param in narrow]
+    narrow_optimizer = Muon(narrow, rule=rule, lr=0.01, nesterov=False)
+    wide_optimizer = Muon(wide, rule=rule, lr=0.01, nesterov=False)
+    for param, full, grad in zip(narrow, wide, random_tensors(5), strict=True):
+        param.grad = grad.bfloat16()
+        full.grad = param.grad.float()
+    narrow_optimizer.step()
+    wide_optimizer.step()
+    for param, full in zip(narrow, wide, strict=True):
+        for name, value in narrow_optimizer.state[param].items():
+            assert value.dtype == torch.float32
+            assert torch.equal(value, wide_optimizer.state[full][name])
+        assert torch.equal(param, full.bfloat16())  # rounded once
+
+
+@pytest.mark.parametrize(("rule", "lr"), [("muon", 0.02), ("adamw", 0.02), ("sgd", 0.1)])
+def test_a_regression_is_learnt(rule, lr):
+    x, target = random_tensors(7, [(64, 8), (8, 3)])
+    weight = torch.nn.Parameter(torch.zeros(8, 3))
+    optimizer = Muon([weight], rule=rule, lr=lr, momentum=0.9)
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = (x @ weight - x @ target).square().mean()
+        value.backward()
+        return value
+
+    first = optimizer.step(loss).item()
+    for _ in range(150):
+        last = optimizer.step(loss).item()
+    assert last < 0.05 * first
+
+
+@pytest.mark.parametrize("rule", ["muon", "adamw"])
+def test_a_gradient_scaler_unscales_once_and_skips_overflow(rule):
+    params, plain = parameters(), parameters()
+    optimizer, oracle = Muon(params, rule=rule), Muon(plain, rule=rule)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        weights = random_tensors(step)
+        scaler.scale(sum((p * w).sum() for p, w in zip(params, weights, strict=True))).backward()
+        scaler.unscale_(optimizer)  # as clipping does before the step
+        scaler.step(optimizer)
+        scaler.update()
+        step_with_gradients(oracle, plain, step)
+        optimizer.zero_grad()
+    torch.testing.assert_close(params, plain, rtol=1e-5, atol=1e-5)
+
+    before = [param.detach().clone() for param in params]
+    scaler.scale(params[0].sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+    assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"rule": "lion"}, "lion"),
+        ({"params": [torch.nn.Parameter(torch.ones(3))]}, "shape"),
+        ({"splits": [(4, 4)]}, "add up"),
+        ({"newton_schulz_coefficients": "cubic"}, "cubic"),
+        ({"update_scale": "none"}, "update_scale"),
+    ],
+)
+def test_a_group_that_can_not_work_is_refused(group, message):
+    with pytest.raises(ValueError, match=message):
+        Muon([{"params": parameters(shapes=[(12, 4)]), **group}])

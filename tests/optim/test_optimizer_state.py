@@ -1,0 +1,196 @@
+"""Saving and loading the optimizer: by name, in fp32, refused where it does not fit, and through accelerate."""
+
+import copy
+import io
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from hfgolf.errors import UserError
+from hfgolf.optim.muon import Muon
+
+SHAPES = {"a": (6, 6), "b": (6, 6), "c": (12, 6), "norm": (6,), "bias": (6,)}
+MATRICES, VECTORS = ("a", "b", "c"), ("norm", "bias")
+
+
+def new_parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()
+    }
+
+
+def new_optimizer(params: dict[str, torch.nn.Parameter], *, is_reversed: bool = False, is_named: bool = True) -> Muon:
+    order = -1 if is_reversed else 1
+    groups = []
+    for rule, names in (("muon", MATRICES), ("adamw", VECTORS)):
+        members = [(name, params[name]) if is_named else params[name] for name in names[::order]]
+        splits = [(6, 6) if name == "c" else None for name in names[::order]]
+        groups.append({"params": members, "rule": rule, "splits": splits})
+    return Muon(groups[::order], lr=0.03)
+
+
+def take_steps(optimizer: Muon, params: dict[str, torch.nn.Parameter], first: int, last: int) -> None:
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(100 + step)
+        for param in params.values():
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def on_disk_and_back(state_dict: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_reloaded_optimizer_goes_on_to_the_bit(steps_before, is_named):
+    params = new_parameters()
+    optimizer = new_optimizer(params, is_named=is_named)
+    take_steps(optimizer, params, 0, steps_before)
+    optimizer.param_groups[0]["lr"] = 0.01
+
+    resumed_params = copy.deepcopy(params)
+    resumed = new_optimizer(resumed_params, is_named=is_named)
+    resumed.load_state_dict(on_disk_and_back(optimizer.state_dict()))
+    assert resumed.param_groups[0]["lr"] == 0.01
+    take_steps(optimizer, params, steps_before, 6)
+    take_steps(resumed, resumed_params, steps_before, 6)
+    assert all(torch.equal(params[name], resumed_params[name]) for name in params)
+
+
+def test_another_order_of_groups_and_parameters_loads_by_name():
+    params = new_parameters()
+    optimizer = new_optimizer(params)
+    take_steps(optimizer, params, 0, 3)
+    reordered = new_optimizer(params, is_reversed=True)
+    reordered.load_state_dict(on_disk_and_back(optimizer.state_dict()))
+    assert reordered.param_groups[1]["param_names"] == ["c", "b", "a"]
+    assert reordered.param_groups[1]["splits"] == [(6, 6), None, None]
+    assert [group["rule"] for group in reordered.param_groups] == ["adamw", "muon"]
+    for param in params.values():
+        for name, value in optimizer.state[param].items():
+            assert torch.equal(value, reordered.state[param][name])
+
+
+def test_state_stays_fp32_when_parameters_are_bf16():
+    params = new_parameters(torch.bfloat16)
+    optimizer = new_optimizer(params)
+    take_steps(optimizer, params, 0, 2)
+    resumed = new_optimizer(params)
+    resumed.load_state_dict(optimizer.state_dict())
+    for param in params.values():
+        for name, value in optimizer.state[param].items():
+            assert resumed.state[param][name].dtype == torch.float32
+            assert torch.equal(resumed.state[param][name], value)
+
+
+def rename(state_dict: dict) -> None:
+    state_dict["param_groups"][0]["param_names"][0] = "elsewhere"
+
+
+def reshape(state_dict: dict) -> None:
+    state_dict["state"][2]["momentum_buffer"] = torch.zeros(13, 6)
+
+
+def swap_rule(state_dict: dict) -> None:
+    state_dict["param_groups"][1]["rule"] = "sgd"
+
+
+def drop_moment(state_dict: dict) -> None:
+    del state_dict["state"][3]["exp_avg_sq"]
+
+
+def move_to_another_group(state_dict: dict) -> None:
+    first = state_dict["param_groups"][0]
+    other = {**first, "params": [first["params"].pop()], "param_names": [first["param_names"].pop()]}
+    state_dict["param_groups"].append(other)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (rename, r"lacks a and has elsewhere"),
+        (reshape, r"\(13, 6\).* for c, here it is .*\(12, 6\)"),
+        (swap_rule, r"norm by 'sgd', here it is 'adamw'"),
+        (drop_moment, r"for norm"),
+        (move_to_another_group, r"has c in another group"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, message):
+    params = new_parameters()
+    optimizer = new_optimizer(params)
+    take_steps(optimizer, params, 0, 2)
+    spoilt = copy.deepcopy(optimizer.state_dict())
+    spoilt["param_groups"][0]["lr"] = 7.0
+    spoil(spoilt)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(UserError, match=message) as error:
+        optimizer.load_state_dict(spoilt)
+    assert "\n" not in str(error.value)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+
+
+def test_torch_adamw_state_is_refused():
+    params = new_parameters()
+    other = torch.optim.AdamW([{"params": [params[n] for n in MATRICES]}, {"params": [params[n] for n in VECTORS]}])
+    with pytest.raises(UserError, match="here it is 'muon'"):
+        new_optimizer(params).load_state_dict(other.state_dict())
+
+
+@pytest.fixture
+def accelerator():
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.norm = (
+            torch.nn.Linear(6, 12, False),
+            torch.nn.Linear(12, 6, False),
+            torch.nn.LayerNorm(6),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+def prepared(accelerator: Accelerator) -> tuple:
+    net = Net()
+    by_rule = {"muon": [], "adamw": []}
+    for name, param in net.named_parameters():
+        by_rule["muon" if param.ndim == 2 else "adamw"].append((name, param))
+    optimizer = Muon([{"params": members, "rule": rule} for rule, members in by_rule.items()])
+    return accelerator.prepare(net, optimizer)
+
+
+def train(accelerator: Accelerator, net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        accelerator.backward((net(x) - x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_accelerate_prepares_saves_and_loads_it(accelerator, tmp_path):
+    net, optimizer = prepared(accelerator)
+    assert [group["rule"] for group in optimizer.param_groups] == ["muon", "adamw"]
+    train(accelerator, net, optimizer, 2)
+    accelerator.save_state(str(tmp_path))
+    train(accelerator, net, optimizer, 3)
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    accelerator.load_state(str(tmp_path))
+    train(accelerator, net, optimizer, 3)
+    assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
