@@ -128,6 +128,7 @@ def build_loader(
         sampler=range(start_step * accumulation, end_step * accumulation),
         num_workers=num_workers,
         pin_memory=pin_memory,
+        generator=torch.Generator(),  # an iterator draws from it; from the global one, a resume would shift dropout
     )
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
+import http.client
 import itertools
 import os
 import re
 import shutil
 import sysconfig
 import tempfile
+import urllib.parse
+import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val")
 _BLOCK_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1000
+_DOWNLOAD_SECONDS = 60  # without an answer
 _TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".zst")
 
@@ -222,13 +226,22 @@ def _match(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
 
 
 def _download(url: str, key: str, folder: Path) -> Path:
-    from datasets import DownloadConfig, DownloadManager
-
+    """Return the copy of `url` in `folder`, fetched if it is not there; delete it to fetch it again."""
+    name = Path(urllib.parse.urlsplit(url).path).name or "text"
+    path = folder / hashlib.sha256(url.encode()).hexdigest()[:16] / name
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{name}.{os.getpid()}.part")
     try:
-        return Path(DownloadManager(download_config=DownloadConfig(cache_dir=folder)).download(url))
-    except Exception as error:  # requests, aiohttp and fsspec each bring their own
+        with urllib.request.urlopen(url, timeout=_DOWNLOAD_SECONDS) as answer, open(unfinished, "wb") as file:
+            shutil.copyfileobj(answer, file)
+        unfinished.replace(path)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        unfinished.unlink(missing_ok=True)
         reason = _first_line(error)
         raise UserError(f"{key}: cannot download {url} ({reason}); check the address and the network.") from error
+    return path
 
 
 def _sha256(path: Path) -> str:
@@ -282,7 +295,7 @@ def _utf8_text(path: Path) -> str:
 def _readable_by_datasets(file: SourceFile) -> Iterator[Path]:
     """Give the path of a table, decompressed for a while where `datasets` would not do it in passing."""
     ending, compression = file.endings
-    if not compression or (ending != ".parquet" and file.path.suffix == compression):
+    if not compression or ending != ".parquet":
         yield file.path
         return
     with tempfile.NamedTemporaryFile(suffix=ending) as plain:

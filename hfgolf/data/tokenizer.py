@@ -122,12 +122,12 @@ def _byte_symbols() -> list[str]:
 
 
 def _byte_level(characters: list[str]) -> Tokenizer:
-    """Return a tokenizer without merges: a byte's id is its value; then come the end of text and `characters`."""
+    """Return a tokenizer without merges: a byte's id is its value; then come `characters` and the end of text."""
     symbols = _byte_symbols()
     words = ["".join(symbols[byte] for byte in character.encode()) for character in characters]
-    vocab = {word: number for number, word in enumerate([*symbols, END_OF_TEXT, *words])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))  # a word in the vocabulary is a token
-    tokenizer.add_special_tokens([END_OF_TEXT])
+    vocab = {word: number for number, word in enumerate([*symbols, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))  # a word in vocab is a token
+    tokenizer.add_special_tokens([END_OF_TEXT])  # not in vocab: a word that spells it would be looked up there
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     # only what is not ASCII is split off: a regex that matches each character runs 5 times slower
     others = pre_tokenizers.Split(Regex(r"[^\x00-\x7F]"), behavior="isolated")
@@ -139,8 +139,8 @@ def _byte_level(characters: list[str]) -> Tokenizer:
 def _train_char(pieces: Dataset) -> Tokenizer:
     """Return a tokenizer with an entry for each character of the text.
 
-    Its vocabulary is the 256 bytes, of which the ASCII characters are some, the end of text, and the other characters
-    seen. So an unseen character (in validation, or in a prompt) is its bytes rather than an unknown that decodes to
+    Its vocabulary is the 256 bytes, of which the ASCII characters are some, the other characters seen and the end of
+    text. So an unseen character (in validation, or in a prompt) is its bytes rather than an unknown that decodes to
     something else; the unused bytes cost a few rows of the embedding, and nothing in bits per byte once learned.
     """
     seen: set[str] = set()

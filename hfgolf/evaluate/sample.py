@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hfgolf.errors import UserError
+from hfgolf.evaluate.context import evaluation_mode, most_positions
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,24 +28,25 @@ def generate_text(
     """Return the prompt and its continuation; temperature 0 is greedy.
 
     The prompt follows a document separator, as every document did in training; without a prompt the model starts a
-    document. The random generators are left as they were.
+    document. Where positions are learned, the text ends with them at the latest. The random generators and the model's
+    mode are left as they were. Raises UserError where the prompt leaves no room for a token.
     """
-    was_training = model.training
-    model.eval()
     ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    limit = most_positions(model)
+    if limit is not None and len(ids) >= limit:
+        raise UserError(f"The prompt has {len(ids) - 1} tokens; this model takes at most {limit - 2}. Shorten it.")
     input_ids = torch.tensor([ids], device=model.device)
-    sampling: dict[str, Any] = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), evaluation_mode(model):
         torch.manual_seed(seed)
-        output = model.generate(
+        output = model.generate(  # type: ignore[operator]
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)),
             pad_token_id=tokenizer.eos_token_id,
             **sampling,
         )
-    model.train(was_training)
-    return tokenizer.decode(output[0, 1:], skip_special_tokens=True)
+    return str(tokenizer.decode(output[0, 1:], skip_special_tokens=True))

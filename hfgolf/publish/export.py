@@ -1,4 +1,7 @@
-"""The exported model: a folder that loads with AutoModelForCausalLM where hfgolf was never installed."""
+"""The exported model: a folder that loads with AutoModelForCausalLM where hfgolf was never installed.
+
+Owns what lies in that folder. Does not know the run that made the model.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hfgolf.model.configuration_golf import GolfConfig
+from transformers import GenerationConfig
+
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 if TYPE_CHECKING:
@@ -18,12 +22,27 @@ def export_model(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase, fol
 
     The folder is replaced as a whole, so that nobody loads a mixture of two exports.
     """
-    GolfConfig.register_for_auto_class()  # what makes save_pretrained copy the modelling files
-    GolfForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
+    model.save_pretrained(partial)  # the auto classes of the model's files make it copy them too
+    for weights in partial.glob("*.safetensors"):
+        shutil.copymode(partial / "config.json", weights)  # safetensors writes files that only their owner can read
+    _generation_config(model, tokenizer).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     (partial / "README.md").write_text(card, encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+def _generation_config(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """Return what generate() and pipeline() do when told nothing: sample, as greedy small models repeat themselves."""
+    eos = tokenizer.eos_token_id
+    return GenerationConfig(
+        bos_token_id=eos,
+        eos_token_id=eos,
+        pad_token_id=eos,
+        do_sample=True,
+        temperature=0.8,
+        top_k=50,
+        max_new_tokens=max(1, min(256, model.config.max_position_embeddings // 2)),  # half is left for the prompt
+    )

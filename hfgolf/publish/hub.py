@@ -1,4 +1,7 @@
-"""Pushing an exported model to the Hub; from a run a failure is a warning, from a script it is an error."""
+"""Pushing an exported model to the Hub; from a run a failure is a warning, from a script it is an error.
+
+Owns the upload. Does not know what is in the folder, except that its card says where to load it from.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 from hfgolf.command_line import one_line
 from hfgolf.errors import UserError
+from hfgolf.publish.model_card import name_in_card
 
 logger = logging.getLogger(__name__)
 
@@ -15,20 +19,26 @@ logger = logging.getLogger(__name__)
 def push_folder(folder: Path, repo_id: str, private: bool, message: str) -> str:
     """Create the repository where it is missing, upload the folder's files in one commit, return its URL.
 
-    HF_ENDPOINT and the token are huggingface_hub's. Raises UserError where the Hub cannot be reached or refuses.
+    The card in the folder is told the name first. HF_ENDPOINT and the token are huggingface_hub's. Raises UserError
+    where the Hub cannot be reached or refuses, and where `private` is asked of a repository that is public already.
     """
-    import httpx2  # huggingface_hub's client, whose network errors it does not wrap
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import CommitOperationAdd, HfApi
 
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
     api = HfApi()
     try:
-        url = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=url.repo_id, folder_path=folder, allow_patterns=names, commit_message=message)
-    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError, ValueError) as error:
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: as the account has it
+        if private and not api.model_info(url.repo_id).private:
+            raise UserError(f"hub.private: {repo_id} is a public repository already; make it private, or name another.")
+        name_in_card(folder / "README.md", url.repo_id)
+        # not upload_folder, which makes several commits of one push
+        files = [CommitOperationAdd(path.name, path) for path in sorted(folder.iterdir()) if path.is_file()]
+        api.create_commit(url.repo_id, files, commit_message=message)
+    except UserError:
+        raise
+    except Exception as error:  # huggingface_hub, its HTTP client and hf_xet have their own, and some are RuntimeErrors
+        cause = f" ({one_line(error.__cause__)[:200]})" if error.__cause__ else ""
         hint = "check the name and the network, and log in with `hf auth login`"
-        raise UserError(f"hub.repo_id: cannot push to {repo_id}: {one_line(error)[:200]}; {hint}.") from None
+        raise UserError(f"hub.repo_id: cannot push to {repo_id}: {one_line(error)[:200]}{cause}; {hint}.") from None
     return str(url)
 
 
@@ -43,9 +53,14 @@ class HubPusher:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hub")
         self._running: Future[None] | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a push is under way, and so the folder that it reads must be left alone."""
+        return self._running is not None and not self._running.done()
+
     def push_later(self, folder: Path, message: str) -> None:
         """Start a push; skipped while the one before is under way, so that slow networks do not pile them up."""
-        if self._running and not self._running.done():
+        if self.is_busy:
             logger.info("hub: the push before is still under way, this one (%s) is skipped", message)
             return
         self._running = self._worker.submit(self._push, folder, message)

@@ -1,4 +1,7 @@
-"""Loading a model to use it: any causal model with its tokenizer, from a folder or the Hub."""
+"""Loading a model to use it: any causal model with its tokenizer, from a folder or the Hub.
+
+Owns the question of trust: code that lies beside the weights is never executed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hfgolf.command_line import one_line
+from hfgolf.command_line import join_words, one_line
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -16,17 +19,21 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer, in evaluation mode on the GPU where there is one.
 
-    Golf models run with the classes of this installation, so that no code of a stranger's repository is executed.
-    Raises UserError where there is no such model.
+    Golf models run with the classes of this installation, others with those of transformers.
+    Raises UserError where there is no such model, or only foreign code could run it.
     """
     AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
     AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
     try:
         model = AutoModelForCausalLM.from_pretrained(name_or_path, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
-        folders = ", ".join(sorted(str(path) for path in Path("runs").glob("*/model"))) or "none"
-        raise UserError(
-            f"--model: cannot load {name_or_path}: {one_line(error)[:200]} (exported models here: {folders})."
-        ) from None
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: depends on what is broken
+        raise UserError(f"--model: cannot load {name_or_path}: {_reason(error)}.") from None
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _reason(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return "it needs the code in its repository, which hfgolf never executes"
+    folders = join_words(sorted(str(path) for path in Path("runs").glob("*/model"))) or "none"
+    return f"{one_line(error)[:200]} (exported models here: {folders})"

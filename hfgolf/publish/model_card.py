@@ -1,7 +1,12 @@
-"""The model card: what the model was trained on, how good it is and how to load it."""
+"""The model card: what the model was trained on, how good it is and how to load it.
+
+Owns the text and its metadata. Does not know how the figures were measured.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 import hfgolf
 from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import RunConfig
+from hfgolf.config import RunConfig, RunSection, join_words
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _RESULTS = {"val_loss": "loss (nats a token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
@@ -17,38 +22,66 @@ _RESULTS = {"val_loss": "loss (nats a token)", "val_bits_per_byte": "bits per by
 
 def model_card(config: RunConfig, summary: dict[str, Any]) -> str:
     """Return the card as Markdown with metadata. summary: as `train()` returns it; missing figures are left out."""
-    corpus = {"python_stdlib": "the Python standard library", "files": ", ".join(config.data.files)}
-    dataset = corpus.get(config.data.source, config.data.hub_name)
-    name = config.hub.repo_id or str(config.run.name)
+    title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
+    figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
     results = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=config.data.source,
-            dataset_name=f"{dataset}, validation part",
+            dataset_type=config.data.hub_name or config.data.source,
+            dataset_name=f"{_dataset(config)}, validation part",
             metric_type=metric.removeprefix("val_"),
-            metric_name=label,
-            metric_value=round(summary[metric], 4),
+            metric_name=_RESULTS[metric],
+            metric_value=round(value, 4),
         )
-        for metric, label in _RESULTS.items()
-        if metric in summary
+        for metric, value in figures.items()
     ]
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["hfgolf"],
-        model_name=name.split("/")[-1],
+        model_name=title,
         datasets=[config.data.hub_name] if config.data.hub_name else None,
         eval_results=results or None,
     )
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
-        name=name,
-        dataset=dataset,
+        title=title,
+        location=config.hub.repo_id or summary.get("model", title),
+        dataset=_dataset(config),
         config=config,
-        figures={label: f"{summary[metric]:.4f}" for metric, label in _RESULTS.items() if metric in summary},
+        figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
         summary=summary,
+        fence=_fence(summary.get("sample", "")),
         version=hfgolf.__version__,
-        yaml=ResolvedConfig(config, {}).to_yaml().replace("  # default", ""),
+        yaml=_public_yaml(config),
     )
-    return str(card)
+    return f"{card}\n"
+
+
+def name_in_card(path: Path, location: str) -> None:
+    """Make the card at `path` say that the model loads from `location`."""
+    card = path.read_text(encoding="utf-8")
+    # the first two are the example's; a sample from a model that was trained on Python may hold more
+    named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
+    if named != card:
+        path.write_text(named, encoding="utf-8")
+
+
+def _dataset(config: RunConfig) -> str:
+    """Name the corpus without the folders of this machine."""
+    if config.data.source == "python_stdlib":
+        return "the Python standard library"
+    names = [name if "://" in name else Path(name).name for name in config.data.files]
+    return config.data.hub_name or join_words(names)
+
+
+def _public_yaml(config: RunConfig) -> str:
+    """Return the config without what concerns only the machine it ran on."""
+    public = config.replace(run__output_dir=RunSection.output_dir, data__cache_dir=None, train__resume=None)
+    return ResolvedConfig(public, {}).to_yaml().replace("  # default", "").strip()
+
+
+def _fence(text: str) -> str:
+    """Return a Markdown fence that the text cannot close."""
+    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))

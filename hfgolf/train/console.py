@@ -63,3 +63,13 @@ def show_log(is_main_process: bool) -> None:
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if is_main_process else logging.WARNING)
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
+    """Keep what says nothing to a user of hfgolf off the terminal."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    # "Removed shared tensor lm_head.weight": tied weights are one tensor, and saved once
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)

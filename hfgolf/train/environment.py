@@ -19,27 +19,36 @@ import psutil
 import torch
 
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.errors import UserError
+from hfgolf.optim.muon import fast_product_dtype
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "wandb", "numpy")
 
 
 def resolve_precision(resolved: ResolvedConfig) -> ResolvedConfig:
-    """Decide train.mixed_precision where it is null: what `accelerate` was told, else bf16 where it is fast, else no."""
-    if resolved.config.train.mixed_precision is not None:
-        return resolved
-    told = _precision_told_to_accelerate()
-    if told is not None:
-        return resolved.resolve("accelerate", train__mixed_precision=told)
-    return resolved.resolve("auto", train__mixed_precision="bf16" if has_fast_bf16() else "no")
+    """Decide train.mixed_precision where it is null: as `accelerate` was told, else bf16 where it is fast, else no.
+
+    Raises UserError for a precision that accelerate would pass over in silence (fp16 on a CPU) or does not exist here.
+    """
+    if resolved.config.train.mixed_precision is None:
+        told = _precision_told_to_accelerate()
+        is_fast = fast_product_dtype(torch.device(_device_type())) == torch.bfloat16
+        source, precision = ("accelerate", told) if told else ("auto", "bf16" if is_fast else "no")
+        resolved = resolved.resolve(source, train__mixed_precision=precision)
+    precision = resolved.config.train.mixed_precision
+    if precision not in ("no", "bf16", "fp16") or (precision == "fp16" and _device_type() == "cpu"):
+        where = resolved.sources["train.mixed_precision"]
+        raise UserError(
+            f"train.mixed_precision: {precision} (from {where}) does not run on this device, {device_name()};"
+            f" allowed: no, bf16{'' if _device_type() == 'cpu' else ', fp16'}."
+        )
+    return resolved
 
 
-def has_fast_bf16() -> bool:
-    """Say whether this device multiplies bf16 matrices natively; emulation is several times slower than fp32."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.backends.mps.is_available():
-        return False  # autocast to bf16 exists there, but is not measured
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def _device_type() -> str:
+    from accelerate import PartialState
+
+    return PartialState().device.type
 
 
 def _precision_told_to_accelerate() -> str | None:

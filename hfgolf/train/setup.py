@@ -107,7 +107,10 @@ def set_up(resolved: ResolvedConfig) -> Run:
     state = TrainState()
     accelerator.register_for_checkpointing(state)
     if checkpoint:
+        rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         load_checkpoint(accelerator, checkpoint, raw_model.config.to_diff_dict())
+        for group, of_config in zip(optimizer.param_groups, rates, strict=True):
+            group.update(of_config)  # the config says the rates, not the checkpoint
         logger.info("resumed from %s at step %d", checkpoint, state.step)
 
     most_steps = _most_steps(config, tokens)
@@ -172,7 +175,7 @@ def _build_model(config: RunConfig, tokens: TokenCache) -> GolfForCausalLM:
     )
     model = GolfForCausalLM(golf)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable()  # non-reentrant
     parameters = sum(p.numel() for p in model.parameters())
     logger.info("model: %s parameters, vocabulary %s", f"{parameters:,}", f"{golf.vocab_size:,}")
     return model

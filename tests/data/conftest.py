@@ -9,7 +9,11 @@ import pytest
 
 from hfgolf.config import DataConfig
 
-AWKWARD = "naïve café 你好 🌍 \r\n tab\tNUL\0 <|endoftext|> e\u0301 \u200d👩\u200d🚀 \ufeff  end  \n\n"
+
+@pytest.fixture
+def awkward() -> str:
+    """Return text that is lost wherever newlines, normal forms, zero bytes or special tokens are tampered with."""
+    return "naïve café 你好 🌍 \r\n tab\tNUL\0 <|endoftext|> e\u0301 \u200d👩\u200d🚀 \ufeff  end  \n\n"
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from conftest import AWKWARD
 
 from hfgolf.config import DataConfig
 from hfgolf.data import corpus as corpus_module
@@ -49,19 +48,19 @@ def fails(data: DataConfig, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("ending", CODECS)
-def test_text_files_are_documents_byte_for_byte(tmp_path, write, files_config, ending):
+def test_text_files_are_documents_byte_for_byte(tmp_path, write, files_config, ending, awkward):
     for name in ("a.txt", "b.md", "c.log"):
-        write(name + ending, CODECS[ending]((name + AWKWARD).encode()))
-    val = write("deep/val.txt" + ending, CODECS[ending](AWKWARD.encode()))
+        write(name + ending, CODECS[ending]((name + awkward).encode()))
+    val = write("deep/val.txt" + ending, CODECS[ending](awkward.encode()))
     documents = read(files_config(f"{tmp_path}/text/**/*", val_files=[val]), tmp_path)
     # val.txt matches data.files too: it must not be trained on
-    assert documents == {"train": [name + AWKWARD for name in ("a.txt", "b.md", "c.log")], "val": [AWKWARD]}
+    assert documents == {"train": [name + awkward for name in ("a.txt", "b.md", "c.log")], "val": [awkward]}
 
 
 @pytest.mark.parametrize("ending", CODECS)
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_rows_are_documents(tmp_path, write, files_config, kind, ending):
-    texts = [AWKWARD, "", 'a "quoted", text', None, "last"]
+def test_rows_are_documents(tmp_path, write, files_config, kind, ending, awkward):
+    texts = [awkward, "", 'a "quoted", text', None, "last"]
     if kind == "jsonl":
         content = "".join(json.dumps({"body": text, "other": 1}) + "\n" for text in texts).encode()
     elif kind == "csv":
@@ -74,7 +73,7 @@ def test_rows_are_documents(tmp_path, write, files_config, kind, ending):
     rows = write(f"rows.{kind}{ending}", CODECS[ending](content))
     val = write("val.txt", "validation")
     documents = read(files_config(rows, val_files=[val], text_column="body"), tmp_path)
-    assert documents == {"train": [AWKWARD, 'a "quoted", text', "last"], "val": ["validation"]}
+    assert documents == {"train": [awkward, 'a "quoted", text', "last"], "val": ["validation"]}
     message = fails(files_config(rows, val_files=[val]), tmp_path)
     assert "'text'" in message and "body" in message and "data.text_column" in message
 
@@ -85,22 +84,24 @@ def serving(folder: Path) -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
-def test_url_is_downloaded_once(tmp_path, write, files_config):
-    write("a.txt.gz", gzip.compress(AWKWARD.encode()))
+def test_url_is_downloaded_once(tmp_path, write, files_config, awkward):
+    write("a.txt.gz", gzip.compress(awkward.encode()))
     write("rows.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
     val = write("val.txt", "validation")
     with serving(tmp_path / "text") as address:
         data = files_config(f"{address}/a.txt.gz", val_files=[val])
-        assert read(data, tmp_path) == {"train": [AWKWARD], "val": ["validation"]}
+        assert read(data, tmp_path) == {"train": [awkward], "val": ["validation"]}
         table = f"{address}/rows.jsonl.gz"
         assert read(files_config(table, val_files=[val]), tmp_path)["train"] == ["one", "two"]
         assert f"{address}/nothing.txt" in fails(files_config(f"{address}/nothing.txt", val_files=[val]), tmp_path)
-    assert read(data, tmp_path)["train"] == [AWKWARD]  # from the copy: the server is gone
+    assert read(data, tmp_path)["train"] == [awkward]  # from the copy: the server is gone
 
 
 def test_hub_name_may_be_a_folder(tmp_path, write):

@@ -75,7 +75,7 @@ def build_golf() -> Callable[..., GolfForCausalLM]:
         if not fresh:  # as after training: nothing is zero or one any more
             with torch.no_grad():
                 for parameter in golf.parameters():
-                    parameter.add_(0.2 * torch.randn_like(parameter))
+                    parameter.add_(0.4 * torch.randn_like(parameter))
         return golf.eval()
 
     return build

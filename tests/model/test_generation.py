@@ -4,6 +4,12 @@ import pytest
 import torch
 
 
+@pytest.fixture(params=["modern", "learned", "no_positions", "one_key_value_head", "gpt2"])
+def option(request, all_options):
+    """Only what positions, masks and the cache can tell apart."""
+    return all_options[request.param]
+
+
 def generate(golf, token_ids, **options):
     # the mask is given, because generate() would take a prompt's own tokens with the id of the pad token for padding
     options = {"attention_mask": torch.ones_like(token_ids), "pad_token_id": 0, "eos_token_id": None, **options}
@@ -32,10 +38,8 @@ def test_a_static_cache_says_the_same(build_golf, token_ids):
     assert torch.equal(said, generate(golf, token_ids))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_left_padded_batch_says_what_each_prompt_says_alone(build_golf, option, token_ids, implementation):
+def test_a_left_padded_batch_says_what_each_prompt_says_alone(build_golf, option, token_ids):
     golf = build_golf(**option)
-    golf.set_attn_implementation(implementation)
     rows = [token_ids[0], token_ids[1, :11], token_ids[2, :3]]
     padded, mask = left_padded(rows)
     together = generate(golf, padded, attention_mask=mask)

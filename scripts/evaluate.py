@@ -1,0 +1,67 @@
+"""Measure a model on text: python scripts/evaluate.py --model runs/small/model --files "texts/*.txt" """
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from hfgolf.command_line import run_command
+from hfgolf.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder of a causal model (runs/NAME/model) or a Hub name")
+    parser.add_argument("--files", required=True, nargs="+", help="paths, globs or URLs, as data.files of a run")
+    parser.add_argument("--text_column", default="text", help="column of jsonl, csv and parquet files (text)")
+    parser.add_argument("--sequence_length", type=int, help="tokens of context; default: what the model was made for")
+    parser.add_argument("--batch_size", type=int, default=8, help="sequences run at once (8)")
+    parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="default: as a run on this machine")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    arguments = parser.parse_args()
+    if arguments.batch_size < 1:
+        raise UserError(f"--batch_size: {arguments.batch_size} is out of range; allowed: 1 or more.")
+
+    from accelerate import Accelerator
+
+    from hfgolf.command_line import ResolvedConfig
+    from hfgolf.config import RunConfig, TrainConfig
+    from hfgolf.evaluate.context import evaluation_length
+    from hfgolf.evaluate.loss import evaluate_loss
+    from hfgolf.evaluate.text import tokenize_files
+    from hfgolf.publish.load import load_exported
+    from hfgolf.train.environment import resolve_precision
+
+    train = TrainConfig(max_steps=1, mixed_precision=arguments.mixed_precision)
+    told = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
+    precision = resolve_precision(told).config.train.mixed_precision
+    accelerator = Accelerator(mixed_precision=precision)
+    model, tokenizer = load_exported(arguments.model)
+    sequence_length = evaluation_length(model, arguments.sequence_length)
+    with tempfile.TemporaryDirectory() as folder:
+        stream = tokenize_files(arguments.files, tokenizer, arguments.text_column, Path(folder))
+        evaluation = evaluate_loss(
+            model.to(accelerator.device),
+            stream,
+            accelerator,
+            sequence_length=min(sequence_length, len(stream) - 1),
+            batch_size=arguments.batch_size,
+        )
+    if not accelerator.is_main_process:
+        return
+    figures = {name: getattr(evaluation, name) for name in ("loss", "perplexity", "bits_per_byte")}
+    figures |= {"num_tokens": evaluation.num_tokens, "num_bytes": evaluation.num_bytes}
+    if arguments.json:
+        settings = {"model": arguments.model, "sequence_length": sequence_length, "mixed_precision": precision}
+        print(json.dumps(settings | figures))
+        return
+    print(f"{'model':<15}{arguments.model}")
+    print(f"{'text':<15}{evaluation.num_bytes:,} bytes, {evaluation.num_tokens:,} tokens")
+    print(f"{'context':<15}{sequence_length:,} tokens, precision {precision}")
+    print(f"{'loss':<15}{evaluation.loss:.4f} nats a token")
+    print(f"{'perplexity':<15}{evaluation.perplexity:,.4f}")
+    print(f"{'bits per byte':<15}{evaluation.bits_per_byte:.4f}")
+
+
+if __name__ == "__main__":
+    run_command(main)

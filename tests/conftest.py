@@ -1,0 +1,79 @@
+"""What all tests share: a small corpus, the arguments of a tiny run, and a clean Accelerate state between tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the Hub; what talks to a loopback Hub says so itself
+os.environ.setdefault("WANDB_MODE", "offline")
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps its state globally: a second Accelerator would reset the accumulation of the first."""
+    yield
+
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet() -> None:
+    from hfgolf.train.console import quiet_libraries
+
+    quiet_libraries()
+
+
+@pytest.fixture(scope="session")
+def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 40 kB of text with structure to learn, one document."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    words = ["one", "two", "three", "four", "fünf", "six", "seven", "eight", "nine", "ten"]
+    lines = [f"{words[i % 10]} and {words[(i * 7 + 3) % 10]} make {(i % 10) + (i * 7 + 3) % 10}." for i in range(1800)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path, corpus_file: Path) -> Callable[..., list[str]]:
+    """Return the command line of a tiny run; keyword `section__key=value` adds or replaces an option."""
+
+    def arguments(**options: Any) -> list[str]:
+        settings = {
+            "run.name": "tiny",
+            "run.output_dir": tmp_path / "runs",
+            "data.source": "files",
+            "data.files": corpus_file,
+            "data.split": "contiguous",
+            "data.val_fraction": 0.1,
+            "data.cache_dir": tmp_path / "cache",
+            "tokenizer.kind": "byte",
+            "model.hidden_size": 32,
+            "model.num_hidden_layers": 2,
+            "model.num_attention_heads": 2,
+            "batch.sequence_length": 32,
+            "batch.tokens_per_step": 256,
+            "batch.micro_batch_size": 8,
+            "optim.adamw_learning_rate": 0.01,
+            "train.max_steps": 6,
+            "train.mixed_precision": "no",
+            "train.compile": "false",
+            "train.cpu_threads": 1,
+            "train.log_every_steps": 1,
+            "train.eval_every_steps": 3,
+            "train.save_every_steps": 3,
+        } | {key.replace("__", "."): value for key, value in options.items()}
+        return [f"--{key}={value}" for key, value in settings.items()]
+
+    return arguments

@@ -1,0 +1,170 @@
+"""The order of the data is a pure function of (seed, step), whoever reads it, and evaluation reads each token once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hfgolf.data.batches import (
+    IGNORE_INDEX,
+    block_ids,
+    build_loader,
+    device_prefetch,
+    evaluation_extent,
+    evaluation_windows,
+    num_blocks,
+)
+from hfgolf.errors import UserError
+
+T = 8
+
+
+@pytest.fixture
+def stream():
+    """67 blocks and a rest; token i is i, so a batch shows where it was read."""
+    pieces = np.array([100, 1, 49, 200, 190], np.uint32)
+    return SimpleNamespace(
+        tokens=np.arange(pieces.sum(), dtype=np.uint16), piece_tokens=pieces, piece_bytes=pieces * 3 + 1
+    )
+
+
+def load(stream, *, world=1, accumulation=1, start_step=0, end_step=5, num_workers=0, seed=7):
+    """Return the global batches of the steps, rows in reading order: (steps, 36, T)."""
+    micro_batch_size = 36 // world // accumulation
+    ranks = [
+        build_loader(
+            stream,
+            sequence_length=T,
+            micro_batch_size=micro_batch_size,
+            accumulation=accumulation,
+            rank=rank,
+            world=world,
+            seed=seed,
+            start_step=start_step,
+            end_step=end_step,
+            num_workers=num_workers,
+        )
+        for rank in range(world)
+    ]
+    parts = [torch.cat([batch["input_ids"] for batch in batches]) for batches in zip(*ranks, strict=True)]
+    return torch.cat(parts).reshape(end_step - start_step, 36, T)
+
+
+def test_each_epoch_reads_each_block_once_in_a_new_order():
+    steps = np.concatenate([block_ids(1, step, 10, 67) for step in range(67)])  # 10 epochs, most steps straddle none
+    epochs = steps.reshape(10, 67)
+    assert all(sorted(epoch) == list(range(67)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 10
+    assert not np.array_equal(block_ids(2, 0, 10, 67), block_ids(1, 0, 10, 67))
+
+
+def test_a_step_may_hold_several_epochs():
+    assert sorted(block_ids(1, 0, 9, 3)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_order_is_the_same_in_every_version_of_hfgolf():
+    assert block_ids(1337, 3, 6, 20).tolist() == block_ids(1337, 0, 24, 20)[18:].tolist() == ORDER
+
+
+ORDER = [0, 1, 19, 8, 16, 18]
+
+
+def test_targets_are_the_inputs_one_token_ahead(stream):
+    for batch in build_loader(
+        stream,
+        sequence_length=T,
+        micro_batch_size=4,
+        accumulation=1,
+        rank=0,
+        world=1,
+        seed=0,
+        start_step=0,
+        end_step=20,
+    ):
+        for name in ("input_ids", "shift_labels"):
+            assert batch[name].shape == (4, T) and batch[name].dtype == torch.int64
+        assert torch.equal(batch["shift_labels"], batch["input_ids"] + 1)  # token i is i
+        assert torch.all(batch["input_ids"][:, 0] % T == 0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_global_batches_do_not_depend_on_processes_or_accumulation(stream, world, accumulation):
+    assert torch.equal(load(stream, world=world, accumulation=accumulation), load(stream))
+
+
+def test_resume_is_setting_the_step(stream):
+    whole = load(stream, accumulation=2, end_step=17)
+    assert torch.equal(load(stream, accumulation=2, start_step=11, end_step=17), whole[11:])
+
+
+def test_workers_give_the_same_batches(stream):
+    assert torch.equal(load(stream, accumulation=2, num_workers=2), load(stream))
+
+
+def test_prefetch_keeps_order_and_count(stream):
+    loader = build_loader(
+        stream, sequence_length=T, micro_batch_size=2, accumulation=1, rank=0, world=1, seed=0, start_step=0, end_step=5
+    )
+    plain = [batch["input_ids"] for batch in loader]
+    assert torch.equal(
+        torch.stack([batch["input_ids"] for batch in device_prefetch(loader, "cpu")]), torch.stack(plain)
+    )
+    moved = list(device_prefetch(loader, "meta"))  # takes the path of an accelerator
+    assert len(moved) == 5 and all(batch["input_ids"].device.type == "meta" for batch in moved)
+    assert list(device_prefetch([], "meta")) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_prefetch_to_a_gpu(stream, pin_memory):
+    loader = build_loader(
+        stream,
+        sequence_length=T,
+        micro_batch_size=4,
+        accumulation=1,
+        rank=0,
+        world=1,
+        seed=0,
+        start_step=0,
+        end_step=50,
+        pin_memory=pin_memory,
+    )
+    for there, here in zip(device_prefetch(loader, "cuda"), loader, strict=True):
+        assert there["input_ids"].is_cuda and torch.equal(there["input_ids"].cpu(), here["input_ids"])
+
+
+def test_a_stream_shorter_than_a_block_is_refused():
+    assert num_blocks(T + 1, T) == 1
+    with pytest.raises(UserError, match=r"8 tokens.*sequence_length 8"):
+        num_blocks(T, T)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("budget_tokens", [None, 1, 99, 100, 150, 10_000])
+def test_evaluation_reads_each_target_once_over_all_ranks(stream, world, budget_tokens):
+    num_targets, num_bytes = evaluation_extent(stream, budget_tokens)
+    seen = []
+    counts = []
+    for rank in range(world):
+        batches = list(evaluation_windows(stream, T, budget_tokens, 3, rank, world))
+        counts.append(len(batches))
+        for batch in batches:
+            assert batch["input_ids"].shape == batch["shift_labels"].shape == (3, T)
+            is_target = batch["shift_labels"] != IGNORE_INDEX
+            assert torch.all((batch["shift_labels"] == batch["input_ids"] + 1)[is_target])
+            seen += batch["shift_labels"][is_target].tolist()
+    assert sorted(seen) == list(range(1, num_targets + 1))
+    assert len(set(counts)) == 1
+    ends = np.cumsum(stream.piece_tokens)
+    num_pieces = int(np.flatnonzero(ends == num_targets + 1)[0]) + 1  # ends where a piece ends
+    assert num_bytes == stream.piece_bytes[:num_pieces].sum()
+
+
+def test_evaluation_extent_takes_the_whole_pieces_within_the_budget(stream):
+    extents = {budget: evaluation_extent(stream, budget)[0] for budget in (1, 99, 100, 149, 348, 349, 539, None)}
+    assert extents == {1: 99, 99: 99, 100: 100, 149: 149, 348: 149, 349: 349, 539: 539, None: 539}

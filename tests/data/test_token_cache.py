@@ -1,0 +1,191 @@
+"""The cache holds exactly the text, is built once, found again, and rebuilt when anything it depends on changes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hfgolf.config import TokenizerConfig
+from hfgolf.data import token_cache
+from hfgolf.data.token_cache import load_tokens
+from hfgolf.errors import UserError
+
+BYTE = TokenizerConfig(kind="byte")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def bpe(vocab_size: int = 300) -> TokenizerConfig:
+    return TokenizerConfig(kind="bpe", vocab_size=vocab_size)
+
+
+@pytest.fixture
+def data(write, files_config, awkward):
+    files = [write("a.txt", f"first {awkward}" * 300), write("b.txt", f"second {awkward}")]
+    return files_config(*files, val_files=[write("val.txt", awkward), write("val2.txt", "so short")])
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
+def test_stream_is_the_documents_after_an_end_of_text_each(data, kind, awkward):
+    cache = load_tokens(data, TokenizerConfig(kind=kind, vocab_size=300))
+    documents = {cache.train: [f"first {awkward}" * 300, f"second {awkward}"], cache.val: [awkward, "so short"]}
+    for stream, texts in documents.items():
+        end_of_text = cache.tokenizer.eos_token_id
+        starts = np.flatnonzero(stream.tokens == end_of_text)
+        assert [cache.tokenizer.decode(ids[1:]) for ids in np.split(stream.tokens, starts)[1:]] == texts
+        assert starts[0] == 0
+        assert stream.num_bytes == sum(len(text.encode()) for text in texts)
+        assert stream.piece_tokens.sum() == len(stream)
+        ends = np.cumsum(stream.piece_tokens)
+        for start, end, num_bytes in zip(ends - stream.piece_tokens, ends, stream.piece_bytes, strict=True):
+            ids = stream.tokens[start:end]
+            text = cache.tokenizer.decode(ids[ids != end_of_text])
+            assert isinstance(text, str) and len(text.encode()) == num_bytes
+
+
+def test_bytes_are_those_of_the_text_not_of_single_tokens(write, files_config):
+    text = "naïve café 你好 🌍"
+    val = write("val.txt", text)
+    cache = load_tokens(files_config(write("a.txt", "text"), val_files=[val]), BYTE)
+    assert cache.val.num_bytes == Path(val).stat().st_size == 24
+
+
+def test_cutting_a_document_leaves_its_tokens_alone(write, files_config):
+    text = "".join(f"def name_{n}(a, b):\n    return a + {n}\n\n" for n in range(1500))
+    cache = load_tokens(files_config(write("a.py", text), val_files=[write("val.txt", "v")]), bpe())
+    assert len(cache.train.piece_tokens) > 3
+    assert cache.train.tokens[1:].tolist() == cache.tokenizer(text)["input_ids"]
+
+
+def test_second_start_tokenises_nothing(data, caplog, monkeypatch):
+    caplog.set_level("INFO", logger="hfgolf")
+    first = load_tokens(data, bpe())
+    assert not first.is_hit and "cache miss: nothing cached yet" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(token_cache, "_build", None)
+    second = load_tokens(data, bpe())
+    assert second.is_hit and second.path == first.path and np.array_equal(second.train.tokens, first.train.tokens)
+    assert f"cache hit: {first.path} ({len(first.train):,} train tokens" in caplog.text
+    assert sorted(path.name for path in (second.path.parents[1]).iterdir()) == ["build.lock", "tokenizers", "tokens"]
+
+
+def test_a_miss_says_what_changed(data, write, files_config, caplog):
+    caplog.set_level("INFO", logger="hfgolf")
+    load_tokens(data, BYTE)
+
+    def miss(new_data, tokenizer):
+        caplog.clear()
+        assert not load_tokens(new_data, tokenizer).is_hit
+        return next(record.message for record in caplog.records if "cache miss" in record.message)
+
+    line = miss(data, bpe())
+    assert "tokenizer (byte, 257 entries -> bpe, 300 entries)" in line and "files" not in line
+    path = write("b.txt", "changed")
+    line = miss(data, BYTE)
+    assert "files (b.txt" in line and "tokenizer" not in line and path not in line
+    line = miss(files_config(*data.files, split="contiguous", val_fraction=0.1), BYTE)
+    assert "split (files -> contiguous)" in line
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "val-pieces.arrow", "cache.json"])
+def test_a_damaged_cache_is_built_again(data, caplog, name):
+    caplog.set_level("INFO", logger="hfgolf")
+    first = load_tokens(data, BYTE)
+    tokens = first.train.tokens.copy()
+    damaged = first.path / name
+    content = damaged.read_bytes()
+    damaged.unlink()
+    damaged.write_bytes(content[:-7])
+    again = load_tokens(data, BYTE)
+    assert not again.is_hit and "cache damaged" in caplog.text
+    assert np.array_equal(again.train.tokens, tokens) and load_tokens(data, BYTE).is_hit
+
+
+def test_a_killed_build_leaves_nothing_behind(data, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(token_cache.shutil, "rmtree", lambda *_, **__: None)  # as kill -9 would
+        patch.setattr(token_cache, "write_arrow", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            load_tokens(data, BYTE)
+    folder = Path(data.cache_dir)
+    assert (folder / "building").exists()
+    assert not load_tokens(data, BYTE).is_hit and not (folder / "building").exists()
+
+
+_BUILD = """
+import json, logging, sys
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.token_cache import load_tokens
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+input()
+load_tokens(DataConfig(**json.loads(sys.argv[1])), TokenizerConfig(vocab_size=300))
+"""
+
+
+@pytest.mark.distributed
+def test_two_processes_build_it_once(data):
+    settings = json.dumps(
+        {"source": "files", "files": data.files, "val_files": data.val_files} | {"cache_dir": data.cache_dir}
+    )
+    command = [sys.executable, "-c", _BUILD, settings]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        for _ in range(2)
+    ]
+    for process in processes:  # they wait at input(), so that they start together
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    output = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sorted(text.count("cache miss") for text in output) == [0, 1]
+    assert sorted(text.count("cache hit") for text in output) == [0, 1]
+    assert sum(text.count("tokenising train") for text in output) == 1
+
+
+def test_view_is_zero_copy_and_two_bytes_a_token(data):
+    stream = load_tokens(data.__class__(**{**vars(data), "in_memory": False}), BYTE).train
+    assert stream.tokens.dtype == np.uint16 and not stream.tokens.flags.writeable and not stream.tokens.flags.owndata
+    address = stream.tokens.__array_interface__["data"][0]
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(stream.path))]
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in mapped]
+    assert any(low <= address and address + stream.tokens.nbytes <= high for low, high in ranges)
+    assert stream.path.stat().st_size < stream.tokens.nbytes + 1000
+    assert Dataset.from_file(str(stream.path)).with_format("numpy")["input_ids"][:].tolist() == stream.tokens.tolist()
+
+
+@pytest.mark.parametrize("in_memory", [True, False, "auto"])
+def test_in_memory_is_said_and_equal(data, caplog, in_memory):
+    caplog.set_level("INFO", logger="hfgolf")
+    stream = load_tokens(data.__class__(**{**vars(data), "in_memory": in_memory}), BYTE).train
+    assert stream.is_in_memory == (in_memory is not False)  # auto: this corpus fits
+    assert stream.tokens.flags.owndata == stream.is_in_memory
+    assert ("copied into memory" in caplog.text) == stream.is_in_memory
+    copy = pickle.loads(pickle.dumps(stream))
+    assert len(pickle.dumps(stream)) < 1000 and np.array_equal(copy.tokens, stream.tokens)
+
+
+def save_word_tokenizer(folder: Path, ids: dict[str, int]) -> TokenizerConfig:
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1} | ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    return TokenizerConfig(kind="pretrained", name_or_path=str(folder))
+
+
+def test_ids_out_of_range_of_a_pretrained_tokenizer(data, tmp_path):
+    with pytest.raises(UserError, match=r"id 90000, out of range .* 3 entries"):
+        load_tokens(data, save_word_tokenizer(tmp_path / "saved", {"first": 90_000}))
+
+
+def test_large_vocabularies_take_four_bytes(data, tmp_path):
+    config = save_word_tokenizer(tmp_path / "saved", {f"w{n}": n for n in range(2, 70_000)} | {"first": 70_000})
+    stream = load_tokens(data, config).train
+    assert stream.tokens.dtype == np.uint32 and stream.tokens.max() == 70_000

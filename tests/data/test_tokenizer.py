@@ -1,0 +1,114 @@
+"""Tokenizers give back the exact text, and are what their kind promises."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hfgolf.config import TokenizerConfig
+from hfgolf.data import tokenizer as tokenizer_module
+from hfgolf.data.pieces import num_text_bytes, sample_evenly
+from hfgolf.data.tokenizer import END_OF_TEXT, build_tokenizer, tokenizer_sha256
+from hfgolf.errors import UserError
+
+TEXT = "".join(f"Line {number}: the naïve 你好 costs {number * 7} €.\r\n" for number in range(400))
+KINDS = ["bpe", "byte", "char"]
+
+
+def build(kind: str, folder: Path, text: str = TEXT, vocab_size: int = 300) -> PreTrainedTokenizerFast:
+    pieces = Dataset.from_dict({"text": [text[i : i + 5000] for i in range(0, len(text), 5000)]})
+    config = TokenizerConfig(kind=kind, vocab_size=vocab_size)  # type: ignore[arg-type]
+    folder.mkdir(exist_ok=True)
+    return build_tokenizer(config, {"text": text}, lambda: pieces, folder)
+
+
+def random_text(rng: random.Random) -> str:
+    ranges = [(0, 128), (128, 0x800), (0x800, 0xD800), (0xE000, 0x10000), (0x1F300, 0x1FAFF), (0x10000, 0x110000)]
+    return "".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(rng.randrange(1, 200)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_unicode_decodes_to_exactly_itself(tmp_path, kind, awkward):
+    tokenizer = build(kind, tmp_path)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    rng = random.Random(0)
+    for text in [awkward, END_OF_TEXT, f"a{END_OF_TEXT}b", " , . ' n't 's", *(random_text(rng) for _ in range(100))]:
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert tokenizer.eos_token_id not in ids and max(ids) < len(tokenizer)
+    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.decode([tokenizer.eos_token_id]) == END_OF_TEXT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_tokenizer_loads_with_auto_tokenizer_alone(tmp_path, kind, awkward):
+    tokenizer = build(kind, tmp_path / "cache")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    assert loaded(awkward)["input_ids"] == tokenizer(awkward)["input_ids"]
+    assert loaded.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer_sha256(loaded) == tokenizer_sha256(tokenizer)
+
+
+def test_byte_ids_are_the_bytes(tmp_path, awkward):
+    tokenizer = build("byte", tmp_path)
+    assert tokenizer(awkward)["input_ids"] == list(awkward.encode())
+    assert len(tokenizer) == 257 and tokenizer.eos_token_id == 256
+
+
+def test_char_has_one_token_for_each_character_seen(tmp_path):
+    tokenizer = build("char", tmp_path)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert len(ids) == len(TEXT) and len(set(ids)) == len(set(TEXT))
+    assert len(tokenizer) == 257 + len({"ï", "你", "好", "€"})
+    assert len(tokenizer("ü")["input_ids"]) == len("ü".encode())  # not seen: its bytes
+
+
+def test_bpe_reaches_its_size_and_compresses(tmp_path):
+    tokenizer = build("bpe", tmp_path)
+    assert len(tokenizer) == 300
+    assert len(tokenizer(TEXT)["input_ids"]) < 0.5 * len(TEXT.encode())
+    assert tokenizer_sha256(build("bpe", tmp_path / "again")) == tokenizer_sha256(tokenizer)
+
+
+def test_trained_once_for_a_corpus_and_a_size(tmp_path, monkeypatch):
+    first = build("bpe", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer_module, "_train_bpe", None)  # training again would fail
+        assert tokenizer_sha256(build("bpe", tmp_path)) == tokenizer_sha256(first)
+    assert len(build("bpe", tmp_path, vocab_size=280)) == 280
+    assert tokenizer_sha256(build("bpe", tmp_path, text=TEXT.upper())) != tokenizer_sha256(first)
+
+
+def test_vocabulary_larger_than_the_corpus_allows_names_what_it_allows(tmp_path):
+    with pytest.raises(UserError, match=r"vocab_size: 5000 .* (\d+) entries") as caught:
+        build("bpe", tmp_path, vocab_size=5000)
+    reached = int(str(caught.value).split(" entries")[0].split()[-1])
+    assert len(build("bpe", tmp_path, vocab_size=reached)) == reached
+
+
+def test_sample_is_even_and_within_its_cap():
+    pieces = Dataset.from_dict({"text": [str(number % 10) * 100 for number in range(1000)]})
+    sample = sample_evenly(pieces, 10_000)
+    assert 5_000 < num_text_bytes(sample) <= 10_000
+    assert sample[0]["text"] == pieces[0]["text"] and len(set(sample_evenly(pieces, 30_000)["text"][:])) >= 5
+    assert len(sample_evenly(pieces, 100_000)) == 1000
+
+
+def test_pretrained_is_taken_as_it_is_and_needs_an_end_of_text(tmp_path):
+    build("bpe", tmp_path / "cache").save_pretrained(tmp_path / "saved")
+    config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "saved"))
+    loaded = build_tokenizer(config, {}, lambda: pytest.fail("read the corpus"), tmp_path)
+    assert tokenizer_sha256(loaded) == tokenizer_sha256(build("bpe", tmp_path / "cache"))
+
+    PreTrainedTokenizerFast(tokenizer_object=loaded.backend_tokenizer).save_pretrained(tmp_path / "without")
+    for name, reason in (("without", "eos_token"), ("nowhere", "cannot be loaded")):
+        config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / name))
+        with pytest.raises(UserError, match=reason) as caught:
+            build_tokenizer(config, {}, lambda: pytest.fail("read the corpus"), tmp_path)
+        assert "\n" not in str(caught.value)

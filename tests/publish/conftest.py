@@ -1,0 +1,100 @@
+"""An exported tiny model, a loopback Hub, and processes that know that Hub and no other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hfgolf.config import DataConfig, RunConfig, TokenizerConfig
+from hfgolf.data.tokenizer import find_tokenizer
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.export import export_model
+from hfgolf.publish.model_card import model_card
+from tests.publish.hub_server import TOKEN, HubServer, serving
+
+ROOT = Path(__file__).parents[2]
+SUMMARY = {
+    "step": 5,
+    "steps": 6,
+    "tokens": 24576,
+    "val_loss": 3.25,
+    "val_perplexity": 25.79,
+    "val_bits_per_byte": 1.5,
+    "val_tokens": 1000,
+    "val_bytes": 3126,
+    "parameters": 27456,
+    "device": "an abacus",
+    "commit": "0123abc",
+    "model": "runs/tiny/model",
+    "sample": "def f():\n    ```\n{{ summary }}\n---",
+}
+
+
+def build_tiny() -> tuple[GolfForCausalLM, Any]:
+    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, Path("unused"))
+    assert tokenizer is not None
+    tokenizer.model_max_length = 32
+    torch.manual_seed(0)
+    eos = tokenizer.eos_token_id
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+    model = GolfForCausalLM(
+        GolfConfig(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **shape)
+    )
+    for parameter in model.parameters():  # the output projections begin as zeros, which would hide the blocks
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval(), tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> RunConfig:
+    data = DataConfig(source="files", files=["/home/somebody/texts/corpus.txt"], cache_dir="/home/somebody/cache")
+    return RunConfig(data=data).replace(run__name="tiny", run__output_dir="/home/somebody/runs")
+
+
+@pytest.fixture(scope="session")
+def original_export(tmp_path_factory: pytest.TempPathFactory, tiny_config: RunConfig) -> Path:
+    folder = tmp_path_factory.mktemp("original") / "tiny" / "model"
+    folder.parent.mkdir()
+    export_model(*build_tiny(), folder, model_card(tiny_config, SUMMARY))
+    return folder
+
+
+@pytest.fixture
+def exported(original_export: Path, tmp_path: Path) -> Path:
+    """The folder runs/tiny/model, a copy of its own for each test."""
+    return Path(shutil.copytree(original_export, tmp_path / "runs" / "tiny" / "model"))
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python as somebody with a token for the Hub at `endpoint`; without one there is no Hub."""
+
+    def run(*arguments: object, endpoint: str | None = None) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
+        environment |= {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1"}
+        environment |= {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN} if endpoint else {"HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, *map(str, arguments)]
+        outcome = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert TOKEN not in outcome.stdout + outcome.stderr
+        return outcome
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -1,0 +1,199 @@
+"""A Hub on loopback: enough of its HTTP API for the real client to create, commit and download a repository.
+
+Owns the repositories it was given, in memory. Refuses what the real one refuses: no token, broken card metadata, a
+large file that was not uploaded before its commit.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+TOKEN = "hf_ofNobodyAtAll"
+
+
+@dataclass
+class Repository:
+    private: bool = False
+    files: dict[str, bytes] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)
+    """Messages, oldest first."""
+
+    @property
+    def sha(self) -> str:
+        return hashlib.sha1(f"{self.commits}".encode()).hexdigest()
+
+
+class HubServer(ThreadingHTTPServer):
+    """Listens on a free port of 127.0.0.1; `fail_with` makes it answer every request that writes with that status."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repositories: dict[str, Repository] = {}
+        self.large_files: dict[str, bytes] = {}
+        self.fail_with: int | None = None
+        self.failing_path = ""
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def serving() -> Iterator[HubServer]:
+    server = HubServer()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._read()
+
+    def do_GET(self) -> None:
+        self._read()
+
+    def do_PUT(self) -> None:
+        body = self._body()
+        oid = self.path.rsplit("/", 1)[1]
+        if self._is_failing():
+            return
+        if hashlib.sha256(body).hexdigest() != oid:
+            return self._answer({"error": "not the bytes that were announced"}, 400)
+        self.server.large_files[oid] = body
+        self._answer({})
+
+    def do_POST(self) -> None:
+        body = self._body()
+        path = unquote(urlsplit(self.path).path)
+        if self._is_failing():
+            return
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self._answer({"error": "Invalid username or password."}, 401)
+        if path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif path == "/api/validate-yaml":
+            metadata = yaml.safe_load(json.loads(body)["content"].split("---")[1])
+            self._answer({"errors": [], "warnings": [] if metadata else [{"message": "empty metadata"}]})
+        elif "/preupload/" in path:
+            self._preupload(self._repository(path), json.loads(body)["files"])
+        elif path.endswith("/info/lfs/objects/batch"):
+            self._lfs_batch(json.loads(body)["objects"])
+        elif "/commit/" in path:
+            self._commit(self._repository(path), [json.loads(line) for line in body.splitlines()])
+        else:
+            self._answer({"error": f"no such thing: {path}"}, 404)
+
+    def _is_failing(self) -> bool:
+        failing = self.server.fail_with is not None and self.server.failing_path in self.path
+        if failing:
+            self._answer({"error": "out of order"}, self.server.fail_with)
+        return failing
+
+    def _repository(self, path: str) -> Repository:
+        return self.server.repositories["/".join(path.removeprefix("/api/models/").split("/")[:2])]
+
+    def _create(self, wish: dict[str, Any]) -> None:
+        name = f"{wish['organization']}/{wish['name']}"
+        answer = {"url": f"{self.server.endpoint}/{name}", "name": name}
+        if name in self.server.repositories:
+            return self._answer(answer | {"error": "You already created this model repo"}, 409)
+        self.server.repositories[name] = Repository(wish.get("visibility") == "private" or bool(wish.get("private")))
+        self._answer(answer)
+
+    def _preupload(self, repository: Repository, files: list[dict[str, Any]]) -> None:
+        answers = []
+        for file in files:
+            is_large = file["path"].endswith(".safetensors")
+            there = repository.files.get(file["path"])
+            answer = {"path": file["path"], "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
+            if there is not None:
+                answer["oid"] = hashlib.sha256(there).hexdigest() if is_large else _git_hash(there)
+            answers.append(answer)
+        self._answer({"files": answers})
+
+    def _lfs_batch(self, objects: list[dict[str, Any]]) -> None:
+        for thing in objects:
+            if thing["oid"] not in self.server.large_files:
+                thing["actions"] = {"upload": {"href": f"{self.server.endpoint}/lfs/{thing['oid']}"}}
+        self._answer({"transfer": "basic", "objects": objects})
+
+    def _commit(self, repository: Repository, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                repository.commits.append(value["summary"])
+            elif line["key"] == "file":
+                repository.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                repository.files[value["path"]] = self.server.large_files[value["oid"]]
+        self._answer({"success": True, "commitOid": repository.sha, "commitUrl": f"{self.server.endpoint}/commit"})
+
+    def _read(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        parts = path.strip("/").split("/")
+        name = "/".join(parts[2:4] if path.startswith("/api/models/") else parts[:2])
+        repository = self.server.repositories.get(name)
+        if repository is None or (repository.private and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
+            return self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+        if parts[2] == "resolve":
+            return self._resolve(repository, "/".join(parts[4:]))
+        if "tree" in parts:
+            return self._answer([
+                {"type": "file", "path": path, "size": len(content), "oid": _git_hash(content)}
+                for path, content in repository.files.items()
+            ])
+        siblings = [{"rfilename": path} for path in repository.files]
+        self._answer({"id": name, "sha": repository.sha, "private": repository.private, "siblings": siblings})
+
+    def _resolve(self, repository: Repository, path: str) -> None:
+        commit = {"X-Repo-Commit": repository.sha}
+        if path not in repository.files:
+            return self._answer({"error": "Entry not found"}, 404, commit | {"X-Error-Code": "EntryNotFound"})
+        content = repository.files[path]
+        self._send(content, 200, commit | {"ETag": f'"{_git_hash(content)}"'})
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _answer(self, value: Any, status: int | None = 200, headers: dict[str, str] | None = None) -> None:
+        self._send(json.dumps(value).encode(), status or 200, {"Content-Type": "application/json"} | (headers or {}))
+
+    def _send(self, content: bytes, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def _git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0%b" % (len(content), content)).hexdigest()

@@ -1,0 +1,132 @@
+"""The exported folder, used by those who have torch and transformers and nothing of ours."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from hfgolf.errors import UserError
+from hfgolf.evaluate.sample import generate_text
+from hfgolf.publish.export import export_model
+from hfgolf.publish.load import load_exported
+from tests.publish.conftest import build_tiny, contents
+
+USE = """
+import json, sys, warnings
+sys.modules["hfgolf"] = None  # an import of it fails, installed or not
+import torch, transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+name, folder = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(name)
+ids = load_file(folder + "/ids.safetensors")["ids"]
+with torch.no_grad():
+    save_file({"logits": model(ids).logits}, folder + "/logits.safetensors")
+write = pipeline("text-generation", model=name, trust_remote_code=True)
+greedy = write("naïve 🌍", max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"]
+default = tokenizer(write("a")[0]["generated_text"])["input_ids"]
+print(json.dumps({"greedy": greedy, "num_default": len(default), "text": tokenizer.decode(tokenizer("é <|endoftext|>")["input_ids"])}))
+"""
+
+
+@pytest.mark.parametrize("source", ["folder", "hub"])
+def test_it_works_where_hfgolf_is_not_installed(source, exported, hub, python, tmp_path):
+    """Logits, tokenizer and pipeline equal ours: from the folder, and from the Hub after a push, byte for byte."""
+    model, tokenizer = build_tiny()
+    ids = torch.randint(0, 257, (2, 24), generator=torch.Generator().manual_seed(1))
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    name, endpoint = str(exported), None
+    if source == "hub":
+        from tests.publish.test_hub import push
+
+        assert push(python, hub, exported).returncode == 0
+        name, endpoint = "user/name", hub.endpoint
+    outcome = python("-I", "-c", USE, name, tmp_path, endpoint=endpoint)
+    assert outcome.returncode == 0, outcome.stderr
+    with torch.no_grad():
+        torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], model(ids).logits)
+    said = json.loads(outcome.stdout.splitlines()[-1])
+    assert said["text"] == "é <|endoftext|>"
+    prompt = tokenizer("naïve 🌍", return_tensors="pt").input_ids
+    ours = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=256)
+    assert said["greedy"] == tokenizer.decode(ours[0, prompt.shape[1] :], skip_special_tokens=True)
+    assert 1 < said["num_default"]
+    downloaded = {path.name: path for path in (tmp_path / "home").rglob("snapshots/*/*")}
+    assert set(downloaded) >= ({"model.safetensors", "modeling_golf.py", "tokenizer.json"} if endpoint else set())
+    for file in downloaded.values():
+        assert file.read_bytes() == (exported / file.name).read_bytes(), file.name
+
+
+def test_the_folder_is_complete_and_readable(exported):
+    assert {path.name for path in exported.iterdir()} == {
+        "README.md",
+        "config.json",
+        "configuration_golf.py",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_golf.py",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in exported.iterdir()}
+    assert len(modes) == 1, "safetensors alone would be readable by its owner only"
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["pad_token_id"], generation["do_sample"]) == (256, 256, True)
+    assert generation["max_new_tokens"] == 16
+    assert AutoTokenizer.from_pretrained(exported).model_max_length == 32
+
+
+def test_a_second_export_replaces_the_first_as_a_whole(exported):
+    before = contents(exported)
+    (exported / "stale.safetensors").write_bytes(b"of another export")
+    export_model(*build_tiny(), exported, before["README.md"].decode())
+    assert contents(exported) == before
+    assert [path.name for path in exported.parent.iterdir()] == ["model"]
+
+
+def test_our_own_loader_gives_the_same_model(exported, recwarn, caplog):
+    model, tokenizer = build_tiny()
+    loaded, loaded_tokenizer = load_exported(str(exported))
+    assert type(loaded) is type(model) and not loaded.training
+    for name, tensor in loaded.cpu().state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    greedy = generate_text(loaded, loaded_tokenizer, "a", max_new_tokens=8, temperature=0)
+    assert greedy == generate_text(model, tokenizer, "a", max_new_tokens=8, temperature=0)
+    assert not recwarn.list and not caplog.records, "the generation config must not make greedy decoding warn"
+
+
+@pytest.mark.parametrize("model_type", ["golf", "gpt2", "stranger"])
+def test_foreign_code_beside_the_weights_is_never_executed(model_type, exported, tmp_path, monkeypatch):
+    trace = tmp_path / "executed"
+    evil = f"open({str(trace)!r}, 'w')\nraise SystemExit('executed')\n"
+    for name in ("configuration_golf.py", "modeling_golf.py", "tokenization_golf.py"):
+        (exported / name).write_text(evil)
+    config = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    tokenizer = json.loads((exported / "tokenizer_config.json").read_text())
+    tokenizer["auto_map"] = {"AutoTokenizer": [None, "tokenization_golf.Evil"]}
+    (exported / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers may ask, and somebody may say yes
+    if model_type == "golf":
+        load_exported(str(exported))
+    elif model_type == "stranger":
+        with pytest.raises(UserError, match="which hfgolf never executes"):
+            load_exported(str(exported))
+    else:
+        load_exported(str(exported))  # with transformers' own GPT-2
+    assert not trace.exists()
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "other" / "model").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"cannot load runs/none/model: .*runs/other/model") as caught:
+        load_exported("runs/none/model")
+    assert "\n" not in str(caught.value)

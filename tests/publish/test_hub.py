@@ -1,0 +1,135 @@
+"""Pushing with the real client to a Hub on loopback: what arrives, how often, and what a person hears if it fails."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+
+import huggingface_hub.constants
+import pytest
+
+from hfgolf.errors import UserError
+from hfgolf.publish import hub as hub_module
+from hfgolf.publish.hub import HubPusher, push_folder
+from tests.publish.conftest import ROOT, contents
+from tests.publish.hub_server import TOKEN
+
+PUSH = ROOT / "scripts" / "push_to_hub.py"
+
+
+def push(python, hub, exported, *options):
+    arguments = ("--run", exported.parent, "--repo", "user/name", *options)
+    return python(PUSH, *arguments, endpoint=hub if isinstance(hub, str) else hub.endpoint)
+
+
+@pytest.fixture
+def our_hub(hub, monkeypatch):
+    """The loopback Hub for this process."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    huggingface_hub.close_session()  # the client remembers that it was offline
+    yield hub
+    huggingface_hub.close_session()
+
+
+def test_a_push_arrives_whole_in_one_commit(exported, hub, python):
+    outcome = push(python, hub, exported)
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout == f"pushed to {hub.endpoint}/user/name\n"
+    repository = hub.repositories["user/name"]
+    assert repository.files == contents(exported)
+    assert len(repository.commits) == 1
+    assert not repository.private
+    assert not any(TOKEN.encode() in content for content in contents(exported).values())
+    card = repository.files["README.md"].decode()
+    assert card.count('from_pretrained("user/name"') == 2 and "runs/tiny" not in card
+
+    (exported / "README.md").write_text(card.replace("no instructions", "nobody"))
+    again = push(python, hub, exported, "--message", "second")
+    assert again.returncode == 0, again.stderr
+    assert repository.commits == ["Push with hfgolf", "second"]
+    assert repository.files == contents(exported)
+
+
+def test_private_reaches_the_hub_and_is_not_given_up_silently(exported, our_hub):
+    push_folder(exported, "user/secret", private=True, message="m")
+    assert our_hub.repositories["user/secret"].private
+    push_folder(exported, "user/open", private=False, message="m")
+    before = dict(our_hub.repositories["user/open"].files)
+    (exported / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="user/open is a public repository already"):
+        push_folder(exported, "user/open", private=True, message="m")
+    assert our_hub.repositories["user/open"].files == before
+
+
+@pytest.mark.parametrize(
+    ("status", "path"), [(401, "create"), (403, "create"), (500, "create"), (403, "/lfs/"), (403, "/commit/")]
+)
+def test_a_refusal_is_one_line(exported, our_hub, status, path):
+    our_hub.fail_with, our_hub.failing_path = status, path
+    with pytest.raises(UserError, match=r"hub\.repo_id: cannot push to user/name: .*hf auth login") as caught:
+        push_folder(exported, "user/name", private=False, message="m")
+    assert "\n" not in str(caught.value) and str(status) in str(caught.value)
+
+
+def test_the_script_exits_2_with_one_line(exported, hub, python):
+    hub.fail_with = 403
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"  # bound, and not listening
+        for endpoint in (hub.endpoint, nobody):
+            outcome = push(python, endpoint, exported)
+            assert outcome.returncode == 2
+            assert outcome.stderr.startswith("error: hub.repo_id: cannot push") and outcome.stderr.count("\n") == 1
+    outcome = push(python, hub, exported / "elsewhere")
+    assert outcome.returncode == 2 and outcome.stderr.count("\n") == 1 and "no exported model" in outcome.stderr
+
+
+def test_a_failed_push_is_a_warning_in_a_run(exported, our_hub, caplog):
+    our_hub.fail_with = 500
+    pusher = HubPusher("user/name", private=False)
+    with caplog.at_level(logging.INFO, logger="hfgolf"):
+        pusher.push_later(exported, "step 3")
+        pusher.push_now(exported, "step 6")
+        our_hub.fail_with = None
+        pusher.push_now(exported, "step 7")
+        HubPusher(None, private=False).push_now(exported, "nothing")
+    levels = [record.levelname for record in caplog.records]
+    assert levels == ["WARNING", "WARNING", "INFO"], caplog.text
+    assert f"--run {exported.parent} --repo user/name" in caplog.text
+    assert our_hub.repositories["user/name"].commits == ["step 7"]
+
+
+def test_a_slow_push_is_not_overtaken(monkeypatch, tmp_path):
+    """The next one is skipped while a push reads the folder; the last one waits for it."""
+    release, pushed = threading.Event(), []
+
+    def slowly(folder, repo_id, private, message):
+        if message == "first":
+            assert release.wait(30)
+        pushed.append(message)
+        return "url"
+
+    monkeypatch.setattr(hub_module, "push_folder", slowly)
+    pusher = HubPusher("user/name", private=False)
+    assert not pusher.is_busy
+    pusher.push_later(tmp_path, "first")
+    assert pusher.is_busy
+    pusher.push_later(tmp_path, "second")
+    release.set()
+    pusher.push_now(tmp_path, "last")
+    assert pushed == ["first", "last"]
+    assert not pusher.is_busy
+
+
+@pytest.mark.slow
+def test_a_run_pushes_as_it_goes_and_at_its_end(tiny_run, hub, python, tmp_path):
+    options = {"hub.push": "true", "hub.repo_id": "user/trained", "hub.every_steps": 3}
+    outcome = python(ROOT / "scripts" / "train.py", *tiny_run(**options), endpoint=hub.endpoint)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    repository = hub.repositories["user/trained"]
+    assert repository.commits[0] == "step 3" and "validation loss" in repository.commits[-1]
+    assert repository.files == contents(tmp_path / "runs" / "tiny" / "model")

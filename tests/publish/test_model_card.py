@@ -1,0 +1,69 @@
+"""The card: valid metadata, true figures, nothing of this machine, and a sample that cannot break it."""
+
+from __future__ import annotations
+
+import yaml
+from huggingface_hub import ModelCard
+
+from hfgolf.command_line import load_config
+from hfgolf.config import RunConfig
+from hfgolf.publish.model_card import model_card, name_in_card
+from tests.publish.conftest import SUMMARY
+
+
+def test_the_metadata_says_what_the_hub_indexes(exported):
+    card = ModelCard.load(exported / "README.md")
+    data = card.data.to_dict()
+    assert data["library_name"] == "transformers" and data["pipeline_tag"] == "text-generation"
+    [entry] = data["model-index"]
+    assert entry["name"] == "tiny"
+    metrics = {metric["type"]: metric["value"] for result in entry["results"] for metric in result["metrics"]}
+    assert metrics == {"loss": 3.25, "bits_per_byte": 1.5, "perplexity": 25.79}
+    assert "datasets" not in data
+
+
+def test_a_hub_dataset_is_linked():
+    config = RunConfig().replace(run__name="tiny")
+    config = RunConfig(data=type(config.data)(source="hub", hub_name="some/texts"), run=config.run)
+    data = ModelCard(model_card(config, SUMMARY)).data.to_dict()
+    assert data["datasets"] == ["some/texts"]
+
+
+def test_the_text_reads_well_and_tells_nothing_of_this_machine(exported):
+    card = (exported / "README.md").read_text()
+    assert "of 27,456 parameters, trained from scratch on corpus.txt with hfgolf" in card
+    assert card.count('from_pretrained("runs/tiny/model"') == 2
+    assert "| bits per byte | 1.5000 |\n| perplexity | 25.7900 |\n\nA sample" in card
+    assert "On 1,000 held-out tokens (3,126 bytes of raw UTF-8 text):\n\n| measure" in card
+    assert "The weights are those of step 5, of 6 steps and 24,576 training tokens in all, on an abacus" in card
+    assert "/home/somebody/runs" not in card and "/home/somebody/cache" not in card
+    assert "\n\n\n" not in card and card.endswith("```\n")
+
+
+def test_the_sample_stays_inside_its_fence(exported):
+    card = (exported / "README.md").read_text()
+    assert f"````text\n{SUMMARY['sample']}\n````\n" in card
+
+
+def test_the_config_in_the_card_is_one_that_train_takes(exported, tmp_path, tiny_config):
+    text = (exported / "README.md").read_text().split("```yaml\n")[1].split("\n```")[0]
+    (tmp_path / "again.yaml").write_text(text)
+    again = load_config(["--config", str(tmp_path / "again.yaml")]).config
+    assert again.model == tiny_config.model and again.data.files == tiny_config.data.files
+    assert yaml.safe_load(text)["run"]["output_dir"] == "runs"
+
+
+def test_a_card_in_mid_run_leaves_out_what_is_not_known(tiny_config):
+    card = model_card(tiny_config, {"step": 3, "val_loss": float("inf")})
+    assert "How good" not in card and "inf" not in card and "None" not in card and "\n\n\n" not in card
+    assert "model-index" not in ModelCard(card).data.to_dict()
+
+
+def test_only_the_example_is_renamed(tiny_config, tmp_path):
+    sample = 'x = Y.from_pretrained("z")'
+    path = tmp_path / "README.md"
+    path.write_text(model_card(tiny_config, SUMMARY | {"sample": sample}))
+    name_in_card(path, "user/name")
+    name_in_card(path, "other/name")
+    card = path.read_text()
+    assert card.count('from_pretrained("other/name"') == 2 and "user/name" not in card and sample in card

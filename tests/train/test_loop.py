@@ -1,0 +1,283 @@
+"""The loop against what must hold of it: exact accumulation, exact resume, exact rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hfgolf.command_line import load_config
+from hfgolf.errors import UserError
+from hfgolf.train import loop
+from hfgolf.train.loop import due, train
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = (
+    "step epoch tokens train_loss val_loss val_bits_per_byte learning_rate grad_norm tokens_per_second mfu"
+    " data_seconds compute_seconds memory_bytes elapsed_seconds"
+).split()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [loss for row in rows(folder) for loss in row["train_losses"]]
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+def run(arguments: list[str]) -> Path:
+    """Train, and return the run's folder; each run begins as a fresh process would."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    resolved = load_config(arguments)
+    train(resolved)
+    return Path(resolved.config.run.output_dir) / str(resolved.config.run.name)
+
+
+def test_a_run_writes_what_it_promises(tiny_run, capsys):
+    folder = run(tiny_run(train__max_steps=60, train__eval_every_steps=30, train__log_every_steps=7, train__save_every_steps=25))
+    table = rows(folder)
+    assert [row["step"] for row in table] == sorted({1, *range(7, 60, 7), 25, 50, 30, 60})
+    assert all(set(COLUMNS) <= set(row) for row in table)
+    assert abs(table[0]["train_loss"] - math.log(257)) < 0.3
+    assert table[-1]["train_loss"] < 2.5 < table[0]["train_loss"]
+    assert table[-1]["tokens"] == 60 * 256
+    assert [row["step"] for row in table if row["val_loss"] is not None] == [30, 60]
+    assert len(losses(folder)) == 60
+    for row in table:
+        assert row["data_seconds"] + row["compute_seconds"] == pytest.approx(
+            256 * len(row["train_losses"]) / row["tokens_per_second"]
+        )
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["val_bits_per_byte"] == pytest.approx(
+        summary["val_loss"] * summary["val_tokens"] / math.log(2) / summary["val_bytes"]
+    )
+    metadata = json.loads((folder / "metadata.json").read_text())
+    assert metadata["seed"] == 1337 and metadata["packages"]["torch"] == torch.__version__
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_accumulation_is_exact(tiny_run):
+    """1x8 = 2x4 = 8x1: tokens_per_step is what the user states, micro-batches are how."""
+    first, *others = (
+        run(tiny_run(run__name=f"micro{size}", batch__micro_batch_size=size, train__max_steps=4)) for size in (8, 4, 1)
+    )
+    for other in others:
+        assert losses(other) == pytest.approx(losses(first), rel=1e-5)
+        for name, tensor in weights(first / "checkpoints" / "latest").items():
+            torch.testing.assert_close(weights(other / "checkpoints" / "latest")[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+class Interrupted(Exception):
+    """The process dies here."""
+
+
+def test_three_interruptions_leave_no_trace(tiny_run, monkeypatch):
+    """Bitwise: losses, validation losses and final weights, with dropout, in mid-epoch, after three resumes."""
+    options = {"train__max_steps": 11, "train__save_every_steps": 2, "model__dropout": 0.1, "batch__micro_batch_size": 4}
+    straight = run(tiny_run(run__name="straight", **options))
+
+    real_step = loop.train_step
+    for stop_at in (3, 6, 9):  # each a step after a checkpoint: that step is lost and made again
+
+        def dying_step(run_: Any, total_steps: float, stop_at: int = stop_at) -> Any:
+            if run_.state.step == stop_at:
+                raise Interrupted
+            return real_step(run_, total_steps)
+
+        monkeypatch.setattr(loop, "train_step", dying_step)
+        resume = {} if stop_at == 3 else {"train__resume": "latest"}
+        with pytest.raises(Interrupted):
+            run(tiny_run(run__name="broken", **options, **resume))
+    monkeypatch.setattr(loop, "train_step", real_step)
+    broken = run(tiny_run(run__name="broken", **options, train__resume="latest"))
+
+    assert losses(broken) == losses(straight)
+    assert len(losses(straight)) == 11
+    assert [row["val_loss"] for row in rows(broken)] == [row["val_loss"] for row in rows(straight)]
+    assert [row["grad_norms"] for row in rows(broken)] == [row["grad_norms"] for row in rows(straight)]
+    after, before = weights(broken / "checkpoints" / "latest"), weights(straight / "checkpoints" / "latest")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.distributed
+def test_two_processes_train_as_one(tiny_run):
+    one = run(tiny_run(run__name="one", batch__micro_batch_size=4))
+    arguments = tiny_run(run__name="two", batch__micro_batch_size=4)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/train.py"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stdout
+    two = one.with_name("two")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    val_losses = [[row["val_loss"] for row in rows(folder) if row["val_loss"]] for folder in (one, two)]
+    assert val_losses[1] == pytest.approx(val_losses[0], rel=1e-5)
+    assert [row["grad_norm"] for row in rows(two)] == pytest.approx([row["grad_norm"] for row in rows(one)], rel=1e-4)
+
+
+def test_fp16_scales_unscales_and_skips_an_overflow(tiny_run, monkeypatch):
+    """accelerate scales only on GPUs, so the CPU's scaler is put in its place; the loop is the same."""
+    from hfgolf.train import environment, setup
+
+    plain = run(tiny_run(run__name="fp32", train__max_steps=3))
+    real_build = setup._build_accelerator
+    skipped = []
+
+    def with_scaler(config: Any) -> Any:
+        accelerator = real_build(config)
+        accelerator.state._mixed_precision = "fp16"
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=10**6)
+        return accelerator
+
+    def counting_step(run_: Any, total_steps: float) -> Any:
+        result = real_step(run_, total_steps)
+        skipped.append(run_.accelerator.optimizer_step_was_skipped)
+        return result
+
+    real_step = loop.train_step
+    monkeypatch.setattr(setup, "_build_accelerator", with_scaler)
+    monkeypatch.setattr(environment, "_device_type", lambda: "cuda")  # so that fp16 is let through
+    monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
+    monkeypatch.setattr(loop, "train_step", counting_step)
+    half = run(tiny_run(run__name="fp16", train__max_steps=40, train__mixed_precision="fp16"))
+    assert skipped[0], "a scale of 2^40 overflows fp16"
+    assert skipped[-1] is False
+    first_good = skipped.index(False)
+    norms = [norm for row in rows(half) for norm in row["grad_norms"]]
+    first_norm = [norm for row in rows(plain) for norm in row["grad_norms"]][0]
+    # steps before it were skipped, so the weights are the initial ones: same norm up to fp16 and the batch
+    assert norms[first_good] == pytest.approx(first_norm, rel=0.2)
+    assert losses(half)[-1] < losses(half)[0] - 0.5
+
+
+def test_best_is_kept_and_exported(tiny_run, monkeypatch):
+    """Validation worsens after step 4: `best` stays, retention lets the others go, the export is of step 4."""
+    real = loop.evaluate_loss
+
+    def worsening(model: Any, *arguments: Any, **options: Any) -> Any:
+        evaluation = real(model, *arguments, **options)
+        worsening.calls += 1
+        return type(evaluation)(evaluation.nats * (1.0 if worsening.calls == 2 else 2.0), *list(vars(evaluation).values())[1:])
+
+    worsening.calls = 0
+    monkeypatch.setattr(loop, "evaluate_loss", worsening)
+    folder = run(
+        tiny_run(train__max_steps=14, train__eval_every_steps=2, train__save_every_steps=2, train__keep_last=2)
+    )
+    checkpoints = folder / "checkpoints"
+    assert (checkpoints / "best").resolve().name == "step-000004"
+    assert (checkpoints / "latest").resolve().name == "step-000014"
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000004", "step-000012", "step-000014"]
+    assert json.loads((folder / "summary.json").read_text())["step"] == 4
+    exported = load_file(folder / "model" / "model.safetensors")
+    best = weights(checkpoints / "best")
+    assert all(torch.equal(exported[name], best[name]) for name in best)
+
+
+def test_max_minutes_ends_the_run_and_its_schedule(tiny_run):
+    folder = run(
+        tiny_run(train__max_steps=100000, train__max_minutes=0.05, train__eval_every_steps=100000, schedule__name="linear")
+    )
+    last = rows(folder)[-1]
+    assert last["step"] < 100000
+    assert last["elapsed_seconds"] >= 3.0
+    assert last["val_loss"] is not None
+    assert last["learning_rate"] < 0.2 * 0.02
+
+
+def test_max_epochs_counts_passes_over_the_blocks(tiny_run):
+    folder = run(tiny_run(train__max_steps=1000, train__max_epochs=0.1))
+    last = rows(folder)[-1]
+    assert 0.1 <= last["epoch"] < 0.1 + 256 / 32 / 1000
+
+
+def test_another_config_does_not_touch_a_finished_run(tiny_run):
+    folder = run(tiny_run())
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"another config \(optim.learning_rate 0.02 -> 0.5\); choose another --run.name"):
+        run(tiny_run(optim__learning_rate=0.5))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_an_unfinished_run_says_how_to_continue(tiny_run):
+    folder = run(tiny_run())
+    (folder / "summary.json").unlink()
+    with pytest.raises(UserError, match="--train.resume latest continues it"):
+        run(tiny_run())
+
+
+def test_resume_from_nothing_is_refused(tiny_run):
+    with pytest.raises(UserError, match=r"there is no checkpoint .*latest \(checkpoints in .*: none\)"):
+        run(tiny_run(train__resume="latest"))
+
+
+def test_resume_with_another_model_is_refused(tiny_run):
+    run(tiny_run())
+    with pytest.raises(UserError, match="holds another model .*hidden_size 32 -> 64.*; restore these keys"):
+        run(tiny_run(train__resume="latest", model__hidden_size=64))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_checkpoint_is_refused(tiny_run, damage):
+    folder = run(tiny_run())
+    file = (folder / "checkpoints" / "latest").resolve() / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    if damage == "remove":
+        file.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content[:-1] if damage == "truncate" else content)
+    with pytest.raises(UserError, match="lacks model.safetensors" if damage == "remove" else "is damaged"):
+        run(tiny_run(train__resume="latest", train__max_steps=9))
+
+
+def test_a_resume_may_go_on_longer_and_at_another_rate(tiny_run):
+    folder = run(tiny_run(schedule__name="constant"))
+    shutil.rmtree(folder / "model")
+    run(tiny_run(schedule__name="constant", train__resume="latest", train__max_steps=9, optim__learning_rate=0.001))
+    assert [row["step"] for row in rows(folder)] == list(range(1, 10))
+    assert [row["learning_rate"] for row in rows(folder)][5:] == [0.02, 0.001, 0.001, 0.001]
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_a_loss_that_is_not_finite_stops_with_one_line(tiny_run, monkeypatch):
+    real_step = loop.train_step
+
+    def poisoned(run_: Any, total_steps: float) -> Any:
+        loss, norm, seconds = real_step(run_, total_steps)
+        return (loss * float("nan") if run_.state.step == 4 else loss), norm, seconds
+
+    monkeypatch.setattr(loop, "train_step", poisoned)
+    with pytest.raises(UserError, match="the loss is nan at step 5; nothing was saved after the last checkpoint"):
+        run(tiny_run())
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tiny_run, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UserError, match="run.output_dir: cannot write to .*; choose another --run.output_dir"):
+        run(tiny_run(run__output_dir=tmp_path / "file"))
+
+
+def test_due():
+    assert [step for step in range(1, 11) if due(step, 4, step == 10)] == [4, 8, 10]
+    assert not due(7, None, False)
+    assert due(7, None, True)
