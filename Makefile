@@ -4,7 +4,7 @@ VENV := .venv
 CONFIG ?= configs/small.yaml
 ARGS ?=
 
-.PHONY: setup train test check
+.PHONY: setup train test test-gpu check
 
 setup: $(VENV)/.ready
 
@@ -18,6 +18,10 @@ train: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-gpu: setup
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"
+	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -14,7 +14,7 @@ _PUBLIC_NAMES = {
     "Muon": "hfgolf.optim.muon",
     "RunConfig": "hfgolf.config",
     "UserError": "hfgolf.errors",
-    "load_config": "hfgolf.config",
+    "load_config": "hfgolf.command_line",
     "train": "hfgolf.train.loop",
 }
 __all__ = sorted([*_PUBLIC_NAMES, "__version__"])

@@ -30,16 +30,19 @@ def main() -> None:
     from hfgolf.evaluate.loss import evaluate_loss
     from hfgolf.evaluate.text import tokenize_files
     from hfgolf.publish.load import load_exported
+    from hfgolf.train.console import quiet_libraries
     from hfgolf.train.environment import resolve_precision
 
     train = TrainConfig(max_steps=1, mixed_precision=arguments.mixed_precision)
     told = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
     precision = resolve_precision(told).config.train.mixed_precision
     accelerator = Accelerator(mixed_precision=precision)
+    quiet_libraries()
     model, tokenizer = load_exported(arguments.model)
     sequence_length = evaluation_length(model, arguments.sequence_length)
     with tempfile.TemporaryDirectory() as folder:
-        stream = tokenize_files(arguments.files, tokenizer, arguments.text_column, Path(folder))
+        vocab_size = next(model.get_input_embeddings().parameters()).shape[0]
+        stream = tokenize_files(arguments.files, tokenizer, vocab_size, arguments.text_column, Path(folder))
         evaluation = evaluate_loss(
             model.to(accelerator.device),
             stream,

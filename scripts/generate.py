@@ -3,6 +3,7 @@
 import argparse
 
 from hfgolf.command_line import run_command
+from hfgolf.errors import UserError
 
 
 def main() -> None:
@@ -16,10 +17,17 @@ def main() -> None:
     parser.add_argument("--num_samples", type=int, default=1, help="texts to write, with seeds seed, seed + 1, ...")
     parser.add_argument("--seed", type=int, default=0, help="of the first sample")
     arguments = parser.parse_args()
+    _require("max_new_tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "1 or more")
+    _require("temperature", arguments.temperature, arguments.temperature >= 0, "0 or more")
+    _require("top_k", arguments.top_k, arguments.top_k >= 0, "0 or more")
+    _require("top_p", arguments.top_p, 0 < arguments.top_p <= 1, "above 0, up to 1")
+    _require("num_samples", arguments.num_samples, arguments.num_samples >= 1, "1 or more")
 
     from hfgolf.evaluate.sample import generate_text
     from hfgolf.publish.load import load_exported
+    from hfgolf.train.console import quiet_libraries
 
+    quiet_libraries()
     model, tokenizer = load_exported(arguments.model)
     for number in range(arguments.num_samples):
         text = generate_text(
@@ -33,6 +41,11 @@ def main() -> None:
             seed=arguments.seed + number,
         )
         print(text if arguments.num_samples == 1 else f"--- sample {number + 1}\n{text}")
+
+
+def _require(option: str, value: float, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        raise UserError(f"--{option}: {value} is out of range; allowed: {allowed}.")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Train a GPT from text: accelerate launch scripts/train.py --config configs/small.yaml"""
 
+import logging
 import os
 
 from hfgolf.command_line import load_config, run_command
@@ -15,6 +16,8 @@ def main() -> None:
     show_log(is_main_process=os.environ.get("RANK", "0") == "0")
     summary = run_folder(resolved.config).completed(resolved)
     if summary:
+        folder = run_folder(resolved.config).path
+        logging.getLogger("hfgolf").info("%s is complete; another --run.name, or no such folder, trains anew", folder)
         show_summary(summary)
         return
     train(resolved)

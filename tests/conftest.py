@@ -16,16 +16,36 @@ os.environ.setdefault("WANDB_MODE", "offline")
 SHARED = Path(__file__).parents[2] / "shared"
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
+def reset_accelerate() -> None:
     """Accelerate keeps its state globally: a second Accelerator would reset the accumulation of the first."""
-    yield
-
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    yield
+    reset_accelerate()
+
+
+@pytest.fixture
+def run() -> Callable[[list[str]], Path]:
+    """Return a function that trains as a command line says, as a fresh process would, and returns the run's folder."""
+
+    def train_(arguments: list[str]) -> Path:
+        from hfgolf.command_line import load_config
+        from hfgolf.train.loop import train
+        from hfgolf.train.run_folder import run_folder
+
+        reset_accelerate()
+        resolved = load_config(arguments)
+        train(resolved)
+        return run_folder(resolved.config).path
+
+    return train_
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -47,12 +47,16 @@ def test_numbers_and_no_mean_what_people_mean(config_file):
     assert config.optim.learning_rate == 3e-4
     assert config.train.mixed_precision == "no"
     assert config.train.compile is False
-    config = load_config([*ENDS, "--optim.eps", "1e-10", "--train.mixed_precision", "no", "--train.compile", "true"]).config
+    config = load_config(
+        [*ENDS, "--optim.eps", "1e-10", "--train.mixed_precision", "no", "--train.compile", "true"]
+    ).config
     assert (config.optim.eps, config.train.mixed_precision, config.train.compile) == (1e-10, "no", True)
 
 
 def test_a_list_takes_what_a_shell_makes_of_a_glob():
-    config = load_config([*ENDS, "--data.source", "files", "--data.files", "a.txt", "b c.txt", "--run.seed", "3"]).config
+    config = load_config(
+        [*ENDS, "--data.source", "files", "--data.files", "a.txt", "b c.txt", "--run.seed", "3"]
+    ).config
     assert config.data.files == ["a.txt", "b c.txt"]
     assert config.run.seed == 3
 
@@ -68,7 +72,10 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--optim.learnin_rate", "1"], "the command line: unknown key optim.learnin_rate; did you mean optim.learning_rate?"),
+        (
+            ["--optim.learnin_rate", "1"],
+            "the command line: unknown key optim.learnin_rate; did you mean optim.learning_rate?",
+        ),
         (["--max_steps", "1"], "the command line: unknown key max_steps; did you mean train.max_steps?"),
         (
             ["--optim.learning_rate", "fast"],
@@ -93,7 +100,10 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
             ["--model.num_key_value_heads", "3"],
             "model.num_key_value_heads: 3 does not divide model.num_attention_heads 4; allowed: 1, 2, 4.",
         ),
-        (["--data.source", "files"], "data.files is empty while data.source is files; name at least one path, glob or URL."),
+        (
+            ["--data.source", "files"],
+            "data.files is empty while data.source is files; name at least one path, glob or URL.",
+        ),
         (["--hub.push", "true"], "hub.repo_id is null while hub.push is true; name the repository, as user/name."),
         (["--run.name", "../up"], "run.name: '../up' is out of range; allowed: letters, digits, . _ -."),
         (["stray"], "unrecognized arguments: stray."),
@@ -115,11 +125,14 @@ def test_a_mistake_is_one_clear_line(arguments, message):
         ("optim: {name: 3}", "optim.name: 3 is not allowed; allowed: muon, adamw or sgd."),
         ("- optim", "must hold sections (run, data, tokenizer, model, batch, optim, schedule, train, track, hub)."),
         ("optim: {", "is not YAML"),
-        ("run: {seed: 1}", "train: the run has no end; set one of train.max_steps, train.max_epochs, train.max_minutes."),
+        (
+            "run: {seed: 1}",
+            "train: the run has no end; set one of train.max_steps, train.max_epochs, train.max_minutes.",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_clear_line(config_file, text, message):
-    with pytest.raises(UserError, match="^[^\n]+$") as error:
+    with pytest.raises(UserError, match=r"^[^\n]+$") as error:
         load_config(["--config", config_file(text)])
     assert message in str(error.value)
 

@@ -21,16 +21,18 @@ def generate_text(
     *,
     max_new_tokens: int = 100,
     temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float | None = None,
+    top_k: int = 50,
+    top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """Return the prompt and its continuation; temperature 0 is greedy.
+    """Return the prompt and its continuation; temperature 0 is greedy, top_k 0 and top_p 1 leave no token out.
 
     The prompt follows a document separator, as every document did in training; without a prompt the model starts a
     document. Where positions are learned, the text ends with them at the latest. The random generators and the model's
-    mode are left as they were. Raises UserError where the prompt leaves no room for a token.
+    mode are left as they were. Raises UserError where the prompt leaves no room for a token, or there is no separator.
     """
+    if tokenizer.eos_token_id is None:
+        raise UserError("--model: its tokenizer has no eos_token to begin a document with; name a model that has one.")
     ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     limit = most_positions(model)
     if limit is not None and len(ids) >= limit:
@@ -38,7 +40,7 @@ def generate_text(
     input_ids = torch.tensor([ids], device=model.device)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices), evaluation_mode(model):
         torch.manual_seed(seed)

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from hfgolf.data.token_stream import TokenStream
 
 
-def tokenize_files(files: list[str], tokenizer: PreTrainedTokenizerBase, text_column: str, folder: Path) -> TokenStream:
+def tokenize_files(
+    files: list[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int, text_column: str, folder: Path
+) -> TokenStream:
     """Encode every document of `files` (paths, globs, URLs; as data.files) into a stream that lies in `folder`.
 
-    Raises UserError where no file matches, a file is empty or not UTF-8, or the tokenizer has no end of text.
+    vocab_size: entries of the model's embedding. Raises UserError where no file matches, a file is empty or not UTF-8,
+    the tokenizer has no end of text, or it gives an id that the model does not know.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.eos_token_id is None:
         raise UserError(
@@ -43,7 +46,13 @@ def tokenize_files(files: list[str], tokenizer: PreTrainedTokenizerBase, text_co
     )
     pretrained = TokenizerConfig(kind="pretrained", name_or_path=str(folder / "tokenizer"))
     try:
-        return load_tokens(data, pretrained).val
+        stream = load_tokens(data, pretrained).val
     except UserError as error:
         said = str(error).replace("data.val_files", "--files").replace("data.text_column", "--text_column")
         raise UserError(said) from None
+    if stream.tokens.max() >= vocab_size:
+        raise UserError(
+            f"--model: its tokenizer gave id {stream.tokens.max()}, but it embeds only {vocab_size} entries; tokenizer"
+            " and weights do not belong together."
+        )
+    return stream

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from torch import nn
+    from hfgolf.model.modeling_golf import GolfForCausalLM
 
 # Dense peaks without sparsity, in FLOP/s, by the name torch reports (first match wins): (16-bit, fp32 or TF32).
 # From NVIDIA's data sheets: H200, H100, A100, L40S, L4, RTX Blackwell and Ada GPU architecture (appendix), T4, V100.
@@ -28,7 +28,7 @@ DEVICE_PEAKS: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def training_flops_per_token(model: nn.Module, sequence_length: int) -> float:
+def training_flops_per_token(model: GolfForCausalLM, sequence_length: int) -> float:
     """Return the FLOPs of one token's forward and backward pass.
 
     Six for each weight that multiplies it (two forward, four backward: Kaplan et al. 2020, section 2.1), the head

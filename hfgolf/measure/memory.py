@@ -13,12 +13,13 @@ from hfgolf.errors import UserError
 if TYPE_CHECKING:
     from hfgolf.config import BatchConfig
 
-# The most tokens in a micro-batch on a CPU: measured on 2 cores, larger ones are no faster (see configs/small.yaml).
-MOST_CPU_TOKENS = 4096
+# The most tokens in a micro-batch on a CPU. Larger ones leave the cache: configs/small.yaml ran forward and backward at
+# 3,600, 3,360 and 3,200 tokens/s with 1,024, 2,048 and 4,096 tokens (2 cores, AVX-512, fp32, best of several steps).
+MOST_CPU_TOKENS = 2048
 # What the allocator, the kernels' workspaces and other programs may need beside the prediction.
 USABLE_SHARE = 0.8
-# fp32 logits of one chunk of the loss, forward and gradient; the logits of the batch never exist.
-LOSS_CHUNK_BYTES = 64 * 2**20
+# Logits of one chunk of the loss on an accelerator, in fp32 with their gradient; those of the batch never exist.
+LOSS_CHUNK_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,16 @@ def used_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return psutil.Process().memory_info().rss
+
+
+def gpu_utilization(device: torch.device) -> float | None:
+    """Return the share of time the GPU was busy lately, by NVML; None on a CPU, or without the nvidia-ml-py package."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except (ModuleNotFoundError, RuntimeError):
+        return None
 
 
 def choose_micro_batch_size(

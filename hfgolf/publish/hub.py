@@ -6,6 +6,7 @@ Owns the upload. Does not know what is in the folder, except that its card says 
 from __future__ import annotations
 
 import logging
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,10 +37,16 @@ def push_folder(folder: Path, repo_id: str, private: bool, message: str) -> str:
     except UserError:
         raise
     except Exception as error:  # huggingface_hub, its HTTP client and hf_xet have their own, and some are RuntimeErrors
-        cause = f" ({one_line(error.__cause__)[:200]})" if error.__cause__ else ""
         hint = "check the name and the network, and log in with `hf auth login`"
-        raise UserError(f"hub.repo_id: cannot push to {repo_id}: {one_line(error)[:200]}{cause}; {hint}.") from None
+        raise UserError(f"hub.repo_id: cannot push to {repo_id}: {_reason(error)}; {hint}.") from None
     return str(url)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # "Error while uploading FILE"
+        error = error.__cause__
+    lines = str(error).strip().splitlines()  # the first says what happened, the others where to read about HTTP
+    return one_line(lines[0])[:300] if lines else type(error).__name__
 
 
 class HubPusher:
@@ -53,21 +60,25 @@ class HubPusher:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hub")
         self._running: Future[None] | None = None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a push is under way, and so the folder that it reads must be left alone."""
-        return self._running is not None and not self._running.done()
-
     def push_later(self, folder: Path, message: str) -> None:
-        """Start a push; skipped while the one before is under way, so that slow networks do not pile them up."""
-        if self.is_busy:
+        """Start a push, which takes the folder away, so that the next export cannot disturb it.
+
+        Skipped while the one before is under way, so that slow networks do not pile them up.
+        """
+        if self._running and not self._running.done():
             logger.info("hub: the push before is still under way, this one (%s) is skipped", message)
             return
-        self._running = self._worker.submit(self._push, folder, message)
+        outgoing = folder.with_name(f".pushing-{folder.name}")
+        shutil.rmtree(outgoing, ignore_errors=True)
+        self._running = self._worker.submit(self._push_away, folder.rename(outgoing), message)
 
     def push_now(self, folder: Path, message: str) -> None:
         """Wait for what is under way, then push."""
         self._worker.submit(self._push, folder, message).result()
+
+    def _push_away(self, folder: Path, message: str) -> None:
+        self._push(folder, message)
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _push(self, folder: Path, message: str) -> None:
         if self._repo_id is None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hfgolf.command_line import join_words, one_line
+from hfgolf.command_line import one_line
+from hfgolf.config import join_words
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM

@@ -74,7 +74,7 @@ def show_summary(summary: dict[str, Any]) -> None:
     logger.info("\nTo load it:\n")
     logger.info("from transformers import AutoModelForCausalLM, AutoTokenizer")
     logger.info('model = AutoModelForCausalLM.from_pretrained("%s", trust_remote_code=True)', summary["model"])
-    logger.info('tokenizer = AutoTokenizer.from_pretrained("%s")', summary["model"])
+    logger.info('tokenizer = AutoTokenizer.from_pretrained("%s", trust_remote_code=True)', summary["model"])
 
 
 def push_in_training(run: Run) -> None:
@@ -82,8 +82,7 @@ def push_in_training(run: Run) -> None:
     if not run.accelerator.is_main_process:
         return
     folder = run.folder.path / "model-in-training"
-    figures = {"step": run.state.step, "val_loss": run.state.best_val_loss}
-    export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, figures))
+    export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
     run.hub.push_later(folder, f"step {run.state.step}")
 
 

@@ -33,8 +33,8 @@ def resolve_precision(resolved: ResolvedConfig) -> ResolvedConfig:
     if resolved.config.train.mixed_precision is None:
         told = _precision_told_to_accelerate()
         is_fast = fast_product_dtype(torch.device(_device_type())) == torch.bfloat16
-        source, precision = ("accelerate", told) if told else ("auto", "bf16" if is_fast else "no")
-        resolved = resolved.resolve(source, train__mixed_precision=precision)
+        source, choice = ("accelerate", told) if told else ("auto", "bf16" if is_fast else "no")
+        resolved = resolved.resolve(source, train__mixed_precision=choice)
     precision = resolved.config.train.mixed_precision
     if precision not in ("no", "bf16", "fp16") or (precision == "fp16" and _device_type() == "cpu"):
         where = resolved.sources["train.mixed_precision"]

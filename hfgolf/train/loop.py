@@ -90,7 +90,7 @@ def due(step: int, every_steps: int | None, last: bool) -> bool:
 
 
 def describe(run: Run, clock: Clock) -> dict[str, Any]:
-    """Return the row of metrics.jsonl for the steps since the last one; raises UserError where the loss is not finite."""
+    """Return the row of metrics.jsonl for the steps since the last one; UserError where the loss is not finite."""
     step = run.state.step
     run.state.elapsed_seconds = clock.elapsed_seconds()
     row = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfgolf.measure.memory import used_memory_bytes
+from hfgolf.measure.memory import gpu_utilization, used_memory_bytes
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Meter:
             "data_seconds": self._data_seconds,
             "compute_seconds": seconds - self._data_seconds,
             "memory_bytes": used_memory_bytes(self.device),
+            "gpu_utilization": gpu_utilization(self.device),
             "train_losses": losses,
             "grad_norms": grad_norms,
         }

@@ -23,6 +23,7 @@ from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
 from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
 from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes
 from hfgolf.model.configuration_golf import GolfConfig
@@ -38,6 +39,8 @@ from hfgolf.train.state import TrainState
 from hfgolf.train.tracking import Tracker, check_trackers
 
 logger = logging.getLogger(__name__)
+
+EXPECTED_MFU = 0.6  # uncompiled, of configs/small.yaml on 2 CPU cores; only used to judge whether compiling pays
 
 
 @dataclass
@@ -132,6 +135,8 @@ def set_up(resolved: ResolvedConfig) -> Run:
         most_steps=most_steps,
     )
     _write_description(run)
+    attention = raw_model.config._attn_implementation
+    logger.info("attention: %s, q, k and v in %s", attention, attention_dtype(raw_model, accelerator))
     _compile(run)
     return run
 
@@ -143,7 +148,7 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
         mixed_precision=config.train.mixed_precision,
         # the loader is not accelerate's, so it must not end an accumulation; num_steps follows once it is known
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        log_with=config.track.trackers or None,  # type: ignore[arg-type]
+        log_with=config.track.trackers or None,
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder),
     )
 
@@ -181,9 +186,7 @@ def _build_model(config: RunConfig, tokens: TokenCache) -> GolfForCausalLM:
     return model
 
 
-def _resolve_micro_batch(
-    resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator
-) -> ResolvedConfig:
+def _resolve_micro_batch(resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator) -> ResolvedConfig:
     config = resolved.config
     if config.batch.micro_batch_size == "auto":
         parameters = list(model.parameters())
@@ -213,6 +216,16 @@ def _resolve_micro_batch(
         accelerator.num_processes,
     )
     return resolved
+
+
+def attention_dtype(model: GolfForCausalLM, accelerator: Accelerator) -> torch.dtype:
+    """Return the dtype in which q, k and v reach attention: what mixed precision really does, by a small pass."""
+    seen: list[torch.dtype] = []
+    hook = model.model.layers[0].self_attn.qkv_proj.register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    with torch.no_grad(), evaluation_mode(model), accelerator.autocast():
+        model.forward(input_ids=torch.zeros(1, 2, dtype=torch.long, device=accelerator.device), use_cache=False)
+    hook.remove()
+    return seen[0]
 
 
 def _most_steps(config: RunConfig, tokens: TokenCache) -> float:
@@ -266,7 +279,7 @@ def _write_description(run: Run) -> None:
 def _compile(run: Run) -> None:
     train = run.config.train
     tokens = (run.most_steps - run.state.step) * run.config.batch.tokens_per_step
-    seconds = min(tokens * run.meter.flops_per_second_of_peak / 0.4, 60 * (train.max_minutes or math.inf))
+    seconds = min(tokens * run.meter.flops_per_second_of_peak / EXPECTED_MFU, 60 * (train.max_minutes or math.inf))
     chosen, reason = should_compile(train.compile, run.accelerator.device, seconds)
     logger.info("compile: %s, because %s", "yes" if chosen else "no", reason)
     if not chosen:

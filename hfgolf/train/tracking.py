@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[
     if mode == "online" and not wandb.login(prompt=False):
         logger.warning("wandb: offline, because nobody is logged in; `wandb login`, then `wandb sync` uploads the run")
         mode = "offline"
-    state.wandb_id = state.wandb_id or wandb.util.generate_id()
+    state.wandb_id = state.wandb_id or uuid.uuid4().hex[:8]
     timeout = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS)
     return {"mode": mode, "dir": str(folder), "id": state.wandb_id, "resume": "allow", "settings": timeout}
 

@@ -8,50 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from hub_server import TOKEN, HubServer, serving
+from tiny_export import SUMMARY, build_tiny
 
-from hfgolf.config import DataConfig, RunConfig, TokenizerConfig
-from hfgolf.data.tokenizer import find_tokenizer
-from hfgolf.model.configuration_golf import GolfConfig
-from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.config import DataConfig, RunConfig
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
-from tests.publish.hub_server import TOKEN, HubServer, serving
-
-ROOT = Path(__file__).parents[2]
-SUMMARY = {
-    "step": 5,
-    "steps": 6,
-    "tokens": 24576,
-    "val_loss": 3.25,
-    "val_perplexity": 25.79,
-    "val_bits_per_byte": 1.5,
-    "val_tokens": 1000,
-    "val_bytes": 3126,
-    "parameters": 27456,
-    "device": "an abacus",
-    "commit": "0123abc",
-    "model": "runs/tiny/model",
-    "sample": "def f():\n    ```\n{{ summary }}\n---",
-}
-
-
-def build_tiny() -> tuple[GolfForCausalLM, Any]:
-    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, Path("unused"))
-    assert tokenizer is not None
-    tokenizer.model_max_length = 32
-    torch.manual_seed(0)
-    eos = tokenizer.eos_token_id
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
-    model = GolfForCausalLM(
-        GolfConfig(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **shape)
-    )
-    for parameter in model.parameters():  # the output projections begin as zeros, which would hide the blocks
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval(), tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +58,3 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return outcome
 
     return run
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.endswith("/info/lfs/objects/batch"):
             self._lfs_batch(json.loads(body)["objects"])
         elif "/commit/" in path:
-            self._commit(self._repository(path), [json.loads(line) for line in body.splitlines()])
+            self._commit(path, [json.loads(line) for line in body.splitlines()])
         else:
             self._answer({"error": f"no such thing: {path}"}, 404)
 
@@ -135,10 +135,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _lfs_batch(self, objects: list[dict[str, Any]]) -> None:
         for thing in objects:
             if thing["oid"] not in self.server.large_files:
-                thing["actions"] = {"upload": {"href": f"{self.server.endpoint}/lfs/{thing['oid']}"}}
+                thing["actions"] = {"upload": {"href": f"{self.server.endpoint}/storage/{thing['oid']}"}}
         self._answer({"transfer": "basic", "objects": objects})
 
-    def _commit(self, repository: Repository, lines: list[dict[str, Any]]) -> None:
+    def _commit(self, path: str, lines: list[dict[str, Any]]) -> None:
+        repository = self._repository(path)
         for line in lines:
             value = line["value"]
             if line["key"] == "header":
@@ -147,7 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
                 repository.files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 repository.files[value["path"]] = self.server.large_files[value["oid"]]
-        self._answer({"success": True, "commitOid": repository.sha, "commitUrl": f"{self.server.endpoint}/commit"})
+        name = path.removeprefix("/api/models/").split("/commit/")[0]
+        url = f"{self.server.endpoint}/{name}/commit/{repository.sha}"
+        self._answer({"success": True, "commitOid": repository.sha, "commitUrl": url})
 
     def _read(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -159,10 +162,12 @@ class _Handler(BaseHTTPRequestHandler):
         if parts[2] == "resolve":
             return self._resolve(repository, "/".join(parts[4:]))
         if "tree" in parts:
-            return self._answer([
-                {"type": "file", "path": path, "size": len(content), "oid": _git_hash(content)}
-                for path, content in repository.files.items()
-            ])
+            return self._answer(
+                [
+                    {"type": "file", "path": path, "size": len(content), "oid": _git_hash(content)}
+                    for path, content in repository.files.items()
+                ]
+            )
         siblings = [{"rfilename": path} for path in repository.files]
         self._answer({"id": name, "sha": repository.sha, "private": repository.private, "siblings": siblings})
 

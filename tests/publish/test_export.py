@@ -8,13 +8,13 @@ import stat
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_export import build_tiny, contents, push
 from transformers import AutoTokenizer
 
 from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
-from tests.publish.conftest import build_tiny, contents
 
 USE = """
 import json, sys, warnings
@@ -25,14 +25,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 name, folder = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)  # else transformers asks, for the config
 ids = load_file(folder + "/ids.safetensors")["ids"]
 with torch.no_grad():
     save_file({"logits": model(ids).logits}, folder + "/logits.safetensors")
 write = pipeline("text-generation", model=name, trust_remote_code=True)
 greedy = write("naïve 🌍", max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"]
 default = tokenizer(write("a")[0]["generated_text"])["input_ids"]
-print(json.dumps({"greedy": greedy, "num_default": len(default), "text": tokenizer.decode(tokenizer("é <|endoftext|>")["input_ids"])}))
+text = tokenizer.decode(tokenizer("é <|endoftext|>")["input_ids"])
+print(json.dumps({"greedy": greedy, "num_default": len(default), "text": text}))
 """
 
 
@@ -44,20 +45,18 @@ def test_it_works_where_hfgolf_is_not_installed(source, exported, hub, python, t
     save_file({"ids": ids}, tmp_path / "ids.safetensors")
     name, endpoint = str(exported), None
     if source == "hub":
-        from tests.publish.test_hub import push
-
         assert push(python, hub, exported).returncode == 0
         name, endpoint = "user/name", hub.endpoint
     outcome = python("-I", "-c", USE, name, tmp_path, endpoint=endpoint)
     assert outcome.returncode == 0, outcome.stderr
     with torch.no_grad():
         torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], model(ids).logits)
-    said = json.loads(outcome.stdout.splitlines()[-1])
+    said = json.loads(outcome.stdout)  # and nothing else was said or asked
     assert said["text"] == "é <|endoftext|>"
     prompt = tokenizer("naïve 🌍", return_tensors="pt").input_ids
     ours = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=256)
     assert said["greedy"] == tokenizer.decode(ours[0, prompt.shape[1] :], skip_special_tokens=True)
-    assert 1 < said["num_default"]
+    assert said["num_default"] > 1
     downloaded = {path.name: path for path in (tmp_path / "home").rglob("snapshots/*/*")}
     assert set(downloaded) >= ({"model.safetensors", "modeling_golf.py", "tokenizer.json"} if endpoint else set())
     for file in downloaded.values():
@@ -109,18 +108,18 @@ def test_foreign_code_beside_the_weights_is_never_executed(model_type, exported,
     for name in ("configuration_golf.py", "modeling_golf.py", "tokenization_golf.py"):
         (exported / name).write_text(evil)
     config = json.loads((exported / "config.json").read_text())
-    (exported / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    config |= {"model_type": model_type, "initializer_range": 0.02, "n_embd": 32, "n_head": 2, "n_layer": 1}
+    (exported / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((exported / "tokenizer_config.json").read_text())
     tokenizer["auto_map"] = {"AutoTokenizer": [None, "tokenization_golf.Evil"]}
     (exported / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers may ask, and somebody may say yes
-    if model_type == "golf":
-        load_exported(str(exported))
-    elif model_type == "stranger":
+    if model_type == "stranger":
         with pytest.raises(UserError, match="which hfgolf never executes"):
             load_exported(str(exported))
     else:
-        load_exported(str(exported))  # with transformers' own GPT-2
+        model, _ = load_exported(str(exported))
+        assert type(model).__module__.startswith({"golf": "hfgolf.", "gpt2": "transformers.models."}[model_type])
     assert not trace.exists()
 
 

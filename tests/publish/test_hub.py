@@ -8,19 +8,12 @@ import threading
 
 import huggingface_hub.constants
 import pytest
+from hub_server import TOKEN
+from tiny_export import ROOT, contents, push
 
 from hfgolf.errors import UserError
 from hfgolf.publish import hub as hub_module
 from hfgolf.publish.hub import HubPusher, push_folder
-from tests.publish.conftest import ROOT, contents
-from tests.publish.hub_server import TOKEN
-
-PUSH = ROOT / "scripts" / "push_to_hub.py"
-
-
-def push(python, hub, exported, *options):
-    arguments = ("--run", exported.parent, "--repo", "user/name", *options)
-    return python(PUSH, *arguments, endpoint=hub if isinstance(hub, str) else hub.endpoint)
 
 
 @pytest.fixture
@@ -66,7 +59,7 @@ def test_private_reaches_the_hub_and_is_not_given_up_silently(exported, our_hub)
 
 
 @pytest.mark.parametrize(
-    ("status", "path"), [(401, "create"), (403, "create"), (500, "create"), (403, "/lfs/"), (403, "/commit/")]
+    ("status", "path"), [(401, "create"), (403, "create"), (500, "create"), (403, "/storage/"), (403, "/commit/")]
 )
 def test_a_refusal_is_one_line(exported, our_hub, status, path):
     our_hub.fail_with, our_hub.failing_path = status, path
@@ -92,37 +85,38 @@ def test_a_failed_push_is_a_warning_in_a_run(exported, our_hub, caplog):
     our_hub.fail_with = 500
     pusher = HubPusher("user/name", private=False)
     with caplog.at_level(logging.INFO, logger="hfgolf"):
-        pusher.push_later(exported, "step 3")
         pusher.push_now(exported, "step 6")
         our_hub.fail_with = None
         pusher.push_now(exported, "step 7")
         HubPusher(None, private=False).push_now(exported, "nothing")
     levels = [record.levelname for record in caplog.records]
-    assert levels == ["WARNING", "WARNING", "INFO"], caplog.text
+    assert levels == ["WARNING", "INFO"], caplog.text
     assert f"--run {exported.parent} --repo user/name" in caplog.text
     assert our_hub.repositories["user/name"].commits == ["step 7"]
 
 
-def test_a_slow_push_is_not_overtaken(monkeypatch, tmp_path):
-    """The next one is skipped while a push reads the folder; the last one waits for it."""
+def test_a_slow_push_is_neither_overtaken_nor_disturbed(exported, monkeypatch):
+    """While it reads its folder the next is skipped, a new export may lie in its place, and the last waits for it."""
     release, pushed = threading.Event(), []
+    before = contents(exported)
 
     def slowly(folder, repo_id, private, message):
         if message == "first":
             assert release.wait(30)
-        pushed.append(message)
+        pushed.append((message, contents(folder)))
         return "url"
 
     monkeypatch.setattr(hub_module, "push_folder", slowly)
     pusher = HubPusher("user/name", private=False)
-    assert not pusher.is_busy
-    pusher.push_later(tmp_path, "first")
-    assert pusher.is_busy
-    pusher.push_later(tmp_path, "second")
+    pusher.push_later(exported, "first")
+    assert not exported.exists()
+    exported.mkdir()
+    (exported / "README.md").write_text("another export")
+    pusher.push_later(exported, "second")
     release.set()
-    pusher.push_now(tmp_path, "last")
-    assert pushed == ["first", "last"]
-    assert not pusher.is_busy
+    pusher.push_now(exported, "last")
+    assert pushed == [("first", before), ("last", {"README.md": b"another export"})]
+    assert list(exported.parent.iterdir()) == [exported]
 
 
 @pytest.mark.slow

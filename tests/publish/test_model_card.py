@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import yaml
 from huggingface_hub import ModelCard
+from tiny_export import SUMMARY
 
 from hfgolf.command_line import load_config
 from hfgolf.config import RunConfig
 from hfgolf.publish.model_card import model_card, name_in_card
-from tests.publish.conftest import SUMMARY
 
 
 def test_the_metadata_says_what_the_hub_indexes(exported):

@@ -15,16 +15,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.train import loop
-from hfgolf.train.loop import due, train
+from hfgolf.train.loop import due
 
 ROOT = Path(__file__).parents[2]
-COLUMNS = (
-    "step epoch tokens train_loss val_loss val_bits_per_byte learning_rate grad_norm tokens_per_second mfu"
-    " data_seconds compute_seconds memory_bytes elapsed_seconds"
-).split()
+COLUMNS = [
+    "step",
+    "epoch",
+    "tokens",
+    "train_loss",
+    "val_loss",
+    "val_bits_per_byte",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "mfu",
+    "data_seconds",
+    "compute_seconds",
+    "memory_bytes",
+    "elapsed_seconds",
+]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -39,19 +50,10 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
-def run(arguments: list[str]) -> Path:
-    """Train, and return the run's folder; each run begins as a fresh process would."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    resolved = load_config(arguments)
-    train(resolved)
-    return Path(resolved.config.run.output_dir) / str(resolved.config.run.name)
-
-
-def test_a_run_writes_what_it_promises(tiny_run, capsys):
-    folder = run(tiny_run(train__max_steps=60, train__eval_every_steps=30, train__log_every_steps=7, train__save_every_steps=25))
+def test_a_run_writes_what_it_promises(run, tiny_run, capsys):
+    folder = run(
+        tiny_run(train__max_steps=60, train__eval_every_steps=30, train__log_every_steps=7, train__save_every_steps=25)
+    )
     table = rows(folder)
     assert [row["step"] for row in table] == sorted({1, *range(7, 60, 7), 25, 50, 30, 60})
     assert all(set(COLUMNS) <= set(row) for row in table)
@@ -73,7 +75,7 @@ def test_a_run_writes_what_it_promises(tiny_run, capsys):
     assert (folder / "model" / "model.safetensors").is_file()
 
 
-def test_accumulation_is_exact(tiny_run):
+def test_accumulation_is_exact(run, tiny_run):
     """1x8 = 2x4 = 8x1: tokens_per_step is what the user states, micro-batches are how."""
     first, *others = (
         run(tiny_run(run__name=f"micro{size}", batch__micro_batch_size=size, train__max_steps=4)) for size in (8, 4, 1)
@@ -88,9 +90,14 @@ class Interrupted(Exception):
     """The process dies here."""
 
 
-def test_three_interruptions_leave_no_trace(tiny_run, monkeypatch):
+def test_three_interruptions_leave_no_trace(run, tiny_run, monkeypatch):
     """Bitwise: losses, validation losses and final weights, with dropout, in mid-epoch, after three resumes."""
-    options = {"train__max_steps": 11, "train__save_every_steps": 2, "model__dropout": 0.1, "batch__micro_batch_size": 4}
+    options = {
+        "train__max_steps": 11,
+        "train__save_every_steps": 2,
+        "model__dropout": 0.1,
+        "batch__micro_batch_size": 4,
+    }
     straight = run(tiny_run(run__name="straight", **options))
 
     real_step = loop.train_step
@@ -118,12 +125,14 @@ def test_three_interruptions_leave_no_trace(tiny_run, monkeypatch):
 
 
 @pytest.mark.distributed
-def test_two_processes_train_as_one(tiny_run):
+def test_two_processes_train_as_one(run, tiny_run):
     one = run(tiny_run(run__name="one", batch__micro_batch_size=4))
     arguments = tiny_run(run__name="two", batch__micro_batch_size=4)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/train.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert "2 processes" in done.stdout
     two = one.with_name("two")
@@ -133,7 +142,7 @@ def test_two_processes_train_as_one(tiny_run):
     assert [row["grad_norm"] for row in rows(two)] == pytest.approx([row["grad_norm"] for row in rows(one)], rel=1e-4)
 
 
-def test_fp16_scales_unscales_and_skips_an_overflow(tiny_run, monkeypatch):
+def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
     """accelerate scales only on GPUs, so the CPU's scaler is put in its place; the loop is the same."""
     from hfgolf.train import environment, setup
 
@@ -163,20 +172,22 @@ def test_fp16_scales_unscales_and_skips_an_overflow(tiny_run, monkeypatch):
     assert skipped[-1] is False
     first_good = skipped.index(False)
     norms = [norm for row in rows(half) for norm in row["grad_norms"]]
-    first_norm = [norm for row in rows(plain) for norm in row["grad_norms"]][0]
+    first_norm = next(norm for row in rows(plain) for norm in row["grad_norms"])
     # steps before it were skipped, so the weights are the initial ones: same norm up to fp16 and the batch
     assert norms[first_good] == pytest.approx(first_norm, rel=0.2)
     assert losses(half)[-1] < losses(half)[0] - 0.5
 
 
-def test_best_is_kept_and_exported(tiny_run, monkeypatch):
+def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
     """Validation worsens after step 4: `best` stays, retention lets the others go, the export is of step 4."""
     real = loop.evaluate_loss
 
     def worsening(model: Any, *arguments: Any, **options: Any) -> Any:
         evaluation = real(model, *arguments, **options)
         worsening.calls += 1
-        return type(evaluation)(evaluation.nats * (1.0 if worsening.calls == 2 else 2.0), *list(vars(evaluation).values())[1:])
+        return type(evaluation)(
+            evaluation.nats * (1.0 if worsening.calls == 2 else 2.0), *list(vars(evaluation).values())[1:]
+        )
 
     worsening.calls = 0
     monkeypatch.setattr(loop, "evaluate_loss", worsening)
@@ -193,9 +204,11 @@ def test_best_is_kept_and_exported(tiny_run, monkeypatch):
     assert all(torch.equal(exported[name], best[name]) for name in best)
 
 
-def test_max_minutes_ends_the_run_and_its_schedule(tiny_run):
+def test_max_minutes_ends_the_run_and_its_schedule(run, tiny_run):
     folder = run(
-        tiny_run(train__max_steps=100000, train__max_minutes=0.05, train__eval_every_steps=100000, schedule__name="linear")
+        tiny_run(
+            train__max_steps=100000, train__max_minutes=0.05, train__eval_every_steps=100000, schedule__name="linear"
+        )
     )
     last = rows(folder)[-1]
     assert last["step"] < 100000
@@ -204,40 +217,42 @@ def test_max_minutes_ends_the_run_and_its_schedule(tiny_run):
     assert last["learning_rate"] < 0.2 * 0.02
 
 
-def test_max_epochs_counts_passes_over_the_blocks(tiny_run):
+def test_max_epochs_counts_passes_over_the_blocks(run, tiny_run):
     folder = run(tiny_run(train__max_steps=1000, train__max_epochs=0.1))
     last = rows(folder)[-1]
     assert 0.1 <= last["epoch"] < 0.1 + 256 / 32 / 1000
 
 
-def test_another_config_does_not_touch_a_finished_run(tiny_run):
+def test_another_config_does_not_touch_a_finished_run(run, tiny_run):
     folder = run(tiny_run())
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"another config \(optim.learning_rate 0.02 -> 0.5\); choose another --run.name"):
+    with pytest.raises(
+        UserError, match=r"another config \(optim.learning_rate 0.02 -> 0.5\); choose another --run.name"
+    ):
         run(tiny_run(optim__learning_rate=0.5))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_an_unfinished_run_says_how_to_continue(tiny_run):
+def test_an_unfinished_run_says_how_to_continue(run, tiny_run):
     folder = run(tiny_run())
     (folder / "summary.json").unlink()
-    with pytest.raises(UserError, match="--train.resume latest continues it"):
+    with pytest.raises(UserError, match=r"--train.resume latest continues it"):
         run(tiny_run())
 
 
-def test_resume_from_nothing_is_refused(tiny_run):
+def test_resume_from_nothing_is_refused(run, tiny_run):
     with pytest.raises(UserError, match=r"there is no checkpoint .*latest \(checkpoints in .*: none\)"):
         run(tiny_run(train__resume="latest"))
 
 
-def test_resume_with_another_model_is_refused(tiny_run):
+def test_resume_with_another_model_is_refused(run, tiny_run):
     run(tiny_run())
-    with pytest.raises(UserError, match="holds another model .*hidden_size 32 -> 64.*; restore these keys"):
+    with pytest.raises(UserError, match=r"holds another model .*hidden_size 32 -> 64.*; restore these keys"):
         run(tiny_run(train__resume="latest", model__hidden_size=64))
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
-def test_a_damaged_checkpoint_is_refused(tiny_run, damage):
+def test_a_damaged_checkpoint_is_refused(run, tiny_run, damage):
     folder = run(tiny_run())
     file = (folder / "checkpoints" / "latest").resolve() / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -246,11 +261,11 @@ def test_a_damaged_checkpoint_is_refused(tiny_run, damage):
     else:
         content[len(content) // 2] ^= 1
         file.write_bytes(content[:-1] if damage == "truncate" else content)
-    with pytest.raises(UserError, match="lacks model.safetensors" if damage == "remove" else "is damaged"):
+    with pytest.raises(UserError, match=r"lacks model.safetensors" if damage == "remove" else "is damaged"):
         run(tiny_run(train__resume="latest", train__max_steps=9))
 
 
-def test_a_resume_may_go_on_longer_and_at_another_rate(tiny_run):
+def test_a_resume_may_go_on_longer_and_at_another_rate(run, tiny_run):
     folder = run(tiny_run(schedule__name="constant"))
     shutil.rmtree(folder / "model")
     run(tiny_run(schedule__name="constant", train__resume="latest", train__max_steps=9, optim__learning_rate=0.001))
@@ -259,7 +274,7 @@ def test_a_resume_may_go_on_longer_and_at_another_rate(tiny_run):
     assert (folder / "model" / "model.safetensors").is_file()
 
 
-def test_a_loss_that_is_not_finite_stops_with_one_line(tiny_run, monkeypatch):
+def test_a_loss_that_is_not_finite_stops_with_one_line(run, tiny_run, monkeypatch):
     real_step = loop.train_step
 
     def poisoned(run_: Any, total_steps: float) -> Any:
@@ -271,9 +286,9 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(tiny_run, monkeypatch):
         run(tiny_run())
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tiny_run, tmp_path):
+def test_a_folder_that_cannot_be_written_is_one_line(run, tiny_run, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(UserError, match="run.output_dir: cannot write to .*; choose another --run.output_dir"):
+    with pytest.raises(UserError, match=r"run.output_dir: cannot write to .*; choose another --run.output_dir"):
         run(tiny_run(run__output_dir=tmp_path / "file"))
 
 

@@ -1,0 +1,119 @@
+"""scripts/evaluate.py: the same figures as the run's own, any causal model, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
+
+
+@pytest.fixture
+def evaluate(monkeypatch, capsys):
+    """Run the script; returns (exit status, what it printed, its error)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        printed = capsys.readouterr()
+        return int(exit_.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def foreign(tmp_path, tokenizer):
+    """A folder with a GPT-2, whose forward knows nothing of ours."""
+    torch.manual_seed(0)
+    GPT2LMHeadModel(
+        GPT2Config(bos_token_id=0, eos_token_id=0, vocab_size=257, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_run_and_the_script_agree_on_its_validation_text(tiny_run, tmp_path, corpus_file, evaluate, precision):
+    from accelerate.state import AcceleratorState, GradientState
+
+    from hfgolf.command_line import load_config
+    from hfgolf.train.loop import train
+
+    val = tmp_path / "val.txt"
+    val.write_text(corpus_file.read_text(encoding="utf-8")[-4000:], encoding="utf-8")
+    summary = train(load_config(tiny_run(data__val_files=f"[{val}]", train__mixed_precision=precision)))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    settings = ("--model", summary["model"], "--files", val, "--mixed_precision", precision)
+    status, printed, _ = evaluate(*settings, "--json")
+    figures = json.loads(printed)
+    assert status == 0
+    assert figures["bits_per_byte"] == pytest.approx(summary["val_bits_per_byte"], abs=1e-6)
+    assert figures["loss"] == pytest.approx(summary["val_loss"], abs=1e-6)
+    assert figures["num_bytes"] == val.stat().st_size == summary["val_bytes"]
+    assert figures["num_tokens"] == val.stat().st_size  # bytes are the tokens
+    assert (figures["sequence_length"], figures["mixed_precision"]) == (32, precision)
+
+
+def test_it_judges_any_causal_model(foreign, tmp_path, evaluate):
+    (tmp_path / "a.txt").write_text("ä" * 10, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("b" * 7)
+    status, printed, _ = evaluate("--model", foreign, "--files", tmp_path / "a.txt", tmp_path / "b.txt", "--json")
+    figures = json.loads(printed)
+    assert status == 0
+    assert (figures["num_bytes"], figures["num_tokens"]) == (27, 28)  # and the end of text between the two
+    assert figures["bits_per_byte"] == pytest.approx(figures["loss"] * 28 / math.log(2) / 27)
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
+
+
+def test_the_table_is_aligned(foreign, tmp_path, evaluate):
+    (tmp_path / "a.txt").write_text("some text")
+    status, printed, _ = evaluate("--model", foreign, "--files", tmp_path / "*.txt", "--sequence_length", 8)
+    lines = printed.splitlines()
+    assert status == 0
+    assert [line[:15].rstrip() for line in lines] == ["model", "text", "context", "loss", "perplexity", "bits per byte"]
+    assert all(line[14] == " " and line[15] != " " for line in lines)
+    assert "9 bytes, 9 tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "nowhere", "--files", "good.txt"), "--model: cannot load nowhere"),
+        (("--model", "gpt2", "--files", "none.txt"), "--files: no file matches 'none.txt'"),
+        (("--model", "gpt2", "--files", "empty.txt"), "--files: .*empty.txt is empty"),
+        (("--model", "gpt2", "--files", "latin.txt"), "latin.txt is not UTF-8"),
+        (("--model", "gpt2", "--files", "rows.jsonl"), "has no column 'text'; set --text_column to one of: words"),
+        (("--model", "gpt2", "--files", "good.txt", "--sequence_length", "17"), "--sequence_length: 17 .* 1 to 16"),
+        (("--model", "gpt2", "--files", "good.txt", "--batch_size", "0"), "--batch_size: 0 is out of range"),
+        (("--model", "gpt2", "--files", "good.txt", "--mixed_precision", "fp16"), "mixed_precision: fp16"),
+        (("--model", "small", "--files", "good.txt"), "id 256, .* 256 entries"),
+    ],
+)
+def test_a_mistake_is_one_line(foreign, tmp_path, evaluate, tokenizer, monkeypatch, arguments, message):
+    if "fp16" in arguments and torch.cuda.is_available():
+        pytest.skip("fp16 is no mistake on a GPU")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.txt").write_text("good text")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "rows.jsonl").write_text('{"words": "x"}\n')
+    if "small" in arguments:
+        small = GPT2Config(
+            bos_token_id=0, eos_token_id=0, vocab_size=256, n_positions=16, n_embd=16, n_layer=1, n_head=2
+        )
+        GPT2LMHeadModel(small).save_pretrained(tmp_path / "small")
+        tokenizer.save_pretrained(tmp_path / "small")
+    status, printed, error = evaluate(*arguments)
+    assert status == 2 and not printed
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert re.search(message, error), error

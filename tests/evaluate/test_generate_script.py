@@ -1,0 +1,52 @@
+"""scripts/generate.py: as many texts as asked for, and one line for every mistake."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
+
+
+@pytest.fixture
+def generate(build_model, tokenizer, tmp_path, monkeypatch, capsys):
+    """Run the script on a model with learned positions; returns (exit status, what it printed, its error)."""
+    build_model(position_embedding="learned").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--model", str(tmp_path / "model"), *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        printed = capsys.readouterr()
+        return int(exit_.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def test_samples_are_numbered_by_seed(generate):
+    status, printed, _ = generate("--prompt", "ab", "--num_samples", "2", "--seed", "3")
+    assert status == 0 and printed.startswith("--- sample 1\nab")
+    second = printed.split("--- sample 2\n")[1]
+    assert generate("--prompt", "ab", "--seed", "4") == (0, second, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--max_new_tokens", "0"),
+        ("--temperature", "-1"),
+        ("--top_k", "-1"),
+        ("--top_p", "0"),
+        ("--num_samples", "0"),
+        ("--prompt", "x" * 16),
+        ("--model", "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line(generate, arguments):
+    status, printed, error = generate(*arguments)
+    assert status == 2 and not printed
+    assert error.startswith("error: ") and error.count("\n") == 1, error

@@ -1,0 +1,87 @@
+"""Loss and bits per byte against closed forms and a plain computation, each token once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
+from hfgolf.evaluate.loss import evaluate_loss
+
+
+class Shard:
+    """One process of several, as far as an evaluation can tell; its reduce adds nothing."""
+
+    def __init__(self, accelerator, rank, world):
+        self.device, self.process_index, self.num_processes = accelerator.device, rank, world
+        self.autocast = accelerator.autocast
+
+    def reduce(self, tensor, how):
+        assert how == "sum"
+        return tensor
+
+
+def test_a_uniform_model_costs_log2_of_the_vocabulary(build_model, stream, accelerator):
+    model = build_model()
+    torch.nn.init.zeros_(model.lm_head.weight)  # tied: the embeddings too
+    evaluation = evaluate_loss(model, stream, accelerator, sequence_length=8, batch_size=3)
+    assert (evaluation.num_tokens, evaluation.num_bytes) == (63, 69)
+    assert evaluation.bits_per_byte == pytest.approx(math.log2(257) * 63 / 69, rel=1e-6)
+    assert evaluation.perplexity == pytest.approx(257, rel=1e-6)
+
+
+def test_bits_per_byte_is_nats_over_ln_2_over_bytes():
+    assert bits_per_byte(math.log(2) * 24, 8) == pytest.approx(3)
+    assert Evaluation(nats=2000.0, num_tokens=2, num_bytes=1).perplexity == math.inf
+
+
+@pytest.mark.parametrize("budget", [None, 60, 52, 19, 1])
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_it_is_the_plain_sum_over_every_token_of_whole_pieces(build_model, stream, accelerator, budget, batch_size):
+    model = build_model()
+    num_targets, num_bytes = {None: (63, 69), 60: (52, 59), 52: (52, 59), 19: (19, 19), 1: (19, 19)}[budget]
+    nats = 0.0
+    tokens = torch.from_numpy(stream.tokens.astype("int64"))
+    for start in range(0, num_targets, 8):
+        row = tokens[start : min(start + 8, num_targets) + 1]
+        with torch.no_grad():
+            nats += F.cross_entropy(model.eval()(row[None, :-1]).logits[0], row[1:], reduction="sum").item()
+    settings = {"sequence_length": 8, "batch_size": batch_size, "budget_tokens": budget}
+    evaluation = evaluate_loss(model, stream, accelerator, **settings)
+    assert (evaluation.num_tokens, evaluation.num_bytes) == (num_targets, num_bytes)
+    assert evaluation.nats == pytest.approx(nats, rel=1e-6)
+
+
+def test_the_processes_share_the_tokens_without_a_rest(build_model, stream, accelerator):
+    model = build_model()
+    settings = {"sequence_length": 8, "batch_size": 2}
+    whole = evaluate_loss(model, stream, accelerator, **settings)
+    for world in (2, 3, 4):
+        parts = [evaluate_loss(model, stream, Shard(accelerator, rank, world), **settings) for rank in range(world)]
+        assert sum(part.nats for part in parts) == pytest.approx(whole.nats, rel=1e-6)
+
+
+def test_a_foreign_model_is_judged_by_its_own_loss(stream, accelerator):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2)).eval()
+    evaluation = evaluate_loss(model, stream, accelerator, sequence_length=63, batch_size=2)
+    ids = torch.from_numpy(stream.tokens.astype("int64"))[None]
+    with torch.no_grad():
+        assert evaluation.loss == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_in_its_mode_even_by_an_error(build_model, stream, accelerator, training):
+    model = build_model(dropout=0.5).train(training)
+    settings = {"sequence_length": 8, "batch_size": 2}
+    first, second = (evaluate_loss(model, stream, accelerator, **settings) for _ in range(2))
+    assert first == second, "dropout must be off"
+    assert model.training is training
+    model.forward = lambda *_, **__: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        evaluate_loss(model, stream, accelerator, **settings)
+    assert model.training is training

@@ -1,0 +1,56 @@
+"""Samples: repeatable, without a trace, and never beyond the positions of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hfgolf.errors import UserError
+from hfgolf.evaluate.sample import generate_text
+
+
+def test_the_seed_decides_and_nothing_else(build_model, tokenizer):
+    model = build_model(dropout=0.5).train()
+    torch.manual_seed(1)
+    first = generate_text(model, tokenizer, "ab", max_new_tokens=10, seed=7)
+    torch.manual_seed(2)
+    assert generate_text(model, tokenizer, "ab", max_new_tokens=10, seed=7) == first
+    assert generate_text(model, tokenizer, "ab", max_new_tokens=10, seed=8) != first
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generator_and_mode_are_left_as_they_were(build_model, tokenizer, training):
+    model = build_model().train(training)
+    before = torch.get_rng_state()
+    generate_text(model, tokenizer, max_new_tokens=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training is training
+
+
+def test_temperature_0_takes_the_likeliest_token_each_time(build_model, tokenizer):
+    model = build_model().eval()
+    ids = [256, *b"ab"]
+    for _ in range(6):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    expected = tokenizer.decode(ids[1:], skip_special_tokens=True)
+    assert generate_text(model, tokenizer, "ab", max_new_tokens=6, temperature=0) == expected
+    assert generate_text(model, tokenizer, "ab", max_new_tokens=6, top_k=1) == expected
+
+
+def test_a_text_that_spells_a_special_token_is_text(build_model, tokenizer):
+    prompt = "é<|endoftext|>"
+    assert generate_text(build_model(), tokenizer, prompt, max_new_tokens=1).startswith(prompt)
+
+
+def test_learned_positions_end_the_text(build_model, tokenizer):
+    model = build_model(position_embedding="learned")
+    text = generate_text(model, tokenizer, "x" * 14, max_new_tokens=100)
+    assert len(tokenizer(text)["input_ids"]) <= 15 + 2  # an invalid byte is decoded to a sign of three
+    with pytest.raises(UserError, match="The prompt has 15 tokens; this model takes at most 14"):
+        generate_text(model, tokenizer, "x" * 15)
+
+
+def test_rope_goes_on_beyond_its_training(build_model, tokenizer):
+    prompt = "x" * 40
+    assert generate_text(build_model(), tokenizer, prompt, max_new_tokens=4).startswith(prompt)

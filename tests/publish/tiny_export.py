@@ -1,0 +1,62 @@
+"""What the tests of publish/ have in common beside fixtures: a tiny model, its figures, how its export is pushed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hub_server import HubServer
+
+from hfgolf.config import TokenizerConfig
+from hfgolf.data.tokenizer import find_tokenizer
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
+
+ROOT = Path(__file__).parents[2]
+SUMMARY = {
+    "step": 5,
+    "steps": 6,
+    "tokens": 24576,
+    "val_loss": 3.25,
+    "val_perplexity": 25.79,
+    "val_bits_per_byte": 1.5,
+    "val_tokens": 1000,
+    "val_bytes": 3126,
+    "parameters": 27456,
+    "device": "an abacus",
+    "commit": "0123abc",
+    "model": "runs/tiny/model",
+    "sample": "def f():\n    ```\n{{ summary }}\n---",
+}
+
+
+def build_tiny() -> tuple[Any, Any]:
+    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, Path("unused"))
+    assert tokenizer is not None
+    tokenizer.model_max_length = 32
+    torch.manual_seed(0)
+    eos = tokenizer.eos_token_id
+    shape: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    model = GolfForCausalLM(
+        GolfConfig(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **shape)
+    )
+    for parameter in model.parameters():  # the output projections begin as zeros, which would hide the blocks
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval(), tokenizer
+
+
+def push(python: Any, hub: HubServer | str, exported: Path, *options: str) -> Any:
+    """Run scripts/push_to_hub.py against a Hub, or an endpoint."""
+    script = ROOT / "scripts" / "push_to_hub.py"
+    endpoint = hub if isinstance(hub, str) else hub.endpoint
+    return python(script, "--run", exported.parent, "--repo", "user/name", *options, endpoint=endpoint)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
