@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def conclude(run: Run) -> dict[str, Any]:
     """Evaluate, export, show and push the best weights of the run; returns the summary, also in summary.json."""
     step = _take_best_weights(run)
-    evaluation = evaluate_loss(
+    evaluation = run.whole_evaluations.get(step) or evaluate_loss(
         run.raw_model,
         run.tokens.val,
         run.accelerator,
@@ -55,7 +55,6 @@ def conclude(run: Run) -> dict[str, Any]:
         show_summary(summary)
         run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
     run.tracker.finish()
-    run.accelerator.wait_for_everyone()
     return summary
 
 

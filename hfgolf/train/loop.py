@@ -73,7 +73,7 @@ def train_step(run: Run, total_steps: float) -> tuple[Tensor, Tensor, float]:
         batch = next(run.batches)
         data_seconds += time.perf_counter() - asked_at
         with accelerator.accumulate(run.model):
-            loss = run.model(**batch, use_cache=False).loss
+            loss = run.model(**batch).loss
             accelerator.backward(loss)  # divides by accumulation_steps
             loss_sum += loss.detach()
     max_norm = run.config.train.max_grad_norm
@@ -124,6 +124,8 @@ def validate(run: Run) -> dict[str, Any]:
         batch_size=run.micro_batch_size,
         budget_tokens=train.eval_tokens,
     )
+    if train.eval_tokens is None:
+        run.whole_evaluations = {run.state.step: evaluation}
     if evaluation.loss < run.state.best_val_loss:
         run.state.best_val_loss, run.state.best_step = evaluation.loss, run.state.step
     return {

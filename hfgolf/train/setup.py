@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
 from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
 from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes
@@ -65,6 +66,8 @@ class Run:
     most_steps: float
     """Steps after which max_steps or max_epochs end the run; infinity where only the clock does."""
     compile_seconds: float = 0.0
+    whole_evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    """The last evaluation on the whole validation part, by its step, so that the end need not repeat it."""
 
     @property
     def config(self) -> RunConfig:

@@ -55,9 +55,9 @@ class Tracker:
             self._never_stop(lambda: self._accelerator.log(numbers, step=row["step"]))
 
     def finish(self) -> None:
-        """Close the trackers."""
-        if self._active and self._tracking:
-            self._never_stop(self._accelerator.end_training)
+        """Close the trackers, and the group of processes with them; the last thing that all ranks do together."""
+        self._accelerator.wait_for_everyone()
+        self._never_stop(self._accelerator.end_training)
 
     def _never_stop(self, call: Callable[[], None]) -> None:
         try:
@@ -105,8 +105,8 @@ def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[
         logger.warning("wandb: offline, because nobody is logged in; `wandb login`, then `wandb sync` uploads the run")
         mode = "offline"
     state.wandb_id = state.wandb_id or uuid.uuid4().hex[:8]
-    timeout = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS)
-    return {"mode": mode, "dir": str(folder), "id": state.wandb_id, "resume": "allow", "settings": timeout}
+    settings = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS, silent=mode == "offline")
+    return {"mode": mode, "dir": str(folder), "id": state.wandb_id, "resume": "allow", "settings": settings}
 
 
 def _drop_rows_after(path: Path, step: int) -> None:

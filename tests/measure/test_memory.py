@@ -92,7 +92,7 @@ def test_activations_are_close_to_what_autograd_saves(checkpointing):
         gradient_checkpointing=checkpointing,
     ).activations
     if checkpointing:
-        kept += (predicted - 8 * 128 * (4 * 4 * 128 + 16 * 128))  # one block is whole during the backward pass
+        kept += predicted - 8 * 128 * (4 * 4 * 128 + 16 * 128)  # one block is whole during the backward pass
     print(f"kept {kept:,} predicted {predicted:,} ratio {predicted / kept:.2f}")
     assert predicted == pytest.approx(kept, rel=0.1)
     del loss

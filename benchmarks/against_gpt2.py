@@ -1,0 +1,119 @@
+"""Time and memory of one training step beside transformers' GPT2LMHeadModel with the same weights.
+
+    python benchmarks/against_gpt2.py --output benchmarks/results/against_gpt2_cpu.json
+
+Both run eagerly in the same precision on the same batch, the repetitions interleaved in one process; peak memory is
+that of a process of its own for each. The loss of both is printed, so that one sees that they do the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPES = {
+    "characters": {"n_embd": 384, "n_layer": 6, "n_head": 6, "vocab_size": 257, "n_positions": 256, "batch": 16},
+    "small": {"n_embd": 256, "n_layer": 5, "n_head": 4, "vocab_size": 4096, "n_positions": 256, "batch": 8},
+    "gpt2_2_layers": {"n_embd": 768, "n_layer": 2, "n_head": 12, "vocab_size": 50257, "n_positions": 1024, "batch": 2},
+}
+
+
+def build(shape: dict[str, int], device: str) -> dict[str, Any]:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from hfgolf.model.convert_gpt2 import golf_from_gpt2
+
+    torch.manual_seed(0)
+    options = {key: value for key, value in shape.items() if key != "batch"}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**options, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).train()
+    models = {"transformers": gpt2, "hfgolf": golf_from_gpt2(gpt2).train()}
+    return {name: model.to(device) for name, model in models.items()}
+
+
+def make_step(model: Any, shape: dict[str, int], device: str) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, shape["vocab_size"], (shape["batch"], shape["n_positions"]), generator=generator).to(device)
+
+    def step() -> float:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        model.zero_grad()
+        return loss.item()  # waits for a GPU
+
+    return step
+
+
+def peak_bytes(name: str, shape: str, device: str) -> int:
+    command = [sys.executable, __file__, "--child", name, "--shape", shape, "--device", device]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def child(name: str, shape: dict[str, int], device: str) -> int:
+    """Return what three steps add to the memory of a process that holds the model."""
+    import torch
+
+    step = make_step(build(shape, device)[name], shape, device)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for _ in range(3):
+        step()
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(child(arguments.child, SHAPES[arguments.shape], arguments.device))
+        return
+
+    import torch
+    import transformers
+
+    from hfgolf.train.environment import git_commit, hardware
+
+    results = []
+    print(f"{'shape':<16}{'transformers':>14}{'hfgolf':>10}{'ratio':>8}{'memory of a step (MB)':>24}")
+    for name, shape in SHAPES.items():
+        steps = {
+            who: make_step(model, shape, arguments.device) for who, model in build(shape, arguments.device).items()
+        }
+        losses = {who: step() for who, step in steps.items()}  # warms up
+        seconds: dict[str, list[float]] = {who: [] for who in steps}
+        for _ in range(arguments.repetitions):
+            for who, step in steps.items():
+                started_at = time.perf_counter()
+                step()
+                seconds[who].append(time.perf_counter() - started_at)
+        median = {who: statistics.median(times) for who, times in seconds.items()}
+        ratio = statistics.median(a / b for a, b in zip(seconds["transformers"], seconds["hfgolf"], strict=True))
+        memory = {who: peak_bytes(who, name, arguments.device) for who in steps}
+        results.append({"shape": name, **shape, "losses": losses, "seconds": seconds, "ratio": ratio, "bytes": memory})
+        megabytes = f"{memory['transformers'] / 1e6:,.0f} / {memory['hfgolf'] / 1e6:,.0f}"
+        print(f"{name:<16}{median['transformers']:>12.3f} s{median['hfgolf']:>8.3f} s{ratio:>8.2f}{megabytes:>24}")
+        print(f"{'':<16}loss {losses['transformers']:.6f} and {losses['hfgolf']:.6f}")
+    if arguments.output:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hfgolf": git_commit()}
+        about = {"hardware": hardware(), "versions": versions, "threads": torch.get_num_threads()}
+        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

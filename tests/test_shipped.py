@@ -1,0 +1,80 @@
+"""What ships works: every config takes two steps, the scripts of the README do what it says of them."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHRUNK = {
+    "data.hub_name": "null",
+    "data.hub_config": "null",
+    "data.max_documents": "null",
+    "tokenizer.name_or_path": "null",
+    "model.hidden_size": 32,
+    "model.num_hidden_layers": 1,
+    "model.num_attention_heads": 2,
+    "batch.sequence_length": 32,
+    "batch.tokens_per_step": 128,
+    "train.max_steps": 2,
+    "train.max_minutes": "null",
+    "train.eval_tokens": 500,
+}
+
+
+def script(name: str, *arguments: object) -> None:
+    """Run a script in this process, as a person would from the command line."""
+    before = sys.argv
+    sys.argv = [f"scripts/{name}", *map(str, arguments)]
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+    finally:
+        sys.argv = before
+    assert not exit_.value.code
+
+
+@pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_config_takes_two_steps(run, config, tmp_path, corpus_file):
+    """On a small corpus and with a small model, but with the config's own optimizer, schedule and intervals."""
+    options = SHRUNK | {
+        "run.output_dir": tmp_path / "runs",
+        "data.source": "files",
+        "data.files": corpus_file,
+        "data.split": "contiguous",
+        "data.cache_dir": tmp_path / "cache",
+        "tokenizer.kind": "byte",
+        "train.cpu_threads": 1,
+    }
+    folder = run(["--config", str(ROOT / "configs" / config), *(f"--{key}={value}" for key, value in options.items())])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["val_loss"] < 5.5  # below ln 257: two steps have taught it something
+
+
+def test_a_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
+    first = run(tiny_run())
+    again = run(["--config", str(first / "config.yaml"), "--run.name", "again"])
+    losses = [[json.loads(line)["train_losses"] for line in (f / "metrics.jsonl").open()] for f in (first, again)]
+    assert losses[0] == losses[1]
+
+
+def test_train_says_so_when_the_run_is_complete(tiny_run, capsys):
+    script("train.py", *tiny_run())
+    first = capsys.readouterr().out
+    script("train.py", *tiny_run())
+    second = capsys.readouterr().out
+    assert "tiny is complete; another --run.name" in second
+    assert "step 1/" in first and "step 1/" not in second
+    for line in ("validation loss", "bits per byte", "tokens/s", "sample", "run folder", "AutoModelForCausalLM"):
+        assert line in first and line in second
+
+
+def test_plot_metrics_draws_a_picture(run, tiny_run, tmp_path):
+    folder = run(tiny_run())
+    script("plot_metrics.py", folder, "--output", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
