@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,9 @@ def build(shape: dict[str, int], device: str) -> dict[str, Any]:
 
     torch.manual_seed(0)
     options = {key: value for key, value in shape.items() if key != "batch"}
-    gpt2 = GPT2LMHeadModel(GPT2Config(**options, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).train()
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(**options, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    ).train()
     models = {"transformers": gpt2, "hfgolf": golf_from_gpt2(gpt2).train()}
     return {name: model.to(device) for name, model in models.items()}
 
@@ -60,16 +61,24 @@ def peak_bytes(name: str, shape: str, device: str) -> int:
 
 
 def child(name: str, shape: dict[str, int], device: str) -> int:
-    """Return what three steps add to the memory of a process that holds the model."""
+    """Return what three steps add, at their peak, to the memory of a process that holds the models."""
     import torch
 
     step = make_step(build(shape, device)[name], shape, device)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of resident memory starts anew
+        before = resident_bytes("VmRSS")
     for _ in range(3):
         step()
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return (torch.cuda.max_memory_allocated() if device == "cuda" else resident_bytes("VmHWM")) - before
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def main() -> None:

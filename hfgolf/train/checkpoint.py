@@ -21,16 +21,17 @@ from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PreTrainedConfig
 
 FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, model_config: dict[str, Any]) -> Path:
+def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, model_config: PreTrainedConfig) -> Path:
     """Write `folder/step-NNNNNN` and point `latest` at it; returns its path. All ranks call it together.
 
-    model_config: what the weights are of; a resume into another shape is refused by it.
+    model_config: of the weights; a resume into another model is refused by it.
     """
     final = folder / f"step-{step:06d}"
     partial = folder / f".partial-{final.name}"
@@ -50,23 +51,23 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, model_con
     return final
 
 
-def load_checkpoint(accelerator: Accelerator, checkpoint: Path, model_config: dict[str, Any]) -> None:
+def load_checkpoint(accelerator: Accelerator, checkpoint: Path, model_config: PreTrainedConfig) -> None:
     """Load weights, optimizer, scaler, registered state and every random generator, exactly as saved.
 
     Raises UserError where the checkpoint is damaged or of another model, or lacks this rank's random state.
     """
     manifest = verify(checkpoint)
-    if manifest["model"] != model_config:
-        changed = [k for k in model_config if manifest["model"].get(k) != model_config[k]]
-        changes = ", ".join(f"{k} {manifest['model'].get(k)} -> {model_config[k]}" for k in changed)
+    saved, model = manifest["model"], _description(model_config)
+    if saved != model:
+        changed = [key for key in saved | model if saved.get(key) != model.get(key)]
+        changes = ", ".join(f"{key} {saved.get(key)} -> {model.get(key)}" for key in changed)
         raise UserError(
             f"train.resume: {checkpoint} holds another model ({changes}); restore these keys or start a new run.name."
         )
     accelerator.load_state(str(checkpoint))
     random_states = checkpoint / f"random_states_{accelerator.process_index}.pkl"
     if random_states.exists():  # accelerate passes over an error here in silence, so it is checked
-        saved = load(random_states)["torch_manual_seed"]
-        if not torch.equal(saved, torch.get_rng_state()):
+        if not torch.equal(load(random_states)["torch_manual_seed"], torch.get_rng_state()):
             raise UserError(f"train.resume: the random state in {random_states} could not be restored.")
     elif accelerator.num_processes == manifest["processes"]:
         raise UserError(f"train.resume: {random_states} is missing; choose an earlier checkpoint.")
@@ -119,13 +120,18 @@ def point(link: Path, target: Path) -> None:
     temporary.replace(link)
 
 
-def _write_manifest(folder: Path, step: int, model_config: dict[str, Any]) -> None:
+def _description(model_config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what makes the model this model, and not the versions it was saved with."""
+    return {key: value for key, value in model_config.to_diff_dict().items() if key != "transformers_version"}
+
+
+def _write_manifest(folder: Path, step: int, model_config: PreTrainedConfig) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     manifest = {
         "format": FORMAT_VERSION,
         "step": step,
         "processes": len(list(folder.glob("random_states_*.pkl"))),
-        "model": model_config,
+        "model": _description(model_config),
         "files": {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files},
     }
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))

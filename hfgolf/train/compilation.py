@@ -55,8 +55,13 @@ def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> float:
     try:
         run_once()
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
-        model._compiled_call_impl = None  # what Module.compile() set
+        undo_compilation(model)
         torch._dynamo.reset()
         logger.warning("compile: failed, going on without: %s", one_line(error)[:200])
         run_once()
     return time.perf_counter() - started_at
+
+
+def undo_compilation(model: nn.Module) -> None:
+    """Make the model eager again: generate() would have it compiled anew for every length."""
+    model._compiled_call_impl = None  # what Module.compile() set

@@ -13,6 +13,7 @@ from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
+from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def conclude(run: Run) -> dict[str, Any]:
         "model": str(run.folder.model),
     }
     if run.accelerator.is_main_process:
+        undo_compilation(run.raw_model)
         summary["sample"] = generate_text(run.raw_model, run.tokens.tokenizer, seed=run.config.run.seed)
         export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, model_card(run.config, summary))
         run.folder.summary.write_text(json.dumps(summary, indent=1))

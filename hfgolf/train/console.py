@@ -41,7 +41,7 @@ class Console:
 
 def format_row(row: dict[str, Any], total_steps: float) -> str:
     """Return a row of metrics.jsonl as a line for a person."""
-    total = "" if total_steps == math.inf else f"/{total_steps:.0f}"
+    total = "" if total_steps == math.inf else f"/{max(total_steps, row['step']):.0f}"
     parts = [
         f"step {row['step']}{total}",
         f"loss {row['train_loss']:.4f}",

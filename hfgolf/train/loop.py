@@ -140,7 +140,7 @@ def validate(run: Run) -> dict[str, Any]:
 def save(run: Run) -> None:
     """Write a checkpoint, point `latest` (and `best`) at it, delete what retention lets go."""
     folder, step = run.folder.checkpoints, run.state.step
-    checkpoint = save_checkpoint(run.accelerator, folder, step, run.raw_model.config.to_diff_dict())
+    checkpoint = save_checkpoint(run.accelerator, folder, step, run.raw_model.config)
     if run.accelerator.is_main_process:
         if run.state.best_step == step:
             point(folder / "best", checkpoint)

@@ -72,7 +72,8 @@ class RunFolder:
         if changed:
             raise UserError(
                 f"run.name: {self.path} holds a run with another config ({'; '.join(changed[:3])}"
-                f"{'; ...' if len(changed) > 3 else ''}); choose another --run.name, or delete that folder."
+                f"{'; ...' if len(changed) > 3 else ''}); choose another --run.name, delete that folder, or continue"
+                " that run with these values by --train.resume latest."
             )
         if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")):
             raise UserError(

@@ -91,6 +91,8 @@ def set_up(resolved: ResolvedConfig) -> Run:
     folder = run_folder(config)
     threads = set_cpu_threads(config.train.cpu_threads, _local_processes()) if accelerator.device.type == "cpu" else 0
     checkpoint = find_checkpoint(folder.checkpoints, config.train.resume) if config.train.resume else None
+    stated_size = config.batch.micro_batch_size
+    config.batch.accumulation_steps(1 if stated_size == "auto" else stated_size, accelerator.num_processes)  # or raise
     if accelerator.is_main_process:
         folder.claim(resolved)
     _say_environment(accelerator, config, resolved, threads)
@@ -114,7 +116,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     accelerator.register_for_checkpointing(state)
     if checkpoint:
         rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        load_checkpoint(accelerator, checkpoint, raw_model.config.to_diff_dict())
+        load_checkpoint(accelerator, checkpoint, raw_model.config)
         for group, of_config in zip(optimizer.param_groups, rates, strict=True):
             group.update(of_config)  # the config says the rates, not the checkpoint
         logger.info("resumed from %s at step %d", checkpoint, state.step)
@@ -164,9 +166,10 @@ def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: Reso
     processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     cores = f", {threads} threads each" if threads else ""
     logger.info("device: %s, %s%s", device_name(), processes, cores)
-    source = resolved.sources.get("train.mixed_precision", "default")
-    reason = "bf16 where the hardware is fast at it" if source == "auto" else source
-    logger.info("precision: %s (%s)", config.train.mixed_precision, reason)
+    precision, source = config.train.mixed_precision, resolved.sources["train.mixed_precision"]
+    if source == "auto":
+        source = "this hardware is fast at it" if precision == "bf16" else "this hardware is not fast at bf16"
+    logger.info("precision: %s (%s)", "fp32" if precision == "no" else precision, source)
 
 
 def _build_model(config: RunConfig, tokens: TokenCache) -> GolfForCausalLM:
@@ -270,11 +273,12 @@ def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Acceler
 
 
 def _write_description(run: Run) -> None:
-    """Write config.yaml and metadata.json: enough to repeat the run."""
+    """Write config.yaml and metadata.json, enough to repeat the run."""
     if run.accelerator.is_main_process:
         changed = run.folder.changed_keys(run.resolved) if run.folder.config.exists() else []
         for change in changed:
             logger.info("changed since the run began: %s", change)
+        run.folder.summary.unlink(missing_ok=True)  # the run is no longer complete
         run.folder.config.write_text(run.resolved.to_yaml())
         run.folder.metadata.write_text(json.dumps(run_metadata(run.resolved), indent=1))
 
@@ -294,7 +298,8 @@ def _compile(run: Run) -> None:
         devices = [run.accelerator.device] if run.accelerator.device.type == "cuda" else []
         with torch.random.fork_rng(devices), run.accelerator.no_sync(run.model):
             run.model.train()
-            run.accelerator.backward(run.model(input_ids=ids, shift_labels=ids).loss)
+            # a clone: torch would compile for labels that are the inputs, and once more for a real batch
+            run.accelerator.backward(run.model(input_ids=ids, shift_labels=ids.clone()).loss)
         run.raw_model.zero_grad(set_to_none=True)
 
     run.compile_seconds = compile_in_place(run.raw_model, run_once)

@@ -86,6 +86,39 @@ def test_accumulation_is_exact(run, tiny_run):
             torch.testing.assert_close(weights(other / "checkpoints" / "latest")[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optim__name": "adamw", "optim__learning_rate": 0.003},
+        {"optim__name": "sgd", "optim__learning_rate": 0.3},
+        {"schedule__name": "cosine", "schedule__warmup_steps": 3, "schedule__floor": 0.1},
+        {"train__max_grad_norm": "null", "train__save_every_minutes": 0.001},
+    ],
+)
+def test_every_optimizer_and_schedule_learns(run, tiny_run, options):
+    folder = run(tiny_run(train__max_steps=25, **options))
+    assert losses(folder)[-1] < losses(folder)[0] - 0.7
+
+
+@pytest.mark.parametrize("options", [{"model__gradient_checkpointing": "true"}, {"data__num_workers": 2}])
+def test_what_only_saves_memory_or_time_changes_no_loss(run, tiny_run, options):
+    plain, other = run(tiny_run(run__name="plain")), run(tiny_run(run__name="other", **options))
+    assert losses(other) == pytest.approx(losses(plain), rel=1e-6)
+
+
+def test_a_compiled_model_compiles_once(run, tiny_run, monkeypatch):
+    """The pass that compiles must look like a training step, or the first step compiles again."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
+    folder = run(tiny_run(train__compile="true", batch__micro_batch_size=4))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(losses(folder)) == 6
+
+
 class Interrupted(Exception):
     """The process dies here."""
 
