@@ -477,7 +477,7 @@ def _nats_and_gradients(
             hidden_gradient[start : start + rows] = gradient @ head
         if weight_gradient is not None:
             if compute_dtype == sum_dtype:
-                weight_gradient.addmm_(gradient.T, chunk)  # without a second (V, C) matrix
+                torch.addmm(weight_gradient, gradient.T, chunk, out=weight_gradient)  # needs no second (V, C) matrix
             else:  # summed in fp32: bf16 would lose what the later chunks add
                 weight_gradient += gradient.T @ chunk
     weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
