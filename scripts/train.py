@@ -10,10 +10,12 @@ def main() -> None:
     resolved = load_config()  # before torch is imported, so that --help and a wrong key answer at once
     from hfgolf.train.conclusion import show_summary
     from hfgolf.train.console import show_log
+    from hfgolf.train.environment import resolve_precision
     from hfgolf.train.loop import train
     from hfgolf.train.run_folder import run_folder
 
     show_log(is_main_process=os.environ.get("RANK", "0") == "0")
+    resolved = resolve_precision(resolved)  # decided, it can be compared with that of a run that is complete
     summary = run_folder(resolved.config).completed(resolved)
     if summary:
         folder = run_folder(resolved.config).path

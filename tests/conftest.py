@@ -16,7 +16,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 SHARED = Path(__file__).parents[2] / "shared"
 
 
-def reset_accelerate() -> None:
+def _reset_accelerate() -> None:
     """Accelerate keeps its state globally: a second Accelerator would reset the accumulation of the first."""
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
@@ -28,7 +28,13 @@ def reset_accelerate() -> None:
 @pytest.fixture(autouse=True)
 def fresh_accelerate() -> Iterator[None]:
     yield
-    reset_accelerate()
+    _reset_accelerate()
+
+
+@pytest.fixture
+def reset_accelerate() -> Callable[[], None]:
+    """Return what makes the next Accelerator of a test as fresh as that of a new process."""
+    return _reset_accelerate
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def run() -> Callable[[list[str]], Path]:
         from hfgolf.train.loop import train
         from hfgolf.train.run_folder import run_folder
 
-        reset_accelerate()
+        _reset_accelerate()
         resolved = load_config(arguments)
         train(resolved)
         return run_folder(resolved.config).path

@@ -63,10 +63,12 @@ def test_a_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_train_says_so_when_the_run_is_complete(tiny_run, capsys):
-    script("train.py", *tiny_run())
+def test_train_says_so_when_the_run_is_complete(reset_accelerate, tiny_run, capsys):
+    options = tiny_run(train__mixed_precision="null", batch__micro_batch_size="auto", train__compile="auto")
+    script("train.py", *options)
     first = capsys.readouterr().out
-    script("train.py", *tiny_run())
+    reset_accelerate()
+    script("train.py", *options)
     second = capsys.readouterr().out
     assert "tiny is complete; another --run.name" in second
     assert "step 1/" in first and "step 1/" not in second
