@@ -101,12 +101,23 @@ def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[
     import wandb
 
     mode = "offline" if config.track.offline else os.environ.get("WANDB_MODE", "online")
-    if mode == "online" and not wandb.login(prompt=False):
-        logger.warning("wandb: offline, because nobody is logged in; `wandb login`, then `wandb sync` uploads the run")
+    obstacle = _wandb_obstacle() if mode == "online" else None
+    if obstacle:
+        logger.warning("wandb: offline, because %s; `wandb sync` uploads the run later", obstacle)
         mode = "offline"
     state.wandb_id = state.wandb_id or uuid.uuid4().hex[:8]
     settings = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS, silent=mode == "offline")
     return {"mode": mode, "dir": str(folder), "id": state.wandb_id, "resume": "allow", "settings": settings}
+
+
+def _wandb_obstacle() -> str | None:
+    """Say why a run cannot be sent to wandb now, None if it can."""
+    import wandb
+
+    try:
+        return None if wandb.login(prompt=False) else "nobody is logged in (`wandb login`)"
+    except Exception as error:  # it checks the key over the network, and each way to fail has its own exception
+        return f"it could not be reached: {one_line(error)}"
 
 
 def _drop_rows_after(path: Path, step: int) -> None:

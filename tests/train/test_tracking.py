@@ -26,7 +26,15 @@ def test_tensorboard_gets_what_the_file_gets(run, tiny_run):
 
 
 @pytest.mark.slow
-def test_wandb_without_an_account_goes_offline_with_one_line(run, tiny_run, monkeypatch, caplog):
+@pytest.mark.parametrize("lacking", ["an account", "a network"])
+def test_wandb_without_an_account_or_a_network_goes_offline_with_one_line(run, tiny_run, monkeypatch, caplog, lacking):
+    import wandb
+
+    def unreachable(**options: object) -> bool:
+        raise wandb.errors.AuthenticationError("no such host")
+
+    if lacking == "a network":
+        monkeypatch.setattr(wandb, "login", unreachable)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", "/nonexistent")
