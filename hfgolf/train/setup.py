@@ -61,8 +61,6 @@ class Run:
     meter: Meter
     tracker: Tracker
     hub: HubPusher
-    micro_batch_size: int
-    accumulation_steps: int
     most_steps: float
     """Steps after which max_steps or max_epochs end the run; infinity where only the clock does."""
     compile_seconds: float = 0.0
@@ -72,6 +70,16 @@ class Run:
     @property
     def config(self) -> RunConfig:
         return self.resolved.config
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences a process runs at once; resolved, so no longer "auto"."""
+        return int(self.config.batch.micro_batch_size)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of a process in an optimizer step."""
+        return self.accelerator.gradient_accumulation_steps
 
     @property
     def epoch(self) -> float:
@@ -102,11 +110,8 @@ def set_up(resolved: ResolvedConfig) -> Run:
         tokens = load_tokens(config.data, config.tokenizer)
     tokens.tokenizer.model_max_length = config.batch.sequence_length
     raw_model = _build_model(config, tokens)
-    resolved = _resolve_micro_batch(resolved, raw_model, accelerator)
+    resolved = _settle_batch(resolved, raw_model, accelerator)
     config = resolved.config
-    micro_batch_size = int(config.batch.micro_batch_size)
-    accumulation_steps = config.batch.accumulation_steps(micro_batch_size, accelerator.num_processes)
-    accelerator.gradient_accumulation_steps = accumulation_steps
 
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, raw_model.fused_projections())
     logger.info("%s", group_table(optimizer))
@@ -131,12 +136,10 @@ def set_up(resolved: ResolvedConfig) -> Run:
         model=model,
         optimizer=optimizer,
         state=state,
-        batches=_batches(config, tokens, accelerator, accumulation_steps, state.step, most_steps),
+        batches=_batches(config, tokens, accelerator, state.step, most_steps),
         meter=_build_meter(config, raw_model, accelerator),
         tracker=Tracker(accelerator, config, folder.path, state),
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
-        micro_batch_size=micro_batch_size,
-        accumulation_steps=accumulation_steps,
         most_steps=most_steps,
     )
     _write_description(run)
@@ -192,7 +195,8 @@ def _build_model(config: RunConfig, tokens: TokenCache) -> GolfForCausalLM:
     return model
 
 
-def _resolve_micro_batch(resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator) -> ResolvedConfig:
+def _settle_batch(resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator) -> ResolvedConfig:
+    """Decide the micro-batch where it is auto, and tell the accelerator the accumulation that follows from it."""
     config = resolved.config
     if config.batch.micro_batch_size == "auto":
         parameters = list(model.parameters())
@@ -213,6 +217,7 @@ def _resolve_micro_batch(resolved: ResolvedConfig, model: GolfForCausalLM, accel
         resolved = resolved.resolve("auto", batch__micro_batch_size=size)
     size = int(resolved.config.batch.micro_batch_size)
     accumulation = config.batch.accumulation_steps(size, accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = accumulation
     logger.info(
         "batch: %s tokens a step = %d sequences x %d tokens x %d accumulated x %d processes",
         f"{config.batch.tokens_per_step:,}",
@@ -246,7 +251,6 @@ def _batches(
     config: RunConfig,
     tokens: TokenCache,
     accelerator: Accelerator,
-    accumulation_steps: int,
     start_step: int,
     most_steps: float,
 ) -> Iterator[dict[str, Tensor]]:
@@ -254,7 +258,7 @@ def _batches(
         tokens.train,
         sequence_length=config.batch.sequence_length,
         micro_batch_size=int(config.batch.micro_batch_size),
-        accumulation=accumulation_steps,
+        accumulation=accelerator.gradient_accumulation_steps,
         rank=accelerator.process_index,
         world=accelerator.num_processes,
         seed=config.run.seed,

@@ -62,8 +62,6 @@ class Tracker:
     def _never_stop(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except UserError:
-            raise
         except Exception as error:  # whatever a tracker raises, the run goes on
             self._tracking = False
             logger.warning("tracker dropped, metrics.jsonl goes on: %s", one_line(error))
