@@ -255,6 +255,12 @@ class OptimConfig:
     """Iterations of that polynomial."""
     update_scale: Literal["original", "match_rms_adamw"] = "original"
     """Muon's scale: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which suits AdamW's learning rate."""
+    ema_decay: float | None = None
+    """Decay a step of the moving average of the weights; null: none, or as optim.ema_half_life_tokens says."""
+    ema_half_life_tokens: int | None = None
+    """The same as the tokens after which a weight's share of the average has halved; null: see optim.ema_decay."""
+    ema_export: bool = False
+    """Choose best, stop early and export by the averaged weights instead of the raw ones."""
 
     def __post_init__(self) -> None:
         _require_positive("optim", self, "learning_rate", "adamw_learning_rate", "embedding_learning_rate", "eps")
@@ -264,6 +270,23 @@ class OptimConfig:
         steps = self.newton_schulz_steps
         most = 5 if self.newton_schulz_coefficients == "polar_express" else 20
         _require("optim.newton_schulz_steps", steps, 1 <= steps <= most, f"1 to {most}")
+        decay = self.ema_decay
+        _require("optim.ema_decay", decay, decay is None or 0 < decay < 1, "a number between 0 and 1")
+        _require_positive("optim", self, "ema_half_life_tokens")
+        if decay is not None and self.ema_half_life_tokens is not None:
+            raise UserError(
+                f"optim.ema_decay: {decay} and optim.ema_half_life_tokens {self.ema_half_life_tokens} both say how fast"
+                " the average moves; set one and leave the other null."
+            )
+        if self.ema_export and not self.has_ema:
+            raise UserError(
+                "optim.ema_export is true while no average is kept; set optim.ema_decay or optim.ema_half_life_tokens."
+            )
+
+    @property
+    def has_ema(self) -> bool:
+        """Say whether a moving average of the weights is kept; ema.py works out its decay."""
+        return self.ema_decay is not None or self.ema_half_life_tokens is not None
 
 
 @dataclass(frozen=True)
@@ -317,14 +340,27 @@ class TrainConfig:
     keep_last: int = 2
     """Checkpoints kept beside the best one."""
     resume: str | None = None
-    """latest, best, or the path of a checkpoint to continue from; null starts afresh."""
+    """auto: go on where the run stopped, or begin it; latest, best or a path: that checkpoint; null starts afresh."""
+    patience_evals: int | None = None
+    """Stop after so many evaluations without an improvement; null: never. The best weights are exported either way."""
+    min_improvement: float = 0.0
+    """Nats a token by which the validation loss must fall to count as an improvement."""
+    max_skipped_steps: int = 5
+    """Steps in a row whose gradient is not finite that are skipped, before the run goes back to its last checkpoint."""
+    max_rollbacks: int = 3
+    """Times the run may go back; after that it stops with a diagnosis."""
+    rollback_learning_rate_factor: float = 0.5
+    """Factor on all learning rates at each time; the batches that were skipped are left out in any case."""
     deterministic: bool = False
     """Deterministic kernels on GPUs (slower); on one CPU process a run is always repeatable."""
 
     def __post_init__(self) -> None:
         _require_positive("train", self, "max_steps", "max_epochs", "max_minutes", "max_grad_norm", "log_every_steps")
         _require_positive("train", self, "eval_every_steps", "eval_tokens", "save_every_steps", "save_every_minutes")
-        _require_positive("train", self, "keep_last")
+        _require_positive("train", self, "keep_last", "patience_evals", "max_skipped_steps")
+        _require_not_negative("train", self, "min_improvement", "max_rollbacks")
+        factor = self.rollback_learning_rate_factor
+        _require("train.rollback_learning_rate_factor", factor, 0 < factor <= 1, "above 0, up to 1")
         if self.cpu_threads != "auto":
             _require_positive("train", self, "cpu_threads")
         if self.max_steps is None and self.max_epochs is None and self.max_minutes is None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from hfgolf.command_line import run_command
@@ -21,7 +22,7 @@ def main() -> None:
     for run in arguments.runs:
         rows = _read(run / "metrics.jsonl")
         steps = [step for row in rows for step in range(row["step"] - len(row["train_losses"]) + 1, row["step"] + 1)]
-        losses = [loss for row in rows for loss in row["train_losses"]]
+        losses = [math.nan if loss is None else loss for row in rows for loss in row["train_losses"]]
         (line,) = axes.plot(steps, losses, alpha=0.35, linewidth=1, label=f"{run.name}: training, each step")
         judged = [row for row in rows if row["val_loss"] is not None]
         axes.plot(
@@ -42,6 +43,7 @@ def _read(path: Path) -> list[dict]:
     if not path.is_file():
         raise UserError(f"there is no {path}; name a run folder, such as runs/small.")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if "event" not in row]
     if not rows:
         raise UserError(f"{path} is empty; the run has logged nothing yet.")
     return rows

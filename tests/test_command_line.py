@@ -105,6 +105,20 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
             "data.files is empty while data.source is files; name at least one path, glob or URL.",
         ),
         (["--hub.push", "true"], "hub.repo_id is null while hub.push is true; name the repository, as user/name."),
+        (["--optim.ema_decay", "1"], "optim.ema_decay: 1.0 is out of range; allowed: a number between 0 and 1."),
+        (
+            ["--optim.ema_half_life_tokens", "0"],
+            "optim.ema_half_life_tokens: 0 is out of range; allowed: a number above 0.",
+        ),
+        (
+            ["--optim.ema_decay", "0.9", "--optim.ema_half_life_tokens", "5000"],
+            "optim.ema_decay: 0.9 and optim.ema_half_life_tokens 5000 both say how fast the average moves;"
+            " set one and leave the other null.",
+        ),
+        (
+            ["--optim.ema_export", "true"],
+            "optim.ema_export is true while no average is kept; set optim.ema_decay or optim.ema_half_life_tokens.",
+        ),
         (["--run.name", "../up"], "run.name: '../up' is out of range; allowed: letters, digits, . _ -."),
         (["stray"], "unrecognized arguments: stray."),
     ],

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "publish": {"data", "model", "optim"},
     "train": {"data", "model", "optim", "measure", "evaluate", "publish"},
 }
-BASE = {"config", "errors", "command_line"}
+BASE = {"config", "errors", "command_line", "redact"}
 
 
 def pins() -> dict[str, str]:

@@ -8,7 +8,8 @@ every token but the first is a target exactly once an epoch, the few after the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -57,6 +58,24 @@ def block_ids(seed: int, step: int, blocks_per_step: int, num_blocks: int) -> np
     return ids
 
 
+def data_step(step: int, left_out: Collection[int]) -> int:
+    """Return which step's batch the update after `step` updates reads: the step-th of those that are not left out."""
+    for number in sorted(left_out):
+        step += number <= step
+    return step
+
+
+def sample_hash(ids: np.ndarray) -> int:
+    """Return a 64-bit sum over mixed block ids: it is of the blocks alone, however ranks and micro-batches share them.
+
+    The mixer is that of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators").
+    """
+    x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return int((x ^ (x >> np.uint64(31))).sum().astype(np.int64))
+
+
 @lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, num_blocks: int) -> np.ndarray:
     # PCG64 by name: default_rng may change its generator, and the order of the data must not change with numpy
@@ -66,7 +85,8 @@ def _permutation(seed: int, epoch: int, num_blocks: int) -> np.ndarray:
 class MicroBatches(Dataset[Batch]):
     """The micro-batches of one rank: item n is number n % accumulation of step n // accumulation.
 
-    An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64}, the labels already one token ahead.
+    An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}, the labels already
+    one token ahead, the hash that of the blocks it was made of.
     Over ranks and accumulation the items of a step are its global batch, each block once.
     """
 
@@ -95,12 +115,31 @@ class MicroBatches(Dataset[Batch]):
         blocks_per_step = self.accumulation * self.world * self.micro_batch_size
         ids = block_ids(self.seed, step, blocks_per_step, self.num_blocks)[start : start + self.micro_batch_size]
         block = gather(self.stream.tokens, ids * self.sequence_length, self.sequence_length)
-        return {"input_ids": block[:, :-1].contiguous(), "shift_labels": block[:, 1:].contiguous()}
+        return {
+            "input_ids": block[:, :-1].contiguous(),
+            "shift_labels": block[:, 1:].contiguous(),
+            "sample_hash": torch.tensor(sample_hash(ids)),
+        }
 
 
 def gather(tokens: np.ndarray, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
     """Read (B, T + 1) int64 tokens, row i from starts[i] on, in one vectorised read."""
     return torch.from_numpy(tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int64))
+
+
+@dataclass(frozen=True)
+class _Items:
+    """The numbers of the items that the steps [start, end) read, in order."""
+
+    start: int
+    end: int
+    accumulation: int
+    left_out: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[int]:
+        for step in range(self.start, self.end):
+            first = data_step(step, self.left_out) * self.accumulation
+            yield from range(first, first + self.accumulation)
 
 
 def build_loader(
@@ -114,18 +153,20 @@ def build_loader(
     seed: int,
     start_step: int,
     end_step: int,
+    left_out: Collection[int] = (),
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Batch]:
     """Return the loader of this rank's micro-batches of the steps [start_step, end_step), in order.
 
+    left_out: steps whose batches nobody reads; those after them move up (`data_step`).
     Raises UserError where the stream is shorter than one block.
     """
     dataset = MicroBatches(stream, sequence_length, micro_batch_size, accumulation, rank, world, seed)
     return DataLoader(
         dataset,
         batch_size=None,  # an item is a batch already
-        sampler=range(start_step * accumulation, end_step * accumulation),
+        sampler=_Items(start_step, end_step, accumulation, tuple(left_out)),
         num_workers=num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # an iterator draws from it; from the global one, a resume would shift dropout

@@ -157,15 +157,23 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.create_state()
         for group in self.param_groups:
-            # for all parameters, with a gradient or not: a sharded save needs the same state on every rank
-            for param in group["params"]:
-                if not self.state[param]:
-                    self.state[param] = new_state(group["rule"], param)
             present = [i for i, param in enumerate(group["params"]) if param.grad is not None]
             if present:
                 self._update(group, present)
         return loss
+
+    def create_state(self) -> None:
+        """Make the state of every parameter that has none; step() would do it, and leave less memory than was there.
+
+        For all parameters, with a gradient or not: a sharded save needs the same state on every rank. Call it after
+        `accelerator.prepare`, which may exchange the parameters.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not self.state[param]:
+                    self.state[param] = new_state(group["rule"], param)
 
     def _update(self, group: Group, present: list[int]) -> None:
         params = [group["params"][i] for i in present]

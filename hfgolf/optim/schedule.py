@@ -63,10 +63,18 @@ def momentum(step: int, optim: OptimConfig) -> float:
 
 
 def apply_schedule(
-    optimizer: Optimizer, step: int, total_steps: float, optim: OptimConfig, schedule: ScheduleConfig
+    optimizer: Optimizer,
+    step: int,
+    total_steps: float,
+    optim: OptimConfig,
+    schedule: ScheduleConfig,
+    scale: float = 1.0,
 ) -> None:
-    """Set the learning rate of every group, and Muon's momentum, for the update after `step` updates."""
-    multiplier = learning_rate_multiplier(step, total_steps, schedule)
+    """Set the learning rate of every group, and Muon's momentum, for the update after `step` updates.
+
+    scale: a factor on the learning rates, beside the schedule's.
+    """
+    multiplier = learning_rate_multiplier(step, total_steps, schedule) * scale
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * multiplier
         if group["rule"] == "muon":

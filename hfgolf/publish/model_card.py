@@ -15,13 +15,18 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 import hfgolf
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig, RunSection, join_words
+from hfgolf.redact import redact, redact_values
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _RESULTS = {"val_loss": "loss (nats a token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
 
 
 def model_card(config: RunConfig, summary: dict[str, Any]) -> str:
-    """Return the card as Markdown with metadata. summary: as `train()` returns it; missing figures are left out."""
+    """Return the card as Markdown with metadata. summary: as `train()` returns it; missing figures are left out.
+
+    Secrets are redacted, those in a sample included: a model may have learnt them from its corpus.
+    """
+    config = _without_secrets(config)
     title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
     figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
     results = [
@@ -56,7 +61,7 @@ def model_card(config: RunConfig, summary: dict[str, Any]) -> str:
         version=hfgolf.__version__,
         yaml=_public_yaml(config),
     )
-    return f"{card}\n"
+    return redact(f"{card}\n")
 
 
 def name_in_card(path: Path, location: str) -> None:
@@ -74,6 +79,13 @@ def _dataset(config: RunConfig) -> str:
         return "the Python standard library"
     names = [name if "://" in name else Path(name).name for name in config.data.files]
     return config.data.hub_name or join_words(names)
+
+
+def _without_secrets(config: RunConfig) -> RunConfig:
+    """Redact the values themselves: cut out of YAML, a secret could leave what is no YAML."""
+    # the name is letters and digits, and is checked to be
+    values = {key.replace(".", "__"): value for key, value in config.flat().items() if key != "run.name"}
+    return config.replace(**redact_values(values))
 
 
 def _public_yaml(config: RunConfig) -> str:

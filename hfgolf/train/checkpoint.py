@@ -1,113 +1,88 @@
-"""Checkpoints: accelerate's save_state and load_state behind folders that are whole or not there.
+"""Checkpoints as folders that are whole or not there, and the choice among them.
 
 Owns the layout `checkpoints/step-000300`, the links `latest` and `best`, the manifest and the retention. A checkpoint
-is written to a hidden folder, synced, and renamed, so that a reader never sees half of one. Does not know when to save.
+is written to a hidden folder, synced, and renamed, so that a reader never sees half of one. Does not know when to save
+(loop.py), nor what is in the files (checkpointer.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate.utils import load
+from accelerate.utils import broadcast_object_list
 
+from hfgolf.config import join_words
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedConfig
 
-FORMAT_VERSION = 1
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 2
 _MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, step: int, model_config: PreTrainedConfig) -> Path:
-    """Write `folder/step-NNNNNN` and point `latest` at it; returns its path. All ranks call it together.
+class Rejected(Exception):
+    """A checkpoint that can not be resumed from; says why."""
 
-    model_config: of the weights; a resume into another model is refused by it.
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
+def begin_checkpoint(folder: Path, step: int) -> Path:
+    """Make the hidden folder in which a checkpoint is written."""
+    partial = folder / f".partial-{step_folder(folder, step).name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit_checkpoint(partial: Path, step: int, model: dict[str, Any], processes: int) -> Path:
+    """Make what is in `partial` durable and let it appear as `step-NNNNNN`, the latest; returns that path.
+
+    model: what `description` says of the model.
     """
-    final = folder / f"step-{step:06d}"
-    partial = folder / f".partial-{final.name}"
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(partial))
-    accelerator.wait_for_everyone()  # save_state has no barrier of its own at the end
-    if accelerator.is_main_process:
-        _write_manifest(partial, step, model_config)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _sync(folder)
-        point(folder / "latest", final)
-    accelerator.wait_for_everyone()
+    folder = partial.parent
+    final = step_folder(folder, step)
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    manifest = {
+        "format": FORMAT_VERSION,
+        "step": step,
+        "processes": processes,
+        "model": model,
+        "files": {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files},
+    }
+    (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in (*files, partial / _MANIFEST, partial):
+        _sync(path)
+    set_aside(final)
+    partial.rename(final)
+    _sync(folder)
+    point(folder / "latest", final)
     return final
 
 
-def load_checkpoint(accelerator: Accelerator, checkpoint: Path, model_config: PreTrainedConfig) -> None:
-    """Load weights, optimizer, scaler, registered state and every random generator, exactly as saved.
-
-    Raises UserError where the checkpoint is damaged or of another model, or lacks this rank's random state.
-    """
-    manifest = verify(checkpoint)
-    saved, model = manifest["model"], _description(model_config)
-    if saved != model:
-        changed = [key for key in saved | model if saved.get(key) != model.get(key)]
-        changes = ", ".join(f"{key} {saved.get(key)} -> {model.get(key)}" for key in changed)
-        raise UserError(
-            f"train.resume: {checkpoint} holds another model ({changes}); restore these keys or start a new run.name."
-        )
-    accelerator.load_state(str(checkpoint))
-    random_states = checkpoint / f"random_states_{accelerator.process_index}.pkl"
-    if random_states.exists():  # accelerate passes over an error here in silence, so it is checked
-        if not torch.equal(load(random_states)["torch_manual_seed"], torch.get_rng_state()):
-            raise UserError(f"train.resume: the random state in {random_states} could not be restored.")
-    elif accelerator.num_processes == manifest["processes"]:
-        raise UserError(f"train.resume: {random_states} is missing; choose an earlier checkpoint.")
-
-
-def find_checkpoint(folder: Path, which: str) -> Path:
-    """Return the checkpoint that train.resume names: latest, best, or a path. Raises UserError where there is none."""
-    path = folder / which if which in ("latest", "best") else Path(which)
-    if not path.is_dir():
-        there = ", ".join(sorted(p.name for p in folder.glob("step-*"))) or "none"
-        raise UserError(f"train.resume: there is no checkpoint {path} (checkpoints in {folder}: {there}).")
-    return path.resolve()
-
-
-def verify(checkpoint: Path) -> dict[str, Any]:
-    """Check sizes and hashes of a checkpoint's files against its manifest and return the manifest."""
-    try:
-        manifest = json.loads((checkpoint / _MANIFEST).read_text())
-    except (OSError, ValueError):
-        raise UserError(f"train.resume: {checkpoint} has no readable {_MANIFEST}; choose another checkpoint.") from None
-    if manifest["format"] != FORMAT_VERSION:
-        raise UserError(
-            f"train.resume: {checkpoint} has format {manifest['format']}, this hfgolf reads {FORMAT_VERSION}."
-        )
-    for name, expected in manifest["files"].items():
-        file = checkpoint / name
-        if not file.is_file():
-            raise UserError(f"train.resume: {checkpoint} lacks {name}; choose another checkpoint.")
-        if file.stat().st_size != expected["bytes"] or _sha256(file) != expected["sha256"]:
-            raise UserError(
-                f"train.resume: {file} is damaged (its manifest says otherwise); choose another checkpoint."
-            )
-    return manifest
+def clean_up(folder: Path) -> None:
+    """Remove what a save that was killed left behind."""
+    for partial in folder.glob(".partial-*"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def retain(folder: Path, keep_last: int) -> None:
     """Delete all but the newest `keep_last` checkpoints; what `latest` or `best` points at stays."""
-    steps = sorted((p for p in folder.iterdir() if _STEP_FOLDER.fullmatch(p.name)), key=lambda p: int(p.name[5:]))
     pinned = {(folder / link).resolve() for link in ("latest", "best")}
-    for checkpoint in steps[:-keep_last]:
+    for checkpoint in _newest_first(folder)[keep_last:]:
         if checkpoint.resolve() not in pinned:
             shutil.rmtree(checkpoint)
 
@@ -120,28 +95,144 @@ def point(link: Path, target: Path) -> None:
     temporary.replace(link)
 
 
-def _description(model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what makes the model this model, and not the versions it was saved with."""
-    return {key: value for key, value in model_config.to_diff_dict().items() if key != "transformers_version"}
+def set_aside(checkpoint: Path) -> None:
+    """Take a checkpoint out of the running, if it is there, without losing it: `abandoned-step-NNNNNN`."""
+    if checkpoint.exists():
+        aside = checkpoint.with_name(f"abandoned-{checkpoint.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
 
 
-def _write_manifest(folder: Path, step: int, model_config: PreTrainedConfig) -> None:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    manifest = {
-        "format": FORMAT_VERSION,
-        "step": step,
-        "processes": len(list(folder.glob("random_states_*.pkl"))),
-        "model": _description(model_config),
-        "files": {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files},
-    }
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in (*files, folder / _MANIFEST, folder):
-        _sync(path)
+def check_resume(folder: Path, which: str | None) -> None:
+    """Raise UserError where train.resume names what is not there: a first look, before any work."""
+    path = _path(folder, which) if which else None
+    there = _newest_first(folder)
+    if (which == "latest" and not there) or (which not in (None, "auto", "latest") and not (path and path.is_dir())):
+        names = join_words(sorted(checkpoint.name for checkpoint in there)) or "none"
+        raise UserError(f"train.resume: there is no checkpoint {path} (checkpoints in {folder}: {names}).")
+
+
+def choose_checkpoint(accelerator: Accelerator, folder: Path, which: str, model: dict[str, Any]) -> Path | None:
+    """Return the checkpoint to resume from, checked; all ranks call it and all get the same answer.
+
+    which: auto or latest take the newest valid one and name each that they rejected, with the reason (auto: None where
+    there is none at all); best or a path takes that one. The newer ones are set aside: what follows replaces them.
+    Raises UserError where none will do.
+    """
+    answer: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            answer[0] = _choose(folder, which, model)
+        except UserError as error:
+            answer[1] = str(error)
+    path, complaint = broadcast_object_list(answer)
+    if complaint:
+        raise UserError(complaint)
+    return path
+
+
+def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Check a checkpoint's files against its manifest, and its model against `model`; return the manifest.
+
+    Raises Rejected with the first thing that is wrong.
+    """
+    manifest = read_manifest(checkpoint)
+    try:
+        version, files, saved = manifest["format"], dict(manifest["files"]), dict(manifest["model"])
+        if version != FORMAT_VERSION:
+            raise Rejected(f"format {version}, this hfgolf reads {FORMAT_VERSION}")
+        for name, expected in files.items():
+            _verify_file(checkpoint, name, expected["bytes"], expected["sha256"])
+    except (KeyError, TypeError, ValueError):
+        raise Rejected(f"{_MANIFEST} is not one of hfgolf's") from None
+    inside = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if not path.is_dir()}
+    for name in sorted(inside - files.keys() - {_MANIFEST}):
+        raise Rejected(f"{name} is not in {_MANIFEST}")
+    if model is not None and saved != model:
+        changed = [key for key in saved | model if saved.get(key) != model.get(key)]
+        changes = ", ".join(f"{key} {saved.get(key)} -> {model.get(key)}" for key in changed)
+        raise Rejected(f"another model ({changes}); restore these keys or start a new run.name")
+    return manifest
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return what write_checkpoint noted of a checkpoint; Rejected where there is nothing to read."""
+    try:
+        manifest = json.loads((checkpoint / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        raise Rejected(f"{_MANIFEST} is missing or not readable") from None
+    if not isinstance(manifest, dict):
+        raise Rejected(f"{_MANIFEST} is not one of hfgolf's")
+    return manifest
+
+
+def description(model_config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what makes the model this model, and not the versions it was saved with; plain JSON."""
+    config = {key: value for key, value in model_config.to_diff_dict().items() if key != "transformers_version"}
+    return json.loads(json.dumps(config))
+
+
+def _choose(folder: Path, which: str, model: dict[str, Any]) -> Path | None:
+    newest_first = _newest_first(folder)
+    if which in ("auto", "latest"):
+        chosen, reasons = None, []
+        for checkpoint in newest_first:
+            try:
+                verify(checkpoint, model)
+            except Rejected as rejected:
+                reasons.append(f"{checkpoint.name}: {rejected}")
+                logger.warning("checkpoint rejected, %s", reasons[-1])
+                continue
+            chosen = checkpoint
+            break
+        if chosen is None and (reasons or which == "latest"):
+            raise UserError(f"train.resume: no checkpoint in {folder} is valid ({'; '.join(reasons) or 'none there'}).")
+    else:
+        chosen = _path(folder, which).resolve()
+        try:
+            verify(chosen, model)
+        except Rejected as rejected:
+            raise UserError(f"train.resume: {chosen} is rejected, {rejected}; choose another.") from None
+    if chosen:
+        step = read_manifest(chosen)["step"]
+        for newer in newest_first:
+            if newer.resolve() != chosen.resolve() and _step(newer) >= step:
+                set_aside(newer)
+    return chosen
+
+
+def _path(folder: Path, which: str) -> Path:
+    return folder / which if which in ("auto", "latest", "best") else Path(which)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=_step, reverse=True)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _verify_file(checkpoint: Path, name: str, num_bytes: int, sha256: str) -> None:
+    path = checkpoint / name
+    if not path.resolve().is_relative_to(checkpoint.resolve()):
+        raise Rejected(f"{name} leads out of the folder")
+    if not path.is_file():
+        raise Rejected(f"{name} is missing")
+    if path.stat().st_size != num_bytes:
+        raise Rejected(f"{name} has {path.stat().st_size} bytes instead of {num_bytes}")
+    if _sha256(path) != sha256:
+        raise Rejected(f"{name} does not have the sha256 of {_MANIFEST}")
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(2**26):  # large: between two chunks a background save waits for the loop's GIL
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hfgolf.command_line import one_line
+from hfgolf.train.guard import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +57,8 @@ def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> float:
         run_once()
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
         undo_compilation(model)
+        if is_out_of_memory(error):
+            raise
         torch._dynamo.reset()
         logger.warning("compile: failed, going on without: %s", one_line(error)[:200])
         run_once()

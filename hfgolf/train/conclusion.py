@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load_model
+from safetensors.torch import load_file
 
-from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
+from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
 
@@ -25,17 +27,15 @@ logger = logging.getLogger(__name__)
 def conclude(run: Run) -> dict[str, Any]:
     """Evaluate, export, show and push the best weights of the run; returns the summary, also in summary.json."""
     step = _take_best_weights(run)
-    evaluation = run.whole_evaluations.get(step) or evaluate_loss(
-        run.raw_model,
-        run.tokens.val,
-        run.accelerator,
-        sequence_length=run.config.batch.sequence_length,
-        batch_size=run.micro_batch_size,
-    )
+    evaluation = run.whole_evaluations.get(step) or run.evaluate()
     summary: dict[str, Any] = {
         "run": run.config.run.name,
         "step": step,
         "steps": run.state.step,
+        "weights": "ema" if run.config.optim.ema_export else "raw",
+        "is_best": step == run.state.best_step,
+        "skipped_steps": run.state.skipped_steps,
+        "rollbacks": run.state.rollbacks,
         "tokens": run.state.step * run.config.batch.tokens_per_step,
         "val_loss": evaluation.loss,
         "val_perplexity": evaluation.perplexity,
@@ -79,25 +79,39 @@ def show_summary(summary: dict[str, Any]) -> None:
 
 
 def push_in_training(run: Run) -> None:
-    """Export the present weights and push them while training goes on."""
+    """Export the present weights, or their averages, and push them while training goes on."""
     if not run.accelerator.is_main_process:
         return
     folder = run.folder.path / "model-in-training"
-    export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
+    averaged = run.ema.applied() if run.ema is not None and run.config.optim.ema_export else nullcontext()
+    with averaged:
+        export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
     run.hub.push_later(folder, f"step {run.state.step}")
 
 
 def _take_best_weights(run: Run) -> int:
-    """Load the best checkpoint's weights where the last step was not the best; returns the step they are of."""
-    best = run.folder.checkpoints / "best"
-    if run.state.best_step == run.state.step or not best.exists():
-        return run.state.step
-    logger.info("taking the best weights, of step %d", run.state.best_step)
-    load_model(run.raw_model, best / "model.safetensors", device=str(run.accelerator.device))
-    return run.state.best_step
+    """Give the model the weights to export, the best ones of the run; returns the step they are of.
+
+    Under optim.ema_export the averaged ones. Where the last step was not the best they come from its checkpoint.
+    """
+    run.checkpoints.wait()
+    run.accelerator.wait_for_everyone()  # the main process has written what all read
+    averaged = run.config.optim.ema_export
+    best = run.folder.checkpoints / "best" / (EMA_NAME if averaged else WEIGHTS_NAME)
+    if run.state.best_step != run.state.step and best.exists():
+        logger.info("taking the best weights, of step %d", run.state.best_step)
+        weights, step = load_file(best), run.state.best_step
+    else:
+        weights, step = run.ema.state_dict() if averaged and run.ema else {}, run.state.step
+    run.raw_model.load_state_dict(weights, strict=False)  # tied weights are in the file once
+    return step
 
 
 def _median_speed(run: Run) -> float:
-    """Return the median of the rows' tokens/s, which leaves warm-up and pauses out."""
-    with run.folder.metrics.open(encoding="utf-8") as rows:
-        return statistics.median(json.loads(row)["tokens_per_second"] for row in rows)
+    """Return the median of the rows' tokens/s, which leaves warm-up and pauses out; NaN where the rows are lost."""
+    if not run.folder.metrics.is_file():
+        return math.nan
+    with run.folder.metrics.open(encoding="utf-8") as lines:
+        rows = map(json.loads, lines)
+        speeds = [row["tokens_per_second"] for row in rows if "event" not in row]
+    return statistics.median(speeds) if speeds else math.nan

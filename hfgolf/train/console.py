@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from hfgolf.redact import redact
+
 if TYPE_CHECKING:
     from hfgolf.train.setup import Run
 
@@ -57,13 +59,20 @@ def format_row(row: dict[str, Any], total_steps: float) -> str:
 
 
 def show_log(is_main_process: bool) -> None:
-    """Print hfgolf's log lines as they are, from the main process only; warnings come from every process."""
+    """Print hfgolf's log lines, without secrets, from the main process only; warnings come from every process."""
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_RedactingFormatter("%(message)s"))
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if is_main_process else logging.WARNING)
     quiet_libraries()
+
+
+class _RedactingFormatter(logging.Formatter):
+    """Redacts a line once it is whole: its arguments and a traceback are in it only then, which no filter sees."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
 
 def quiet_libraries() -> None:

@@ -1,6 +1,7 @@
 """What machine and process this is, and what follows from it: precision, threads, seeds, the run's metadata.
 
-Owns the answers to "which precision, how many threads, which commit, which versions". Does not know the loop.
+Owns the answers to "which precision, how many threads, which commit, which changes to it, which versions", without
+the secrets of whoever asks. Does not know the loop.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import importlib.metadata
 import os
 import platform
 import random
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,26 @@ import psutil
 import torch
 
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.config import join_words
 from hfgolf.errors import UserError
 from hfgolf.optim.muon import fast_product_dtype
+from hfgolf.redact import is_secret_name, redact, redact_values
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "wandb", "numpy")
+# What changes what a run computes, how fast, or where it reads and writes.
+_VARIABLES = re.compile(
+    r"(HFGOLF|ACCELERATE|FSDP|HF|TRANSFORMERS|TOKENIZERS|WANDB|SLURM|TORCH\w*|PYTORCH|TRITON)_"
+    r"|(CUDA|CUBLAS|CUDNN|NCCL|GLOO|OMP|MKL|KMP|OPENBLAS)_|NVIDIA_(TF32_OVERRIDE|VISIBLE_DEVICES)$"
+    r"|((LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|CC|CXX|LD_PRELOAD|PYTHONHASHSEED)$"
+)
+
+MOST_PATCH_BYTES = 1_000_000
+_MOST_NEW_FILES = 100  # in a patch; each costs a call of git
+# whatever the user's git is set to, a patch that `git apply` takes
+_DIFF = (
+    *("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative"),
+    *("--src-prefix=a/", "--dst-prefix=b/"),
+)
 
 
 def resolve_precision(resolved: ResolvedConfig) -> ResolvedConfig:
@@ -94,15 +113,22 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
 
 def run_metadata(resolved: ResolvedConfig) -> dict[str, Any]:
-    """Return what one needs to repeat and to judge a run: commit, command, versions, hardware, seed."""
-    return {
+    """Return what one needs to repeat and to judge a run: commit, command, config, versions, hardware, environment.
+
+    `sources` says where a value of `config` is from, if it is not the default. Secrets are redacted.
+    """
+    metadata = {
         "commit": git_commit(),
         "command": [Path(sys.executable).name, *sys.argv],
         "seed": resolved.config.run.seed,
+        "config": resolved.config.flat(),
+        "sources": resolved.sources,
+        "environment": _environment_variables(),
         "python": platform.python_version(),
         "packages": {"hfgolf": importlib.metadata.version("hfgolf")} | {p: _version(p) for p in _PACKAGES},
         "hardware": hardware(),
     }
+    return redact_values(metadata)
 
 
 def hardware() -> dict[str, Any]:
@@ -126,11 +152,70 @@ def device_name() -> str:
 
 def git_commit() -> str | None:
     """Return the commit hfgolf runs from, marked `-dirty` where files differ; HFGOLF_COMMIT (an image) else None."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    root = _checkout(Path(__file__).parent)
+    described = root and _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return described.decode().strip() if described else os.environ.get("HFGOLF_COMMIT")
+
+
+def uncommitted_changes(folder: Path = Path(__file__).parent) -> str | None:
+    """Return what `git apply` needs to make, of the commit, the checkout that `folder` is part of; redacted.
+
+    None where nothing differs, or there is no checkout. Files that git does not track are in it where they are text,
+    neither ignored nor hidden (.env, .netrc). What would make it longer than MOST_PATCH_BYTES is only named, at its
+    top. A file that is not UTF-8, or lost a secret, does not come out of it as it was.
+    """
+    root = _checkout(folder)
+    if root is None:
+        return None
+    patch, left_out = _git(root, *_DIFF, "HEAD") or b"", []
+    if len(patch) > MOST_PATCH_BYTES:
+        patch, left_out = b"", ["the changes to tracked files"]
+    for number, (name, size) in enumerate(_untracked_texts(root)):
+        if number >= _MOST_NEW_FILES or len(patch) + size > MOST_PATCH_BYTES:
+            left_out.append(name)
+        else:
+            patch += _git(root, *_DIFF, "--no-index", "--", os.devnull, name) or b""
+    if left_out:
+        named = join_words(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
+        patch = os.fsencode(f"# left out, too large for this patch: {named}\n") + patch
+    return redact(patch.decode("utf-8", errors="replace")) or None
+
+
+def _untracked_texts(root: Path) -> Iterator[tuple[str, int]]:
+    """Yield name and size in bytes of each text file that git does not track, nor ignore, and that is not hidden."""
+    listed = os.fsdecode(_git(root, "ls-files", "--others", "--exclude-standard", "-z") or b"").split("\0")
+    for name in listed:
+        path = root / name
+        if path.is_file() and not any(part.startswith(".") for part in Path(name).parts):
+            try:
+                with path.open("rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    is_text = b"\0" not in file.read(8000)  # as git judges
+            except OSError:  # not ours to read, or gone
+                continue
+            if is_text:
+                yield name, size
+
+
+def _checkout(folder: Path) -> Path | None:
+    """Return the root of the git checkout whose files `folder` holds, None if it only lies in one (site-packages)."""
+    root = _git(folder, "rev-parse", "--show-toplevel")
+    return Path(os.fsdecode(root).removesuffix("\n")) if root and _git(folder, "ls-files", "--", ".") else None
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    """Return what git says in `folder`, None where it fails, or takes too long."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        done = subprocess.run(command, capture_output=True, check=False, timeout=10)
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("HFGOLF_COMMIT")
+        return None
+    return done.stdout if done.returncode in (0, 1) else None  # 1: `diff --no-index` found the difference
+
+
+def _environment_variables() -> dict[str, str]:
+    names = [name for name in sorted(os.environ) if _VARIABLES.match(name) and not is_secret_name(name)]
+    return {name: os.environ[name] for name in names}
 
 
 def _cpu_name() -> str:

@@ -1,11 +1,10 @@
-"""Figures between two rows of metrics.jsonl: losses, gradient norms and where the time went.
-
-Losses and norms stay on the device until a row is due, so that no step waits for them.
-"""
+"""Figures between two rows of metrics.jsonl: losses, gradient norms, sample hashes and where the time went."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,46 +15,68 @@ from hfgolf.measure.memory import gpu_utilization, used_memory_bytes
 
 
 @dataclass
+class StepResult:
+    """What one optimizer step tells."""
+
+    loss: float
+    """Mean nats a token on this process."""
+    grad_norm: float
+    """Global norm of the gradient before clipping, equal on all processes."""
+    sick_parameter: str | None
+    """The first parameter whose gradient was not finite; None where all were, and the update was made."""
+    sample_hash: Tensor
+    """Of the blocks this process read, () int64 on the device; the processes' hashes add up to that of the step."""
+    data_seconds: float
+    """Time spent waiting for data."""
+
+
+@dataclass
 class Meter:
-    """Collect the steps since the last row; `row()` reads them off the device and starts anew."""
+    """Collect the steps since the last row; `row()` sums them up and starts anew."""
 
     device: torch.device
     tokens_per_step: int
     flops_per_second_of_peak: float
     """FLOPs of one token divided by the peak FLOP/s of all processes: tokens/s times this is the MFU."""
-    _losses: list[Tensor] = field(default_factory=list)
-    _grad_norms: list[Tensor] = field(default_factory=list)
-    _data_seconds: float = 0.0
+    _steps: list[StepResult] = field(default_factory=list)
     _started_at: float = field(default_factory=time.perf_counter)
 
-    def add(self, loss: Tensor, grad_norm: Tensor, data_seconds: float) -> None:
-        """Note one optimizer step; the tensors are scalars on the device."""
-        self._losses.append(loss)
-        self._grad_norms.append(grad_norm)
-        self._data_seconds += data_seconds
+    def add(self, result: StepResult) -> None:
+        """Note one optimizer step."""
+        self._steps.append(result)
 
-    def row(self, reduce_mean: Any) -> dict[str, Any]:
-        """Return the figures since the last row. reduce_mean averages a tensor over the processes."""
-        losses = reduce_mean(torch.stack(self._losses)).tolist()  # waits for the device
-        grad_norms = torch.stack(self._grad_norms).tolist()
+    def row(self, reduce: Callable[[Tensor, str], Tensor]) -> dict[str, Any]:
+        """Return the figures since the last row. reduce takes the "mean" or "sum" of a tensor over the processes."""
+        of_this_process = torch.tensor([step.loss for step in self._steps], device=self.device)
+        losses = reduce(of_this_process, "mean").tolist()
+        hashes = reduce(torch.stack([step.sample_hash for step in self._steps]), "sum").tolist()
+        grad_norms = [step.grad_norm for step in self._steps]
+        data_seconds = sum(step.data_seconds for step in self._steps)
         seconds = time.perf_counter() - self._started_at
         tokens_per_second = self.tokens_per_step * len(losses) / seconds
         row = {
-            "train_loss": sum(losses) / len(losses),
-            "grad_norm": sum(grad_norms) / len(grad_norms),
+            "train_loss": _mean(losses),
+            "grad_norm": _mean(grad_norms),
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second * self.flops_per_second_of_peak,
-            "data_seconds": self._data_seconds,
-            "compute_seconds": seconds - self._data_seconds,
+            "data_seconds": data_seconds,
+            "compute_seconds": seconds - data_seconds,
             "memory_bytes": used_memory_bytes(self.device),
             "gpu_utilization": gpu_utilization(self.device),
             "train_losses": losses,
             "grad_norms": grad_norms,
+            "sample_hashes": [f"{number % 2**64:016x}" for number in hashes],
         }
         self.restart()
         return row
 
     def restart(self) -> None:
         """Forget what came before: the next row starts now. Called after anything that is not training."""
-        self._losses, self._grad_norms, self._data_seconds = [], [], 0.0
+        self._steps = []
         self._started_at = time.perf_counter()
+
+
+def _mean(values: list[float]) -> float:
+    """Return the mean of the finite values; NaN where there is none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

@@ -6,13 +6,20 @@ Owns the names of the files below `runs/NAME`. Refuses to let two different runs
 from __future__ import annotations
 
 import json
+import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hfgolf.command_line import ResolvedConfig, read_yaml
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing keeps two runs apart there
+    fcntl = None  # type: ignore[assignment]
 
 # What may differ between a run and its continuation without making it another run.
 _FREE_KEYS = {"run.output_dir", "train.resume", "train.cpu_threads", "data.num_workers", "data.in_memory"}
@@ -24,6 +31,7 @@ class RunFolder:
     """`runs/NAME` and the files in it."""
 
     path: Path
+    _locks: ClassVar[dict[Path, int]] = {}
 
     @property
     def config(self) -> Path:
@@ -32,6 +40,11 @@ class RunFolder:
     @property
     def metadata(self) -> Path:
         return self.path / "metadata.json"
+
+    @property
+    def uncommitted(self) -> Path:
+        """What differed from the commit in metadata.json, as a patch; there only where something did."""
+        return self.path / "uncommitted.patch"
 
     @property
     def metrics(self) -> Path:
@@ -54,8 +67,8 @@ class RunFolder:
     def claim(self, resolved: ResolvedConfig) -> None:
         """Make the folder and check that this run may write there; the main process calls it before any work.
 
-        Raises UserError where the folder is not writable, holds another config, or holds a run that
-        train.resume must continue. Leaves everything in it untouched.
+        Raises UserError where the folder is not writable, is in use by another process, holds another config, or holds
+        a run that train.resume must continue. Leaves everything in it untouched.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -66,6 +79,7 @@ class RunFolder:
             raise UserError(
                 f"run.output_dir: cannot write to {self.path} ({error.strerror}); choose another --run.output_dir."
             ) from None
+        self._lock()
         if resolved.config.train.resume is not None or not self.config.exists():
             return
         changed = self.changed_keys(resolved)
@@ -80,6 +94,25 @@ class RunFolder:
                 f"run.name: {self.path} holds an unfinished run; --train.resume latest continues it,"
                 " another --run.name starts a new one."
             )
+
+    def _lock(self) -> None:
+        """Keep other processes out for as long as this one lives, however it ends; UserError where one is in."""
+        if fcntl is None or self.path.resolve() in self._locks:
+            return
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # a lock of the process: unlike flock's, not inherited by loader workers, which may outlive a kill -9
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(descriptor, 100).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise UserError(
+                f"run.name: {self.path} is in use by another run (process {owner}); wait for it or choose another"
+                " --run.name."
+            ) from None
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
+        self._locks[self.path.resolve()] = descriptor
 
     def changed_keys(self, resolved: ResolvedConfig) -> list[str]:
         """Return "key old -> new" for each value of the run's config that this one changes.
@@ -99,7 +132,7 @@ class RunFolder:
 
     def completed(self, resolved: ResolvedConfig) -> dict[str, Any] | None:
         """Return the summary if this very run is complete already, else None."""
-        if resolved.config.train.resume is not None or not (self.summary.is_file() and self.config.is_file()):
+        if resolved.config.train.resume not in (None, "auto") or not (self.summary.is_file() and self.config.is_file()):
             return None
         return None if self.changed_keys(resolved) else json.loads(self.summary.read_text())
 

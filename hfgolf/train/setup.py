@@ -23,17 +23,30 @@ from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
 from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
+from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
 from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.publish.hub import HubPusher
-from hfgolf.train.checkpoint import find_checkpoint, load_checkpoint
+from hfgolf.redact import redact
+from hfgolf.train.checkpoint import check_resume, choose_checkpoint, clean_up, description
+from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.compilation import compile_in_place, should_compile
-from hfgolf.train.environment import device_name, resolve_precision, run_metadata, seed_everything, set_cpu_threads
+from hfgolf.train.environment import (
+    device_name,
+    resolve_precision,
+    run_metadata,
+    seed_everything,
+    set_cpu_threads,
+    uncommitted_changes,
+)
+from hfgolf.train.guard import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.meter import Meter
 from hfgolf.train.run_folder import RunFolder, run_folder
 from hfgolf.train.state import TrainState
@@ -56,13 +69,17 @@ class Run:
     """The model itself; `model` may be wrapped (DDP)."""
     model: nn.Module
     optimizer: Any
+    ema: Ema | None
     state: TrainState
-    batches: Iterator[dict[str, Tensor]]
+    checkpoints: Checkpointer
     meter: Meter
     tracker: Tracker
     hub: HubPusher
     most_steps: float
     """Steps after which max_steps or max_epochs end the run; infinity where only the clock does."""
+    batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
+    has_begun: bool = False
+    """The loop makes its steps: from here on processes wait for each other in the middle of one."""
     compile_seconds: float = 0.0
     whole_evaluations: dict[int, Evaluation] = field(default_factory=dict)
     """The last evaluation on the whole validation part, by its step, so that the end need not repeat it."""
@@ -82,10 +99,72 @@ class Run:
         return self.accelerator.gradient_accumulation_steps
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks in an epoch."""
+        return num_blocks(len(self.tokens.train), self.config.batch.sequence_length)
+
+    @property
     def epoch(self) -> float:
         """Passes over the training blocks so far."""
-        blocks = self.state.step * self.config.batch.tokens_per_step / self.config.batch.sequence_length
-        return blocks / num_blocks(len(self.tokens.train), self.config.batch.sequence_length)
+        batch = self.config.batch
+        return self.state.step * (batch.tokens_per_step // batch.sequence_length) / self.num_blocks
+
+    def start_batches(self) -> None:
+        """Let the data begin at the present step: at the start, after a rollback, for another micro-batch."""
+        config, accelerator = self.config, self.accelerator
+        loader = build_loader(
+            self.tokens.train,
+            sequence_length=config.batch.sequence_length,
+            micro_batch_size=self.micro_batch_size,
+            accumulation=self.accumulation_steps,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            seed=config.run.seed,
+            start_step=self.state.step,
+            end_step=int(min(self.most_steps, 10**9)),
+            left_out=self.state.left_out_steps,
+            num_workers=config.data.num_workers,
+            pin_memory=accelerator.device.type == "cuda",
+        )
+        self.batches = iter(device_prefetch(loader, accelerator.device))
+
+    def shrink_micro_batch(self, reason: str) -> None:
+        """Halve the micro-batch and accumulate more of them; UserError where that is not possible."""
+        batch, accelerator = self.config.batch, self.accelerator
+        sequences = batch.tokens_per_step // batch.sequence_length // accelerator.num_processes
+        smaller = [n for n in range(1, self.micro_batch_size // 2 + 1) if sequences % n == 0]
+        is_in_step = accelerator.num_processes > 1 and self.has_begun
+        if not smaller or is_in_step:
+            size = smaller[-1] if smaller else None
+            advice = f"continue with --batch.micro_batch_size {size} --train.resume auto" if size else "make it smaller"
+            message = f"train: out of memory with {self.micro_batch_size} sequences at once ({reason}); {advice}"
+            logger.warning("%s", message)  # from every process, as the one that prints errors may not be this one
+            raise UserError(f"{message}.")
+        before, size = self.micro_batch_size, smaller[-1]
+        self.resolved = self.resolved.resolve("out of memory", batch__micro_batch_size=size)
+        accelerator.gradient_accumulation_steps = batch.accumulation_steps(size, accelerator.num_processes)
+        accelerator.step = 0  # of micro-batches; those of the broken step do not count
+        self.start_batches()
+        self.tracker.event("out_of_memory", self.state, micro_batch_size=[before, size], reason=reason)
+        logger.warning(
+            "out of memory at step %d with %d sequences at once: going on with %d, %d accumulated; the tokens a step"
+            " stay the same",
+            self.state.step + 1,
+            before,
+            size,
+            self.accumulation_steps,
+        )
+
+    def evaluate(self, budget_tokens: int | None = None) -> Evaluation:
+        """Evaluate the model as it is on the first `budget_tokens` of the validation part, or on all of it."""
+        return evaluate_loss(
+            self.raw_model,
+            self.tokens.val,
+            self.accelerator,
+            sequence_length=self.config.batch.sequence_length,
+            batch_size=self.micro_batch_size,
+            budget_tokens=budget_tokens,
+        )
 
 
 def set_up(resolved: ResolvedConfig) -> Run:
@@ -98,11 +177,12 @@ def set_up(resolved: ResolvedConfig) -> Run:
     config = resolved.config
     folder = run_folder(config)
     threads = set_cpu_threads(config.train.cpu_threads, _local_processes()) if accelerator.device.type == "cpu" else 0
-    checkpoint = find_checkpoint(folder.checkpoints, config.train.resume) if config.train.resume else None
+    check_resume(folder.checkpoints, config.train.resume)
     stated_size = config.batch.micro_batch_size
     config.batch.accumulation_steps(1 if stated_size == "auto" else stated_size, accelerator.num_processes)  # or raise
     if accelerator.is_main_process:
         folder.claim(resolved)
+        clean_up(folder.checkpoints)
     _say_environment(accelerator, config, resolved, threads)
 
     seed_everything(config.run.seed, config.train.deterministic)
@@ -118,15 +198,21 @@ def set_up(resolved: ResolvedConfig) -> Run:
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     torch.manual_seed(config.run.seed + accelerator.process_index)  # from here on dropout, which differs by rank
     state = TrainState()
-    accelerator.register_for_checkpointing(state)
-    if checkpoint:
-        rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        load_checkpoint(accelerator, checkpoint, raw_model.config)
-        for group, of_config in zip(optimizer.param_groups, rates, strict=True):
-            group.update(of_config)  # the config says the rates, not the checkpoint
-        logger.info("resumed from %s at step %d", checkpoint, state.step)
+    decay = ema_decay(config.optim, config.batch.tokens_per_step)
+    ema = Ema(raw_model.named_parameters(), decay) if decay else None
+    keep_last = config.train.keep_last
+    checkpoints = Checkpointer(accelerator, folder.checkpoints, raw_model, optimizer, state, ema, keep_last)
+    if config.train.resume:
+        model_description = description(raw_model.config)
+        checkpoint = choose_checkpoint(accelerator, folder.checkpoints, config.train.resume, model_description)
+        if checkpoint:
+            checkpoints.load(checkpoint)
+            logger.info("resumed from %s at step %d", checkpoint, state.step)
+        else:
+            logger.info("nothing to resume yet: the run begins")
+    optimizer.optimizer.create_state()  # before the rehearsal, which asks whether all has room together
+    checkpoints.reserve()
 
-    most_steps = _most_steps(config, tokens)
     run = Run(
         resolved=resolved,
         folder=folder,
@@ -135,17 +221,19 @@ def set_up(resolved: ResolvedConfig) -> Run:
         raw_model=raw_model,
         model=model,
         optimizer=optimizer,
+        ema=ema,
         state=state,
-        batches=_batches(config, tokens, accelerator, state.step, most_steps),
+        checkpoints=checkpoints,
         meter=_build_meter(config, raw_model, accelerator),
         tracker=Tracker(accelerator, config, folder.path, state),
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
-        most_steps=most_steps,
+        most_steps=_most_steps(config, tokens),
     )
-    _write_description(run)
+    write_description(run)
     attention = raw_model.config._attn_implementation
     logger.info("attention: %s, q, k and v in %s", attention, attention_dtype(raw_model, accelerator))
-    _compile(run)
+    _rehearse(run)
+    run.start_batches()
     return run
 
 
@@ -247,64 +335,63 @@ def _most_steps(config: RunConfig, tokens: TokenCache) -> float:
     return steps
 
 
-def _batches(
-    config: RunConfig,
-    tokens: TokenCache,
-    accelerator: Accelerator,
-    start_step: int,
-    most_steps: float,
-) -> Iterator[dict[str, Tensor]]:
-    loader = build_loader(
-        tokens.train,
-        sequence_length=config.batch.sequence_length,
-        micro_batch_size=int(config.batch.micro_batch_size),
-        accumulation=accelerator.gradient_accumulation_steps,
-        rank=accelerator.process_index,
-        world=accelerator.num_processes,
-        seed=config.run.seed,
-        start_step=start_step,
-        end_step=int(min(most_steps, 10**9)),
-        num_workers=config.data.num_workers,
-        pin_memory=accelerator.device.type == "cuda",
-    )
-    return iter(device_prefetch(loader, accelerator.device))
-
-
 def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Accelerator) -> Meter:
     flops = training_flops_per_token(model, config.batch.sequence_length)
     peak = peak_flops(accelerator.device, str(config.train.mixed_precision)) * accelerator.num_processes
     return Meter(accelerator.device, config.batch.tokens_per_step, flops / peak)
 
 
-def _write_description(run: Run) -> None:
-    """Write config.yaml and metadata.json, enough to repeat the run."""
-    if run.accelerator.is_main_process:
-        changed = run.folder.changed_keys(run.resolved) if run.folder.config.exists() else []
-        for change in changed:
-            logger.info("changed since the run began: %s", change)
-        run.folder.summary.unlink(missing_ok=True)  # the run is no longer complete
-        run.folder.config.write_text(run.resolved.to_yaml())
-        run.folder.metadata.write_text(json.dumps(run_metadata(run.resolved), indent=1))
+def write_description(run: Run) -> None:
+    """Write config.yaml, metadata.json and, where hfgolf differs from its commit, the patch: what repeats the run."""
+    if not run.accelerator.is_main_process:
+        return
+    folder = run.folder
+    for change in folder.changed_keys(run.resolved) if folder.config.exists() else []:
+        logger.info("changed since the run began: %s", change)
+    folder.summary.unlink(missing_ok=True)  # the run is no longer complete
+    folder.config.write_text(redact(run.resolved.to_yaml()))
+    folder.metadata.write_text(json.dumps(run_metadata(run.resolved), indent=1))
+    patch = uncommitted_changes()
+    folder.uncommitted.unlink(missing_ok=True)
+    if patch:
+        folder.uncommitted.write_text(patch, encoding="utf-8")
 
 
-def _compile(run: Run) -> None:
-    train = run.config.train
+def _rehearse(run: Run) -> None:
+    """Run a forward and backward pass ahead of time: to compile and, on a GPU, to see whether the micro-batch fits."""
+    train, accelerator = run.config.train, run.accelerator
     tokens = (run.most_steps - run.state.step) * run.config.batch.tokens_per_step
     seconds = min(tokens * run.meter.flops_per_second_of_peak / EXPECTED_MFU, 60 * (train.max_minutes or math.inf))
-    chosen, reason = should_compile(train.compile, run.accelerator.device, seconds)
-    logger.info("compile: %s, because %s", "yes" if chosen else "no", reason)
-    if not chosen:
-        return
-    size, length = run.micro_batch_size, run.config.batch.sequence_length
-    ids = torch.zeros(size, length, dtype=torch.long, device=run.accelerator.device)
+    compiling, reason = should_compile(train.compile, accelerator.device, seconds)
+    logger.info("compile: %s, because %s", "yes" if compiling else "no", reason)
+    on_gpu = accelerator.device.type == "cuda"
 
     def run_once() -> None:
-        devices = [run.accelerator.device] if run.accelerator.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), run.accelerator.no_sync(run.model):
+        ids = torch.zeros(
+            run.micro_batch_size, run.config.batch.sequence_length, dtype=torch.long, device=accelerator.device
+        )
+        with torch.random.fork_rng([accelerator.device] if on_gpu else []), accelerator.no_sync(run.model):
             run.model.train()
             # a clone: torch would compile for labels that are the inputs, and once more for a real batch
-            run.accelerator.backward(run.model(input_ids=ids, shift_labels=ids.clone()).loss)
+            accelerator.backward(run.model(input_ids=ids, shift_labels=ids.clone()).loss)
         run.raw_model.zero_grad(set_to_none=True)
 
-    run.compile_seconds = compile_in_place(run.raw_model, run_once)
-    logger.info("compile: %.0f s", run.compile_seconds)
+    def on_all_processes() -> None:
+        reason = None
+        try:
+            if compiling:
+                run.compile_seconds = compile_in_place(run.raw_model, run_once)
+            else:
+                run_once()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error)
+        failed = torch.tensor(float(reason is not None), device=accelerator.device)
+        if accelerator.reduce(failed, "sum").item():
+            raise torch.OutOfMemoryError(reason or "on another process")
+
+    if compiling or on_gpu:
+        halve_until_it_fits(run, on_all_processes)
+    if compiling:
+        logger.info("compile: %.0f s", run.compile_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -11,23 +11,43 @@ from typing import Any
 class TrainState:
     """The loop's memory, saved in every checkpoint as plain Python (accelerate loads it with weights_only).
 
-    Data position, learning rate and momentum are functions of `step`, so they are not here.
+    Data position, learning rate and momentum are functions of `step` and of these, so they are not here.
     """
 
     step: int = 0
-    """Optimizer updates completed."""
+    """Optimizer updates completed, skipped ones included."""
     elapsed_seconds: float = 0.0
     """Seconds of training so far, over all the sessions of the run."""
     best_val_loss: float = float("inf")
     """Lowest validation loss (nats a token) of the evaluations so far."""
     best_step: int = 0
     """Step of that evaluation; 0 before the first."""
+    patience_loss: float = float("inf")
+    """Validation loss that an evaluation must undercut, by train.min_improvement, to count as an improvement."""
+    evals_without_improvement: int = 0
+    """Evaluations since the last that did."""
+    skipped_steps: int = 0
+    """Steps without an update, because the gradient was not finite."""
+    rollbacks: int = 0
+    """Times the run went back to its last good checkpoint."""
+    left_out_steps: list[int] = field(default_factory=list)
+    """Batches, by the step they would be of, that a rollback decided to leave out."""
+    learning_rate_scale: float = 1.0
+    """What rollbacks made of the learning rates: a factor on all of them."""
     wandb_id: str | None = None
     """So that a resumed run continues its wandb run."""
+
+    def judge(self, val_loss: float, min_improvement: float) -> None:
+        """Note an evaluation at the present step: is it the best, and did it improve enough to go on."""
+        if val_loss < self.best_val_loss:
+            self.best_val_loss, self.best_step = val_loss, self.step
+        self.evals_without_improvement += 1
+        if val_loss < self.patience_loss - min_improvement:
+            self.patience_loss, self.evals_without_improvement = val_loss, 0
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, state[field.name])
+        for key in dataclasses.fields(self):
+            setattr(self, key.name, state[key.name])

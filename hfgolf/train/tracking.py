@@ -35,11 +35,12 @@ class Tracker:
     def __init__(self, accelerator: Accelerator, config: RunConfig, folder: Path, state: TrainState) -> None:
         self._accelerator = accelerator
         self._path = folder / "metrics.jsonl"
+        self._unwritten: list[str] = []
         self._active = accelerator.is_main_process
         self._tracking = bool(config.track.trackers)
         if not self._active:
             return
-        _drop_rows_after(self._path, state.step)
+        self.rewind(state.step)
         if self._tracking:
             self._never_stop(lambda: _start_trackers(accelerator, config, folder, state))
 
@@ -47,12 +48,36 @@ class Tracker:
         """Append a row to metrics.jsonl and send its numbers to the trackers, by its step."""
         if not self._active:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
+        self._write(row)
         if self._tracking:
             numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
             self._never_stop(lambda: self._accelerator.log(numbers, step=row["step"]))
+
+    def event(self, name: str, state: TrainState, **details: Any) -> None:
+        """Append a row about something that happened: {"step", "event", "elapsed_seconds", ...}."""
+        if self._active:
+            self._write({"step": state.step, "event": name, "elapsed_seconds": state.elapsed_seconds, **details})
+
+    def rewind(self, step: int) -> None:
+        """Forget the rows after `step`, which will be written again; what happened is not forgotten."""
+        if not self._active:
+            return
+        try:
+            _drop_rows_after(self._path, step)
+        except OSError as error:
+            logger.warning("%s: rows after step %d stay in it (%s)", self._path, step, error.strerror)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        """Append a row; where the disk refuses, keep it and try again with the next."""
+        self._unwritten.append(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            append_lines(self._path, self._unwritten)
+        except OSError as error:
+            if len(self._unwritten) == 1:
+                logger.warning("%s: not written (%s), kept for the next row", self._path, error.strerror)
+            return
+        self._unwritten = []
 
     def finish(self) -> None:
         """Close the trackers, and the group of processes with them; the last thing that all ranks do together."""
@@ -65,6 +90,19 @@ class Tracker:
         except Exception as error:  # whatever a tracker raises, the run goes on
             self._tracking = False
             logger.warning("tracker dropped, metrics.jsonl goes on: %s", one_line(error))
+
+
+def append_lines(path: Path, lines: list[str]) -> None:
+    """Append whole lines or none: what a full disk took of them is cut off again before OSError is raised."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            data = "".join(lines).encode()
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def check_trackers(names: list[str]) -> None:
@@ -123,20 +161,23 @@ def _drop_rows_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _step_of(line) <= step]
+    kept = [line for line in lines if _outlives(line, step)]
     if len(kept) < len(lines):
         temporary = path.with_suffix(".partial")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         temporary.replace(path)
 
 
-def _step_of(line: str) -> float:
+def _outlives(line: str, step: int) -> bool:
     try:
-        return json.loads(line)["step"]
+        row = json.loads(line)
+        return "event" in row or row["step"] <= step
     except (ValueError, KeyError, TypeError):
-        return math.inf  # a line cut off by a crash
+        return False  # a line cut off by a crash
 
 
 def _json_number(value: Any) -> Any:
     """JSON has no NaN; a null in its place keeps the file readable by everyone."""
+    if isinstance(value, list):
+        return [_json_number(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

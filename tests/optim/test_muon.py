@@ -5,6 +5,7 @@ import torch
 
 from hfgolf.optim import muon as muon_module
 from hfgolf.optim.muon import Muon, newton_schulz_polynomials
+from hfgolf.optim.state import new_state
 
 SHAPES = [(12, 12), (8, 24), (24, 8), (12, 12)]
 
@@ -101,8 +102,9 @@ def test_sgd_decay_is_decoupled():
     torch.testing.assert_close(param.data, torch.tensor([2.0 * (1 - 0.1 * 0.5) - 0.1 * 3.0]))
 
 
-def test_one_muon_step_by_hand():
+def test_one_muon_step_by_hand(monkeypatch):
     """A column (0, 3, 0, 4) has one singular value, 5: divided by 1.02 times it, then five scalar polynomials."""
+    monkeypatch.setattr(muon_module, "fast_product_dtype", lambda device: torch.float32)
     weight, grad = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[0.0], [3.0], [0.0], [4.0]])
     value = 1 / 1.02
     for a, b, c in newton_schulz_polynomials("polar_express", 5):
@@ -176,6 +178,29 @@ def test_parameters_without_gradient_stay_and_have_state(rule):
     assert torch.equal(params[1], before)
     assert all(set(optimizer.state[param]) == set(optimizer.state[params[0]]) for param in params)
     assert all(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
+
+
+def test_running_out_of_memory_for_the_last_group_changes_no_weight_and_the_step_can_be_repeated(monkeypatch):
+    params, untroubled = parameters(), parameters()
+    rules = ["muon", "sgd", "muon", "adamw"]
+    optimizer, oracle = (
+        Muon([{"params": [p], "rule": rule} for p, rule in zip(of, rules, strict=True)]) for of in (params, untroubled)
+    )
+
+    def out_of_memory(rule: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        if param is params[-1]:
+            raise torch.OutOfMemoryError
+        return new_state(rule, param)
+
+    monkeypatch.setattr(muon_module, "new_state", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        step_with_gradients(optimizer, params, 1)
+    assert all(torch.equal(param, start) for param, start in zip(params, parameters(), strict=True))
+
+    monkeypatch.undo()
+    step_with_gradients(optimizer, params, 1)
+    step_with_gradients(oracle, untroubled, 1)
+    assert all(torch.equal(a, b) for a, b in zip(params, untroubled, strict=True))
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw", "sgd"])

@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard
 from tiny_export import SUMMARY
 
 from hfgolf.command_line import load_config
-from hfgolf.config import RunConfig
+from hfgolf.config import DataConfig, RunConfig
 from hfgolf.publish.model_card import model_card, name_in_card
 
 
@@ -57,6 +57,28 @@ def test_a_card_in_mid_run_leaves_out_what_is_not_known(tiny_config):
     card = model_card(tiny_config, {"step": 3, "val_loss": float("inf")})
     assert "How good" not in card and "inf" not in card and "None" not in card and "\n\n\n" not in card
     assert "model-index" not in ModelCard(card).data.to_dict()
+
+
+def test_the_card_tells_no_secret_and_its_config_stays_yaml(monkeypatch, tmp_path):
+    token, key = "hf_" + "aB3dE" * 7, "0123456789abcdef" * 2 + "01234567"
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    files = ["https://somebody:" + "opensesame@host/corpus.txt", "https://host/more.txt?" + "sig=opensesame&sp=r"]
+    config = RunConfig(data=DataConfig(source="files", files=files)).replace(run__name="tiny", track__project=key)
+    card = model_card(config, SUMMARY | {"sample": f"TOKEN = '{token}'"})
+    assert not [secret for secret in (token, key, "opensesame", "somebody") if secret in card]
+    assert "TOKEN = '[redacted]'" in card
+    assert "trained from scratch on https://[redacted]@host/corpus.txt" in card
+    assert ModelCard(card).data.to_dict()["model-index"][0]["name"] == "tiny"
+    (tmp_path / "again.yaml").write_text(card.split("```yaml\n")[1].split("\n```")[0])
+    again = load_config(["--config", str(tmp_path / "again.yaml")]).config
+    assert again.data.files == ["https://[redacted]@host/corpus.txt", "https://host/more.txt?sig=[redacted]&sp=r"]
+    assert again.track.project == "[redacted]" and again.run.name == "tiny"
+
+
+def test_a_run_named_like_a_secret_still_gets_its_card(monkeypatch):
+    monkeypatch.setenv("PROJECT_KEY", "shakespeare")
+    assert "shakespeare" not in model_card(RunConfig().replace(run__name="shakespeare"), {"step": 3})
 
 
 def test_only_the_example_is_renamed(tiny_config, tmp_path):

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from hfgolf.errors import UserError
-from hfgolf.train import loop
+from hfgolf.optim import muon
+from hfgolf.train import loop, setup
 from hfgolf.train.loop import due
 
 ROOT = Path(__file__).parents[2]
@@ -75,8 +76,10 @@ def test_a_run_writes_what_it_promises(run, tiny_run, capsys):
     assert (folder / "model" / "model.safetensors").is_file()
 
 
-def test_accumulation_is_exact(run, tiny_run):
+def test_accumulation_is_exact(run, tiny_run, monkeypatch):
     """1x8 = 2x4 = 8x1: tokens_per_step is what the user states, micro-batches are how."""
+    # where products are in bf16, a rounding of the last bit of a gradient becomes one of the third digit of an update
+    monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
     first, *others = (
         run(tiny_run(run__name=f"micro{size}", batch__micro_batch_size=size, train__max_steps=4)) for size in (8, 4, 1)
     )
@@ -177,7 +180,7 @@ def test_two_processes_train_as_one(run, tiny_run):
 
 def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
     """accelerate scales only on GPUs, so the CPU's scaler is put in its place; the loop is the same."""
-    from hfgolf.train import environment, setup
+    from hfgolf.train import environment
 
     plain = run(tiny_run(run__name="fp32", train__max_steps=3))
     real_build = setup._build_accelerator
@@ -213,7 +216,7 @@ def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
 
 def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
     """Validation worsens after step 4: `best` stays, retention lets the others go, the export is of step 4."""
-    real = loop.evaluate_loss
+    real = setup.evaluate_loss
 
     def worsening(model: Any, *arguments: Any, **options: Any) -> Any:
         evaluation = real(model, *arguments, **options)
@@ -223,7 +226,7 @@ def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
         )
 
     worsening.calls = 0
-    monkeypatch.setattr(loop, "evaluate_loss", worsening)
+    monkeypatch.setattr(setup, "evaluate_loss", worsening)
     folder = run(
         tiny_run(train__max_steps=14, train__eval_every_steps=2, train__save_every_steps=2, train__keep_last=2)
     )
@@ -280,22 +283,8 @@ def test_resume_from_nothing_is_refused(run, tiny_run):
 
 def test_resume_with_another_model_is_refused(run, tiny_run):
     run(tiny_run())
-    with pytest.raises(UserError, match=r"holds another model .*hidden_size 32 -> 64.*; restore these keys"):
+    with pytest.raises(UserError, match=r"another model .*hidden_size 32 -> 64.*; restore these keys"):
         run(tiny_run(train__resume="latest", model__hidden_size=64))
-
-
-@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
-def test_a_damaged_checkpoint_is_refused(run, tiny_run, damage):
-    folder = run(tiny_run())
-    file = (folder / "checkpoints" / "latest").resolve() / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    if damage == "remove":
-        file.unlink()
-    else:
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content[:-1] if damage == "truncate" else content)
-    with pytest.raises(UserError, match=r"lacks model.safetensors" if damage == "remove" else "is damaged"):
-        run(tiny_run(train__resume="latest", train__max_steps=9))
 
 
 def test_a_resume_may_go_on_longer_and_at_another_rate(run, tiny_run):
@@ -305,18 +294,6 @@ def test_a_resume_may_go_on_longer_and_at_another_rate(run, tiny_run):
     assert [row["step"] for row in rows(folder)] == list(range(1, 10))
     assert [row["learning_rate"] for row in rows(folder)][5:] == [0.02, 0.001, 0.001, 0.001]
     assert (folder / "model" / "model.safetensors").is_file()
-
-
-def test_a_loss_that_is_not_finite_stops_with_one_line(run, tiny_run, monkeypatch):
-    real_step = loop.train_step
-
-    def poisoned(run_: Any, total_steps: float) -> Any:
-        loss, norm, seconds = real_step(run_, total_steps)
-        return (loss * float("nan") if run_.state.step == 4 else loss), norm, seconds
-
-    monkeypatch.setattr(loop, "train_step", poisoned)
-    with pytest.raises(UserError, match="the loss is nan at step 5; nothing was saved after the last checkpoint"):
-        run(tiny_run())
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(run, tiny_run, tmp_path):

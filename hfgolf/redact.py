@@ -1,0 +1,114 @@
+"""Keeping secrets out of what a run says, writes and publishes.
+
+Owns what a secret is: the value of an environment variable that is named like one, what huggingface_hub and wandb
+have stored at a login, and what looks like a token or a password wherever it stands. A password that looks like any
+other word, and is in none of these places, cannot be told from a word.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+REDACTED = "[redacted]"
+_SHORTEST = 8  # characters: a shorter value is a switch or a number, and would be cut out of every other text
+
+_WORDS = r"(?:TOKEN|JWT|KEYS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)"
+# a TOKEN is a secret, TOKENIZERS and MAX_TOKENS are not; nor is what only says where a secret lies, or its kind
+_SECRET_NAME = re.compile(rf"(?!.*_(?:PATH|FILE|DIR|NAME|TYPE)$).*{_WORDS}\d*(?:_|$)", re.IGNORECASE)
+
+_PATTERNS = (
+    # huggingface_hub's tokens: of users, of OAuth, of trusted publishers, of organizations
+    (re.compile(r"hf_[A-Za-z0-9]{20,}|hf_(?:oauth|jwt)_[\w.-]{20,}|api_org_\w{20,}"), REDACTED),
+    # a user and password, or a token, before the host; a password may hold @ or /, a port is none, {user} is a template
+    (
+        re.compile(
+            r"""(?<=://)(?![\[<{$])(?:[^\s"'<>/?#:]*:(?!\$?\{\w+\}@)(?:[^\s"'<>/?#]*|(?!\d+[/?#])[^\s"'<>@]{0,256})"""
+            r"""|[^\s"'<>/?#:@]{16,})(?=@)"""
+        ),
+        REDACTED,
+    ),
+    # addresses that are signed, or that carry their key
+    (
+        re.compile(
+            r"""([?&;](?:[\w-]*(?:token|secret|password|signature|credential|api[_-]?key)|sig|key)=)"""
+            r"""(?![\[<{$])[^\s&#"'<>,;)\]}]+""",
+            re.IGNORECASE,
+        ),
+        rf"\1{REDACTED}",
+    ),
+    # API_KEY=... as in a shell
+    (
+        re.compile(rf"""(\b(?:[A-Z0-9]+_)*[A-Z]*{_WORDS}\d*=["']?)(?![$`({{\[<])[^\s"']{{{_SHORTEST},}}"""),
+        rf"\1{REDACTED}",
+    ),
+    (re.compile(r"(\bBearer )[\w.~+/=-]{20,}"), rf"\1{REDACTED}"),
+)
+
+
+def redact(text: str) -> str:
+    """Return the text with `[redacted]` in the place of every secret.
+
+    What will become JSON or YAML goes through `redact_values` first: their escapes would hide a secret from this.
+    """
+    for secret in sorted(_known_secrets(), key=len, reverse=True):  # one may hold another
+        text = text.replace(secret, REDACTED)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def redact_values(value: Any) -> Any:
+    """Return a copy of nested dicts, lists and tuples with every text in it redacted; keys stay."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {key: redact_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(redact_values, value))
+    return value
+
+
+def is_secret_name(name: str) -> bool:
+    """Say whether an environment variable of this name holds a secret."""
+    return _SECRET_NAME.match(name) is not None
+
+
+def _known_secrets() -> set[str]:
+    secrets = [value for name, value in os.environ.items() if is_secret_name(name) and not _is_path(value)]
+    secrets += [*_words_in(_hf_token_path()), *_passwords_in(os.environ.get("NETRC") or "~/.netrc")]
+    lines = (line.strip() for secret in secrets for line in secret.splitlines())  # a private key has many
+    return {line for line in lines if len(line) >= _SHORTEST}
+
+
+def _is_path(value: str) -> bool:
+    return os.sep in value and os.path.exists(os.path.expanduser(value))
+
+
+def _hf_token_path() -> str:
+    """Return where huggingface_hub keeps its token; worked out here, as importing it takes longer than all of this."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")
+
+
+# Both are read once: every log line passes here, and a home folder may lie on a slow network.
+@cache
+def _words_in(path: str) -> list[str]:
+    try:
+        return Path(os.path.expandvars(path)).expanduser().read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return []
+
+
+@cache
+def _passwords_in(path: str) -> list[str]:
+    """Return the passwords of a netrc file, which is where `wandb login` puts its key."""
+    import netrc
+
+    try:
+        return [password or "" for _, _, password in netrc.netrc(os.path.expanduser(path)).hosts.values()]
+    except (OSError, ValueError, netrc.NetrcParseError):
+        return []

@@ -1,0 +1,161 @@
+"""What is done when a step goes wrong: a gradient that is not finite, too little memory, a loss that no longer falls.
+
+Owns the bounded retries, each with one line in the log and one row in metrics.jsonl. Does not know what a normal step
+is (loop.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import Tensor, nn
+
+from hfgolf.command_line import one_line
+from hfgolf.data.batches import block_ids, data_step
+from hfgolf.errors import UserError
+from hfgolf.train.checkpoint import choose_checkpoint, description
+from hfgolf.train.meter import StepResult
+
+if TYPE_CHECKING:
+    from hfgolf.train.setup import Run
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the global norm of the gradients, a scalar on the device, equal on all ranks; changes nothing."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor where FSDP2 shards the gradients
+
+
+def first_sick_gradient(model: nn.Module) -> str:
+    """Return the parameter whose gradient was the first to lose its finiteness: a backward pass runs from the end.
+
+    Clipping by a norm that is not finite would make all of them NaN, so it is asked before.
+    """
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            return name
+    return "no single parameter: the sum of their squares overflows"
+
+
+class Guard:
+    """Counts a run's skipped steps and takes it back to its last good checkpoint when there are too many in a row."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._in_a_row: list[int] = []
+        """Data steps of the updates skipped since the last good one."""
+
+    def look_at(self, result: StepResult) -> bool:
+        """Note the step just made; return True where it was one too many and the run is back at an earlier step.
+
+        Raises UserError, with a diagnosis, where that has happened train.max_rollbacks times or cannot happen.
+        """
+        if result.sick_parameter is None:
+            self._in_a_row.clear()
+            return False
+        run, train = self._run, self._run.config.train
+        scaler = run.accelerator.scaler
+        if scaler is not None and scaler.get_scale() > 1:
+            return False  # fp16: the scale is too large yet, and has been lowered
+        step = run.state.step - 1  # the number of updates before this one
+        run.state.skipped_steps += 1
+        self._in_a_row.append(data_step(step, run.state.left_out_steps))
+        blocks = self._blocks(self._in_a_row[-1])
+        diagnosis = (
+            f"step {step + 1}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), first in"
+            f" {result.sick_parameter}, blocks {_short(blocks)}"
+        )
+        run.tracker.event(
+            "skipped_step",
+            run.state,
+            first_parameter=result.sick_parameter,
+            train_loss=result.loss,
+            grad_norm=result.grad_norm,
+            block_ids=blocks,
+        )
+        in_a_row = len(self._in_a_row)
+        logger.info("%s; update skipped (%d of %d in a row)", diagnosis, in_a_row, train.max_skipped_steps)
+        if in_a_row < train.max_skipped_steps:
+            return False
+        self._roll_back(diagnosis)
+        return True
+
+    def _roll_back(self, diagnosis: str) -> None:
+        run, train = self._run, self._run.config.train
+        run.checkpoints.wait()
+        model = description(run.raw_model.config)
+        advice = (
+            f"lower optim.learning_rate (now {run.config.optim.learning_rate:g}) or look at these blocks of the data"
+        )
+        if run.state.rollbacks >= train.max_rollbacks:
+            raise UserError(f"train: {diagnosis}; {run.state.rollbacks} rollbacks did not help: {advice}.")
+        checkpoint = choose_checkpoint(run.accelerator, run.folder.checkpoints, "auto", model)
+        if checkpoint is None:
+            raise UserError(f"train: {diagnosis}; there is no checkpoint to go back to: {advice}.")
+        before = run.state.step
+        skipped, rollbacks = run.state.skipped_steps, run.state.rollbacks + 1
+        left_out = sorted({*run.state.left_out_steps, *self._in_a_row})
+        scale = run.state.learning_rate_scale * train.rollback_learning_rate_factor
+        run.checkpoints.load(checkpoint)
+        run.state.skipped_steps, run.state.rollbacks = skipped, rollbacks
+        run.state.left_out_steps, run.state.learning_rate_scale = left_out, scale
+        self._in_a_row.clear()
+        run.start_batches()
+        run.tracker.rewind(run.state.step)
+        run.tracker.event("rollback", run.state, from_step=before, left_out_steps=left_out, learning_rate_scale=scale)
+        logger.info(
+            "rollback %d of %d: from step %d to %s; learning rates times %g, %d batches left out",
+            rollbacks,
+            train.max_rollbacks,
+            before,
+            checkpoint.name,
+            scale,
+            len(left_out),
+        )
+
+    def _blocks(self, step: int) -> list[int]:
+        config = self._run.config
+        blocks_per_step = config.batch.tokens_per_step // config.batch.sequence_length
+        return block_ids(config.run.seed, step, blocks_per_step, self._run.num_blocks).tolist()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Say whether an error means that a smaller micro-batch might do; a CPU's allocator has no exception of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+def halve_until_it_fits(run: Run, work: Callable[[], Result]) -> Result:
+    """Return work(), with ever smaller micro-batches as long as it runs out of memory; the tokens a step stay the same.
+
+    work: forward and backward passes, which may be repeated. Raises UserError where one sequence is too much already,
+    or where other processes wait for this one in the middle of the step.
+    """
+    while True:
+        try:
+            return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = one_line(error)[:120]
+        # outside of the except block: the error holds on to the frames, and these to the activations
+        run.raw_model.zero_grad(set_to_none=True)
+        clear_device_cache(garbage_collection=True)
+        run.shrink_micro_batch(reason)
+
+
+def should_stop_early(run: Run) -> bool:
+    """Say whether train.patience_evals evaluations have gone by without an improvement."""
+    patience = run.config.train.patience_evals
+    return patience is not None and run.state.evals_without_improvement >= patience
+
+
+def _short(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:6]))
+    return shown if len(ids) <= 6 else f"{shown} and {len(ids) - 6} more"

@@ -1,0 +1,266 @@
+"""The average against torch's own, its half-life, and whether the raw weights come back to the bit."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from hfgolf.config import OptimConfig
+from hfgolf.errors import UserError
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.ema import Ema, ema_decay
+
+LATE = 10**9  # a step at which the warm-up is over for every decay here
+INPUT_IDS = torch.arange(24).view(2, 12) % 17
+
+
+def build_golf(**options: bool) -> GolfForCausalLM:
+    torch.manual_seed(0)
+    golf = GolfForCausalLM(
+        GolfConfig(vocab_size=17, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, **options)
+    )
+    move(golf, 1)
+    return golf.eval()
+
+
+@torch.no_grad()
+def move(model: torch.nn.Module, seed: int) -> None:
+    """Change every weight, as a step of training would."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        param.add_(0.3 * torch.randn(param.shape, generator=generator).to(param.dtype))
+
+
+def averaged(model: torch.nn.Module, steps: int = 5) -> Ema:
+    """Return an average that differs from every weight of the model."""
+    ema = Ema(model.named_parameters(), 0.9)
+    for step in range(1, steps + 1):
+        move(model, 10 + step)
+        ema.update(step)
+    return ema
+
+
+def bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def are_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(input_ids=INPUT_IDS).logits
+
+
+def test_after_the_warm_up_it_is_torch_s_own_to_the_bit():
+    model = build_golf()
+    ema, oracle = Ema(model.named_parameters(), 0.97), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.97))
+    oracle.update_parameters(model)  # its first call copies
+    for step in range(20):
+        move(model, step)
+        ema.update(LATE + step)
+        oracle.update_parameters(model)
+    assert are_equal(ema.state_dict(), bits(oracle.module))
+
+
+def test_with_the_warm_up_it_is_the_weighted_sum_of_all_weights():
+    values = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    param = torch.nn.Parameter(values[0].clone())
+    ema = Ema([("weight", param)], 0.75)
+    for step in range(1, len(values)):
+        param.data.copy_(values[step])
+        ema.update(step)
+    decays = [min(0.75, (1 + step) / (10 + step)) for step in range(1, len(values))]
+    weights = torch.tensor([1.0] + [1 - decay for decay in decays], dtype=torch.float64)
+    for step, decay in enumerate(decays, start=1):
+        weights[:step] *= decay
+    torch.testing.assert_close(weights.sum().item(), 1.0)
+    torch.testing.assert_close(ema.state_dict()["weight"], weights @ values)
+
+
+def test_the_warm_up_lets_go_of_the_first_weights():
+    """Without it a tenth of the random start would still be there after 2300 steps of 0.999; with it, none is."""
+    param = torch.nn.Parameter(torch.ones(1))
+    ema = Ema([("weight", param)], 0.999)
+    param.data.zero_()
+    for step in range(1, 31):
+        ema.update(step)
+    assert ema.state_dict()["weight"] < 1e-6
+    assert [ema.decay_at(step) for step in (0, 1, LATE)] == [0.1, 2 / 11, 0.999]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 50, 250, 1000])
+def test_after_its_half_life_the_average_is_half_way(tokens_per_step):
+    half_life_tokens = 1000
+    decay = ema_decay(OptimConfig(ema_half_life_tokens=half_life_tokens), tokens_per_step)
+    param = torch.nn.Parameter(torch.zeros(2))
+    ema = Ema([("weight", param)], decay)
+    param.data.fill_(1.0)
+    for step in range(half_life_tokens // tokens_per_step):
+        ema.update(LATE + step)
+    torch.testing.assert_close(ema.state_dict()["weight"], torch.full((2,), 0.5), rtol=1e-4, atol=0)
+
+
+def test_a_stated_decay_is_the_decay_and_the_default_is_none():
+    assert ema_decay(OptimConfig(ema_decay=0.99), 4096) == 0.99
+    assert ema_decay(OptimConfig(), 4096) is None
+    configs = [OptimConfig(), OptimConfig(ema_decay=0.99), OptimConfig(ema_half_life_tokens=5, ema_export=True)]
+    assert [config.has_ema for config in configs] == [False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_applied_shows_the_average_and_gives_the_weights_back_to_the_bit(dtype):
+    model = build_golf().to(dtype)
+    ema = averaged(model)
+    raw, average = bits(model), copy.deepcopy(ema.state_dict())
+    params, storages = list(model.parameters()), [param.data_ptr() for param in model.parameters()]
+    with ema.applied():
+        assert are_equal(bits(model), {name: value.to(dtype) for name, value in average.items()})
+        assert all(is_ is was for is_, was in zip(model.parameters(), params, strict=True))
+        assert not any(torch.equal(param, raw[name]) for name, param in model.named_parameters())
+    assert are_equal(bits(model), raw)
+    assert are_equal(ema.state_dict(), average)
+    assert [param.data_ptr() for param in model.parameters()] == storages
+
+
+def test_applied_gives_the_weights_back_after_an_exception():
+    model = build_golf()
+    ema = averaged(model)
+    raw, average = bits(model), copy.deepcopy(ema.state_dict())
+    with pytest.raises(KeyboardInterrupt), ema.applied():
+        raise KeyboardInterrupt
+    assert are_equal(bits(model), raw)
+    assert are_equal(ema.state_dict(), average)
+
+
+def test_an_evaluation_in_between_leaves_no_trace_in_training():
+    def trained(*, is_evaluated: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        model = build_golf()
+        ema, optimizer = Ema(model.named_parameters(), 0.9), torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(1, 7):
+            model(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
+            if is_evaluated:  # the gradients of the raw weights are waiting
+                with ema.applied():
+                    logits(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.update(step)
+        return bits(model), ema.state_dict()
+
+    for plain, evaluated in zip(trained(is_evaluated=False), trained(is_evaluated=True), strict=True):
+        assert are_equal(plain, evaluated)
+
+
+def compiled(model: GolfForCausalLM) -> torch.nn.Module:
+    model.compile(backend="eager")  # the guards of the compiler without its minutes
+    return model
+
+
+def distributed(model: GolfForCausalLM) -> torch.nn.Module:
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [compiled, distributed])
+@pytest.mark.usefixtures("one_process_group")
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_a_wrapped_model_follows_without_compiling_anew(wrap):
+    model = build_golf()
+    ema = averaged(model)
+    oracle = copy.deepcopy(model)
+    wrapped = wrap(model)
+    raw_logits = logits(wrapped)
+    oracle.load_state_dict(ema.state_dict(), strict=False)
+    with ema.applied():
+        torch.testing.assert_close(logits(wrapped), logits(oracle))
+        assert not torch.allclose(logits(wrapped), raw_logits, atol=0.1)
+    assert torch.equal(logits(wrapped), raw_logits)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tied_weights_are_averaged_once_and_shown_twice(is_tied):
+    model = build_golf(tie_word_embeddings=is_tied)
+    ema = averaged(model)
+    assert list(ema.state_dict()) == [name for name, _ in model.named_parameters()]
+    assert ("lm_head.weight" in ema.state_dict()) != is_tied
+    with ema.applied():
+        average = ema.state_dict()["model.embed_tokens.weight"]
+        assert torch.equal(model.model.embed_tokens.weight, average)
+        assert torch.equal(model.lm_head.weight, average) == is_tied
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+
+
+def test_a_bf16_parameter_keeps_an_fp32_average():
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    ema = Ema([("weight", param)], 0.9999)
+    param.data.fill_(1.0)
+    for step in range(10_000):
+        ema.update(LATE + step)
+    average = ema.state_dict()["weight"]
+    assert average.dtype == torch.float32
+    # bf16 has 8 bits: from about 0.03 on, a step of 1e-4 times the rest would be rounded away
+    torch.testing.assert_close(average, torch.full((4,), 1 - 0.9999**10_000), rtol=1e-3, atol=0)
+
+
+def test_averages_follow_no_gradient_and_share_no_memory_with_the_weights():
+    model = build_golf()
+    ema = Ema(model.named_parameters(), 0.9)
+    start = copy.deepcopy(ema.state_dict())
+    model(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
+    move(model, 3)
+    assert are_equal(ema.state_dict(), start)
+    ema.update(1)
+    assert not any(average.requires_grad for average in ema.state_dict().values())
+
+
+def test_a_reloaded_average_goes_on_to_the_bit():
+    model = build_golf()
+    ema = averaged(model)
+    file = io.BytesIO()
+    torch.save(ema.state_dict(), file)
+    file.seek(0)
+    resumed_model = copy.deepcopy(model)
+    resumed = Ema(resumed_model.named_parameters(), 0.9)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for step in range(6, 9):
+        for of, average in ((model, ema), (resumed_model, resumed)):
+            move(of, step)
+            average.update(step)
+    assert are_equal(resumed.state_dict(), ema.state_dict())
+
+
+def test_a_loaded_average_keeps_its_dtype_and_its_memory():
+    param = torch.nn.Parameter(torch.zeros(2))
+    ema = Ema([("weight", param)], 0.9)
+    before = ema.state_dict()["weight"]
+    saved = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    ema.load_state_dict({"weight": saved})
+    after = ema.state_dict()["weight"]
+    assert after is before
+    assert after.dtype == torch.float32
+    assert torch.equal(after, saved.float())
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"a": torch.ones(2)}, "lacks b"),
+        ({"a": torch.ones(2), "b": torch.ones(3, 2), "c": torch.ones(1)}, "has c, which this model lacks"),
+        ({"a": torch.ones(2), "b": torch.ones(2, 3)}, r"holds \(2, 3\) for b, here it is \(3, 2\)"),
+    ],
+)
+def test_an_average_of_another_model_is_refused_in_one_line_and_changes_nothing(saved, message):
+    ema = Ema([("a", torch.zeros(2)), ("b", torch.zeros(3, 2))], 0.9)
+    with pytest.raises(UserError, match=rf"^[^\n]*{message}[^\n]*$"):
+        ema.load_state_dict(saved)
+    assert all(not average.any() for average in ema.state_dict().values())

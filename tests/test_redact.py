@@ -1,0 +1,169 @@
+"""Secrets go, whatever their shape; what only looks a little like one stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfgolf.redact import is_secret_name, redact, redact_values
+
+ROOT = Path(__file__).parents[1]
+# made up here, so that this file holds nothing that a patch of it would lose
+HF_TOKEN = "hf_" + "aB3dE" * 7
+WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch, tmp_path):
+    """Log everybody out."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "nobody"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "nobody.netrc"))
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "OPENAI_APIKEY", "db_password", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN_2"]
+)
+def test_the_value_of_a_variable_with_such_a_name_goes_from_anywhere(monkeypatch, name):
+    assert redact(f"key {WANDB_KEY}, x{WANDB_KEY}y") == f"key {WANDB_KEY}, x{WANDB_KEY}y"
+    monkeypatch.setenv(name, f"{WANDB_KEY}\n")
+    assert is_secret_name(name)
+    assert redact(f"key {WANDB_KEY}, x{WANDB_KEY}y") == "key [redacted], x[redacted]y"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "disabled"),
+        ("MAX_TOKENS", "100000000"),
+        ("KEYBOARD_LAYOUT", "qwertyuiop"),
+        ("HF_TOKEN_PATH", "/nowhere/huggingface/token"),
+        ("SSH_KEY_TYPE", "ecdsa-sha2"),
+        ("HOME", "/home/somebody"),
+    ],
+)
+def test_a_name_that_only_resembles_one_holds_no_secret(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert not is_secret_name(name)
+    assert redact(f"it is {value}") == f"it is {value}"
+
+
+def test_short_values_and_paths_do_not_destroy_a_text(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "true")
+    monkeypatch.setenv("SECRET_KEY", "a")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path))
+    text = f"true: {tmp_path}/account.json is a file"
+    assert redact(text) == text
+
+
+def test_of_two_secrets_one_in_the_other_nothing_is_left(monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "correcthorse")
+    monkeypatch.setenv("B_TOKEN", "correcthorsebattery")
+    assert redact("correcthorsebattery, correcthorse") == "[redacted], [redacted]"
+
+
+def test_every_line_of_a_private_key_goes(monkeypatch):
+    monkeypatch.setenv("DEPLOY_KEY", "MIIEvQIBADANBg\nkqhkiG9w0BAQEF\n")
+    assert redact("it was MIIEvQIBADANBg kqhkiG9w0BAQEF") == "it was [redacted] [redacted]"
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_TOKEN_PATH", "XDG_CACHE_HOME", "HOME"])
+def test_the_token_of_hf_auth_login_is_known(monkeypatch, tmp_path, variable):
+    homes = {"HF_HOME": "", "HF_TOKEN_PATH": "", "XDG_CACHE_HOME": "huggingface", "HOME": ".cache/huggingface"}
+    path = tmp_path / "home" / homes[variable] / "token"
+    path.parent.mkdir(parents=True)
+    path.write_text("an_old_token_of_another_form\n")
+    for name in homes:
+        if name != "HOME":
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(path if variable == "HF_TOKEN_PATH" else tmp_path / "home"))
+    assert redact("it is an_old_token_of_another_form!") == "it is [redacted]!"
+    program = "from huggingface_hub import get_token; print(get_token())"  # it looks where we look
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "an_old_token_of_another_form"
+
+
+def test_the_key_of_wandb_login_is_known(monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {WANDB_KEY}\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert redact(f"key={WANDB_KEY}, user") == "key=[redacted], user"
+
+
+def test_unreadable_logins_stop_nothing(monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_bytes(b"\xff\xfe machine")
+    (tmp_path / "token").mkdir()
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    assert redact("step 1") == "step 1"
+
+
+@pytest.mark.parametrize(
+    ("before", "secret", "after"),
+    [
+        ("token ", HF_TOKEN, ""),
+        ("%20", HF_TOKEN, "%20"),
+        ("", "hf_" + "oauth_eyJ0.eXAi-" * 3, " is short-lived"),
+        ("https://", "user:" + "password", "@host/file.txt"),
+        ("https://", "user:" + "p@ss", "@host/@scope"),
+        ("https://", "user:" + "pa/ss?w#rd", "@host/file.txt"),
+        ("redis://", ":" + "password", "@host:6379/0"),
+        ("https://", "ghp_" + "x7" * 18, "@github.com/user/name"),
+        ("https://host/f?" + "token=", "abc", "&split=train"),
+        ("https://host/f?a=b&" + "access_token=", "abc", ""),
+        ("(https://host/f?" + "api_key=", "abc", ")"),
+        ("https://host/f?X-Amz-Date=2026&" + "X-Amz-Signature=", "0af9", "#top"),
+        ("https://host/f?se=2026&" + "sig=", "a%2Fb%3D", "&sp=r"),
+        ("Authorization: Bearer ", "abc.def-" * 4, ""),
+        ("HF_HOME=x MY_API_KEY" + "='", "p$ss(w)rd1", "' python train.py"),
+    ],
+)
+def test_what_looks_like_a_secret_goes(before, secret, after):
+    assert redact(before + secret + after) == f"{before}[redacted]{after}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step 10/6000  loss 3.1234  lr 1.00e-03  12,345 tokens/s",
+        "from hf_transfer import hf_hub_download_with_a_long_name",
+        "4ee9ba6255477ecf972a66baacd6f0c38a5289e8-dirty",
+        "http://localhost:8080/@user/file and http://[::1]:8080/a@b",
+        "git@github.com:user/name.git, ssh://git@github.com/user/name, pip install name@https://host/name.whl",
+        "https://{user}:{password}@{host}/ and https://user:{password}@host/?token={token}",
+        "https://<user>:<password>@host/ and https://$USER:$PASSWORD@host/",
+        "https://host/f?sort=token&tokens=4096&page=2",
+        "token=5 key=val max_tokens=4096 MAX_TOKENS=100000000 TOKENIZERS_PARALLELISM=disabled",
+        "TOKEN=$(cat /run/token) KEY=${KEY} API_KEY=short",
+        "someone@example.com",
+    ],
+)
+def test_what_is_no_secret_stays(text):
+    assert redact(text) == text
+
+
+def test_the_sources_of_hfgolf_stay_as_they_are():
+    paths = [ROOT / "README.md", Path(__file__), *(ROOT / "hfgolf").rglob("*.py"), *(ROOT / "configs").rglob("*.yaml")]
+    assert len(paths) > 40
+    assert [path.name for path in paths if redact(path.read_text()) != path.read_text()] == []
+
+
+def test_redacting_again_changes_nothing(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
+    text = (
+        f"{HF_TOKEN} https://u:{WANDB_KEY}@h/?token={WANDB_KEY}&sig={WANDB_KEY} API_KEY={WANDB_KEY} Bearer {WANDB_KEY}"
+    )
+    once = redact(text)
+    assert once == (
+        "[redacted] https://[redacted]@h/?token=[redacted]&sig=[redacted] API_KEY=[redacted] Bearer [redacted]"
+    )
+    assert redact(once) == once
+
+
+def test_values_are_redacted_wherever_they_stand_and_keep_their_types(monkeypatch):
+    monkeypatch.setenv("ODD_PASSWORD", 'quote"back\\slash')  # JSON and YAML would escape it
+    value = {"a": ['x quote"back\\slash', 1, None, True], "b": ({"c": HF_TOKEN}, 0.5)}
+    assert redact_values(value) == {"a": ["x [redacted]", 1, None, True], "b": ({"c": "[redacted]"}, 0.5)}
