@@ -23,6 +23,7 @@ import yaml
 
 from hfgolf.config import RunConfig, join_words
 from hfgolf.errors import UserError
+from hfgolf.redact import redact, redact_values
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
@@ -43,13 +44,13 @@ class ResolvedConfig:
         return ResolvedConfig(self.config.replace(**values), sources)
 
     def to_yaml(self) -> str:
-        """Return YAML that repeats the run when given as --config; a comment names each value's source."""
+        """Return YAML that repeats the run when given as --config, without secrets; comments name the sources."""
         lines: list[str] = []
         for dotted, value in self.config.flat().items():
             section, key = dotted.split(".")
             if f"{section}:" not in lines:
                 lines.append(f"{section}:")
-            lines.append(f"  {key}: {_to_yaml(value)}  # {self.sources.get(dotted, 'default')}")
+            lines.append(f"  {key}: {_to_yaml(redact_values(value))}  # {self.sources.get(dotted, 'default')}")
         return "\n".join(lines) + "\n"
 
 
@@ -113,7 +114,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         status = main()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {redact(str(error))}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130

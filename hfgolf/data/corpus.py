@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from hfgolf.config import DataConfig
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
 from hfgolf.errors import UserError
+from hfgolf.redact import redact
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -218,7 +219,7 @@ def _match(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
         urls.update({Path(path).resolve(): "" for path in matches})
     local = [path.parent for path, url in urls.items() if not url]
     root = os.path.commonpath(local) if local else ""
-    files = [SourceFile(url or path.relative_to(root).as_posix(), path, split) for path, url in urls.items()]
+    files = [SourceFile(redact(url) if url else path.relative_to(root).as_posix(), path, split) for path, url in urls.items()]
     for file in files:
         if file.path.stat().st_size == 0:
             raise UserError(f"{key}: {file.path} is empty; remove it or fill it with text.")

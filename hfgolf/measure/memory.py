@@ -29,6 +29,7 @@ class TrainingMemory:
     weights: int
     gradients: int
     optimizer: int
+    """Its state, and the moving average of the weights."""
     activations: int
     logits: int
 
@@ -49,16 +50,17 @@ def training_memory(
     optimizer: str = "muon",
     precision: str = "no",
     gradient_checkpointing: bool = False,
+    ema: bool = False,
 ) -> TrainingMemory:
     """Predict the bytes that training takes on one process.
 
     batch: sequences in a micro-batch; sequence: tokens in each; width, intermediate: of the model and of its MLP.
     matrix_parameters: those that Muon updates. Weights, gradients and state are fp32: 4 bytes each, and per parameter
-    8 bytes of state under AdamW, 4 under Muon and SGD with momentum. Activations a token and layer, after Korthikanti
-    et al. 2022 ("Reducing activation recomputation", section 4.1) for this block with SDPA, which keeps no scores:
-    two norms in and out, fused qkv, normed q and k, attention out, projections: 11 x width, and 3 x intermediate of
-    the MLP; under checkpointing only the block's input, and one block whole. In 16 bits for a 16-bit precision, of
-    which the norms' fp32 copies are the 4 x width that stay.
+    8 bytes of state under AdamW, 4 under Muon and SGD with momentum; the moving average (ema) takes 4 more. Activations
+    a token and layer, after Korthikanti et al. 2022 ("Reducing activation recomputation", section 4.1) for this block
+    with SDPA, which keeps no scores: two norms in and out, fused qkv, normed q and k, attention out, projections:
+    11 x width, and 3 x intermediate of the MLP; under checkpointing only the block's input, and one block whole. In 16
+    bits for a 16-bit precision, of which the norms' fp32 copies are the 4 x width that stay.
     """
     state = 8 * parameters if optimizer == "adamw" else 4 * parameters
     if optimizer == "muon":
@@ -70,7 +72,7 @@ def training_memory(
     return TrainingMemory(
         weights=4 * parameters,
         gradients=4 * parameters,
-        optimizer=state,
+        optimizer=state + (4 * parameters if ema else 0),
         activations=batch * sequence * (blocks + ends),
         logits=LOSS_CHUNK_BYTES,
     )

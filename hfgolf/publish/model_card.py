@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 import hfgolf
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig, RunSection, join_words
-from hfgolf.redact import redact, redact_values
+from hfgolf.redact import redact
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _RESULTS = {"val_loss": "loss (nats a token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
@@ -26,7 +26,6 @@ def model_card(config: RunConfig, summary: dict[str, Any]) -> str:
 
     Secrets are redacted, those in a sample included: a model may have learnt them from its corpus.
     """
-    config = _without_secrets(config)
     title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
     figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
     results = [
@@ -79,13 +78,6 @@ def _dataset(config: RunConfig) -> str:
         return "the Python standard library"
     names = [name if "://" in name else Path(name).name for name in config.data.files]
     return config.data.hub_name or join_words(names)
-
-
-def _without_secrets(config: RunConfig) -> RunConfig:
-    """Redact the values themselves: cut out of YAML, a secret could leave what is no YAML."""
-    # the name is letters and digits, and is checked to be
-    values = {key.replace(".", "__"): value for key, value in config.flat().items() if key != "run.name"}
-    return config.replace(**redact_values(values))
 
 
 def _public_yaml(config: RunConfig) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 
+from hfgolf.command_line import one_line
 from hfgolf.config import join_words
 from hfgolf.errors import UserError
 
@@ -84,7 +85,10 @@ def retain(folder: Path, keep_last: int) -> None:
     pinned = {(folder / link).resolve() for link in ("latest", "best")}
     for checkpoint in _newest_first(folder)[keep_last:]:
         if checkpoint.resolve() not in pinned:
-            shutil.rmtree(checkpoint)
+            hidden = checkpoint.with_name(f".partial-{checkpoint.name}")  # killed half-way, it must not look whole
+            shutil.rmtree(hidden, ignore_errors=True)
+            checkpoint.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def point(link: Path, target: Path) -> None:
@@ -96,10 +100,15 @@ def point(link: Path, target: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Take a checkpoint out of the running, if it is there, without losing it: `abandoned-step-NNNNNN`."""
+    """Take a checkpoint out of the running, if it is there, without losing it: `abandoned-step-NNNNNN`.
+
+    One abandoned earlier keeps that name, as it may be the one to resume from; the next is `abandoned-step-NNNNNN-2`.
+    """
     if checkpoint.exists():
-        aside = checkpoint.with_name(f"abandoned-{checkpoint.name}")
-        shutil.rmtree(aside, ignore_errors=True)
+        aside, count = checkpoint.with_name(f"abandoned-{checkpoint.name}"), 1
+        while aside.exists():
+            count += 1
+            aside = checkpoint.with_name(f"abandoned-{checkpoint.name}-{count}")
         checkpoint.rename(aside)
 
 
@@ -141,11 +150,16 @@ def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, A
         version, files, saved = manifest["format"], dict(manifest["files"]), dict(manifest["model"])
         if version != FORMAT_VERSION:
             raise Rejected(f"format {version}, this hfgolf reads {FORMAT_VERSION}")
+        if not all(isinstance(manifest[key], int) for key in ("step", "processes")):
+            raise TypeError
+        if _STEP_FOLDER.fullmatch(checkpoint.name) and _step(checkpoint) != manifest["step"]:
+            raise Rejected(f"{_MANIFEST} is of step {manifest['step']}")
         for name, expected in files.items():
             _verify_file(checkpoint, name, expected["bytes"], expected["sha256"])
     except (KeyError, TypeError, ValueError):
         raise Rejected(f"{_MANIFEST} is not one of hfgolf's") from None
-    inside = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if not path.is_dir()}
+    paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
+    inside = {str(path.relative_to(checkpoint)) for path in paths}
     for name in sorted(inside - files.keys() - {_MANIFEST}):
         raise Rejected(f"{name} is not in {_MANIFEST}")
     if model is not None and saved != model:
@@ -159,7 +173,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return what write_checkpoint noted of a checkpoint; Rejected where there is nothing to read."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise Rejected(f"{_MANIFEST} is missing or not readable") from None
     if not isinstance(manifest, dict):
         raise Rejected(f"{_MANIFEST} is not one of hfgolf's")
@@ -198,6 +212,11 @@ def _choose(folder: Path, which: str, model: dict[str, Any]) -> Path | None:
         for newer in newest_first:
             if newer.resolve() != chosen.resolve() and _step(newer) >= step:
                 set_aside(newer)
+        for link in (folder / "latest", folder / "best"):
+            if link.is_symlink() and not link.exists():
+                link.unlink()
+        if chosen.parent == folder.resolve():
+            point(folder / "latest", chosen)
     return chosen
 
 
@@ -217,14 +236,17 @@ def _step(checkpoint: Path) -> int:
 
 def _verify_file(checkpoint: Path, name: str, num_bytes: int, sha256: str) -> None:
     path = checkpoint / name
-    if not path.resolve().is_relative_to(checkpoint.resolve()):
-        raise Rejected(f"{name} leads out of the folder")
-    if not path.is_file():
-        raise Rejected(f"{name} is missing")
-    if path.stat().st_size != num_bytes:
-        raise Rejected(f"{name} has {path.stat().st_size} bytes instead of {num_bytes}")
-    if _sha256(path) != sha256:
-        raise Rejected(f"{name} does not have the sha256 of {_MANIFEST}")
+    try:
+        if not path.resolve().is_relative_to(checkpoint.resolve()):
+            raise Rejected(f"{name} leads out of the folder")
+        if not path.is_file():
+            raise Rejected(f"{name} is missing")
+        if path.stat().st_size != num_bytes:
+            raise Rejected(f"{name} has {path.stat().st_size} bytes instead of {num_bytes}")
+        if _sha256(path) != sha256:
+            raise Rejected(f"{name} does not have the sha256 of {_MANIFEST}")
+    except (OSError, RuntimeError) as error:  # a bad sector, a name too long; RuntimeError: links in a ring
+        raise Rejected(f"{name} is not readable ({one_line(error)})") from None
 
 
 def _sha256(path: Path) -> str:

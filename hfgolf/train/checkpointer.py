@@ -23,7 +23,6 @@ from accelerate import Accelerator, DistributedType
 from accelerate.utils import clean_state_dict_for_safetensors, gather_object, load
 from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
-from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor
 
@@ -31,7 +30,15 @@ from hfgolf.command_line import one_line
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
-from hfgolf.train.checkpoint import begin_checkpoint, commit_checkpoint, description, point, read_manifest, retain
+from hfgolf.train.checkpoint import (
+    begin_checkpoint,
+    commit_checkpoint,
+    description,
+    point,
+    read_manifest,
+    retain,
+    step_folder,
+)
 from hfgolf.train.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -122,11 +129,18 @@ class Checkpointer:
                 self._load_ema(checkpoint / EMA_NAME)
         except pickle.UnpicklingError:
             raise UserError(f"train.resume: {checkpoint} holds more than data: a pickle that would run code.") from None
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError, SafetensorError) as error:
+        except UserError:
+            raise
+        except Exception as error:  # whatever torch, accelerate and safetensors make of something else
             reason = one_line(error)[:300]
             raise UserError(f"train.resume: {checkpoint} does not fit this run ({reason}); choose another.") from None
         for group, of_config in zip(self._optimizer.param_groups, rates, strict=True):
             group.update(of_config)  # the config says the rates, not the checkpoint
+        best = step_folder(checkpoint.parent, self._state.best_step)
+        if checkpoint.resolve().parent != self._folder.resolve() or not best.exists():  # of another run, or abandoned
+            self._state.best_val_loss, self._state.best_step = float("inf"), 0
+        elif accelerator.is_main_process:
+            point(self._folder / "best", best)  # it may have moved on since
         accelerator.step = 0  # counts micro-batches, and a step may have another number of them now
         if states is not None:
             self._check_random_states(states, own)
@@ -184,7 +198,8 @@ class Checkpointer:
                 if name.endswith(".safetensors"):
                     save_file(content, folder / name, metadata={"format": "pt"})
                 else:
-                    torch.save(content, folder / name)
+                    with (folder / name).open("wb") as file:  # by name, torch would not say what the disk said
+                        torch.save(content, file)
             (folder / STATE_NAME).write_text(state)
 
         return write
@@ -211,7 +226,12 @@ class Checkpointer:
         """
         num_bytes = sum(tensor.nbytes for tensor in _tensors_of(contents))
         self._has_copies = bool(self._copies) or psutil.virtual_memory().available > 2 * num_bytes
-        return self._copy(contents) if self._has_copies else contents
+        try:
+            return self._copy(contents) if self._has_copies else contents
+        except RuntimeError:  # what torch raises where a GPU's host memory can't be pinned
+            self._copies.clear()
+            self._has_copies = False
+            return contents
 
     def _copy(self, tree: Any, path: tuple[str, ...] = ()) -> Any:
         if isinstance(tree, dict):
@@ -239,7 +259,8 @@ class Checkpointer:
         except Exception as error:  # OSError, or what torch and safetensors make of it
             if partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
-            self._failures.append(f"checkpoint of step {step} not written: {one_line(error)[:200]}")
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides the disk's
+            self._failures.append(f"checkpoint of step {step} not written: {one_line(reason)[:200]}")
 
 
 def _tensors_of(tree: Any) -> Iterator[Tensor]:

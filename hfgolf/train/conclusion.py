@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
+from hfgolf.train.checkpoint import read_manifest
 from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
+from hfgolf.train.run_folder import replace_text
 
 if TYPE_CHECKING:
     from hfgolf.train.setup import Run
@@ -53,7 +55,7 @@ def conclude(run: Run) -> dict[str, Any]:
         undo_compilation(run.raw_model)
         summary["sample"] = generate_text(run.raw_model, run.tokens.tokenizer, seed=run.config.run.seed)
         export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, model_card(run.config, summary))
-        run.folder.summary.write_text(json.dumps(summary, indent=1))
+        replace_text(run.folder.summary, json.dumps(summary, indent=1))
         show_summary(summary)
         run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
     run.tracker.finish()
@@ -97,10 +99,11 @@ def _take_best_weights(run: Run) -> int:
     run.checkpoints.wait()
     run.accelerator.wait_for_everyone()  # the main process has written what all read
     averaged = run.config.optim.ema_export
-    best = run.folder.checkpoints / "best" / (EMA_NAME if averaged else WEIGHTS_NAME)
-    if run.state.best_step != run.state.step and best.exists():
-        logger.info("taking the best weights, of step %d", run.state.best_step)
-        weights, step = load_file(best), run.state.best_step
+    best = run.folder.checkpoints / "best"
+    file = best / (EMA_NAME if averaged else WEIGHTS_NAME)
+    if run.state.best_step != run.state.step and file.exists():
+        weights, step = load_file(file), read_manifest(best)["step"]  # best_step, unless its save failed
+        logger.info("taking the best weights, of step %d", step)
     else:
         weights, step = run.ema.state_dict() if averaged and run.ema else {}, run.state.step
     run.raw_model.load_state_dict(weights, strict=False)  # tied weights are in the file once

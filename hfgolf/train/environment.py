@@ -38,10 +38,7 @@ _VARIABLES = re.compile(
 MOST_PATCH_BYTES = 1_000_000
 _MOST_NEW_FILES = 100  # in a patch; each costs a call of git
 # whatever the user's git is set to, a patch that `git apply` takes
-_DIFF = (
-    *("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-relative"),
-    *("--src-prefix=a/", "--dst-prefix=b/"),
-)
+_DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 
 
 def resolve_precision(resolved: ResolvedConfig) -> ResolvedConfig:
@@ -205,9 +202,8 @@ def _checkout(folder: Path) -> Path | None:
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
     """Return what git says in `folder`, None where it fails, or takes too long."""
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, check=False, timeout=10)
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout if done.returncode in (0, 1) else None  # 1: `diff --no-index` found the difference

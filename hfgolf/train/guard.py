@@ -101,12 +101,16 @@ class Guard:
             raise UserError(f"train: {diagnosis}; there is no checkpoint to go back to: {advice}.")
         before = run.state.step
         skipped, rollbacks = run.state.skipped_steps, run.state.rollbacks + 1
-        left_out = sorted({*run.state.left_out_steps, *self._in_a_row})
+        left_out = run.state.left_out_steps
         scale = run.state.learning_rate_scale * train.rollback_learning_rate_factor
         run.checkpoints.load(checkpoint)
+        # those before the checkpoint are behind it anyway: to leave them out would move good ones up, past it
+        following = data_step(run.state.step, left_out)
+        left_out = sorted({*left_out, *(step for step in self._in_a_row if step >= following)})
         run.state.skipped_steps, run.state.rollbacks = skipped, rollbacks
         run.state.left_out_steps, run.state.learning_rate_scale = left_out, scale
         self._in_a_row.clear()
+        run.meter.restart()  # the steps it holds did not happen
         run.start_batches()
         run.tracker.rewind(run.state.step)
         run.tracker.event("rollback", run.state, from_step=before, left_out_steps=left_out, learning_rate_scale=scale)

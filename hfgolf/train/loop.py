@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,7 +39,10 @@ def train(resolved: ResolvedConfig) -> dict[str, Any]:
     follow_launcher()
     run = set_up(resolved)
     with Signals() as signals:
-        run_steps(run, Clock(run, signals))
+        try:
+            run_steps(run, Clock(run, signals))
+        finally:
+            run.checkpoints.wait()  # whatever ended the loop, what was to be saved is
     return conclude(run)
 
 
@@ -74,6 +78,8 @@ def run_steps(run: Run, clock: Clock) -> None:
         if clock.stop_signal:
             break
     console.close()
+    run.checkpoints.wait()
+    report_failed_saves(run)
     if clock.stop_signal:
         leave(run, clock.stop_signal)
 
@@ -84,7 +90,7 @@ def train_step(run: Run, total_steps: float) -> StepResult:
     loss, sample_hash, data_seconds = halve_until_it_fits(run, lambda: accumulate_gradients(run))
     accelerator.unscale_gradients()
     norm = gradient_norm(run.model.parameters())
-    loss_value, grad_norm = torch.stack([loss, norm]).tolist()  # the one wait for the device in a step
+    loss_value, grad_norm = read_off(loss, norm)
     sick_parameter = None if math.isfinite(grad_norm) else first_sick_gradient(run.raw_model)
     if sick_parameter is None:
         if config.train.max_grad_norm is not None:
@@ -96,6 +102,11 @@ def train_step(run: Run, total_steps: float) -> StepResult:
         run.ema.update(state.step + 1)
     optimizer.zero_grad()
     return StepResult(loss_value, grad_norm, sick_parameter, sample_hash, data_seconds)
+
+
+def read_off(*scalars: Tensor) -> list[float]:
+    """Return numbers from the device: the one moment in a step that waits for it (benchmarks/saving.py measures it)."""
+    return torch.stack(scalars).tolist()
 
 
 def accumulate_gradients(run: Run) -> tuple[Tensor, Tensor, float]:
@@ -165,10 +176,11 @@ def validate(run: Run) -> dict[str, Any]:
 
 def save(run: Run) -> None:
     """Have a checkpoint written, which goes on in the background; say what became of the one before."""
-    report_failed_saves(run)
-    if not run.folder.config.exists():  # somebody deleted the folder under the run
-        write_description(run)
+    with suppress(OSError):  # the save meets the same disk, and says so
+        if not run.folder.config.exists():  # somebody deleted the folder under the run
+            write_description(run)
     run.checkpoints.save(is_best=run.state.best_step == run.state.step)
+    report_failed_saves(run)
 
 
 def report_failed_saves(run: Run) -> None:
@@ -180,8 +192,6 @@ def report_failed_saves(run: Run) -> None:
 
 def leave(run: Run, signal_number: int) -> None:
     """End the process after a signal, once the checkpoint is on the disk; says how to continue."""
-    run.checkpoints.wait()
-    report_failed_saves(run)
     logger.info(
         "stopped by %s at step %d; saved up to step %s; the same command with --train.resume auto continues it",
         signal.Signals(signal_number).name,

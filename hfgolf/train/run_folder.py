@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from hfgolf.command_line import ResolvedConfig, read_yaml
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
+from hfgolf.redact import redact_values
 
 try:
     import fcntl
@@ -73,25 +74,26 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".writable"
-            probe.touch()
-            probe.unlink()
+            probe.write_text("\n")  # not empty: that fits on a full disk
+            probe.unlink(missing_ok=True)  # another run may be looking too
         except OSError as error:
             raise UserError(
                 f"run.output_dir: cannot write to {self.path} ({error.strerror}); choose another --run.output_dir."
             ) from None
         self._lock()
-        if resolved.config.train.resume is not None or not self.config.exists():
+        resume = resolved.config.train.resume
+        if resume not in (None, "auto"):
             return
-        changed = self.changed_keys(resolved)
+        changed = self.changed_keys(resolved) if self.config.exists() else []
         if changed:
             raise UserError(
                 f"run.name: {self.path} holds a run with another config ({'; '.join(changed[:3])}"
                 f"{'; ...' if len(changed) > 3 else ''}); choose another --run.name, delete that folder, or continue"
                 " that run with these values by --train.resume latest."
             )
-        if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")):
+        if resume is None and self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")):
             raise UserError(
-                f"run.name: {self.path} holds an unfinished run; --train.resume latest continues it,"
+                f"run.name: {self.path} holds an unfinished run; --train.resume auto continues it,"
                 " another --run.name starts a new one."
             )
 
@@ -119,7 +121,7 @@ class RunFolder:
 
         Values that are decided anew on each machine (source auto) do not count.
         """
-        before, after = read_yaml(self.config), resolved.config.flat()
+        before, after = read_yaml(self.config), redact_values(resolved.config.flat())
         return [
             f"{key} {before.get(key)} -> {after[key]}"
             for key in after
@@ -135,6 +137,13 @@ class RunFolder:
         if resolved.config.train.resume not in (None, "auto") or not (self.summary.is_file() and self.config.is_file()):
             return None
         return None if self.changed_keys(resolved) else json.loads(self.summary.read_text())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is whole at every moment, whatever happens to the process."""
+    partial = path.with_name(f".partial-{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def run_folder(config: RunConfig) -> RunFolder:

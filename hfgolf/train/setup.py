@@ -34,7 +34,6 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.publish.hub import HubPusher
-from hfgolf.redact import redact
 from hfgolf.train.checkpoint import check_resume, choose_checkpoint, clean_up, description
 from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.compilation import compile_in_place, should_compile
@@ -48,7 +47,7 @@ from hfgolf.train.environment import (
 )
 from hfgolf.train.guard import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.meter import Meter
-from hfgolf.train.run_folder import RunFolder, run_folder
+from hfgolf.train.run_folder import RunFolder, replace_text, run_folder
 from hfgolf.train.state import TrainState
 from hfgolf.train.tracking import Tracker, check_trackers
 
@@ -301,6 +300,7 @@ def _settle_batch(resolved: ResolvedConfig, model: GolfForCausalLM, accelerator:
             optimizer=config.optim.name,
             precision=config.train.mixed_precision,
             gradient_checkpointing=config.model.gradient_checkpointing,
+            ema=config.optim.has_ema,
         )
         resolved = resolved.resolve("auto", batch__micro_batch_size=size)
     size = int(resolved.config.batch.micro_batch_size)
@@ -349,12 +349,12 @@ def write_description(run: Run) -> None:
     for change in folder.changed_keys(run.resolved) if folder.config.exists() else []:
         logger.info("changed since the run began: %s", change)
     folder.summary.unlink(missing_ok=True)  # the run is no longer complete
-    folder.config.write_text(redact(run.resolved.to_yaml()))
-    folder.metadata.write_text(json.dumps(run_metadata(run.resolved), indent=1))
+    replace_text(folder.config, run.resolved.to_yaml())
+    replace_text(folder.metadata, json.dumps(run_metadata(run.resolved), indent=1))
     patch = uncommitted_changes()
     folder.uncommitted.unlink(missing_ok=True)
     if patch:
-        folder.uncommitted.write_text(patch, encoding="utf-8")
+        replace_text(folder.uncommitted, patch)
 
 
 def _rehearse(run: Run) -> None:

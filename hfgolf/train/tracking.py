@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfgolf.command_line import one_line
 from hfgolf.errors import UserError
+from hfgolf.redact import redact_values
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -62,6 +63,7 @@ class Tracker:
         """Forget the rows after `step`, which will be written again; what happened is not forgotten."""
         if not self._active:
             return
+        self._unwritten = [line for line in self._unwritten if _outlives(line, step)]
         try:
             _drop_rows_after(self._path, step)
         except OSError as error:
@@ -118,19 +120,20 @@ def check_trackers(names: list[str]) -> None:
 
 
 def _start_trackers(accelerator: Accelerator, config: RunConfig, folder: Path, state: TrainState) -> None:
-    name = config.track.run_name or config.run.name
+    public = redact_values(config.flat())
+    name, project = public["track.run_name"] or public["run.name"], public["track.project"]
     settings: dict[str, dict[str, Any]] = {}
     if "wandb" in config.track.trackers:
         settings["wandb"] = _wandb_settings(config, folder, state) | {"name": name}
-    flat = {key: value if isinstance(value, int | float | str) else str(value) for key, value in config.flat().items()}
+    flat = {key: value if isinstance(value, int | float | str) else str(value) for key, value in public.items()}
     try:
-        accelerator.init_trackers(config.track.project, config=flat, init_kwargs=settings)
+        accelerator.init_trackers(project, config=flat, init_kwargs=settings)
     except Exception as error:
         if "wandb" not in settings or settings["wandb"]["mode"] == "offline":
             raise
         logger.warning("wandb: offline, because it could not be reached: %s", one_line(error))
         settings["wandb"]["mode"] = "offline"
-        accelerator.init_trackers(config.track.project, config=flat, init_kwargs=settings)
+        accelerator.init_trackers(project, config=flat, init_kwargs=settings)
 
 
 def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[str, Any]:
@@ -142,7 +145,10 @@ def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[
         logger.warning("wandb: offline, because %s; `wandb sync` uploads the run later", obstacle)
         mode = "offline"
     state.wandb_id = state.wandb_id or uuid.uuid4().hex[:8]
-    settings = wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS, silent=mode == "offline")
+    # x_disable_meta, disable_git: wandb would upload the command line and a diff as they are, secrets included
+    settings = wandb.Settings(
+        init_timeout=WANDB_TIMEOUT_SECONDS, silent=mode == "offline", x_disable_meta=True, disable_git=True
+    )
     return {"mode": mode, "dir": str(folder), "id": state.wandb_id, "resume": "allow", "settings": settings}
 
 

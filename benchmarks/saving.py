@@ -1,0 +1,131 @@
+"""What it costs the loop to save in the background, and to look at every gradient before its update.
+
+    python benchmarks/saving.py --output benchmarks/results/saving_cpu.json
+    python benchmarks/saving.py --output benchmarks/results/saving_gpu.json    # where there is a GPU
+
+Trains configs/small.yaml's model in a temporary folder, in short steps. A blocking save is one that the loop waits for:
+copy, files, hashes, fsync, rename. A save in the background costs the loop the copy, and whatever slows down the steps
+that run beside the write. The look at the gradient is compared with steps that never wait for the device. Everything is
+interleaved in one process; the ratios are those of the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from hfgolf.command_line import load_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=str(ROOT / "configs" / "small.yaml"))
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="JSON with all measurements")
+    arguments, others = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "config": arguments.config,
+            "run.output_dir": folder,
+            "train.max_steps": 10**6,
+            "train.compile": "false",
+            "batch.tokens_per_step": 512,
+            "schedule.name": "constant",
+        }
+        measured = measure([f"--{key}={value}" for key, value in options.items()] + others, arguments.repetitions)
+    show(measured)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
+    import torch
+
+    from hfgolf.train import environment, loop
+    from hfgolf.train.setup import set_up
+
+    run = set_up(load_config(command_line))
+    run.model.train()
+    on_gpu = run.accelerator.device.type == "cuda"
+
+    def steps(number: int) -> float:
+        started_at = time.perf_counter()
+        for _ in range(number):
+            loop.train_step(run, 10**6)
+            run.state.step += 1
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started_at
+
+    def save() -> float:
+        started_at = time.perf_counter()
+        run.checkpoints.save(is_best=False)
+        return time.perf_counter() - started_at
+
+    def blocking_save() -> float:
+        started_at = time.perf_counter()
+        save()
+        run.checkpoints.wait()
+        return time.perf_counter() - started_at
+
+    run.checkpoints.wait()  # for the memory of the copies
+    steps(3), blocking_save()
+    # as many steps as a write takes three times over, so that it ends within them
+    number = max(5, round(3 * blocking_save() / (steps(5) / 5)))
+    rows = []
+    for _ in range(repetitions):
+        run.state.step += 1  # or the save would find its folder there
+        row = {"steps": steps(number), "blocking_save": blocking_save()}
+        run.state.step += 1
+        row |= {"copy": save(), "steps_beside_a_save": steps(number)}
+        run.checkpoints.wait()
+        row["steps_again"] = steps(number)
+        read_off, loop.read_off = loop.read_off, lambda *scalars: [1.0] * len(scalars)
+        row["steps_without_a_look"] = steps(number)
+        loop.read_off = read_off
+        rows.append(row)
+    failures = run.checkpoints.failures()
+    if failures:
+        raise SystemExit(f"error: {failures[0]}")
+    return {
+        "hardware": environment.hardware(),
+        "versions": {"torch": torch.__version__, "hfgolf": environment.git_commit()},
+        "parameters": run.raw_model.num_parameters(),
+        "checkpoint_bytes": sum(p.stat().st_size for p in (run.folder.checkpoints / "latest").resolve().iterdir()),
+        "tokens_per_step": run.config.batch.tokens_per_step,
+        "steps": number,
+        "seconds": rows,
+    }
+
+
+def show(measured: dict[str, Any]) -> None:
+    rows, steps = measured["seconds"], measured["steps"]
+    plain = [(row["steps"] + row["steps_again"]) / 2 for row in rows]
+    beside = [row["steps_beside_a_save"] - base for row, base in zip(rows, plain, strict=True)]
+    print(f"{measured['parameters']:,} parameters, {measured['checkpoint_bytes'] / 1e6:,.1f} MB a checkpoint")
+    print(f"{'a step':<34}{_median(plain) / steps * 1e3:10.1f} ms   ({steps} of them beside a save)")
+    print(f"{'blocking save':<34}{_median(row['blocking_save'] for row in rows) * 1e3:10.1f} ms")
+    for name, costs in (
+        ("the loop stands still for", [row["copy"] for row in rows]),
+        ("steps beside the write take longer", beside),
+        ("together", [row["copy"] + extra for row, extra in zip(rows, beside, strict=True)]),
+    ):
+        shares = [cost / row["blocking_save"] for cost, row in zip(costs, rows, strict=True)]
+        print(f"{name:<34}{_median(costs) * 1e3:10.1f} ms   {_median(shares):6.1%} of a blocking save")
+    looks = [base / row["steps_without_a_look"] - 1 for row, base in zip(rows, plain, strict=True)]
+    print(f"{'looking at the gradient':<34}{_median(looks):10.2%} of a step (from {min(looks):.2%} to {max(looks):.2%})")
+
+
+def _median(values: Any) -> float:
+    return statistics.median(values)
+
+
+if __name__ == "__main__":
+    main()

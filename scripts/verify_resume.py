@@ -1,0 +1,47 @@
+"""Prove that a run survives kill -9 on this machine: python scripts/verify_resume.py --config configs/small.yaml
+
+Trains a few steps straight, then the same with kills at random moments, also inside a save, and compares sample ids,
+losses, weights, optimizer and random states. Exit status 0: equal; 1: different; 2: a run failed.
+"""
+
+import argparse
+from pathlib import Path
+
+from hfgolf.command_line import load_config, run_command
+from hfgolf.errors import UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="All else is for the two runs, as train.py takes it: --config FILE --section.key value. How long they are,"
+        " how often they log, evaluate and save, and where they lie (a temporary folder) is decided here; train.compile"
+        " is false unless it is stated.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run (30)")
+    parser.add_argument("--kills", type=int, default=4, help="kills, every second one inside a save (4)")
+    parser.add_argument("--kill_seed", type=int, default=0, help="seeds the moments of the kills (0)")
+    parser.add_argument("--num_processes", type=int, default=1, help="processes on this machine, one a GPU (1)")
+    arguments, of_run = parser.parse_known_args()
+    _require("num_processes", arguments.num_processes, arguments.num_processes >= 1, "1 or more")
+    _require("kills", arguments.kills, arguments.kills >= 0, "0 or more")
+    _require("steps", arguments.steps, arguments.steps > arguments.kills, f"more than --kills {arguments.kills}")
+    resolved = load_config([*of_run, f"--train.max_steps={arguments.steps}"])
+
+    from hfgolf.train.console import show_log
+    from hfgolf.train.verify_resume import Plan, verify_resume
+
+    show_log(is_main_process=True)
+    plan = Plan(**vars(arguments))
+    return 0 if verify_resume(Path(__file__).with_name("train.py"), of_run, resolved, plan) else 1
+
+
+def _require(option: str, value: int, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        raise UserError(f"--{option}: {value} is out of range; allowed: {allowed}.")
+
+
+if __name__ == "__main__":
+    run_command(main)

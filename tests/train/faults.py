@@ -1,0 +1,146 @@
+"""What the fault tests share: damage to a checkpoint, comparison to the last bit, and runs in processes that may die.
+
+The processes come from a fork server that has imported torch already, so that one starts in under a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import load
+from safetensors.torch import load_file
+
+from hfgolf.command_line import ResolvedConfig, run_command
+from hfgolf.train import loop
+from hfgolf.train.checkpoint import Rejected, verify
+
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["hfgolf.train.loop", "datasets", "tokenizers", "pyarrow", "transformers.generation"])
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def rewrite_manifest(checkpoint: Path, **changes: Any) -> None:
+    """Let the manifest say what is in the folder now, as somebody would who put it there; `changes` replace keys."""
+    file = checkpoint / "manifest.json"
+    manifest = json.loads(file.read_text())
+    contents = {p.name: p.read_bytes() for p in checkpoint.iterdir() if p != file}
+    manifest["files"] = {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in contents.items()}
+    file.write_text(json.dumps(manifest | changes))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl, each line of which must be whole."""
+    text = (folder / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [loss for row in rows(folder) for loss in row.get("train_losses", [])]
+
+
+def valid_steps(checkpoints: Path) -> list[int]:
+    """Return the steps of the checkpoints there, every one of which must be whole."""
+    return sorted(verify(path)["step"] for path in checkpoints.glob("step-*"))
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except Rejected:
+        return False
+    return True
+
+
+def read(file: Path) -> Any:
+    if file.suffix == ".safetensors":
+        return load_file(file)
+    return json.loads(file.read_text()) if file.suffix == ".json" else load(file)
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Name what is not the same, to the last bit, in two checkpoints, but for the time they took."""
+    names = {path.name for folder in (one, other) for path in folder.iterdir()} - {"manifest.json"}
+    different = []
+    for name in sorted(names):
+        a, b = read(one / name), read(other / name)
+        if name == "train_state.json":
+            a["elapsed_seconds"] = b["elapsed_seconds"] = 0
+        if not same(a, b):
+            different.append(name)
+    return different
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def before_step(actions: dict[int, Callable[[Any], None]]) -> Callable[..., Any]:
+    """Return a train_step that calls actions[n] with the Run before the n-th step, once the last save has ended."""
+    real_step = loop.train_step
+
+    def step(run: Any, total_steps: float) -> Any:
+        if run.state.step + 1 in actions:
+            run.checkpoints.wait()
+            actions[run.state.step + 1](run)
+        return real_step(run, total_steps)
+
+    return step
+
+
+def start(resolved: ResolvedConfig, output: Path, slowed_by_seconds: float = 0.0) -> BaseProcess:
+    """Train in a process of its own, as scripts/train.py would; what it says goes to the file `output`."""
+    process = FORKING.Process(target=_train, args=(resolved, output, slowed_by_seconds))
+    process.start()
+    return process
+
+
+def _train(resolved: ResolvedConfig, output: Path, slowed_by_seconds: float) -> None:
+    import time
+
+    torch.set_num_threads(1)
+    real_step = loop.train_step
+
+    def slow_step(*arguments: Any) -> Any:
+        time.sleep(slowed_by_seconds)
+        return real_step(*arguments)
+
+    loop.train_step = slow_step
+
+    def main() -> None:
+        loop.train(resolved)
+
+    with output.open("w") as said, contextlib.redirect_stderr(said):
+        logging.basicConfig(stream=said, level=logging.INFO, format="%(message)s")
+        run_command(main)

@@ -1,0 +1,60 @@
+"""No token reaches a file, a tracker or the terminal: a whole run with secrets in every place a user puts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+ROOT = Path(__file__).parents[2]
+SECRETS = {
+    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx123456",
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "MY_DATABASE_PASSWORD": "correct horse battery",
+}
+IN_URL = "supersecretvalue99"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_no_secret_is_written(tiny_run, corpus_file, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=corpus_file.parent))
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/{corpus_file.name}?token={IN_URL}"
+    arguments = tiny_run(
+        data__files=url,
+        track__trackers="[wandb,tensorboard]",
+        run__output_dir=tmp_path / "output",
+        track__run_name=SECRETS["HF_TOKEN"],
+    )
+    environment = os.environ | SECRETS | {"WANDB_MODE": "offline", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "scripts/train.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    server.shutdown()
+    assert done.returncode == 0, done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"config.yaml", "metadata.json", "metrics.jsonl", "README.md", "manifest.json"} <= names
+    assert any(name.endswith(".wandb") for name in names) and any("tfevents" in name for name in names)
+    written = {str(path): path.read_bytes() for path in files} | {"terminal": (done.stdout + done.stderr).encode()}
+    for secret in (*SECRETS.values(), IN_URL):
+        assert [path for path, content in written.items() if secret.encode() in content] == []
+    folder = tmp_path / "output" / "tiny"
+    assert (
+        "[redacted]" in (folder / "config.yaml").read_text() and "[redacted]" in (folder / "metadata.json").read_text()
+    )
+
+
+def test_no_secret_is_in_an_error(tiny_run):
+    command = [sys.executable, "scripts/train.py", *tiny_run(data__files=f"http://127.0.0.1:9/a.txt?token={IN_URL}")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: data.files: ") and "token=[redacted]" in done.stderr
+    assert IN_URL not in done.stdout + done.stderr
