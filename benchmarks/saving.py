@@ -120,7 +120,8 @@ def show(measured: dict[str, Any]) -> None:
         shares = [cost / row["blocking_save"] for cost, row in zip(costs, rows, strict=True)]
         print(f"{name:<34}{_median(costs) * 1e3:10.1f} ms   {_median(shares):6.1%} of a blocking save")
     looks = [base / row["steps_without_a_look"] - 1 for row, base in zip(rows, plain, strict=True)]
-    print(f"{'looking at the gradient':<34}{_median(looks):10.2%} of a step (from {min(looks):.2%} to {max(looks):.2%})")
+    span = f"from {min(looks):.2%} to {max(looks):.2%}"
+    print(f"{'looking at the gradient':<34}{_median(looks):10.2%} of a step ({span})")
 
 
 def _median(values: Any) -> float:

@@ -14,9 +14,9 @@ from hfgolf.errors import UserError
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="All else is for the two runs, as train.py takes it: --config FILE --section.key value. How long they are,"
-        " how often they log, evaluate and save, and where they lie (a temporary folder) is decided here; train.compile"
-        " is false unless it is stated.",
+        epilog="All else is for both runs, as train.py takes it: --config FILE --section.key value. How long they are\n"
+        "and how often they log, evaluate and save is set here; they lie in a temporary folder; train.compile is\n"
+        "false unless stated.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -219,7 +219,8 @@ def _match(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
         urls.update({Path(path).resolve(): "" for path in matches})
     local = [path.parent for path, url in urls.items() if not url]
     root = os.path.commonpath(local) if local else ""
-    files = [SourceFile(redact(url) if url else path.relative_to(root).as_posix(), path, split) for path, url in urls.items()]
+    names = {path: redact(url) if url else path.relative_to(root).as_posix() for path, url in urls.items()}
+    files = [SourceFile(name, path, split) for path, name in names.items()]
     for file in files:
         if file.path.stat().st_size == 0:
             raise UserError(f"{key}: {file.path} is empty; remove it or fill it with text.")

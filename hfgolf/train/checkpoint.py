@@ -156,9 +156,11 @@ def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, A
             raise Rejected(f"{_MANIFEST} is of step {manifest['step']}")
         for name, expected in files.items():
             _verify_file(checkpoint, name, expected["bytes"], expected["sha256"])
+        paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
+    except OSError as error:
+        raise Rejected(f"not readable ({one_line(error)})") from None
     except (KeyError, TypeError, ValueError):
         raise Rejected(f"{_MANIFEST} is not one of hfgolf's") from None
-    paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     inside = {str(path.relative_to(checkpoint)) for path in paths}
     for name in sorted(inside - files.keys() - {_MANIFEST}):
         raise Rejected(f"{name} is not in {_MANIFEST}")

@@ -124,6 +124,8 @@ class Checkpointer:
         try:
             accelerator.load_state(str(checkpoint), map_location="cpu")
             states = load(own) if own.exists() else None
+            if states is not None:
+                self._check_random_states(states, own)
             self._state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
             if self._ema is not None:
                 self._load_ema(checkpoint / EMA_NAME)
@@ -142,11 +144,9 @@ class Checkpointer:
         elif accelerator.is_main_process:
             point(self._folder / "best", best)  # it may have moved on since
         accelerator.step = 0  # counts micro-batches, and a step may have another number of them now
-        if states is not None:
-            self._check_random_states(states, own)
-        elif accelerator.num_processes == read_manifest(checkpoint)["processes"]:
+        if states is None and accelerator.num_processes == read_manifest(checkpoint)["processes"]:
             raise UserError(f"train.resume: {own} is missing; choose an earlier checkpoint.")
-        else:  # a rank that was not there before: its dropout must differ from the others'
+        if states is None:  # a rank that was not there before: its dropout must differ from the others'
             torch.manual_seed(hash((self._state.step, accelerator.process_index)))
 
     def _load_weights(self, models: list[Any], folder: str) -> None:

@@ -65,8 +65,9 @@ def conclude(run: Run) -> dict[str, Any]:
 def show_summary(summary: dict[str, Any]) -> None:
     """Print how the run ended and how to load what it made."""
     logger.info(
-        "\nvalidation loss  %.4f nats a token (step %d, %s tokens of the whole validation part)",
+        "\nvalidation loss  %.4f nats a token (%sstep %d, %s tokens of the whole validation part)",
         summary["val_loss"],
+        "averaged weights of " if summary["weights"] == "ema" else "",
         summary["step"],
         f"{summary['val_tokens']:,}",
     )

@@ -54,7 +54,8 @@ def format_row(row: dict[str, Any], total_steps: float) -> str:
         f"{row['elapsed_seconds']:.0f} s",
     ]
     if row["val_loss"] is not None:
-        parts.insert(2, f"val loss {row['val_loss']:.4f} ({row['val_bits_per_byte']:.4f} bits per byte)")
+        averaged = f", averaged weights {row['val_loss_ema']:.4f}" if "val_loss_ema" in row else ""
+        parts.insert(2, f"val loss {row['val_loss']:.4f} ({row['val_bits_per_byte']:.4f} bits per byte){averaged}")
     return "  ".join(parts)
 
 

@@ -72,6 +72,7 @@ def run_steps(run: Run, clock: Clock) -> None:
             console.show(row, clock.total_steps())
             if saving or run.state.best_step == step or should_stop_early(run):
                 save(run)
+            report_failed_saves(run)
             if pushing:
                 push_in_training(run)
             run.meter.restart()
@@ -92,10 +93,9 @@ def train_step(run: Run, total_steps: float) -> StepResult:
     norm = gradient_norm(run.model.parameters())
     loss_value, grad_norm = read_off(loss, norm)
     sick_parameter = None if math.isfinite(grad_norm) else first_sick_gradient(run.raw_model)
-    if sick_parameter is None:
-        if config.train.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), config.train.max_grad_norm, norm)
-        apply_schedule(optimizer, state.step, total_steps, config.optim, config.schedule, state.learning_rate_scale)
+    apply_schedule(optimizer, state.step, total_steps, config.optim, config.schedule, state.learning_rate_scale)
+    if sick_parameter is None and config.train.max_grad_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), config.train.max_grad_norm, norm)
     if sick_parameter is None or accelerator.scaler is not None:  # the scaler skips by itself, and learns from it
         optimizer.step()
     if sick_parameter is None and run.ema is not None:
@@ -175,12 +175,11 @@ def validate(run: Run) -> dict[str, Any]:
 
 
 def save(run: Run) -> None:
-    """Have a checkpoint written, which goes on in the background; say what became of the one before."""
+    """Have a checkpoint written, which goes on in the background."""
     with suppress(OSError):  # the save meets the same disk, and says so
         if not run.folder.config.exists():  # somebody deleted the folder under the run
             write_description(run)
     run.checkpoints.save(is_best=run.state.best_step == run.state.step)
-    report_failed_saves(run)
 
 
 def report_failed_saves(run: Run) -> None:

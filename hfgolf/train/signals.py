@@ -64,5 +64,7 @@ def follow_launcher() -> None:
     With one process the launcher neither passes SIGTERM on nor waits: training would go on without it, unseen.
     """
     parent = psutil.Process().parent()
-    if sys.platform == "linux" and parent and {"launch", "accelerate"} <= set(map(os.path.basename, parent.cmdline())):
+    words = set(map(os.path.basename, parent.cmdline())) if parent else set()
+    is_launcher = {"accelerate", "launch"} <= words or words & {"accelerate-launch", "accelerate.commands.launch"}
+    if sys.platform == "linux" and is_launcher:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -7,10 +7,9 @@ they leave on the disk: metrics.jsonl, checkpoints and summary.json.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
-import math
+import os
 import random
 import re
 import shutil
@@ -19,46 +18,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
-from accelerate.utils import load
-from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME
-from safetensors.torch import load_file
-from torch import Tensor
 
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.errors import UserError
-from hfgolf.train.checkpointer import EMA_NAME, STATE_NAME, WEIGHTS_NAME
+from hfgolf.train.evidence import compare, evidence, rows, table, verdict
 from hfgolf.train.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = 1e-5
-# What several processes and GPUs promise: losses to TOLERANCE. The rest is only bounded loosely, relative to a tensor's
-# largest value, to tell rounding from a state that is not this run's. What is not here must be equal to the last bit.
-_TOLERATED = {
-    "training losses": TOLERANCE,
-    "validation losses": TOLERANCE,
-    "train state": TOLERANCE,
-    "gradient norms": 0.1,
-    "weights": 0.1,
-    "averaged weights": 0.1,
-    "optimizer": 0.1,
-}
-_NAMES = {WEIGHTS_NAME: "weights", EMA_NAME: "averaged weights", f"{OPTIMIZER_NAME}.bin": "optimizer"}
-_NAMES |= {STATE_NAME: "train state"}
-# Of the clock and the session, not of the run: accelerate's `step` counts the micro-batches since its process began.
-_NOT_COMPARED = {"train state": ("elapsed_seconds", "wandb_id"), RNG_STATE_NAME: ("step",)}
+# Without it accelerate takes the processes of torchrun on a CPU for so many runs of one process.
+_ENVIRONMENT = {} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"}
 _POLL_SECONDS = 0.001  # a save of a small model takes some hundredths of a second
-
-Contents = dict[str, Any]
-"""By name what is compared bit by bit: tensors and plain Python values."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +47,6 @@ class Plan:
     """Every second one aims at a save."""
     kill_seed: int
     num_processes: int
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What comparing one thing gave."""
-
-    what: str
-    digests: tuple[str, str]
-    """The sha256 of names, dtypes, shapes and bytes, straight and killed."""
-    differences: dict[str, float]
-    """By name the relative difference of what is not bitwise equal; infinity where it is no matter of size."""
 
 
 def verify_resume(train_script: Path, arguments: list[str], resolved: ResolvedConfig, plan: Plan) -> bool:
@@ -98,7 +63,7 @@ def verify_resume(train_script: Path, arguments: list[str], resolved: ResolvedCo
         with Session(command, straight) as session:
             session.finish()
         logger.info("straight: %d steps in %.0f s", plan.steps, time.perf_counter() - started_at)
-        run_with_kills(command, killed, plan, step_seconds=_step_seconds(straight))
+        run_with_kills(command, killed, straight, plan)
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -151,6 +116,7 @@ class Session:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us, who then kill
+                env=os.environ | _ENVIRONMENT,
             )
 
     def __enter__(self) -> Session:
@@ -166,8 +132,9 @@ class Session:
         """Return the step that metrics.jsonl has come to; 0 as long as this session has not touched it."""
         if self._written() == self._before:
             return 0
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it is being written
-            return json.loads(self._metrics.read_bytes().splitlines()[-1])["step"]
+        with contextlib.suppress(OSError, ValueError):  # it is being written, or has no row
+            text = self._metrics.read_bytes()
+            return json.loads(text[: text.rindex(b"\n")].splitlines()[-1])["step"]  # a kill may cut a row off
         return 0
 
     def resumed_step(self) -> int:
@@ -190,7 +157,9 @@ class Session:
         """Wait for the end; raises UserError, after its last lines, where it is not a good one."""
         status = self._process.wait()
         if status:
-            logger.info("%s\n", "\n".join(self.log.read_text(errors="replace").splitlines()[-15:]))
+            lines = self.log.read_text(errors="replace").splitlines()
+            of_run = [line for line in lines if line.startswith("error: ")]  # torchrun goes on for 20 lines after it
+            logger.info("%s\n", "\n".join(of_run or lines[-15:]))
             raise UserError(f"the {self.log.parent.name} run ended with status {status}; all of its log: {self.log}.")
 
     def _written(self) -> tuple[int, int] | None:
@@ -201,120 +170,72 @@ class Session:
         return status.st_ino, status.st_size
 
 
-def run_with_kills(command: list[str], run: RunFolder, plan: Plan, step_seconds: float) -> None:
-    """Start, kill and start again, saying where it was hit and what was lost, and at last let it finish.
+def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan: Plan) -> None:
+    """Start, kill and start again, with a line for each session, until the run is complete.
 
-    The steps are divided evenly over the kills, so that each has its part of the run. step_seconds: how long one takes.
+    The steps are divided evenly over the kills. straight: the run that says how long a step takes and how many files a
+    checkpoint has, so that a kill meets any moment of them.
     """
     moments = random.Random(plan.kill_seed)
-    inside_due, kill = 0, ""
-    killed_at = 0
+    step_seconds = statistics.median(row["data_seconds"] + row["compute_seconds"] for row in rows(straight))
+    most_files = len(list((straight.checkpoints / "latest").iterdir()))
+    saves_to_hit, killed_at = 0, 0
     for number in range(1, plan.kills + 2):
+        is_killed = False
         with Session(command, run) as session:
             if number <= plan.kills:
                 first, last = ((plan.steps - 1) * part // plan.kills for part in (number - 1, number))
                 target = moments.randint(first + 1, last)
-                inside_due += number % 2 == 0
-                if inside_due:
-                    _wait_for_save(session, run, target, num_files=moments.randint(1, 6))
+                saves_to_hit += number % 2 == 0
+                if saves_to_hit:
+                    _wait_for_save(session, run, target, num_files=moments.randint(1, most_files))
                 else:
-                    _wait_for_step(session, target)
-                    time.sleep(moments.uniform(0, step_seconds))
-            is_over = number > plan.kills or not session.kill()
-            if is_over:
+                    _wait_for_step(session, target, and_seconds=moments.uniform(0, step_seconds))
+                is_killed = session.kill()
+            if not is_killed:
                 session.finish()
-        if kill:
-            resumed_step = session.resumed_step()
-            logger.info("%s; resumed from step %d, %d steps made again", kill, resumed_step, killed_at - resumed_step)
-        if is_over:
-            break
-        killed_at, inside = _last_step(run), _save_under_way(run)
-        kill = f"kill {number}: after step {killed_at}, {inside or 'not inside a save'}"
-        kill += ", though it aimed at one: too quick" if inside_due and not inside else ""
-        inside_due -= bool(inside_due and inside)
-    if number <= plan.kills:
-        logger.info("kill %d and later ones found the run complete", number)
+        resumed_at = session.resumed_step()
+        start = f"resumed from step {resumed_at}, {killed_at - resumed_at} made again" if number > 1 else "began"
+        if not is_killed:
+            missed = f", before kill {number} met it" if number <= plan.kills else ""
+            logger.info("session %d: %s; completed%s", number, start, missed)
+            return
+        killed_at, save = session.step(), _save_under_way(run)
+        where = f"inside the save of {save} of {most_files} files" if save else "between saves"
+        where += "; it aimed at one, which was too quick" if saves_to_hit and not save else ""
+        logger.info("session %d: %s; kill -9 after step %d, %s", number, start, killed_at, where)
+        saves_to_hit -= bool(saves_to_hit and save)
 
 
-def evidence(run: RunFolder) -> dict[str, Contents]:
-    """Return all that must be equal in two runs, by what it is: from its rows step by step, then its last checkpoint."""
-    columns = {"sample ids": "sample_hashes", "training losses": "train_losses", "gradient norms": "grad_norms"}
-    found: dict[str, dict[str, Any]] = {what: {} for what in (*columns, "validation losses")}
-    for row in _rows(run):
-        for what, column in columns.items():
-            start = row["step"] - len(row[column]) + 1
-            for step, value in enumerate(row[column], start):
-                found[what].setdefault(f"step {step}", []).append(value)  # twice would be wrong too
-        for column in ("val_loss", "val_loss_ema"):
-            if row.get(column) is not None:
-                found["validation losses"].setdefault(f"step {row['step']}", []).append(row[column])
-    summary = json.loads(run.summary.read_text())
-    found["validation losses"].setdefault(f"step {summary['step']}", []).append(summary["val_loss"])
-    checkpoint = run.checkpoints / "latest"
-    for path in sorted(checkpoint.rglob("*")):
-        if path.is_file() and path.name != "manifest.json":
-            what = _NAMES.get(path.name, str(path.relative_to(checkpoint)).removesuffix(".pkl").replace("_", " "))
-            left_out = next((keys for name, keys in _NOT_COMPARED.items() if name in (what, path.stem[:-2])), ())
-            content = _read(path)
-            if isinstance(content, dict):
-                content = {key: value for key, value in content.items() if key not in left_out}
-            found[what] = dict(_leaves(content))
-    return found
+def _launcher(num_processes: int) -> list[str]:
+    if num_processes == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
 
 
-def compare(straight: dict[str, Contents], killed: dict[str, Contents]) -> list[Finding]:
-    """Compare two runs' evidence thing by thing, by content and to the last bit."""
-    findings = []
-    for what in straight | killed:
-        pair = straight.get(what, {}), killed.get(what, {})
-        in_one = {name: math.inf for name in pair[0] | pair[1] if name not in pair[0] or name not in pair[1]}
-        in_both = {
-            name: relative_difference(pair[0][name], pair[1][name])
-            for name in pair[0]
-            if name in pair[1] and _bytes(pair[0][name]) != _bytes(pair[1][name])
-        }
-        findings.append(Finding(what, (_digest(pair[0]), _digest(pair[1])), in_both | in_one))
-    return findings
+def _wait_for_step(session: Session, step: int, and_seconds: float) -> None:
+    while session.is_running() and session.step() < step:
+        time.sleep(_POLL_SECONDS)
+    time.sleep(and_seconds)
 
 
-def relative_difference(a: Any, b: Any) -> float:
-    """Return the largest difference between two numbers, lists or tensors as a share of the largest value in them.
-
-    Infinity where it says nothing: another shape or dtype, whole numbers, values that are not finite, no numbers.
-    """
-    a, b = (torch.tensor(x, dtype=torch.float64) if _is_floats(x) else x for x in (a, b))
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype != b.dtype or a.shape != b.shape:
-        return math.inf
-    if not a.is_floating_point():
-        return math.inf
-    a, b = a.double(), b.double()
-    difference = ((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max())).item()
-    return difference if math.isfinite(difference) else math.inf
+def _wait_for_save(session: Session, run: RunFolder, step: int, num_files: int) -> None:
+    """Wait until a save of `step` or a later one has so many files, the last of which is being written."""
+    while session.is_running() and not (session.step() and _num_files(run, step) >= num_files):
+        time.sleep(_POLL_SECONDS)
 
 
-def table(findings: list[Finding]) -> str:
-    """Return the findings as lines for a person."""
-    lines = [f"{'what':<20}{'straight':<16}{'killed':<16}equal"]
-    for finding in findings:
-        largest = max(finding.differences.values(), default=0.0)
-        size = f"largest relative difference {largest:.1e}" if math.isfinite(largest) else "not at all"
-        outcome = f"no: {len(finding.differences)} differ, {size}" if finding.differences else "yes"
-        lines.append(f"{finding.what:<20}{finding.digests[0]:<16}{finding.digests[1]:<16}{outcome}")
-    return "\n".join(lines)
+def _num_files(run: RunFolder, step: int) -> int:
+    """Return the files in the save under way, if it is of `step` or a later one; else 0."""
+    with contextlib.suppress(OSError):  # it ends while we look
+        for partial in run.checkpoints.glob(".partial-step-*"):
+            if int(partial.name.rpartition("-")[2]) >= step:
+                return len(list(partial.iterdir()))
+    return 0
 
 
-def verdict(findings: list[Finding], steps: int, is_exact: bool) -> tuple[bool, str]:
-    """Say whether the runs are equal, and how much so. is_exact: nothing but bitwise will do."""
-    if not any(finding.differences for finding in findings):
-        return True, "bitwise identical"
-    broken = []
-    for finding in findings:
-        bound = 0.0 if is_exact else _TOLERATED.get(finding.what, 0.0)
-        for name, difference in finding.differences.items():
-            if is_exact or difference > bound:
-                step = int(name.removeprefix("step ")) if name.startswith("step ") else steps
-                broken.append((step, finding.what if name.startswith("step ") else f"{finding.what}, {name}"))
-    if not broken:
-        return True, f"equal within {TOLERANCE:.0e}: sample ids and random states bitwise, losses to rounding"
-    first = min(step for step, _ in broken)
-    return False, f"DIFFERENT at step {first}: {'; '.join([what for step, what in broken if step == first][:3])}"
+def _save_under_way(run: RunFolder) -> str | None:
+    """Return step and files of a save that a kill cut off: its hidden folder stays until the next session begins."""
+    for partial in run.checkpoints.glob(".partial-step-*"):
+        return f"step {int(partial.name.rpartition('-')[2])}, with {len(list(partial.iterdir()))}"
+    return None
