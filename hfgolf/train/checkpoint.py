@@ -83,7 +83,7 @@ def clean_up(folder: Path) -> None:
 def retain(folder: Path, keep_last: int) -> None:
     """Delete all but the newest `keep_last` checkpoints; what `latest` or `best` points at stays."""
     pinned = {(folder / link).resolve() for link in ("latest", "best")}
-    for checkpoint in _newest_first(folder)[keep_last:]:
+    for checkpoint in newest_first(folder)[keep_last:]:
         if checkpoint.resolve() not in pinned:
             hidden = checkpoint.with_name(f".partial-{checkpoint.name}")  # killed half-way, it must not look whole
             shutil.rmtree(hidden, ignore_errors=True)
@@ -115,7 +115,7 @@ def set_aside(checkpoint: Path) -> None:
 def check_resume(folder: Path, which: str | None) -> None:
     """Raise UserError where train.resume names what is not there: a first look, before any work."""
     path = _path(folder, which) if which else None
-    there = _newest_first(folder)
+    there = newest_first(folder)
     if (which == "latest" and not there) or (which not in (None, "auto", "latest") and not (path and path.is_dir())):
         names = join_words(sorted(checkpoint.name for checkpoint in there)) or "none"
         raise UserError(f"train.resume: there is no checkpoint {path} (checkpoints in {folder}: {names}).")
@@ -189,44 +189,49 @@ def description(model_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _choose(folder: Path, which: str, model: dict[str, Any]) -> Path | None:
-    newest_first = _newest_first(folder)
     if which in ("auto", "latest"):
-        chosen, reasons = None, []
-        for checkpoint in newest_first:
-            try:
-                verify(checkpoint, model)
-            except Rejected as rejected:
-                reasons.append(f"{checkpoint.name}: {rejected}")
-                logger.warning("checkpoint rejected, %s", reasons[-1])
-                continue
-            chosen = checkpoint
-            break
-        if chosen is None and (reasons or which == "latest"):
-            raise UserError(f"train.resume: no checkpoint in {folder} is valid ({'; '.join(reasons) or 'none there'}).")
+        chosen = _newest_valid(folder, which, model)
+        if chosen is None:
+            return None
     else:
         chosen = _path(folder, which).resolve()
         try:
             verify(chosen, model)
         except Rejected as rejected:
             raise UserError(f"train.resume: {chosen} is rejected, {rejected}; choose another.") from None
-    if chosen:
-        step = read_manifest(chosen)["step"]
-        for newer in newest_first:
-            if newer.resolve() != chosen.resolve() and _step(newer) >= step:
-                set_aside(newer)
-        for link in (folder / "latest", folder / "best"):
-            if link.is_symlink() and not link.exists():
-                link.unlink()
-        if chosen.parent == folder.resolve():
-            point(folder / "latest", chosen)
+    step = read_manifest(chosen)["step"]
+    for other in newest_first(folder):
+        if _step(other) >= step and other.resolve() != chosen.resolve():
+            set_aside(other)
+    for link in (folder / "latest", folder / "best"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+    if chosen.resolve().parent == folder.resolve():
+        point(folder / "latest", chosen)
     return chosen
+
+
+def _newest_valid(folder: Path, which: str, model: dict[str, Any]) -> Path | None:
+    """Return the newest checkpoint that verifies, after a line for each that does not; None: there never was one."""
+    reasons = []
+    for checkpoint in newest_first(folder):
+        try:
+            verify(checkpoint, model)
+            return checkpoint
+        except Rejected as rejected:
+            reasons.append(f"{checkpoint.name}: {rejected}")
+            logger.warning("checkpoint rejected, %s", reasons[-1])
+    if reasons or which == "latest":
+        raise UserError(f"train.resume: no checkpoint in {folder} is valid ({'; '.join(reasons) or 'none there'}).")
+    return None
 
 
 def _path(folder: Path, which: str) -> Path:
     return folder / which if which in ("auto", "latest", "best") else Path(which)
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder by their steps, whatever their files' times say."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=_step, reverse=True)

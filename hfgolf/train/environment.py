@@ -63,8 +63,10 @@ def resolve_precision(resolved: ResolvedConfig) -> ResolvedConfig:
 
 def _device_type() -> str:
     from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
 
-    return PartialState().device.type
+    # as Accelerator does it: the first one to ask settles for the process whether there are others
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).device.type
 
 
 def _precision_told_to_accelerate() -> str | None:

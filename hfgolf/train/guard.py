@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from hfgolf.command_line import one_line
 from hfgolf.data.batches import block_ids, data_step
 from hfgolf.errors import UserError
-from hfgolf.train.checkpoint import choose_checkpoint, description
+from hfgolf.train.checkpoint import choose_checkpoint, description, newest_first, set_aside
 from hfgolf.train.meter import StepResult
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Guard:
         self._run = run
         self._in_a_row: list[int] = []
         """Data steps of the updates skipped since the last good one."""
+        self._suspect: Path | None = None
+        """The checkpoint of the last rollback, until a good step follows: its weights may be what is wrong."""
 
     def look_at(self, result: StepResult) -> bool:
         """Note the step just made; return True where it was one too many and the run is back at an earlier step.
@@ -59,6 +62,7 @@ class Guard:
         """
         if result.sick_parameter is None:
             self._in_a_row.clear()
+            self._suspect = None
             return False
         run, train = self._run, self._run.config.train
         scaler = run.accelerator.scaler
@@ -96,6 +100,10 @@ class Guard:
         )
         if run.state.rollbacks >= train.max_rollbacks:
             raise UserError(f"train: {diagnosis}; {run.state.rollbacks} rollbacks did not help: {advice}.")
+        is_only_one = len(newest_first(run.folder.checkpoints)) == 1
+        if self._suspect is not None and run.accelerator.is_main_process and not is_only_one:
+            logger.info("no good step came of %s: going further back", self._suspect.name)
+            set_aside(self._suspect)
         checkpoint = choose_checkpoint(run.accelerator, run.folder.checkpoints, "auto", model)
         if checkpoint is None:
             raise UserError(f"train: {diagnosis}; there is no checkpoint to go back to: {advice}.")
@@ -110,6 +118,7 @@ class Guard:
         run.state.skipped_steps, run.state.rollbacks = skipped, rollbacks
         run.state.left_out_steps, run.state.learning_rate_scale = left_out, scale
         self._in_a_row.clear()
+        self._suspect = checkpoint
         run.meter.restart()  # the steps it holds did not happen
         run.start_batches()
         run.tracker.rewind(run.state.step)

@@ -76,3 +76,21 @@ def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], N
         monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
 
     yield install
+
+
+@pytest.fixture
+def validation_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
+    """Return a function that has the evaluations find these losses, one after the other, and the last ever after."""
+
+    def install(values: list[float]) -> None:
+        real = setup.evaluate_loss
+        left = list(values)
+
+        def evaluate(*arguments: Any, **options: Any) -> Any:
+            evaluation = real(*arguments, **options)
+            loss = left.pop(0) if len(left) > 1 else left[0]
+            return type(evaluation)(loss * evaluation.num_tokens, evaluation.num_tokens, evaluation.num_bytes)
+
+        monkeypatch.setattr(setup, "evaluate_loss", evaluate)
+
+    return install

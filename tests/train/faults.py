@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -82,13 +83,15 @@ def read(file: Path) -> Any:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Name what is not the same, to the last bit, in two checkpoints, but for the time they took."""
+    """Name what is not the same, to the last bit, in two checkpoints, but for what counts from the last start."""
     names = {path.name for folder in (one, other) for path in folder.iterdir()} - {"manifest.json"}
     different = []
     for name in sorted(names):
         a, b = read(one / name), read(other / name)
         if name == "train_state.json":
             a["elapsed_seconds"] = b["elapsed_seconds"] = 0
+        if name.startswith("random_states"):
+            a["step"] = b["step"] = 0  # accelerate's count of micro-batches
         if not same(a, b):
             different.append(name)
     return different
@@ -119,22 +122,24 @@ def before_step(actions: dict[int, Callable[[Any], None]]) -> Callable[..., Any]
     return step
 
 
-def start(resolved: ResolvedConfig, output: Path, slowed_by_seconds: float = 0.0) -> BaseProcess:
-    """Train in a process of its own, as scripts/train.py would; what it says goes to the file `output`."""
-    process = FORKING.Process(target=_train, args=(resolved, output, slowed_by_seconds))
+def start(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) -> BaseProcess:
+    """Train in a process of its own, as scripts/train.py would, with pauses between the steps.
+
+    What it says goes to the file `output`.
+    """
+    process = FORKING.Process(target=_train, args=(resolved, output, pause_seconds))
     process.start()
     return process
 
 
-def _train(resolved: ResolvedConfig, output: Path, slowed_by_seconds: float) -> None:
-    import time
-
+def _train(resolved: ResolvedConfig, output: Path, pause_seconds: float) -> None:
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # loader workers must be children of this process
     real_step = loop.train_step
 
-    def slow_step(*arguments: Any) -> Any:
-        time.sleep(slowed_by_seconds)
-        return real_step(*arguments)
+    def slow_step(run: Any, total_steps: float) -> Any:
+        time.sleep(pause_seconds if run.state.step else 0)
+        return real_step(run, total_steps)
 
     loop.train_step = slow_step
 

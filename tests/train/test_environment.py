@@ -302,3 +302,23 @@ def test_a_failing_compiler_falls_back_with_one_line(run, tiny_run, monkeypatch,
     assert len(lines) == 1 and "\n" not in lines[0]
     losses = [[json.loads(row)["train_loss"] for row in (f / "metrics.jsonl").open()] for f in (eager, compiled)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.distributed
+def test_asking_for_the_precision_does_not_part_the_processes():
+    """The first PartialState of a process settles whether it is one of several, and this is the first."""
+    program = (
+        "from accelerate import Accelerator, PartialState; from hfgolf.command_line import load_config;"
+        "from hfgolf.train.environment import resolve_precision; resolve_precision(load_config(['--train.max_steps=1']));"
+        "print(Accelerator().num_processes, 'processes'); PartialState().destroy_process_group()"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", program],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes") == 2

@@ -42,3 +42,40 @@ def test_a_resume_on_the_gpu_is_the_run(run, tiny_run):
     run(tiny_run(run__name="broken", **options, train__max_steps=5))
     resumed = rows(run(tiny_run(run__name="broken", **options, train__max_steps=8, train__resume="latest")))
     assert [row["train_losses"] for row in resumed] == [row["train_losses"] for row in straight]
+
+
+def test_a_micro_batch_that_is_too_much_is_halved_until_it_trains(run, tiny_run):
+    """The allocator may have 2 GiB, whatever the GPU has; half a million tokens at once take more."""
+    limit_bytes = 2 * 2**30
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.mem_get_info()[1])
+    try:
+        folder = run(
+            tiny_run(
+                train__max_steps=3,
+                batch__tokens_per_step=2**14 * 32,
+                batch__micro_batch_size=2**14,
+                train__eval_tokens=1000,
+            )
+        )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    told = [row for row in rows(folder) if row.get("event") == "out_of_memory"]
+    sizes = [row["micro_batch_size"] for row in told]
+    assert sizes == [[2**14 >> i, 2**13 >> i] for i in range(len(sizes))] and sizes
+    assert all("out of memory" in row["reason"] for row in told)
+    table = [row for row in rows(folder) if "event" not in row]
+    assert [row["tokens"] for row in table] == [step * 2**14 * 32 for step in (1, 2, 3)]
+    assert table[-1]["train_loss"] < table[0]["train_loss"]
+    assert table[-1]["memory_bytes"] <= limit_bytes
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_nan_is_skipped_on_the_gpu(run, tiny_run, spoil_gradients, precision):
+    spoil_gradients(lambda step: step == 2)
+    folder = run(tiny_run(train__mixed_precision=precision))
+    assert [row["step"] for row in rows(folder) if row.get("event") == "skipped_step"] == [3]
+    table = [row for row in rows(folder) if "event" not in row]
+    assert [row["grad_norm"] is None for row in table] == [False, False, True, False, False, False]
+    assert table[-1]["train_loss"] < table[0]["train_loss"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hfgolf.data.batches import block_ids, sample_hash
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import muon
-from hfgolf.train import loop, setup
+from hfgolf.train import checkpointer, loop
 
 ROOT = Path(__file__).parents[2]
 NO_EVALUATION = {"train__eval_every_steps": 100}  # but at the end: it would save a checkpoint if it was the best
@@ -179,16 +180,16 @@ def test_a_nan_that_no_scale_helps_is_counted_in_fp16_too(run, tiny_run, fp16_on
 
 @pytest.fixture
 def break_weights(monkeypatch):
-    """Return a function that makes a weight infinite right before the first save at a step."""
+    """Return a function that sets a weight, to infinity, right before the first save at a step."""
 
-    def install(at_step: int) -> None:
+    def install(at_step: int, value: float = math.inf) -> None:
         real_save = loop.save
         broken = []
 
         def save(run_: Any) -> None:
             if run_.state.step == at_step and not broken:
                 broken.append(at_step)
-                run_.raw_model.get_parameter(BAD).data[0, 0] = math.inf
+                run_.raw_model.get_parameter(BAD).data[0, 0] = value
             real_save(run_)
 
         monkeypatch.setattr(loop, "save", save)
@@ -214,6 +215,23 @@ def test_weights_that_are_not_finite_are_not_saved(run, tiny_run, break_weights,
     assert json.loads((folder / "summary.json").read_text())["step"] == 2
 
 
+def test_a_last_save_that_fails_in_the_background_is_spoken_of(run, tiny_run, monkeypatch, caplog):
+    real = checkpointer.commit_checkpoint
+
+    def commit(partial: Path, step: int, *arguments: Any) -> Path:
+        if step == 6:
+            time.sleep(0.3)  # the loop has gone on by then
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(partial, step, *arguments)
+
+    monkeypatch.setattr(checkpointer, "commit_checkpoint", commit)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run())
+    assert (folder / "checkpoints" / "latest").resolve().name == "step-000003"
+    assert len([line for line in caplog.messages if line.startswith("checkpoint of step 6 not written: ")]) == 1
+    assert [(event["event"], event["step"]) for event in events(folder)] == [("save_failed", 6)]
+
+
 def test_going_back_mends_weights_that_are_not_finite(run, tiny_run, break_weights):
     break_weights(4)
     folder = run(tiny_run(train__save_every_steps=2, train__max_skipped_steps=2, train__max_steps=8))
@@ -223,12 +241,25 @@ def test_going_back_mends_weights_that_are_not_finite(run, tiny_run, break_weigh
     assert (folder / "checkpoints" / "latest").resolve().name == "step-000008"
 
 
+def test_a_checkpoint_that_no_good_step_comes_of_is_left_for_an_earlier_one(run, tiny_run, break_weights, caplog):
+    break_weights(4, 1e38)  # finite, so it is saved; any pass through it overflows
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(
+            tiny_run(train__save_every_steps=2, train__max_skipped_steps=2, train__max_steps=8, **NO_EVALUATION)
+        )
+    rollbacks = [event for event in events(folder) if event["event"] == "rollback"]
+    assert [(event["step"], event["from_step"]) for event in rollbacks] == [(4, 6), (2, 6)]
+    assert "no good step came of step-000004: going further back" in caplog.messages
+    assert [row["step"] for row in rows(folder)] == list(range(1, 9))
+    assert all(row["grad_norm"] is not None for row in rows(folder))
+
+
 DRIVER = """
 import math, os, sys
 import torch
 from hfgolf.command_line import load_config, run_command
 from hfgolf.data.batches import data_step
-from hfgolf.train import loop
+from hfgolf.train import checkpointer, loop
 
 real_set_up, real_conclude = loop.set_up, loop.conclude
 
@@ -249,6 +280,7 @@ run_command(lambda: loop.train(load_config()) and None)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_nan_on_one_rank_is_skipped_and_undone_on_all(run, tiny_run, tmp_path, spoil_gradients):
     options = {
@@ -349,24 +381,6 @@ def test_any_other_error_is_not_taken_for_a_lack_of_memory(run, tiny_run, lack_m
         run(tiny_run())
 
 
-@pytest.fixture
-def validation_losses(monkeypatch) -> Callable[[list[float]], None]:
-    """Return a function that has the evaluations find these losses, one after the other, and the last ever after."""
-
-    def install(values: list[float]) -> None:
-        real = setup.evaluate_loss
-        left = list(values)
-
-        def evaluate(*arguments: Any, **options: Any) -> Any:
-            evaluation = real(*arguments, **options)
-            loss = left.pop(0) if len(left) > 1 else left[0]
-            return type(evaluation)(loss * evaluation.num_tokens, evaluation.num_tokens, evaluation.num_bytes)
-
-        monkeypatch.setattr(setup, "evaluate_loss", evaluate)
-
-    return install
-
-
 def test_a_loss_that_no_longer_improves_ends_the_run(run, tiny_run, validation_losses):
     """2.45 is the best, though no improvement by min_improvement."""
     validation_losses([3.0, 2.5, 2.45, 2.6, 2.45])
@@ -385,9 +399,7 @@ def test_a_loss_that_no_longer_improves_ends_the_run(run, tiny_run, validation_l
 
 
 @pytest.mark.parametrize(("patience", "min_improvement", "last"), [(3, 0.1, 10), (2, 0.0, 20), ("null", 0.1, 20)])
-def test_patience_and_min_improvement_say_when(
-    run, tiny_run, validation_losses, patience, min_improvement, last
-):
+def test_patience_and_min_improvement_say_when(run, tiny_run, validation_losses, patience, min_improvement, last):
     """Each evaluation after the second is 0.01 better than the one before."""
     validation_losses([3.0, 2.5, *(2.5 - 0.01 * n for n in range(1, 20))])
     folder = run(
@@ -437,6 +449,16 @@ def test_the_averages_are_kept_evaluated_and_exported(run, tiny_run, edit_run, m
     averages = load_file(folder / "checkpoints" / "best" / "ema.safetensors")
     assert all(torch.equal(exported[name], averages[name]) for name in averages)
     assert "the moving average of those" in (folder / "model" / "README.md").read_text()
+
+
+def test_the_best_averages_are_exported_where_an_earlier_step_had_them(run, tiny_run, validation_losses):
+    """Raw and averaged in turn: the raw weights are best at step 2, the averages at step 4."""
+    validation_losses([1.0, 3.0, 2.0, 2.0, 2.5, 2.5, 2.0])
+    folder = run(tiny_run(optim__ema_decay=0.9, optim__ema_export="true", train__eval_every_steps=2))
+    assert (folder / "checkpoints" / "best").resolve().name == "step-000004"
+    exported = load_file(folder / "model" / "model.safetensors")
+    averages = load_file(folder / "checkpoints" / "step-000004" / "ema.safetensors")
+    assert all(torch.equal(exported[name], averages[name]) for name in averages)
 
 
 def test_without_ema_export_the_raw_weights_are_judged_and_exported(run, tiny_run):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -122,44 +121,6 @@ def test_a_compiled_model_compiles_once(run, tiny_run, monkeypatch):
     assert len(losses(folder)) == 6
 
 
-class Interrupted(Exception):
-    """The process dies here."""
-
-
-def test_three_interruptions_leave_no_trace(run, tiny_run, monkeypatch):
-    """Bitwise: losses, validation losses and final weights, with dropout, in mid-epoch, after three resumes."""
-    options = {
-        "train__max_steps": 11,
-        "train__save_every_steps": 2,
-        "model__dropout": 0.1,
-        "batch__micro_batch_size": 4,
-    }
-    straight = run(tiny_run(run__name="straight", **options))
-
-    real_step = loop.train_step
-    for stop_at in (3, 6, 9):  # each a step after a checkpoint: that step is lost and made again
-
-        def dying_step(run_: Any, total_steps: float, stop_at: int = stop_at) -> Any:
-            if run_.state.step == stop_at:
-                raise Interrupted
-            return real_step(run_, total_steps)
-
-        monkeypatch.setattr(loop, "train_step", dying_step)
-        resume = {} if stop_at == 3 else {"train__resume": "latest"}
-        with pytest.raises(Interrupted):
-            run(tiny_run(run__name="broken", **options, **resume))
-    monkeypatch.setattr(loop, "train_step", real_step)
-    broken = run(tiny_run(run__name="broken", **options, train__resume="latest"))
-
-    assert losses(broken) == losses(straight)
-    assert len(losses(straight)) == 11
-    assert [row["val_loss"] for row in rows(broken)] == [row["val_loss"] for row in rows(straight)]
-    assert [row["grad_norms"] for row in rows(broken)] == [row["grad_norms"] for row in rows(straight)]
-    after, before = weights(broken / "checkpoints" / "latest"), weights(straight / "checkpoints" / "latest")
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
 @pytest.mark.distributed
 def test_two_processes_train_as_one(run, tiny_run):
     one = run(tiny_run(run__name="one", batch__micro_batch_size=4))
@@ -272,28 +233,8 @@ def test_another_config_does_not_touch_a_finished_run(run, tiny_run):
 def test_an_unfinished_run_says_how_to_continue(run, tiny_run):
     folder = run(tiny_run())
     (folder / "summary.json").unlink()
-    with pytest.raises(UserError, match=r"--train.resume latest continues it"):
+    with pytest.raises(UserError, match=r"--train.resume auto continues it"):
         run(tiny_run())
-
-
-def test_resume_from_nothing_is_refused(run, tiny_run):
-    with pytest.raises(UserError, match=r"there is no checkpoint .*latest \(checkpoints in .*: none\)"):
-        run(tiny_run(train__resume="latest"))
-
-
-def test_resume_with_another_model_is_refused(run, tiny_run):
-    run(tiny_run())
-    with pytest.raises(UserError, match=r"another model .*hidden_size 32 -> 64.*; restore these keys"):
-        run(tiny_run(train__resume="latest", model__hidden_size=64))
-
-
-def test_a_resume_may_go_on_longer_and_at_another_rate(run, tiny_run):
-    folder = run(tiny_run(schedule__name="constant"))
-    shutil.rmtree(folder / "model")
-    run(tiny_run(schedule__name="constant", train__resume="latest", train__max_steps=9, optim__learning_rate=0.001))
-    assert [row["step"] for row in rows(folder)] == list(range(1, 10))
-    assert [row["learning_rate"] for row in rows(folder)][5:] == [0.02, 0.001, 0.001, 0.001]
-    assert (folder / "model" / "model.safetensors").is_file()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(run, tiny_run, tmp_path):

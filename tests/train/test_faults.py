@@ -1,0 +1,320 @@
+"""What happens to a machine while a run goes on: killed processes, full disks, folders that are gone or taken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import FORKING, before_step, differences, losses, rows, start, valid_steps
+
+from hfgolf.command_line import ResolvedConfig, load_config
+from hfgolf.errors import UserError
+from hfgolf.train import loop
+
+KEPT = "training goes on, the next save tries again, earlier checkpoints are kept"
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def partial_folders(checkpoints: Path) -> set[tuple[str, int]]:
+    """Return the unfinished folders there, each with what tells it from another of the same name."""
+    found = set()
+    for path in checkpoints.glob(".partial-*"):
+        try:
+            found.add((path.name, path.stat().st_ctime_ns))
+        except FileNotFoundError:  # finished while we looked
+            continue
+    return found
+
+
+def wait_for_a_save(checkpoints: Path, known: set[tuple[str, int]]) -> None:
+    wait_until(lambda: bool(partial_folders(checkpoints) - known))
+
+
+@pytest.mark.slow
+def test_fifty_kills_leave_no_trace(tiny_run, tmp_path):
+    """kill -9 at random moments, every second time while a checkpoint is being written; bitwise as a straight run."""
+    options = {
+        "train__max_steps": 200,
+        "train__save_every_steps": 2,
+        "train__eval_every_steps": 25,
+        "train__eval_tokens": 512,
+        "train__resume": "auto",
+        "model__dropout": 0.1,
+        "optim__ema_decay": 0.9,
+    }
+    straight, killed = (load_config(tiny_run(run__name=name, **options)) for name in ("straight", "killed"))
+    process = start(straight, tmp_path / "straight.txt")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "straight.txt").read_text()
+
+    moments = random.Random(0)
+    checkpoints = tmp_path / "runs" / "killed" / "checkpoints"
+    newest, in_a_save = 0, 0
+    for kill in range(50):
+        left_over = partial_folders(checkpoints)
+        process = start(killed, tmp_path / "killed.txt", pause_seconds=0.03)
+        if kill % 2:
+            delay = moments.uniform(0, 0.01)
+            wait_for_a_save(checkpoints, left_over)
+        else:
+            delay = moments.uniform(0, 0.7)
+        time.sleep(delay)
+        assert process.is_alive(), f"before kill {kill}: {(tmp_path / 'killed.txt').read_text()}"
+        process.kill()
+        process.join()
+        in_a_save += bool(partial_folders(checkpoints) - left_over)
+        steps = valid_steps(checkpoints)
+        assert not steps or max(steps) >= newest, f"kill {kill} lost step {newest}"
+        assert steps or not newest, f"kill {kill} lost step {newest}"
+        newest = max(steps, default=0)
+    assert in_a_save >= 5 and newest > 0
+    process = start(killed, tmp_path / "killed.txt")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "killed.txt").read_text()
+
+    assert not list(checkpoints.glob("abandoned-*")) and not list(checkpoints.glob(".partial-*"))
+    one, other = tmp_path / "runs" / "straight", checkpoints.parent
+    assert losses(other) == losses(one) and len(losses(one)) == 200
+    assert [row["val_loss"] for row in rows(other)] == [row["val_loss"] for row in rows(one)]
+    assert differences(checkpoints / "latest", one / "checkpoints" / "latest") == []
+
+
+def _train_and_tell(resolved: ResolvedConfig, answers: Any, fault: Callable[[Path], Callable[[], None]]) -> None:
+    """Train with a disk that refuses from step 5 to step 8; send what was said and what was there at step 8."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hfgolf").addHandler(handler)
+    logging.getLogger("hfgolf").setLevel(logging.INFO)
+    mend: list[Callable[[], None]] = []
+    there: list[Any] = []
+
+    def after(run: Any) -> None:
+        there.extend([valid_steps(run.folder.checkpoints), [row["step"] for row in rows(run.folder.path)]])
+        mend.pop()()
+
+    loop.train_step = before_step({5: lambda run: mend.append(fault(run.folder.path)), 9: after})
+    loop.train(resolved)
+    answers.send((said, *there))
+
+
+def no_larger_files(folder: Path) -> Callable[[], None]:
+    """Let no file grow beyond the size that metrics.jsonl has, and 100 bytes: the next row is cut, saves fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "metrics.jsonl").stat().st_size + 100, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def no_more_room(folder: Path) -> Callable[[], None]:
+    """Fill the disk with another file, so that the weights have room and the optimizer's state has not."""
+    filler = folder.parent / "filler"
+    with filler.open("wb", buffering=0) as file:
+        free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+        file.write(bytes(free - 200_000))
+    return filler.unlink
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a file system can not be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(no_larger_files, "File too large"), (no_more_room, "No space left on device")]
+)
+def test_a_full_disk_costs_one_line_a_save_and_nothing_else(run, tiny_run, tmp_path, request, fault, reason):
+    options = {"train__max_steps": 12, "train__eval_every_steps": 99}
+    straight = run(tiny_run(run__name="straight", **options))
+    if fault is no_more_room:
+        options["run__output_dir"] = request.getfixturevalue("small_disk")
+    resolved = load_config(tiny_run(run__name="full", **options))
+    answers, answer = FORKING.Pipe(duplex=False)
+    process = FORKING.Process(target=_train_and_tell, args=(resolved, answer, fault))
+    process.start()
+    answer.close()
+    said, steps_then, rows_then = answers.recv()
+    process.join()
+    assert process.exitcode == 0
+
+    (line,) = [line for line in said if "checkpoint of" in line]
+    assert line.startswith("checkpoint of step 6 not written: ") and reason in line and line.endswith(f"; {KEPT}")
+    assert "\n" not in line
+    assert steps_then == [3]
+    folder = Path(resolved.config.run.output_dir) / "full"
+    assert not list((folder / "checkpoints").glob(".partial-*"))
+    assert valid_steps(folder / "checkpoints") == [9, 12]
+    assert losses(folder) == losses(straight)
+    (event,) = [row for row in rows(folder) if "event" in row]
+    assert event["event"] == "save_failed" and reason in event["reason"] and event["step"] < 9
+    assert differences(folder / "checkpoints" / "latest", straight / "checkpoints" / "latest") == []
+    if fault is no_larger_files:
+        assert rows_then == [1, 2, 3, 4]
+        assert len([line for line in said if "metrics.jsonl: not written (File too large), kept" in line]) == 1
+
+
+def refuse(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system say no to whoever wants to write below the run's folder, as it would not to root."""
+    real_open, real_mkdir, folder = Path.open, Path.mkdir, run.folder.path
+
+    def open_(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if folder in path.parents and mode[0] != "r":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_open(path, mode, *arguments, **options)
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        if folder in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        real_mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_)
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+
+
+def forbid(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (run.folder.path, run.folder.checkpoints):
+        folder.chmod(0o555)
+    run.folder.metrics.chmod(0o444)
+
+
+def block_checkpoints(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.folder.checkpoints.rename(run.folder.path / "aside")
+    run.folder.checkpoints.write_text("a file")
+
+
+def block_folder(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.folder.path.rename(run.folder.path.with_name("aside"))
+    run.folder.path.write_text("a file")
+
+
+def unblock(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for path in (run.folder.path, run.folder.checkpoints):
+        if path.is_file():
+            path.unlink()
+            (path.parent / "aside").rename(path)
+        path.chmod(0o755)
+    run.folder.metrics.chmod(0o644)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        refuse,
+        pytest.param(forbid, marks=pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")),
+        block_checkpoints,
+        block_folder,
+    ],
+)
+def test_a_folder_that_takes_nothing_stops_no_training(run, tiny_run, caplog, fault):
+    options = {"train__max_steps": 12, "train__eval_every_steps": 99}
+    straight = run(tiny_run(run__name="straight", **options))
+    fault_patch, patch = pytest.MonkeyPatch(), pytest.MonkeyPatch()
+    actions = {5: lambda run: fault(run, fault_patch), 9: lambda run: unblock(run, fault_patch)}
+    patch.setattr(loop, "train_step", before_step(actions))
+    try:
+        with caplog.at_level(logging.INFO, "hfgolf"):
+            folder = run(tiny_run(run__name="refused", **options))
+    finally:
+        fault_patch.undo()
+        patch.undo()
+    (line,) = [line for line in caplog.messages if "checkpoint of" in line]
+    assert line.startswith("checkpoint of step 6 not written: ") and line.endswith(KEPT)
+    assert valid_steps(folder / "checkpoints") == [9, 12]
+    assert losses(folder) == losses(straight)
+    assert [row["step"] for row in rows(folder) if "event" not in row] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("what", ["path", "metrics", "checkpoints", "config"])
+def test_a_run_outlives_what_is_deleted_under_it(run, tiny_run, monkeypatch, what):
+    options = {"train__max_steps": 9, "train__eval_every_steps": 99}
+    straight = run(tiny_run(run__name="straight", **options))
+
+    def delete(run_: Any) -> None:
+        path = getattr(run_.folder, what)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    monkeypatch.setattr(loop, "train_step", before_step({5: delete}))
+    folder = run(tiny_run(run__name="deleted", **options))
+    assert (folder / "config.yaml").read_text() == (straight / "config.yaml").read_text().replace("straight", "deleted")
+    assert losses(folder) == losses(straight)[4 if what in ("path", "metrics") else 0 :]
+    assert valid_steps(folder / "checkpoints") == [6, 9]
+    assert differences(folder / "checkpoints" / "latest", straight / "checkpoints" / "latest") == []
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 9
+
+
+def test_checkpoints_without_their_config_are_not_written_over(run, tiny_run):
+    folder = run(tiny_run())
+    folder.joinpath("config.yaml").unlink()
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError, match=r"holds an unfinished run; --train.resume auto continues it"):
+        run(tiny_run())
+    assert [path for path in sorted(folder.rglob("*")) if path.name != ".lock"] == [
+        path for path in before if path.name != ".lock"
+    ]
+
+
+def test_a_folder_belongs_to_one_process_as_long_as_that_lives(run, tiny_run, tmp_path):
+    options = {"train__save_every_steps": 1, "train__eval_every_steps": 99, "train__resume": "auto"}
+    straight = run(tiny_run(run__name="straight", **options))
+    # loader workers may outlive their parent for seconds: they must not hold on to the folder
+    resolved = load_config(tiny_run(run__name="shared", **options, data__num_workers=2))
+    folder = tmp_path / "runs" / "shared"
+    first = start(resolved, tmp_path / "first.txt", pause_seconds=1000)
+    try:
+        wait_until(lambda: (folder / "checkpoints" / "latest").exists())
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        second = start(resolved, tmp_path / "second.txt")
+        second.join()
+        assert second.exitcode == 2
+        (line,) = [line for line in (tmp_path / "second.txt").read_text().splitlines() if line.startswith("error: ")]
+        assert f"{folder} is in use by another run (process {first.pid}" in line
+        assert first.is_alive()
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    finally:
+        first.kill()
+        first.join()
+    last = start(resolved, tmp_path / "last.txt")
+    last.join()
+    assert last.exitcode == 0, (tmp_path / "last.txt").read_text()
+    assert "resumed from" in (tmp_path / "last.txt").read_text()
+    assert losses(folder) == losses(straight)
+
+
+def test_the_clock_may_run_backwards(run, tiny_run, monkeypatch):
+    """The time of day, and of the files: the newest checkpoint is the one of the last step."""
+    options = {"train__eval_every_steps": 99, "train__save_every_steps": 2, "schedule__name": "constant"}
+    straight = run(tiny_run(run__name="straight", train__max_steps=9, **options))
+    now = itertools.count(2e9, -3600)
+    monkeypatch.setattr(time, "time", lambda: next(now))
+    folder = run(tiny_run(run__name="backwards", **options))
+    for age, checkpoint in enumerate(sorted((folder / "checkpoints").glob("step-*"))):
+        for path in (*checkpoint.iterdir(), checkpoint):
+            os.utime(path, (1e9 - 3600 * age, 1e9 - 3600 * age))
+    run(tiny_run(run__name="backwards", train__max_steps=9, train__resume="latest", **options))
+    assert losses(folder) == losses(straight)
+    assert not list((folder / "checkpoints").glob("abandoned-*"))
+    elapsed = [row["elapsed_seconds"] for row in rows(folder)]
+    assert elapsed == sorted(elapsed) and elapsed[0] > 0

@@ -1,0 +1,232 @@
+"""An interrupted run is the run: to the last bit on one process, to rounding on another number of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hfgolf.errors import UserError
+from hfgolf.optim import muon
+from hfgolf.train import loop
+
+ROOT = Path(__file__).parents[2]
+TIMINGS = {
+    "elapsed_seconds",
+    "eval_seconds",
+    "data_seconds",
+    "compute_seconds",
+    "tokens_per_second",
+    "mfu",
+    "memory_bytes",
+    "gpu_utilization",
+}
+CONSTANT = {"schedule__name": "constant"}  # so that the length of a part says nothing about its learning rates
+
+
+class Interrupted(Exception):
+    """The process dies here."""
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(folder: Path, name: str) -> list[Any]:
+    """Return what every step of the run has in a column of lists."""
+    return [value for row in rows(folder) for value in row[name]]
+
+
+def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
+    """Compare trees of dicts, lists and tensors; says where they differ."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same_bits(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for i, pair in enumerate(zip(one, other, strict=True)):
+            assert_same_bits(*pair, f"{where}/{i}")
+    else:
+        assert one == other, where
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    """Return all that the last checkpoint holds, without clocks."""
+    latest = folder / "checkpoints" / "latest"
+    contents: dict[str, Any] = {path.name: load_file(path) for path in latest.glob("*.safetensors")}
+    contents |= {path.name: torch.load(path) for path in latest.glob("*.bin")}
+    contents |= {path.name: torch.load(path) for path in latest.glob("scaler.pt")}
+    contents["dropout"] = torch.load(latest / "random_states_0.pkl", weights_only=False)["torch_manual_seed"]
+    state = json.loads((latest / "train_state.json").read_text())
+    return contents | {"state": {key: value for key, value in state.items() if key != "elapsed_seconds"}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"batch__micro_batch_size": 2, "model__dropout": 0.1}, id="accumulation-dropout"),
+        pytest.param({"optim__ema_decay": 0.9, "optim__ema_export": "true"}, id="ema"),
+        pytest.param({"train__mixed_precision": "fp16", "model__dropout": 0.1}, id="fp16"),
+        pytest.param({"train__mixed_precision": "bf16", "data__num_workers": 2}, id="bf16-workers"),
+        pytest.param({"data__val_fraction": 0.9, "train__eval_tokens": 1000, "model__dropout": 0.1}, id="epochs"),
+        pytest.param({"train__save_every_steps": 3, "optim__name": "adamw"}, id="odd-saves-adamw"),
+    ],
+)
+def test_three_interruptions_leave_no_trace(run, tiny_run, monkeypatch, fp16_on_cpu, options):
+    """Bitwise, after three resumes, each of which makes steps again: the rows and everything in the last checkpoint."""
+    if options.get("train__mixed_precision") == "fp16":
+        fp16_on_cpu(2.0**18)  # overflows at first, and is doubled by and by
+    options = {"train__max_steps": 11, "train__save_every_steps": 2, "train__eval_every_steps": 4} | options
+    if "data__val_fraction" in options:
+        options["batch__tokens_per_step"] = 1024
+    straight = run(tiny_run(run__name="straight", **options))
+    if "data__val_fraction" in options:
+        assert rows(straight)[-1]["epoch"] > 2
+
+    real_step = loop.train_step
+    for stop_at in (3, 7, 9):
+
+        def dying_step(run_: Any, total_steps: float, stop_at: int = stop_at) -> Any:
+            if run_.state.step == stop_at:
+                raise Interrupted
+            return real_step(run_, total_steps)
+
+        monkeypatch.setattr(loop, "train_step", dying_step)
+        resume = {} if stop_at == 3 else {"train__resume": "auto"}
+        with pytest.raises(Interrupted):
+            run(tiny_run(run__name="broken", **options, **resume))
+    monkeypatch.setattr(loop, "train_step", real_step)
+    broken = run(tiny_run(run__name="broken", **options, train__resume="auto"))
+
+    assert len(column(straight, "train_losses")) == 11
+    for one, other in zip(rows(broken), rows(straight), strict=True):
+        assert_same_bits(*({key: row[key] for key in row.keys() - TIMINGS} for row in (one, other)))
+    assert_same_bits(saved(broken), saved(straight))
+    exported = [load_file(folder / "model" / "model.safetensors") for folder in (broken, straight)]
+    assert_same_bits(*exported)
+
+
+def test_a_resume_with_another_micro_batch_goes_on_in_step(run, tiny_run, monkeypatch):
+    """Three micro-batches so far, two to a step from here on: accelerate's own count would step in mid-step."""
+    # where products are in bf16, a rounding of the last bit of a gradient becomes one of the third digit of an update
+    monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
+    straight = run(tiny_run(run__name="straight", **CONSTANT))
+    run(tiny_run(run__name="other", **CONSTANT, train__max_steps=3))
+    other = run(tiny_run(run__name="other", **CONSTANT, batch__micro_batch_size=4, train__resume="latest"))
+    assert column(other, "sample_hashes") == column(straight, "sample_hashes")
+    assert column(other, "train_losses") == pytest.approx(column(straight, "train_losses"), rel=1e-5)
+    assert column(other, "grad_norms") == pytest.approx(column(straight, "grad_norms"), rel=1e-4)
+
+
+def moved(folder: Path, name: str) -> str:
+    """Copy a run, as to another machine: its own process holds the lock on the first. Returns the name."""
+    shutil.copytree(folder, folder.with_name(name), symlinks=True)
+    return name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_one_process_two_and_one_again_are_one_run(run, tiny_run):
+    """Odd numbers of steps, and of micro-batches so far, at each change."""
+    # AdamW: Muon's products, in bf16 where that is fast, make of a last bit a third digit
+    options = {**CONSTANT, "optim__name": "adamw", "optim__learning_rate": 0.003, "batch__micro_batch_size": 4}
+    straight = run(tiny_run(run__name="straight", **options, train__max_steps=9))
+    first = run(tiny_run(run__name="first", **options, train__max_steps=3))
+    arguments = tiny_run(run__name=moved(first, "second"), **options, train__max_steps=6, train__resume="latest")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/train.py"]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stdout and "at step 3" in done.stdout
+    second = first.with_name("second")
+    third = run(tiny_run(run__name=moved(second, "third"), **options, train__max_steps=9, train__resume="latest"))
+    assert [row["step"] for row in rows(third)] == list(range(1, 10))
+    assert column(third, "sample_hashes") == column(straight, "sample_hashes")
+    for name in ("train_losses", "grad_norms"):
+        assert column(third, name) == pytest.approx(column(straight, name), rel=1e-5)
+    val_losses = [[row["val_loss"] for row in rows(folder) if row["val_loss"]] for folder in (third, straight)]
+    assert val_losses[0] == pytest.approx(val_losses[1], rel=1e-5)
+
+
+def test_averages_begin_at_a_checkpoint_that_has_none(run, tiny_run, caplog):
+    folder = run(tiny_run(**CONSTANT))
+    before = saved(folder)["model.safetensors"]
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        run(tiny_run(**CONSTANT, train__resume="latest", train__max_steps=7, optim__ema_decay=0.3))
+    assert caplog.messages.count("the checkpoint has no averaged weights: they start from its weights") == 1
+    after = saved(folder)
+    for name, average in after["ema.safetensors"].items():
+        torch.testing.assert_close(average, 0.3 * before[name] + 0.7 * after["model.safetensors"][name])
+    assert rows(folder)[-1]["val_loss_ema"] is not None
+
+
+def test_averages_may_be_given_up(run, tiny_run):
+    straight = run(tiny_run(run__name="straight", **CONSTANT, train__max_steps=8))
+    run(tiny_run(run__name="other", **CONSTANT, optim__ema_decay=0.9))
+    other = run(tiny_run(run__name="other", **CONSTANT, train__resume="latest", train__max_steps=8))
+    assert column(other, "train_losses") == column(straight, "train_losses")
+    assert_same_bits(saved(other)["model.safetensors"], saved(straight)["model.safetensors"])
+    assert "ema.safetensors" not in saved(other)
+    assert "val_loss_ema" not in rows(other)[-1]
+
+
+def test_a_run_that_stopped_early_has_no_steps_left_until_it_may_be_more_patient(
+    run, tiny_run, validation_losses, monkeypatch
+):
+    def no_step(run_: Any, total_steps: float) -> Any:
+        raise AssertionError("the run was over")
+
+    options = {**CONSTANT, "train__max_steps": 12, "train__eval_every_steps": 2}
+    validation_losses([3.0, 2.5, 2.6, 2.6, 2.5])
+    folder = run(tiny_run(**options, train__patience_evals=2))
+    assert rows(folder)[-1]["step"] == 8
+    before = (folder / "metrics.jsonl").read_text()
+    real_step = loop.train_step
+    monkeypatch.setattr(loop, "train_step", no_step)
+    run(tiny_run(**options, train__patience_evals=2, train__resume="auto"))
+    assert (folder / "metrics.jsonl").read_text() == before
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["step"], summary["steps"], summary["is_best"]) == (4, 8, True)
+    monkeypatch.setattr(loop, "train_step", real_step)
+    validation_losses([2.6, 2.6])
+    run(tiny_run(**options, train__patience_evals=3, train__resume="latest"))
+    assert [row["step"] for row in rows(folder)] == list(range(1, 11))
+
+
+def test_resume_from_nothing_is_refused(run, tiny_run):
+    with pytest.raises(UserError, match=r"there is no checkpoint .*latest \(checkpoints in .*: none\)"):
+        run(tiny_run(train__resume="latest"))
+
+
+def test_resume_with_another_model_is_refused(run, tiny_run):
+    run(tiny_run())
+    with pytest.raises(UserError, match=r"another model .*hidden_size 32 -> 64.*; restore these keys"):
+        run(tiny_run(train__resume="latest", model__hidden_size=64))
+
+
+def test_a_resume_may_go_on_longer_and_at_another_rate(run, tiny_run):
+    folder = run(tiny_run(schedule__name="constant"))
+    shutil.rmtree(folder / "model")
+    run(tiny_run(schedule__name="constant", train__resume="latest", train__max_steps=9, optim__learning_rate=0.001))
+    assert [row["step"] for row in rows(folder)] == list(range(1, 10))
+    assert [row["learning_rate"] for row in rows(folder)][5:] == [0.02, 0.001, 0.001, 0.001]
+    assert (folder / "model" / "model.safetensors").is_file()

@@ -1,0 +1,239 @@
+"""Being stopped from outside: a checkpoint of the last row's step, one line, and a continuation that shows nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hfgolf.train.signals import Signals
+
+ROOT = Path(__file__).parents[2]
+PYTHON = [sys.executable, "scripts/train.py"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/train.py"]
+ACCELERATE = [
+    *(str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes=1", "--num_machines=1"),
+    *("--mixed_precision=no", "--dynamo_backend=no", "scripts/train.py"),
+]
+# nothing is saved but what a signal asks for, and the last step
+UNSAVED = {"train__save_every_steps": 10**6, "train__eval_every_steps": 10**6, "model__dropout": 0.1}
+
+
+class Started:
+    """A process that trains; its output goes to a file."""
+
+    def __init__(self, command: list[str], output: Path) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        self.output_file = output
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text()
+
+    def wait_until(self, condition: Callable[[], Any]) -> None:
+        """Wait for what the process should bring about; it fails where the process ends before that."""
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.01)
+
+    def trainers(self) -> list[psutil.Process]:
+        """Return the processes below a launcher that train, by rank."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        ours = [child for child in children if "scripts/train.py" in child.cmdline() and "RANK" in child.environ()]
+        return sorted(ours, key=lambda child: child.environ()["RANK"])
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
+    """Return a function that starts a command; what still runs at the end, and all below it, is killed."""
+    all_started: list[Started] = []
+
+    def start_(command: list[str]) -> Started:
+        all_started.append(Started(command, tmp_path / f"output{len(all_started)}.txt"))
+        return all_started[-1]
+
+    yield start_
+    for started in all_started:
+        if started.process.poll() is None:
+            os.killpg(started.process.pid, signal.SIGKILL)  # a session of its own
+            started.process.wait()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    table = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in table if "event" not in row]
+
+
+def last_step(folder: Path) -> int:
+    return rows(folder)[-1]["step"] if rows(folder) else 0
+
+
+def assert_stopped_at_its_last_row(folder: Path, output: str, name: str) -> None:
+    step = last_step(folder)
+    latest = (folder / "checkpoints" / "latest").resolve()
+    assert latest.name == f"step-{step:06d}"
+    assert json.loads((latest / "train_state.json").read_text())["step"] == step
+    line = f"stopped by {name} at step {step}; saved up to step {step}; the same command with --train.resume auto"
+    assert [told.startswith(line) for told in output.splitlines() if "stopped by" in told] == [True]
+    assert not (folder / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_stopped_by_sigterm_and_by_sigint_and_continued_it_is_the_run(run, tiny_run, start):
+    options = {**UNSAVED, "train__max_steps": 150}
+    straight = run(tiny_run(run__name="straight", **options))
+    folder = straight.with_name("stopped")
+    for number, status, resume in ((signal.SIGTERM, 143, {}), (signal.SIGINT, 130, {"train__resume": "auto"})):
+        begun_at = last_step(folder)
+        started = start([*PYTHON, *tiny_run(run__name="stopped", **options, **resume)])
+        started.wait_until(lambda begun_at=begun_at: last_step(folder) > begun_at + 2)
+        started.process.send_signal(number)
+        assert started.process.wait(60) == status, started.output
+        assert_stopped_at_its_last_row(folder, started.output, number.name)
+        assert begun_at < last_step(folder) < 150
+        if begun_at:
+            assert f"step-{begun_at:06d} at step {begun_at}" in started.output
+    run(tiny_run(run__name="stopped", **options, train__resume="auto"))
+    for name in ("sample_hashes", "train_losses", "grad_norms"):
+        assert [row[name] for row in rows(folder)] == [row[name] for row in rows(straight)]
+    after, before = (load_file(path / "checkpoints/latest/model.safetensors") for path in (folder, straight))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_sigusr1_saves_the_next_step_and_training_goes_on(tiny_run, tmp_path, start):
+    folder = tmp_path / "runs" / "tiny"
+    started = start([*PYTHON, *tiny_run(**UNSAVED, train__max_steps=10**5)])
+    started.wait_until(lambda: last_step(folder) > 2)
+    asked_at = last_step(folder)
+    started.process.send_signal(signal.SIGUSR1)
+    started.wait_until(lambda: (folder / "checkpoints" / "latest").exists())
+    (saved,) = (folder / "checkpoints").glob("step-*")
+    step = int(saved.name.removeprefix("step-"))
+    assert step > asked_at
+    started.wait_until(lambda: last_step(folder) > step + 2)
+    assert list((folder / "checkpoints").glob("step-*")) == [saved], "one wish is one checkpoint"
+    assert "stopped by" not in started.output
+
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from hfgolf.command_line import load_config, run_command
+from hfgolf.train import checkpointer, loop
+
+def never_done(*arguments):
+    Path(sys.argv.pop(1)).touch()
+    time.sleep(600)
+
+checkpointer.commit_checkpoint = never_done
+resolved = load_config(sys.argv[2:])
+run_command(lambda: loop.train(resolved) and None)
+"""
+
+
+def test_who_repeats_the_wish_is_not_kept_waiting_by_a_save(tiny_run, tmp_path, start):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    is_saving, folder = tmp_path / "is_saving", tmp_path / "runs" / "tiny"
+    arguments = tiny_run(**UNSAVED, train__max_steps=10**5)
+    started = start([sys.executable, str(tmp_path / "driver.py"), str(is_saving), *arguments])
+    started.wait_until(lambda: last_step(folder) > 2)
+    started.process.send_signal(signal.SIGTERM)
+    started.wait_until(is_saving.exists)
+    repeated_at = time.monotonic()
+    while started.process.poll() is None:  # for a second it is taken for the same wish
+        assert time.monotonic() < repeated_at + 60, started.output
+        started.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert started.process.returncode == 143
+    assert not list((folder / "checkpoints").glob("step-*"))
+    assert "stopped by" not in started.output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("target", ["one-worker", "launcher"])
+def test_all_processes_stop_at_the_same_step(tiny_run, tmp_path, start, target):
+    folder = tmp_path / "runs" / "tiny"
+    started = start([*TORCHRUN, *tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4)])
+    started.wait_until(lambda: last_step(folder) > 2)
+    trainers = started.trainers()
+    assert len(trainers) == 2
+    (trainers[1] if target == "one-worker" else started.process).send_signal(signal.SIGTERM)
+    assert started.process.wait(60) != 0
+    assert_stopped_at_its_last_row(folder, started.output, "SIGTERM")
+    manifest = json.loads((folder / "checkpoints" / "latest" / "manifest.json").read_text())
+    assert manifest["processes"] == 2 and {"random_states_0.pkl", "random_states_1.pkl"} <= set(manifest["files"])
+    assert not any(is_alive(trainer) for trainer in trainers)
+    assert "Traceback" not in started.output.split("stopped by")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_accelerates_launcher_takes_its_one_process_along(tiny_run, tmp_path, start):
+    folder = tmp_path / "runs" / "tiny"
+    started = start([*ACCELERATE, *tiny_run(**UNSAVED, train__max_steps=10**5)])
+    started.wait_until(lambda: last_step(folder) > 2)
+    (trainer,) = psutil.Process(started.process.pid).children()
+    started.process.send_signal(signal.SIGTERM)
+    started.process.wait(60)
+    deadline = time.monotonic() + 60
+    try:
+        while is_alive(trainer):
+            assert time.monotonic() < deadline, started.output
+            time.sleep(0.01)
+    finally:
+        if is_alive(trainer):
+            trainer.kill()
+    assert_stopped_at_its_last_row(folder, started.output, "SIGTERM")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_handlers_are_there_for_as_long_as_the_loop_and_count_a_burst_as_one_wish():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    with Signals() as signals:
+        assert (signals.stop, signals.save) == (0, 0)
+        signal.raise_signal(signal.SIGUSR1)
+        assert (signals.stop, signals.save) == (0, 1)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals.stop == signal.SIGINT
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_outside_the_main_thread_nothing_is_installed():
+    seen = []
+
+    def enter() -> None:
+        with Signals():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
