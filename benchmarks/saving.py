@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default=str(ROOT / "configs" / "small.yaml"))
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=31)
     parser.add_argument("--output", type=Path, help="JSON with all measurements")
     arguments, others = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -49,8 +50,10 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
     import torch
 
     from hfgolf.train import environment, loop
+    from hfgolf.train.console import quiet_libraries
     from hfgolf.train.setup import set_up
 
+    quiet_libraries()
     run = set_up(load_config(command_line))
     run.model.train()
     on_gpu = run.accelerator.device.type == "cuda"
@@ -77,8 +80,7 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
 
     run.checkpoints.wait()  # for the memory of the copies
     steps(3), blocking_save()
-    # as many steps as a write takes three times over, so that it ends within them
-    number = max(5, round(3 * blocking_save() / (steps(5) / 5)))
+    number = 1 + math.ceil(blocking_save() / (steps(5) / 5))  # a write ends within so many
     rows = []
     for _ in range(repetitions):
         run.state.step += 1  # or the save would find its folder there

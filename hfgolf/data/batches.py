@@ -8,6 +8,7 @@ every token but the first is a target exactly once an epoch, the few after the l
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -163,11 +164,14 @@ def build_loader(
     Raises UserError where the stream is shorter than one block.
     """
     dataset = MicroBatches(stream, sequence_length, micro_batch_size, accumulation, rank, world, seed)
+    # not a server that forks them, Linux's default from Python 3.14 on: it would outlive a killed run, and they with it
+    context = "fork" if num_workers and sys.platform == "linux" else None
     return DataLoader(
         dataset,
         batch_size=None,  # an item is a batch already
         sampler=_Items(start_step, end_step, accumulation, tuple(left_out)),
         num_workers=num_workers,
+        multiprocessing_context=context,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # an iterator draws from it; from the global one, a resume would shift dropout
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -257,11 +258,11 @@ def _verify_file(checkpoint: Path, name: str, num_bytes: int, sha256: str) -> No
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(2**26):  # large: between two chunks a background save waits for the loop's GIL
-            digest.update(chunk)
-    return digest.hexdigest()
+        if not file.seek(0, os.SEEK_END):
+            return hashlib.sha256().hexdigest()  # nothing cannot be mapped
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return hashlib.sha256(content).hexdigest()  # in one call, in which the loop has the GIL to itself
 
 
 def _sync(path: Path) -> None:

@@ -9,8 +9,11 @@ import statistics
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from hfgolf.command_line import one_line
+from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
@@ -54,8 +57,14 @@ def conclude(run: Run) -> dict[str, Any]:
     if run.accelerator.is_main_process:
         undo_compilation(run.raw_model)
         summary["sample"] = generate_text(run.raw_model, run.tokens.tokenizer, seed=run.config.run.seed)
-        export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, model_card(run.config, summary))
-        replace_text(run.folder.summary, json.dumps(summary, indent=1))
+        try:
+            export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, model_card(run.config, summary))
+            replace_text(run.folder.summary, json.dumps(summary, indent=1))
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); checkpoints hold"
+                " its weights: make room, then the same command with --train.resume auto."
+            ) from None
         show_summary(summary)
         run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
     run.tracker.finish()
@@ -87,8 +96,12 @@ def push_in_training(run: Run) -> None:
         return
     folder = run.folder.path / "model-in-training"
     averaged = run.ema.applied() if run.ema is not None and run.config.optim.ema_export else nullcontext()
-    with averaged:
-        export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
+    try:
+        with averaged:
+            export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
+    except (OSError, SafetensorError) as error:
+        logger.warning("nothing pushed at step %d: %s", run.state.step, one_line(error))
+        return
     run.hub.push_later(folder, f"step {run.state.step}")
 
 

@@ -5,6 +5,7 @@ Owns the names of the files below `runs/NAME`. Refuses to let two different runs
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -105,7 +106,10 @@ class RunFolder:
         try:
             # a lock of the process: unlike flock's, not inherited by loader workers, which may outlive a kill -9
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that knows no locks
+                os.close(descriptor)
+                return
             owner = os.read(descriptor, 100).decode(errors="replace").strip()
             os.close(descriptor)
             raise UserError(

@@ -187,6 +187,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     seed_everything(config.run.seed, config.train.deterministic)
     with accelerator.local_main_process_first():
         tokens = load_tokens(config.data, config.tokenizer)
+    num_blocks(len(tokens.train), config.batch.sequence_length)  # or raise
     tokens.tokenizer.model_max_length = config.batch.sequence_length
     raw_model = _build_model(config, tokens)
     resolved = _settle_batch(resolved, raw_model, accelerator)

@@ -72,17 +72,25 @@ class Tracker:
     def _write(self, row: dict[str, Any]) -> None:
         """Append a row; where the disk refuses, keep it and try again with the next."""
         self._unwritten.append(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
+        reason = self._append()
+        if reason and len(self._unwritten) == 1:
+            logger.warning("%s: not written (%s), kept for the next row", self._path, reason)
+
+    def _append(self) -> str | None:
+        """Append what is not written yet; returns why that is not possible now."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             append_lines(self._path, self._unwritten)
         except OSError as error:
-            if len(self._unwritten) == 1:
-                logger.warning("%s: not written (%s), kept for the next row", self._path, error.strerror)
-            return
+            return str(error.strerror)
         self._unwritten = []
+        return None
 
     def finish(self) -> None:
         """Close the trackers, and the group of processes with them; the last thing that all ranks do together."""
+        reason = self._append() if self._unwritten else None
+        if reason:
+            logger.warning("%s: %d rows are lost (%s)", self._path, len(self._unwritten), reason)
         self._accelerator.wait_for_everyone()
         self._never_stop(self._accelerator.end_training)
 

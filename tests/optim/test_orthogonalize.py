@@ -124,3 +124,21 @@ def test_products_are_bf16_on_a_cpu_only_where_it_is_native(monkeypatch, avx512,
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     expected = torch.bfloat16 if avx512 or amx else torch.float32
     assert fast_product_dtype(torch.device("cpu")) == expected
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8)])
+def test_products_read_and_write_contiguous_memory(monkeypatch, shape):
+    """Into a transposed bf16 buffer oneDNN multiplies without vector instructions: a step took 13 s instead of 0.16."""
+    seen = []
+
+    def watch(product):
+        def watched(*arguments, **options):
+            seen.append(options["out"].is_contiguous() and arguments[0].is_contiguous())
+            return product(*arguments, **options)
+
+        return watched
+
+    for name in ("bmm", "baddbmm"):
+        monkeypatch.setattr(torch, name, watch(getattr(torch, name)))
+    orthogonalize(torch.randn(shape), dtype=torch.bfloat16)
+    assert len(seen) == 15 and all(seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -20,7 +21,7 @@ from faults import FORKING, before_step, differences, losses, rows, start, valid
 
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.errors import UserError
-from hfgolf.train import loop
+from hfgolf.train import conclusion, loop, tracking
 
 KEPT = "training goes on, the next save tries again, earlier checkpoints are kept"
 
@@ -318,3 +319,30 @@ def test_the_clock_may_run_backwards(run, tiny_run, monkeypatch):
     assert not list((folder / "checkpoints").glob("abandoned-*"))
     elapsed = [row["elapsed_seconds"] for row in rows(folder)]
     assert elapsed == sorted(elapsed) and elapsed[0] > 0
+
+
+def test_no_room_for_the_model_loses_nothing(run, tiny_run, monkeypatch):
+    def export_model(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(conclusion, "export_model", export_model)
+        with pytest.raises(UserError, match=r"cannot write the model to .*No space left.* --train.resume auto"):
+            run(tiny_run())
+    folder = run(tiny_run(train__resume="auto"))
+    assert (folder / "model" / "model.safetensors").is_file()
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatch, caplog):
+    def append_lines(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tracking, "append_lines", append_lines)
+    folder = run(tiny_run())
+    said = [message for message in caplog.messages if "metrics.jsonl" in message]
+    assert [line.split("metrics.jsonl: ")[1] for line in said] == [
+        "not written (No space left on device), kept for the next row",
+        "6 rows are lost (No space left on device)",
+    ]
+    assert (folder / "model" / "model.safetensors").is_file()
