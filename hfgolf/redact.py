@@ -79,7 +79,7 @@ def is_secret_name(name: str) -> bool:
 
 def _known_secrets() -> set[str]:
     secrets = [value for name, value in os.environ.items() if is_secret_name(name) and not _is_path(value)]
-    secrets += [*_words_in(_hf_token_path()), *_passwords_in(os.environ.get("NETRC") or "~/.netrc")]
+    secrets += [*_words_in(_expand(_hf_token_path())), *_passwords_in(_expand(os.environ.get("NETRC") or "~/.netrc"))]
     lines = (line.strip() for secret in secrets for line in secret.splitlines())  # a private key has many
     return {line for line in lines if len(line) >= _SHORTEST}
 
@@ -94,11 +94,15 @@ def _hf_token_path() -> str:
     return os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")
 
 
+def _expand(path: str) -> str:
+    return os.path.expanduser(os.path.expandvars(path))
+
+
 # Both are read once: every log line passes here, and a home folder may lie on a slow network.
 @cache
 def _words_in(path: str) -> list[str]:
     try:
-        return Path(os.path.expandvars(path)).expanduser().read_text(encoding="utf-8").split()
+        return Path(path).read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return []
 
@@ -109,6 +113,6 @@ def _passwords_in(path: str) -> list[str]:
     import netrc
 
     try:
-        return [password or "" for _, _, password in netrc.netrc(os.path.expanduser(path)).hosts.values()]
+        return [password or "" for _, _, password in netrc.netrc(path).hosts.values()]
     except (OSError, ValueError, netrc.NetrcParseError):
         return []
