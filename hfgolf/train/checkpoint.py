@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import mmap
 import os
 import re
 import shutil
@@ -173,7 +172,7 @@ def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, A
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return what write_checkpoint noted of a checkpoint; Rejected where there is nothing to read."""
+    """Return what commit_checkpoint noted of a checkpoint; Rejected where there is nothing to read."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_text())
     except (OSError, ValueError, RecursionError):
@@ -258,11 +257,12 @@ def _verify_file(checkpoint: Path, name: str, num_bytes: int, sha256: str) -> No
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        if not file.seek(0, os.SEEK_END):
-            return hashlib.sha256().hexdigest()  # nothing cannot be mapped
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return hashlib.sha256(content).hexdigest()  # in one call, in which the loop has the GIL to itself
+    # not mapped: a bad sector would end the process. Large pieces: between two, a save waits for the loop's GIL
+    digest, buffer = hashlib.sha256(), bytearray(min(2**24, path.stat().st_size + 1))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

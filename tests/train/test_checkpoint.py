@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.train import checkpoint as checkpoint_module
-from hfgolf.train import loop, setup
+from hfgolf.train import checkpointer, loop, setup
 from hfgolf.train.checkpoint import (
     Rejected,
     begin_checkpoint,
@@ -421,3 +422,20 @@ def test_best_goes_back_with_the_run(run, tiny_run, tmp_path, reset_accelerate):
     path = folder / "checkpoints" / "step-000003"
     other = setup.set_up(load_config(tiny_run(run__name="other", train__resume=path)))
     assert other.state.step == 3 and other.state.best_step == 0, "the best of another run is not in this folder"
+
+
+def test_without_room_for_a_copy_a_save_waits_for_its_write(run, tiny_run, monkeypatch):
+    """What the thread writes are the weights themselves then: the next step must not change them before it is done."""
+    straight = run(tiny_run(run__name="straight"))
+    monkeypatch.setattr(checkpointer.psutil, "virtual_memory", lambda: SimpleNamespace(available=0, total=2**30))
+    real_save, copied = checkpointer.Checkpointer.save, []
+
+    def save(self: Any, is_best: bool) -> None:
+        real_save(self, is_best)
+        copied.append((self._copies, self._write))
+
+    monkeypatch.setattr(checkpointer.Checkpointer, "save", save)
+    crowded = run(tiny_run(run__name="crowded", batch__micro_batch_size=8, data__in_memory="false"))
+    assert copied == [({}, None)] * 2
+    for name in ("step-000003", "step-000006"):
+        assert differences(crowded / "checkpoints" / name, straight / "checkpoints" / name) == []
