@@ -18,7 +18,7 @@ from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 from hfgolf.train.checkpoint import read_manifest
-from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME
+from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
 from hfgolf.train.run_folder import replace_text
@@ -108,16 +108,25 @@ def push_in_training(run: Run) -> None:
 def _take_best_weights(run: Run) -> int:
     """Give the model the weights to export, the best ones of the run; returns the step they are of.
 
-    Under optim.ema_export the averaged ones. Where the last step was not the best they come from its checkpoint.
+    Under optim.ema_export the averaged ones. Where the last step was not the best, or left weights that are not finite,
+    they come from a checkpoint. Raises UserError where there is none of them.
     """
     run.checkpoints.wait()
     run.accelerator.wait_for_everyone()  # the main process has written what all read
     averaged = run.config.optim.ema_export
-    best = run.folder.checkpoints / "best"
-    file = best / (EMA_NAME if averaged else WEIGHTS_NAME)
-    if run.state.best_step != run.state.step and file.exists():
-        weights, step = load_file(file), read_manifest(best)["step"]  # best_step, unless its save failed
-        logger.info("taking the best weights, of step %d", step)
+    name = EMA_NAME if averaged else WEIGHTS_NAME
+    sick = first_not_finite(run.raw_model.named_parameters())
+    links = ["best"] * (run.state.best_step != run.state.step) + ["latest"] * (sick is not None)
+    files = [run.folder.checkpoints / link / name for link in links]
+    file = next((file for file in files if file.exists()), None)
+    if file:
+        weights, step = load_file(file), read_manifest(file.parent)["step"]  # best_step, unless its save failed
+        logger.info("taking the %s weights, of step %d", file.parent.name, step)
+    elif sick:
+        raise UserError(
+            f"train: {sick} holds values that are not finite, and there is no checkpoint; nothing is exported. Lower"
+            f" optim.learning_rate (now {run.config.optim.learning_rate:g}), then start anew."
+        )
     else:
         weights, step = run.ema.state_dict() if averaged and run.ema else {}, run.state.step
     run.raw_model.load_state_dict(weights, strict=False)  # tied weights are in the file once

@@ -215,6 +215,21 @@ def test_weights_that_are_not_finite_are_not_saved(run, tiny_run, break_weights,
     assert json.loads((folder / "summary.json").read_text())["step"] == 2
 
 
+def test_weights_that_end_not_finite_are_not_exported(run, tiny_run, break_weights):
+    break_weights(6)
+    folder = run(tiny_run())
+    assert json.loads((folder / "summary.json").read_text())["step"] == 3
+    exported = load_file(folder / "model" / "model.safetensors")
+    saved = load_file(folder / "checkpoints" / "latest" / "model.safetensors")
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+
+
+def test_weights_that_end_not_finite_without_a_checkpoint_are_one_line(run, tiny_run, break_weights):
+    break_weights(6)
+    with pytest.raises(UserError, match=rf"^train: {BAD} holds values that are not finite, and there is no checkpoint"):
+        run(tiny_run(train__save_every_steps="null", **NO_EVALUATION))
+
+
 def test_a_last_save_that_fails_in_the_background_is_spoken_of(run, tiny_run, monkeypatch, caplog):
     real = checkpointer.commit_checkpoint
 
