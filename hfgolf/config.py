@@ -206,6 +206,16 @@ class BatchConfig:
                 f" batch.sequence_length {self.sequence_length}; try {near}."
             )
 
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in one optimizer step over all processes."""
+        return self.tokens_per_step // self.sequence_length
+
+    def micro_batch_sizes(self, num_processes: int) -> list[int]:
+        """Return the sequences a process may run at once, ascending: those that divide its share of a step evenly."""
+        sequences = self.sequences_per_step
+        return [n for n in range(1, sequences // num_processes + 1) if sequences % (n * num_processes) == 0]
+
     def accumulation_steps(self, micro_batch_size: int, num_processes: int) -> int:
         """Return the micro-batches each process runs in one optimizer step.
 
@@ -213,9 +223,7 @@ class BatchConfig:
         """
         tokens = micro_batch_size * self.sequence_length * num_processes
         if self.tokens_per_step % tokens:
-            sequences = self.tokens_per_step // self.sequence_length
-            sizes = [n for n in range(1, sequences + 1) if sequences % (n * num_processes) == 0]
-            nearest = sorted(sizes, key=lambda n: abs(n - micro_batch_size))[:3]
+            nearest = sorted(self.micro_batch_sizes(num_processes), key=lambda n: abs(n - micro_batch_size))[:3]
             or_size = f" or batch.micro_batch_size {join_words(sorted(nearest))}" if nearest else ""
             raise UserError(
                 f"batch.tokens_per_step: {self.tokens_per_step} cannot be made of micro-batches of {micro_batch_size} x"

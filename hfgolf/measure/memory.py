@@ -110,11 +110,9 @@ def choose_micro_batch_size(
     shape: what `training_memory` takes beside batch and sequence. Raises UserError where not even one sequence fits, or
     where the processes cannot share the sequences of a step.
     """
-    sequences = batch.tokens_per_step // batch.sequence_length
     batch.accumulation_steps(1, num_processes)  # raises where no micro-batch could divide it
-    share = sequences // num_processes
     budget = int(free_bytes * USABLE_SHARE)
-    for size in sorted((n for n in range(1, share + 1) if share % n == 0), reverse=True):
+    for size in reversed(batch.micro_batch_sizes(num_processes)):
         if device.type == "cpu" and size > 1 and size * batch.sequence_length > MOST_CPU_TOKENS:
             continue
         if training_memory(batch=size, sequence=batch.sequence_length, **shape).total <= budget:  # type: ignore[arg-type]

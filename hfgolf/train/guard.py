@@ -135,8 +135,7 @@ class Guard:
 
     def _blocks(self, step: int) -> list[int]:
         config = self._run.config
-        blocks_per_step = config.batch.tokens_per_step // config.batch.sequence_length
-        return block_ids(config.run.seed, step, blocks_per_step, self._run.num_blocks).tolist()
+        return block_ids(config.run.seed, step, config.batch.sequences_per_step, self._run.num_blocks).tolist()
 
 
 def is_out_of_memory(error: Exception) -> bool:

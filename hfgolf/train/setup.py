@@ -105,8 +105,7 @@ class Run:
     @property
     def epoch(self) -> float:
         """Passes over the training blocks so far."""
-        batch = self.config.batch
-        return self.state.step * (batch.tokens_per_step // batch.sequence_length) / self.num_blocks
+        return self.state.step * self.config.batch.sequences_per_step / self.num_blocks
 
     def start_batches(self) -> None:
         """Let the data begin at the present step: at the start, after a rollback, for another micro-batch."""
@@ -130,8 +129,8 @@ class Run:
     def shrink_micro_batch(self, reason: str) -> None:
         """Halve the micro-batch and accumulate more of them; UserError where that is not possible."""
         batch, accelerator = self.config.batch, self.accelerator
-        sequences = batch.tokens_per_step // batch.sequence_length // accelerator.num_processes
-        smaller = [n for n in range(1, self.micro_batch_size // 2 + 1) if sequences % n == 0]
+        sizes = batch.micro_batch_sizes(accelerator.num_processes)
+        smaller = [size for size in sizes if size <= self.micro_batch_size // 2]
         is_in_step = accelerator.num_processes > 1 and self.has_begun
         if not smaller or is_in_step:
             size = smaller[-1] if smaller else None
