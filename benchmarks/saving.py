@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hfgolf.command_line import load_config
@@ -79,7 +79,8 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
         return time.perf_counter() - started_at
 
     run.checkpoints.wait()  # for the memory of the copies
-    steps(3), blocking_save()
+    steps(3)
+    blocking_save()
     number = 1 + math.ceil(blocking_save() / (steps(5) / 5))  # a write ends within so many
     rows = []
     for _ in range(repetitions):
@@ -112,22 +113,18 @@ def show(measured: dict[str, Any]) -> None:
     plain = [(row["steps"] + row["steps_again"]) / 2 for row in rows]
     beside = [row["steps_beside_a_save"] - base for row, base in zip(rows, plain, strict=True)]
     print(f"{measured['parameters']:,} parameters, {measured['checkpoint_bytes'] / 1e6:,.1f} MB a checkpoint")
-    print(f"{'a step':<34}{_median(plain) / steps * 1e3:10.1f} ms   ({steps} of them beside a save)")
-    print(f"{'blocking save':<34}{_median(row['blocking_save'] for row in rows) * 1e3:10.1f} ms")
+    print(f"{'a step':<34}{median(plain) / steps * 1e3:10.1f} ms   ({steps} of them beside a save)")
+    print(f"{'blocking save':<34}{median(row['blocking_save'] for row in rows) * 1e3:10.1f} ms")
     for name, costs in (
         ("the loop stands still for", [row["copy"] for row in rows]),
         ("steps beside the write take longer", beside),
         ("together", [row["copy"] + extra for row, extra in zip(rows, beside, strict=True)]),
     ):
         shares = [cost / row["blocking_save"] for cost, row in zip(costs, rows, strict=True)]
-        print(f"{name:<34}{_median(costs) * 1e3:10.1f} ms   {_median(shares):6.1%} of a blocking save")
+        print(f"{name:<34}{median(costs) * 1e3:10.1f} ms   {median(shares):6.1%} of a blocking save")
     looks = [base / row["steps_without_a_look"] - 1 for row, base in zip(rows, plain, strict=True)]
     span = f"from {min(looks):.2%} to {max(looks):.2%}"
-    print(f"{'looking at the gradient':<34}{_median(looks):10.2%} of a step ({span})")
-
-
-def _median(values: Any) -> float:
-    return statistics.median(values)
+    print(f"{'looking at the gradient':<34}{median(looks):10.2%} of a step ({span})")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Draw the losses of a run, or of several: python scripts/plot_metrics.py runs/small --output loss.png"""
 
 import argparse
-import json
 import math
 from pathlib import Path
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
+from hfgolf.train.tracking import read_rows
 
 
 def main() -> None:
@@ -42,8 +42,7 @@ def main() -> None:
 def _read(path: Path) -> list[dict]:
     if not path.is_file():
         raise UserError(f"there is no {path}; name a run folder, such as runs/small.")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if "event" not in row]
+    rows = read_rows(path)
     if not rows:
         raise UserError(f"{path} is empty; the run has logged nothing yet.")
     return rows

@@ -32,6 +32,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.train.checkpoint import (
     begin_checkpoint,
+    choose_checkpoint,
     commit_checkpoint,
     description,
     point,
@@ -68,6 +69,7 @@ class Checkpointer:
         self._state = state
         self._ema = ema
         self._keep_last = keep_last
+        self._description = description(model.config)
         self._is_replicated = accelerator.distributed_type in _REPLICATED
         self._copies: dict[tuple[str, ...], Tensor] = {}
         self._has_copies = False
@@ -113,6 +115,10 @@ class Checkpointer:
         failures, self._failures = self._failures, []
         return failures
 
+    def choose(self, which: str) -> Path | None:
+        """Return the checkpoint of this model that `which` (as train.resume) means: see choose_checkpoint."""
+        return choose_checkpoint(self._accelerator, self._folder, which, self._description)
+
     def load(self, checkpoint: Path) -> None:
         """Restore everything as it was saved, on this rank; the model and the optimizer stay the same objects.
 
@@ -128,7 +134,7 @@ class Checkpointer:
                 self._check_random_states(states, own)
             self._state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
             if self._ema is not None:
-                self._load_ema(checkpoint / EMA_NAME)
+                _load_ema(self._ema, checkpoint / EMA_NAME)
         except pickle.UnpicklingError:
             raise UserError(f"train.resume: {checkpoint} holds more than data: a pickle that would run code.") from None
         except UserError:
@@ -152,14 +158,6 @@ class Checkpointer:
     def _load_weights(self, models: list[Any], folder: str) -> None:
         load_model(self._model, Path(folder) / WEIGHTS_NAME, device="cpu")
         models.clear()  # accelerate loads what is left in the list
-
-    def _load_ema(self, file: Path) -> None:
-        assert self._ema is not None
-        if file.exists():
-            self._ema.load_state_dict(load_file(file))
-        else:
-            logger.info("the checkpoint has no averaged weights: they start from its weights")
-            self._ema.restart()
 
     def _check_random_states(self, states: dict[str, Any], file: Path) -> None:
         """Raise UserError where accelerate has not restored the generators: it passes over errors in silence."""
@@ -224,7 +222,7 @@ class Checkpointer:
 
         New memory costs its page faults: 20 times the copy itself, measured on a CPU.
         """
-        num_bytes = sum(tensor.nbytes for tensor in _tensors_of(contents))
+        num_bytes = sum(leaf.nbytes for _, leaf in leaves(contents) if isinstance(leaf, Tensor))
         self._has_copies = bool(self._copies) or psutil.virtual_memory().available > 2 * num_bytes
         try:
             return self._copy(contents) if self._has_copies else contents
@@ -250,8 +248,7 @@ class Checkpointer:
         try:
             partial = begin_checkpoint(self._folder, step)
             write(partial)
-            model = description(self._model.config)
-            checkpoint = commit_checkpoint(partial, step, model, self._accelerator.num_processes)
+            checkpoint = commit_checkpoint(partial, step, self._description, self._accelerator.num_processes)
             self.saved_step = step
             if is_best:
                 point(self._folder / "best", checkpoint)
@@ -263,12 +260,21 @@ class Checkpointer:
             self._failures.append(f"checkpoint of step {step} not written: {one_line(reason)[:200]}")
 
 
-def _tensors_of(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors_of(value)
+def _load_ema(ema: Ema, file: Path) -> None:
+    if file.exists():
+        ema.load_state_dict(load_file(file))
+    else:
+        logger.info("the checkpoint has no averaged weights: they start from its weights")
+        ema.restart()
+
+
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and plain values of nested dicts, lists and tuples, by their path in it."""
+    if isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, tree
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
 from hfgolf.train.run_folder import replace_text
+from hfgolf.train.tracking import read_rows
 
 if TYPE_CHECKING:
     from hfgolf.train.setup import Run
@@ -111,7 +112,6 @@ def _take_best_weights(run: Run) -> int:
     Under optim.ema_export the averaged ones. Where the last step was not the best, or left weights that are not finite,
     they come from a checkpoint. Raises UserError where there is none of them.
     """
-    run.checkpoints.wait()
     run.accelerator.wait_for_everyone()  # the main process has written what all read
     averaged = run.config.optim.ema_export
     name = EMA_NAME if averaged else WEIGHTS_NAME
@@ -135,9 +135,6 @@ def _take_best_weights(run: Run) -> int:
 
 def _median_speed(run: Run) -> float:
     """Return the median of the rows' tokens/s, which leaves warm-up and pauses out; NaN where the rows are lost."""
-    if not run.folder.metrics.is_file():
-        return math.nan
-    with run.folder.metrics.open(encoding="utf-8") as lines:
-        rows = map(json.loads, lines)
-        speeds = [row["tokens_per_second"] for row in rows if "event" not in row]
+    rows = read_rows(run.folder.metrics) if run.folder.metrics.is_file() else []
+    speeds = [row["tokens_per_second"] for row in rows]
     return statistics.median(speeds) if speeds else math.nan

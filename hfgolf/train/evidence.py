@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hfgolf.train.checkpointer import EMA_NAME, STATE_NAME, WEIGHTS_NAME
+from hfgolf.train.checkpointer import EMA_NAME, STATE_NAME, WEIGHTS_NAME, leaves
 from hfgolf.train.run_folder import RunFolder
+from hfgolf.train.tracking import read_rows
 
 TOLERANCE = 1e-5
 # What several processes and GPUs promise: losses to TOLERANCE. The rest is only bounded loosely, relative to a tensor's
@@ -58,17 +58,11 @@ class Finding:
     """By name the relative difference of what is not bitwise equal; infinity where it is no matter of size."""
 
 
-def rows(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl, without the events."""
-    lines = map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())
-    return [row for row in lines if "event" not in row]
-
-
 def evidence(run: RunFolder) -> dict[str, Contents]:
     """Return all that must be equal in two runs, by what it is: its rows step by step, then its last checkpoint."""
     columns = {"sample ids": "sample_hashes", "training losses": "train_losses", "gradient norms": "grad_norms"}
     found: dict[str, Contents] = {what: {} for what in (*columns, "validation losses")}
-    for row in rows(run):
+    for row in read_rows(run.metrics):
         for what, column in columns.items():
             for step, value in enumerate(row[column], row["step"] - len(row[column]) + 1):
                 found[what].setdefault(f"step {step}", []).append(value)  # a step that is there twice will differ
@@ -80,7 +74,10 @@ def evidence(run: RunFolder) -> dict[str, Contents]:
     checkpoint = run.checkpoints / "latest"
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"):
         name = str(path.relative_to(checkpoint))
-        found[_NAMES.get(name, name.removesuffix(".pkl").replace("_", " "))] = dict(_leaves(_read(path)))
+        found[_NAMES.get(name, name.removesuffix(".pkl").replace("_", " "))] = {
+            leaf: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for leaf, value in leaves(_read(path))
+        }
     return found
 
 
@@ -158,15 +155,6 @@ def _read(path: Path) -> Any:
     if path.name.startswith(RNG_STATE_NAME):
         del content["step"]  # the micro-batches since the process began
     return content
-
-
-def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values of a tree, by their path in it."""
-    if isinstance(tree, dict | list | tuple):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaves(value, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, torch.from_numpy(tree) if isinstance(tree, np.ndarray) else tree
 
 
 def _bytes(value: Any) -> bytes:

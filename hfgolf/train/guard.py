@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hfgolf.command_line import one_line
 from hfgolf.data.batches import block_ids, data_step
 from hfgolf.errors import UserError
-from hfgolf.train.checkpoint import choose_checkpoint, description, newest_first, set_aside
+from hfgolf.train.checkpoint import newest_first, set_aside
 from hfgolf.train.meter import StepResult
 
 if TYPE_CHECKING:
@@ -94,7 +94,6 @@ class Guard:
     def _roll_back(self, diagnosis: str) -> None:
         run, train = self._run, self._run.config.train
         run.checkpoints.wait()
-        model = description(run.raw_model.config)
         advice = (
             f"lower optim.learning_rate (now {run.config.optim.learning_rate:g}) or look at these blocks of the data"
         )
@@ -104,7 +103,7 @@ class Guard:
         if self._suspect is not None and run.accelerator.is_main_process and not is_only_one:
             logger.info("no good step came of %s: going further back", self._suspect.name)
             set_aside(self._suspect)
-        checkpoint = choose_checkpoint(run.accelerator, run.folder.checkpoints, "auto", model)
+        checkpoint = run.checkpoints.choose("auto")
         if checkpoint is None:
             raise UserError(f"train: {diagnosis}; there is no checkpoint to go back to: {advice}.")
         before = run.state.step

@@ -39,10 +39,14 @@ def train(resolved: ResolvedConfig) -> dict[str, Any]:
     follow_launcher()
     run = set_up(resolved)
     with Signals() as signals:
+        clock = Clock(run, signals)
         try:
-            run_steps(run, Clock(run, signals))
+            run_steps(run, clock)
         finally:
             run.checkpoints.wait()  # whatever ended the loop, what was to be saved is
+        report_failed_saves(run)
+        if clock.stop_signal:
+            leave(run, clock.stop_signal)
     return conclude(run)
 
 
@@ -79,10 +83,6 @@ def run_steps(run: Run, clock: Clock) -> None:
         if clock.stop_signal:
             break
     console.close()
-    run.checkpoints.wait()
-    report_failed_saves(run)
-    if clock.stop_signal:
-        leave(run, clock.stop_signal)
 
 
 def train_step(run: Run, total_steps: float) -> StepResult:

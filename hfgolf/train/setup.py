@@ -34,7 +34,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.publish.hub import HubPusher
-from hfgolf.train.checkpoint import check_resume, choose_checkpoint, clean_up, description
+from hfgolf.train.checkpoint import check_resume, clean_up
 from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.environment import (
@@ -202,8 +202,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     keep_last = config.train.keep_last
     checkpoints = Checkpointer(accelerator, folder.checkpoints, raw_model, optimizer, state, ema, keep_last)
     if config.train.resume:
-        model_description = description(raw_model.config)
-        checkpoint = choose_checkpoint(accelerator, folder.checkpoints, config.train.resume, model_description)
+        checkpoint = checkpoints.choose(config.train.resume)
         if checkpoint:
             checkpoints.load(checkpoint)
             logger.info("resumed from %s at step %d", checkpoint, state.step)

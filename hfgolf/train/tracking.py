@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hfgolf.command_line import one_line
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
+from hfgolf.train.run_folder import replace_text
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -115,6 +116,12 @@ def append_lines(path: Path, lines: list[str]) -> None:
             raise
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a metrics.jsonl, without the events."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if "event" not in row]
+
+
 def check_trackers(names: list[str]) -> None:
     """Raise UserError for a tracker that accelerate does not know or that is not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -177,9 +184,7 @@ def _drop_rows_after(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if _outlives(line, step)]
     if len(kept) < len(lines):
-        temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        temporary.replace(path)
+        replace_text(path, "".join(line + "\n" for line in kept))
 
 
 def _outlives(line: str, step: int) -> bool:

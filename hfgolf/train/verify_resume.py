@@ -27,8 +27,9 @@ import torch
 
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.errors import UserError
-from hfgolf.train.evidence import compare, evidence, rows, table, verdict
+from hfgolf.train.evidence import compare, evidence, table, verdict
 from hfgolf.train.run_folder import RunFolder
+from hfgolf.train.tracking import read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,9 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
     checkpoint has, so that a kill meets any moment of them.
     """
     moments = random.Random(plan.kill_seed)
-    step_seconds = statistics.median(row["data_seconds"] + row["compute_seconds"] for row in rows(straight))
+    step_seconds = statistics.median(
+        row["data_seconds"] + row["compute_seconds"] for row in read_rows(straight.metrics)
+    )
     most_files = len(list((straight.checkpoints / "latest").iterdir()))
     saves_to_hit, killed_at = 0, 0
     for number in range(1, plan.kills + 2):
