@@ -198,7 +198,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     torch.manual_seed(config.run.seed + accelerator.process_index)  # from here on dropout, which differs by rank
     state = TrainState()
     decay = ema_decay(config.optim, config.batch.tokens_per_step)
-    ema = Ema(raw_model.named_parameters(), decay) if decay else None
+    ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
     keep_last = config.train.keep_last
     checkpoints = Checkpointer(accelerator, folder.checkpoints, raw_model, optimizer, state, ema, keep_last)
     if config.train.resume:

@@ -483,3 +483,11 @@ def test_without_ema_export_the_raw_weights_are_judged_and_exported(run, tiny_ru
     exported = load_file(folder / "model" / "model.safetensors")
     raw = load_file(folder / "checkpoints" / "best" / "model.safetensors")
     assert all(torch.equal(exported[name], raw[name]) for name in raw)
+
+
+def test_a_half_life_far_shorter_than_a_step_still_keeps_averages(run, tiny_run):
+    """0.5^2048 is 0 in floating point, which is a decay like any other: the average is the weights themselves."""
+    folder = run(tiny_run(batch__tokens_per_step=2048, optim__ema_half_life_tokens=1, optim__ema_export="true"))
+    evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
+    assert [row["val_loss_ema"] for row in evaluated] == [row["val_loss"] for row in evaluated]
+    assert (folder / "checkpoints" / "latest" / "ema.safetensors").is_file()
