@@ -285,7 +285,7 @@ def test_accelerate_launch_trains_with_what_it_was_told_and_with_all_cores(tiny_
     cores = len(os.sched_getaffinity(0))
     assert f"1 process, {cores} threads each" in done.stdout
     assert "precision: bf16 (accelerate)" in done.stdout
-    assert "attention: sdpa, q, k and v in torch.bfloat16" in done.stdout
+    assert "attention: causal_blocks, q, k and v in torch.bfloat16" in done.stdout
     config = (tmp_path / "runs" / "tiny" / "config.yaml").read_text()
     assert "  mixed_precision: bf16  # accelerate" in config.splitlines()
 

@@ -1,0 +1,82 @@
+"""Attention in blocks must say what SDPA says, on every path that transformers may take through it."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hfgolf.model import causal_blocks
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    monkeypatch.setattr(causal_blocks, "QUERIES_PER_BLOCK", 5)
+
+
+@pytest.mark.parametrize("length", [1, 5, 13])
+def test_it_is_causal_softmax_attention_and_so_are_its_gradients(length):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, length, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(2, 3, length, 4, dtype=torch.float64)
+    results = []
+    for output in (
+        causal_blocks.causal_blocks(query, key, value, 0.5),
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5),
+    ):
+        results.append((output, *torch.autograd.grad(output, (query, key, value), gradient)))
+    for blocks, sdpa in zip(*results, strict=True):
+        torch.testing.assert_close(blocks, sdpa, rtol=1e-6, atol=1e-6)  # the softmax is in fp32
+
+
+def test_dropout_leaves_the_mean_alone_and_zeroes_its_share():
+    torch.manual_seed(0)
+    query = key = torch.zeros(1, 1, 11, 11)  # the last query attends to all eleven equally
+    weights = torch.stack(
+        [causal_blocks.causal_blocks(query, key, torch.eye(11)[None, None], 1.0, 0.3)[0, 0, -1] for _ in range(2000)]
+    )
+    assert abs((weights == 0).double().mean() - 0.3) < 0.02
+    assert abs(weights.mean() - 1 / 11) < 0.002
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 1])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_model_with_blocks_says_the_same(build_golf, token_ids, key_value_heads, padding):
+    golf = build_golf(num_key_value_heads=key_value_heads)
+    mask = torch.ones_like(token_ids)
+    mask[0, :padding] = 0
+    expected = golf(token_ids, attention_mask=mask).logits
+    golf.set_attn_implementation(causal_blocks.NAME)
+    logits = golf(token_ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_model_with_blocks_generates_the_same(build_golf, token_ids, cache):
+    golf = build_golf()
+    options = {"attention_mask": torch.ones_like(token_ids), "pad_token_id": 0, "eos_token_id": None}
+    options |= {"cache_implementation": cache, "max_new_tokens": 8, "do_sample": False, "disable_compile": True}
+    expected = golf.generate(token_ids, **options)
+    golf.set_attn_implementation(causal_blocks.NAME)
+    assert torch.equal(golf.generate(token_ids, **options), expected)
+
+
+def test_a_saved_model_does_not_know_of_it(build_golf, tmp_path):
+    golf = build_golf()
+    golf.set_attn_implementation(causal_blocks.NAME)
+    golf.save_pretrained(tmp_path)
+    assert causal_blocks.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert not (tmp_path / "causal_blocks.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "length", "expected"),
+    [
+        ("cpu", "bf16", 1024, True),
+        ("cpu", "bf16", 1025, False),
+        ("cpu", "no", 256, False),
+        ("cuda", "bf16", 256, False),
+    ],
+)
+def test_it_is_for_training_in_bf16_on_a_cpu(device, precision, length, expected):
+    assert causal_blocks.is_faster(torch.device(device), precision, length) is expected
