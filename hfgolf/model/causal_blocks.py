@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from .modeling_golf import apply_dropout
 
 NAME = "causal_blocks"
 QUERIES_PER_BLOCK = 128
@@ -41,7 +42,7 @@ def causal_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, dro
         scores = (queries @ key[:, :, :end].mT).float() * scaling
         places = torch.arange(end, device=query.device)
         scores = scores.masked_fill(places > places[start:, None], float("-inf"))
-        weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout)
+        weights = apply_dropout(scores.softmax(dim=-1).to(value.dtype), dropout)
         outputs.append(weights @ value[:, :, :end])
     return torch.cat(outputs, dim=2)
 

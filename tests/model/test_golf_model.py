@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hfgolf.model.modeling_golf import apply_dropout
+
 
 def test_changing_a_token_leaves_earlier_logits_alone(build_golf, option, token_ids):
     golf = build_golf(**option)
@@ -190,3 +192,27 @@ def test_input_errors_are_named(build_golf, token_ids):
         golf()
     with pytest.raises(ValueError, match="max_position_embeddings=64"):
         golf(token_ids.repeat(1, 4))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_zeroes_its_share_independently_and_keeps_the_mean(rate):
+    torch.manual_seed(0)
+    x = torch.full((1000, 1001), 3.0, dtype=torch.bfloat16, requires_grad=True)  # not a multiple of eight
+    dropped = apply_dropout(x, rate)
+    rounded = round(256 * rate) / 256
+    is_zero = dropped == 0
+    assert abs(is_zero.double().mean() - rounded) < 0.002
+    assert abs(dropped.double().mean() - 3) < 0.01 and dropped.dtype == x.dtype
+    for shift in (1, 2, 7, 8, 1001):  # neighbours, in the same draw or another, know nothing of each other
+        both = (is_zero.flatten()[shift:] & is_zero.flatten()[:-shift]).double().mean()
+        assert abs(both - rounded**2) < 0.002
+    dropped.sum().backward()
+    assert torch.equal(x.grad == 0, is_zero) and abs(x.grad.max() * (1 - rounded) - 1) < 0.01
+    assert apply_dropout(x, rate, training=False) is x and apply_dropout(x, 0.0) is x
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.999])
+def test_dropout_of_a_tiny_or_huge_rate_drops_some_and_keeps_some(rate):
+    torch.manual_seed(0)
+    dropped = apply_dropout(torch.ones(10**5), rate)
+    assert 0 < (dropped == 0).sum() < 10**5 and dropped.isfinite().all()
