@@ -1,0 +1,106 @@
+"""Time of what the model does its own way on a CPU, beside torch's: causal attention, and dropout.
+
+    python benchmarks/cpu_kernels.py --output benchmarks/results/cpu_kernels.json
+
+Forward and backward over 4,096 tokens of 4 heads of 64, compiled as when training a small model; the repetitions are
+interleaved in one process and the ratios are those of the pairs. Attention: SDPA, plain products, and
+hfgolf/model/causal_blocks.py, which setup.py takes for bf16 on a CPU. Dropout: torch's, and the bytes of
+modeling_golf.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+TOKENS, HEADS, HEAD_SIZE = 4096, 4, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="JSON with all measurements")
+    arguments = parser.parse_args()
+
+    import torch
+
+    from hfgolf.train.environment import git_commit, hardware
+
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for work, length in [("dropout", 0), *(("attention", length) for length in arguments.lengths)]:
+            seconds = dropout(dtype) if work == "dropout" else attention(length, dtype)
+            seconds = interleave(*seconds, arguments.repetitions)
+            first = next(iter(seconds.values()))  # torch's
+            ratios = {n: median(a / b for a, b in zip(first, t, strict=True)) for n, t in seconds.items()}
+            name = str(dtype).removeprefix("torch.")
+            results.append({"work": work, "length": length, "dtype": name, "seconds": seconds, "ratios": ratios})
+            shown = "".join(f"{n:>15} {median(t) * 1e3:6.1f} ms {ratios[n]:5.2f}x" for n, t in seconds.items())
+            print(f"{name:<9} {work} {length or '':<5}{shown}", flush=True)
+    if arguments.output:
+        about = {"hardware": hardware(), "versions": {"torch": torch.__version__, "hfgolf": git_commit()}}
+        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+
+
+def attention(length: int, dtype: Any) -> tuple[dict[str, Callable], list[Any]]:
+    """Return the kernels and their operands, (B, H, T, D) each; they are checked against each other."""
+    import torch
+    from torch.nn import functional as F
+
+    from hfgolf.model.causal_blocks import causal_blocks
+
+    def plain(query: Any, key: Any, value: Any) -> Any:
+        scores = (query @ key.mT).float() * HEAD_SIZE**-0.5
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        return scores.masked_fill(later, float("-inf")).softmax(-1).to(value.dtype) @ value
+
+    kernels: dict[str, Callable] = {
+        "sdpa": lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True),
+        "plain": plain,
+        "causal_blocks": lambda *qkv: causal_blocks(*qkv, HEAD_SIZE**-0.5),
+    }
+    torch.manual_seed(0)
+    shape = (TOKENS // length, length, HEADS, HEAD_SIZE)
+    qkv = [torch.randn(shape).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+    expected = kernels["sdpa"](*qkv)
+    for kernel in kernels.values():
+        torch.testing.assert_close(kernel(*qkv), expected, atol=2e-2, rtol=2e-2)
+    return kernels, qkv
+
+
+def dropout(dtype: Any) -> tuple[dict[str, Callable], list[Any]]:
+    """Return both kinds of dropout and their operand, the residual stream."""
+    import torch
+    from torch.nn import functional as F
+
+    from hfgolf.model.modeling_golf import apply_dropout
+
+    kernels = {"torch": lambda x: F.dropout(x, 0.1), "bytes": lambda x: apply_dropout(x, 0.1)}
+    return kernels, [torch.randn(TOKENS, HEADS * HEAD_SIZE).to(dtype).requires_grad_()]
+
+
+def interleave(kernels: dict[str, Callable], operands: list[Any], repetitions: int) -> dict[str, list[float]]:
+    """Return the seconds of each kernel, compiled, forward and backward."""
+    import torch
+
+    torch._dynamo.reset()
+    compiled = {name: torch.compile(kernel, dynamic=False) for name, kernel in kernels.items()}
+    gradient = torch.ones_like(next(iter(compiled.values()))(*operands))
+    seconds: dict[str, list[float]] = {name: [] for name in compiled}
+    for repetition in range(repetitions + 1):  # the first one compiles
+        for name, kernel in compiled.items():
+            started_at = time.perf_counter()
+            kernel(*operands).backward(gradient)
+            if repetition:
+                seconds[name].append(time.perf_counter() - started_at)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
