@@ -250,7 +250,11 @@ class OptimConfig:
     nesterov: bool = True
     """Nesterov momentum in Muon and SGD."""
     momentum_warmup_steps: int = 300
-    """Steps in which Muon's momentum rises from 0.85 to optim.momentum."""
+    """Steps in which Muon's momentum rises from optim.momentum_start to optim.momentum; SGD's stays constant."""
+    momentum_start: float = 0.85
+    """Muon's momentum at the first step, or optim.momentum where that is lower."""
+    momentum_end: float | None = None
+    """Muon's momentum at the end, reached linearly over the last schedule.warmdown_fraction of the run; null: stays."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = 1e-8
@@ -261,8 +265,18 @@ class OptimConfig:
     """Polynomial of Muon's orthogonalisation."""
     newton_schulz_steps: int = 5
     """Iterations of that polynomial."""
+    newton_schulz_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """What its products are computed in; auto: bf16 where the hardware is fast at it, else fp32."""
     update_scale: Literal["original", "match_rms_adamw"] = "original"
     """Muon's scale: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which suits AdamW's learning rate."""
+    split_qkv: bool = True
+    """Orthogonalise the queries', keys' and values' parts of the fused projection apart."""
+    row_equilibration: bool = False
+    """Divide each row by its norm before the orthogonalisation (MuonEq-R)."""
+    normuon_beta2: float | None = None
+    """Decay rate of NorMuon's running mean square of each row, which evens out the rows afterwards; null: off."""
+    cautious_weight_decay: bool = False
+    """Decay only the weights that the step moves towards 0."""
     ema_decay: float | None = None
     """Decay a step of the moving average of the weights; null: none, or as optim.ema_half_life_tokens says."""
     ema_half_life_tokens: int | None = None
@@ -273,11 +287,15 @@ class OptimConfig:
     def __post_init__(self) -> None:
         _require_positive("optim", self, "learning_rate", "adamw_learning_rate", "embedding_learning_rate", "eps")
         _require_not_negative("optim", self, "weight_decay", "momentum_warmup_steps")
-        _require("optim.momentum", self.momentum, 0 <= self.momentum < 1, "0 up to, but not including, 1")
+        for name in ("momentum", "momentum_start", "momentum_end"):
+            value = getattr(self, name)
+            _require(f"optim.{name}", value, value is None or 0 <= value < 1, "0 up to, but not including, 1")
         _require("optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1")
         steps = self.newton_schulz_steps
         most = 5 if self.newton_schulz_coefficients == "polar_express" else 20
         _require("optim.newton_schulz_steps", steps, 1 <= steps <= most, f"1 to {most}")
+        beta2 = self.normuon_beta2
+        _require("optim.normuon_beta2", beta2, beta2 is None or 0 <= beta2 < 1, "null, or a number from 0 to below 1")
         decay = self.ema_decay
         _require("optim.ema_decay", decay, decay is None or 0 < decay < 1, "a number between 0 and 1")
         _require_positive("optim", self, "ema_half_life_tokens")
@@ -299,16 +317,20 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rates move over the run, as a share of their peaks."""
+    """How learning rates and weight decay move over the run, as a share of their peaks."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
-    """wsd: warmup, stable, then a linear warmdown over the last schedule.warmdown_fraction of the run."""
+    """linear and cosine fall from the end of the warmup; wsd over the last schedule.warmdown_fraction of the run."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly to its peak."""
     warmdown_fraction: float = 0.4
     """Share of the run in which wsd falls to the floor."""
+    warmdown_shape: Literal["linear", "1-sqrt"] = "linear"
+    """How wsd falls; 1-sqrt: as 1 - sqrt(share of the warmdown done), steep at first."""
     floor: float = 0.0
     """Share of the peak at which the schedule ends."""
+    weight_decay: Literal["constant", "linear", "learning_rate"] = "constant"
+    """Of optim.weight_decay: it stays, falls linearly to 0 over the run, or is multiplied as the learning rate is."""
 
     def __post_init__(self) -> None:
         _require_not_negative("schedule", self, "warmup_steps")
@@ -322,7 +344,9 @@ class TrainConfig:
     """How long to train, in which precision, and how often to log, evaluate and save."""
 
     max_steps: int | None = None
-    """Optimizer steps; the run ends at the first of max_steps, max_epochs and max_minutes."""
+    """Optimizer steps; the run ends at the first of max_steps, max_tokens, max_epochs and max_minutes."""
+    max_tokens: int | None = None
+    """Training tokens, rounded up to whole steps."""
     max_epochs: float | None = None
     """Passes over the training blocks."""
     max_minutes: float | None = None
@@ -363,7 +387,8 @@ class TrainConfig:
     """Deterministic kernels on GPUs (slower); on one CPU process a run is always repeatable."""
 
     def __post_init__(self) -> None:
-        _require_positive("train", self, "max_steps", "max_epochs", "max_minutes", "max_grad_norm", "log_every_steps")
+        _require_positive("train", self, "max_steps", "max_tokens", "max_epochs", "max_minutes", "max_grad_norm")
+        _require_positive("train", self, "log_every_steps")
         _require_positive("train", self, "eval_every_steps", "eval_tokens", "save_every_steps", "save_every_minutes")
         _require_positive("train", self, "keep_last", "patience_evals", "max_skipped_steps")
         _require_not_negative("train", self, "min_improvement", "max_rollbacks")
@@ -371,9 +396,10 @@ class TrainConfig:
         _require("train.rollback_learning_rate_factor", factor, 0 < factor <= 1, "above 0, up to 1")
         if self.cpu_threads != "auto":
             _require_positive("train", self, "cpu_threads")
-        if self.max_steps is None and self.max_epochs is None and self.max_minutes is None:
+        if all(limit is None for limit in (self.max_steps, self.max_tokens, self.max_epochs, self.max_minutes)):
             raise UserError(
-                "train: the run has no end; set one of train.max_steps, train.max_epochs, train.max_minutes."
+                "train: the run has no end; set one of train.max_steps, train.max_tokens, train.max_epochs,"
+                " train.max_minutes."
             )
 
 

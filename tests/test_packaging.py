@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "evaluate": {"data", "model", "optim"},
     "publish": {"data", "model", "optim"},
     "train": {"data", "model", "optim", "measure", "evaluate", "publish"},
+    "report": {"data", "model", "optim", "measure", "evaluate", "publish", "train"},
 }
 BASE = {"config", "errors", "command_line", "redact"}
 

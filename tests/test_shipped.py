@@ -21,6 +21,7 @@ SHRUNK = {
     "batch.sequence_length": 32,
     "batch.tokens_per_step": 128,
     "train.max_steps": 2,
+    "train.max_tokens": "null",
     "train.max_minutes": "null",
     "train.eval_tokens": 500,
 }

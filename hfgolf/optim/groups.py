@@ -46,7 +46,8 @@ def parameter_groups(
     """Return one group for each kind of parameter that there is, in the order of KINDS.
 
     fused: weights (names or patterns) that hold several matrices one above the other, with the rows of each; muon
-    orthogonalises them apart. Only matrices are decayed. "initial_lr" is the peak that a schedule multiplies.
+    orthogonalises them apart, unless optim.split_qkv says no. Only matrices are decayed. "initial_lr" and
+    "initial_weight_decay" are the peaks that a schedule multiplies.
     UserError for a parameter that the table does not cover once, and for an entry of fused that names no parameter.
     """
     parameters = list(named_parameters)
@@ -66,14 +67,16 @@ def _group(
     learning_rate = optim.adamw_learning_rate if rule != optim.name else optim.learning_rate
     if kind == "embedding" and optim.embedding_learning_rate is not None:
         learning_rate = optim.embedding_learning_rate
+    weight_decay = optim.weight_decay if kind == "matrix" else 0.0
     return {
         "params": members,
         "kind": kind,
         "rule": rule,
         "lr": learning_rate,
         "initial_lr": learning_rate,
-        "weight_decay": optim.weight_decay if kind == "matrix" else 0.0,
-        "splits": [_split(name, fused) for name, _ in members],
+        "weight_decay": weight_decay,
+        "initial_weight_decay": weight_decay,
+        "splits": [_split(name, fused) if optim.split_qkv else None for name, _ in members],
     }
 
 
@@ -91,7 +94,11 @@ def build_optimizer(
         nesterov=optim.nesterov,
         newton_schulz_steps=optim.newton_schulz_steps,
         newton_schulz_coefficients=optim.newton_schulz_coefficients,
+        newton_schulz_dtype=optim.newton_schulz_dtype,
         update_scale=optim.update_scale,
+        row_equilibration=optim.row_equilibration,
+        normuon_beta2=optim.normuon_beta2,
+        cautious_weight_decay=optim.cautious_weight_decay,
         betas=optim.betas,
         eps=optim.eps,
     )

@@ -16,69 +16,17 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from hfgolf.optim.state import Group, State, matched_state, new_state, state_dtype
-
-CLASSIC = (3.4445, -4.7750, 2.0315)
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+from hfgolf.optim.orthogonalize import (
+    SMALLEST_NORM,
+    fast_product_dtype,
+    newton_schulz_polynomials,
+    orthogonalize,
 )
-SMALLEST_NORM = 1e-7  # as torch.optim.Muon: a matrix of zeros stays zeros
+from hfgolf.optim.state import Group, State, matched_state, new_state, num_outputs, state_dtype
+
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-
-
-def newton_schulz_polynomials(coefficients: str, steps: int) -> tuple[tuple[float, float, float], ...]:
-    """Return the (a, b, c) of each of `steps` iterations; ValueError for a name or a number of steps there is not.
-
-    classic: Jordan, "Muon: an optimizer for hidden layers", 2024. polar_express: Amsel et al., "The Polar Express",
-    arXiv 2505.16932, whose five polynomials differ and have an order.
-    """
-    if coefficients == "classic":
-        return (CLASSIC,) * steps
-    if coefficients == "polar_express" and steps <= len(POLAR_EXPRESS):
-        return POLAR_EXPRESS[:steps]
-    raise ValueError(f"no {steps} steps of {coefficients!r}: classic, or polar_express with at most 5 steps")
-
-
-def fast_product_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 where the hardware multiplies it natively, else float32: emulated, it is several times slower."""
-    if device.type == "cuda":
-        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        is_fast = device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return torch.bfloat16 if is_fast else torch.float32
-
-
-def orthogonalize(
-    matrices: Tensor, steps: int = 5, coefficients: str = "polar_express", dtype: torch.dtype | None = None
-) -> Tensor:
-    """Bring every singular value of each matrix close to 1 by Newton-Schulz iterations.
-
-    matrices: (K, rows, cols), or (rows, cols); the result has the same shape and dtype, and the same bits on every
-    call. dtype: what the products are computed in, by default `fast_product_dtype`. With 5 steps and a condition
-    number up to 100 the singular values end in [0.8, 1.16] (polar_express) or [0.6, 1.25] (classic).
-    """
-    if matrices.ndim == 2:
-        return orthogonalize(matrices[None], steps, coefficients, dtype)[0]
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if is_tall else matrices  # the Gram matrix is that of the short side
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    if coefficients == "polar_express":
-        norm = norm * 1.02  # the headroom its coefficients were computed with: rounding must not pass 1
-    # contiguous: into a transposed bf16 buffer, oneDNN falls back to a product that is 500 times slower
-    x = (x / norm.clamp(min=SMALLEST_NORM)).to(dtype or fast_product_dtype(matrices.device)).contiguous()
-    spare = torch.empty_like(x)
-    gram = x.new_empty(*x.shape[:-1], x.shape[-2])  # (K, short, short)
-    polynomial = torch.empty_like(gram)
-    for a, b, c in newton_schulz_polynomials(coefficients, steps):  # into four buffers: 10 % faster on a CPU
-        torch.bmm(x, x.mT, out=gram)
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        torch.baddbmm(x, polynomial, x, beta=a, out=spare)
-        x, spare = spare, x
-    return (x.mT if is_tall else x).to(matrices.dtype)
+SMALLEST_ROOT = 1e-8  # as NorMuon's epsilon
+PRODUCT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def update_scale(rule: str, rows: int, cols: int) -> float:
@@ -86,6 +34,10 @@ def update_scale(rule: str, rows: int, cols: int) -> float:
 
     original: sqrt(max(1, rows/cols)), Jordan 2024. match_rms_adamw: 0.2 sqrt(max(rows, cols)), the root mean square
     of AdamW's updates, so that its learning rate fits: Liu et al., "Muon is Scalable", arXiv 2502.16982, section 2.2.
+
+    Whatever the rows, the second is 0.2 sqrt(cols) times the first. So a learning rate l and decay d under original are
+    l / (0.2 sqrt(cols)) and d * 0.2 sqrt(cols) under match_rms_adamw: 0.02 and 0.1 become 0.0036 and 0.55 at 768
+    columns. One number can not be right for matrices of several widths: choose the width of the residual stream.
     """
     if rule == "original":
         return math.sqrt(max(1.0, rows / cols))
@@ -99,7 +51,14 @@ class Muon(torch.optim.Optimizer):
 
     A muon group holds weights of two or more dimensions, (out, ...), flattened to (out, rest). Its "splits", by
     position, say into which numbers of rows a fused weight falls (q, k, v): each piece is orthogonalised apart and
-    scaled by its own shape. None, for the group or for one weight, means whole.
+    scaled by its own shape. None, for the group or for one weight, means whole. With "in_out" its weights are stored
+    (in, out), as those of GPT-2's Conv1D, and all of this holds for their transposes.
+
+    row_equilibration: rows are divided by their norms before they are orthogonalised (MuonEq-R).
+    normuon_beta2: afterwards each row is divided by the root of the running mean, at this rate, of its mean square, and
+    the matrix brought back to its norm (NorMuon, Li et al., arXiv 2510.05491); None: not, and there is no such state.
+    cautious_weight_decay: only the entries that a step moves towards 0 are decayed, under every rule (Chen et al.,
+    arXiv 2510.12402); it takes a copy of the group's parameters while the step lasts.
 
     Every number in a group may be changed between two steps. The state is fp32 (or wider) and exists for every
     parameter from the first step on. Half-precision parameters are updated in fp32 and rounded once.
@@ -115,7 +74,11 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool = True,
         newton_schulz_steps: int = 5,
         newton_schulz_coefficients: str = "polar_express",
+        newton_schulz_dtype: str = "auto",
         update_scale: str = "original",
+        row_equilibration: bool = False,
+        normuon_beta2: float | None = None,
+        cautious_weight_decay: bool = False,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
@@ -129,10 +92,15 @@ class Muon(torch.optim.Optimizer):
                 "nesterov": nesterov,
                 "newton_schulz_steps": newton_schulz_steps,
                 "newton_schulz_coefficients": newton_schulz_coefficients,
+                "newton_schulz_dtype": newton_schulz_dtype,
                 "update_scale": update_scale,
+                "row_equilibration": row_equilibration,
+                "normuon_beta2": normuon_beta2,
+                "cautious_weight_decay": cautious_weight_decay,
                 "betas": betas,
                 "eps": eps,
                 "splits": None,
+                "in_out": False,
             },
         )
 
@@ -145,11 +113,14 @@ class Muon(torch.optim.Optimizer):
         if group["rule"] == "muon":
             newton_schulz_polynomials(group["newton_schulz_coefficients"], group["newton_schulz_steps"])
             update_scale(group["update_scale"], 1, 1)
+            _product_dtype(group, torch.device("cpu"))
             for param, split in zip(group["params"], _splits(group), strict=True):
-                if param.ndim < 2:
+                if param.ndim < 2 or (group["in_out"] and param.ndim > 2):
                     raise ValueError(f"muon needs matrices, and one parameter has shape {tuple(param.shape)}")
-                if split is not None and sum(split) != param.shape[0]:
-                    raise ValueError(f"splits {split} do not add up to the {param.shape[0]} rows of their weight")
+                if split is not None and sum(split) != num_outputs(group, param):
+                    raise ValueError(
+                        f"splits {split} do not add up to the {num_outputs(group, param)} outputs of their weight"
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -174,15 +145,20 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if not self.state[param]:
-                    self.state[param] = new_state(group["rule"], param)
+                    self.state[param] = new_state(group, param)
 
     def _update(self, group: Group, present: list[int]) -> None:
         params = [group["params"][i] for i in present]
         states = [self.state[param] for param in params]
         wide = [param.to(state_dtype(param)) for param in params]  # the parameter itself where it is fp32
         grads = [param.grad.to(master.dtype) for param, master in zip(params, wide, strict=True)]
-        splits = _splits(group)
-        RULES[group["rule"]](wide, grads, states, group, [splits[i] for i in present])
+        splits = [_splits(group)[i] for i in present]
+        if group["cautious_weight_decay"] and group["weight_decay"]:
+            before = [master.clone() for master in wide]
+            RULES[group["rule"]](wide, grads, states, {**group, "weight_decay": 0.0}, splits)
+            _decay_cautiously(wide, before, group["lr"] * group["weight_decay"])
+        else:
+            RULES[group["rule"]](wide, grads, states, group, splits)
         for param, master in zip(params, wide, strict=True):
             if param is not master:
                 param.copy_(master)
@@ -201,26 +177,64 @@ class Muon(torch.optim.Optimizer):
                 self.state[param] = {name: value.to(param.device) for name, value in state.items()}
 
 
+def _decay_cautiously(params: list[Tensor], before: list[Tensor], rate: float) -> None:
+    """Subtract rate * before where the step from `before` to `params` went towards 0."""
+    is_towards_zero = torch._foreach_mul(torch._foreach_sub(before, params), before)
+    torch._foreach_sign_(is_towards_zero)
+    torch._foreach_clamp_min_(is_towards_zero, 0.0)  # 1 or 0
+    torch._foreach_addcmul_(params, before, is_towards_zero, value=-rate)
+
+
 def _muon(
     params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, splits: list[tuple[int, ...] | None]
 ) -> None:
-    lr, momentum = group["lr"], group["momentum"]
+    lr, momentum, in_out = group["lr"], group["momentum"], group["in_out"]
     buffers = [state["momentum_buffer"] for state in states]
     torch._foreach_lerp_(buffers, grads, 1 - momentum)
     if group["weight_decay"]:
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+    directions = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
+    rows_of = [state.get("row_mean_square") for state in states]
 
     same_shape = defaultdict(list)
-    for pieces in zip(*(_pieces(tensors, splits) for tensors in (params, grads, buffers)), strict=True):
+    for pieces in zip(
+        _pieces(params, splits, in_out), _pieces(directions, splits, in_out), _row_pieces(rows_of, splits), strict=True
+    ):
         same_shape[pieces[0].shape, pieces[0].device].append(pieces)
-    for (shape, _), batch in same_shape.items():
-        param_pieces, grad_pieces, buffer_pieces = zip(*batch, strict=True)
-        updates = torch.stack(buffer_pieces)  # (K, rows, cols)
-        if group["nesterov"]:
-            updates = torch.stack(grad_pieces).lerp_(updates, momentum)
-        updates = orthogonalize(updates, group["newton_schulz_steps"], group["newton_schulz_coefficients"])
-        scale = update_scale(group["update_scale"], *shape)
+    for (shape, device), batch in same_shape.items():
+        param_pieces, direction_pieces, mean_squares = zip(*batch, strict=True)
+        updates = torch.stack(direction_pieces)  # (K, out, in), or (K, in, out)
+        rows = updates.mT if in_out else updates
+        if group["row_equilibration"]:
+            rows.div_(torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM))
+        updates = orthogonalize(
+            updates,
+            group["newton_schulz_steps"],
+            group["newton_schulz_coefficients"],
+            _product_dtype(group, device),
+        )
+        if group["normuon_beta2"] is not None:
+            _even_out_rows(updates.mT if in_out else updates, mean_squares, group["normuon_beta2"])
+        scale = update_scale(group["update_scale"], *(reversed(shape) if in_out else shape))
         torch._foreach_add_(param_pieces, updates.unbind(), alpha=-lr * scale)
+
+
+def _even_out_rows(updates: Tensor, mean_squares: tuple[Tensor, ...], beta2: float) -> None:
+    """Apply NorMuon in place: updates (K, rows, cols), the running mean square of each row K times (rows,)."""
+    former_norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True)
+    torch._foreach_lerp_(mean_squares, updates.square().mean(dim=-1).unbind(), 1 - beta2)
+    updates.div_(torch.stack(mean_squares).sqrt().add_(SMALLEST_ROOT)[..., None])
+    norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True)
+    updates.mul_(former_norm / norm.clamp(min=SMALLEST_NORM))
+
+
+def _product_dtype(group: Group, device: torch.device) -> torch.dtype:
+    name = group["newton_schulz_dtype"]
+    if name == "auto":
+        return fast_product_dtype(device)
+    if name in PRODUCT_DTYPES:
+        return PRODUCT_DTYPES[name]
+    raise ValueError(f"newton_schulz_dtype is {name!r}; it must be auto, {' or '.join(PRODUCT_DTYPES)}")
 
 
 def _adamw(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, _: object) -> None:
@@ -265,8 +279,16 @@ def _splits(group: Group) -> list[tuple[int, ...] | None]:
     return group["splits"] or [None] * len(group["params"])
 
 
-def _pieces(tensors: list[Tensor], splits: list[tuple[int, ...] | None]) -> Iterator[Tensor]:
-    """Yield views: each tensor as a matrix (out, rest), or the blocks of rows it is fused from."""
+def _pieces(tensors: list[Tensor], splits: list[tuple[int, ...] | None], in_out: bool) -> Iterator[Tensor]:
+    """Yield views: each tensor as a matrix, (out, rest) or (in, out), or the blocks of outputs it is fused from."""
     for tensor, split in zip(tensors, splits, strict=True):
         matrix = tensor.view(tensor.shape[0], -1)  # never reshape: an update of a copy would be lost
-        yield from matrix.split(split) if split else (matrix,)
+        yield from matrix.split(split, dim=1 if in_out else 0) if split else (matrix,)
+
+
+def _row_pieces(mean_squares: list[Tensor | None], splits: list[tuple[int, ...] | None]) -> Iterator[Tensor | None]:
+    for mean_square, split in zip(mean_squares, splits, strict=True):
+        if mean_square is None or split is None:
+            yield from (mean_square,) * len(split or (0,))
+        else:
+            yield from mean_square.split(split)

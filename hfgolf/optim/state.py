@@ -20,6 +20,7 @@ STATE_NAMES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
 }
+POSITIONAL = ("param_names", "splits", "in_out")  # what a group says of its own parameters
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
@@ -27,19 +28,34 @@ def state_dtype(param: Tensor) -> torch.dtype:
     return torch.promote_types(param.dtype, torch.float32)
 
 
-def new_state(rule: str, param: Tensor) -> State:
+def num_outputs(group: Group, param: Tensor) -> int:
+    """Return the number of output neurons of a weight: its rows, or its columns where the group is stored (in, out)."""
+    return param.shape[1 if group["in_out"] else 0]
+
+
+def state_shapes(group: Group, param: Tensor) -> dict[str, tuple[int, ...]]:
+    """Return the shape of all that the optimizer remembers of a parameter, by name."""
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(param.shape) for name in STATE_NAMES[group["rule"]]}
+    if group["rule"] == "adamw":
+        shapes["step"] = ()
+    if group["rule"] == "muon" and group["normuon_beta2"] is not None:
+        shapes["row_mean_square"] = (num_outputs(group, param),)
+    return shapes
+
+
+def new_state(group: Group, param: Tensor) -> State:
     """Return the state of a parameter before its first update: zeros on its device."""
     # tensors only, the step too: what accelerate loads with weights_only, and what the fused kernel wants
-    state = {name: torch.zeros_like(param, dtype=state_dtype(param)) for name in STATE_NAMES[rule]}
-    if rule == "adamw":
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    return state
+    return {
+        name: torch.zeros(shape, dtype=torch.float32 if name == "step" else state_dtype(param), device=param.device)
+        for name, shape in state_shapes(group, param).items()
+    }
 
 
 def matched_state(groups: list[Group], state_dict: dict[str, Any]) -> tuple[list[Group], list[list[State]]]:
     """Return a saved optimizer's groups and states in the order of `groups`, changing neither.
 
-    Matched by parameter name where both sides have names, else by position. Order, names and splits are those of
+    Matched by parameter name where both sides have names, else by position. Order, names and layout are those of
     `groups`, all other settings those saved. UserError where names, rules, shapes or contents differ.
     """
     by_name = all("param_names" in group for group in [*groups, *state_dict["param_groups"]])
@@ -59,9 +75,11 @@ def matched_state(groups: list[Group], state_dict: dict[str, Any]) -> tuple[list
         if origins.setdefault(own_group, saved_group) != saved_group:
             raise _mismatch(f"has {name} in another group than the rest of its group here")
         state = state_dict["state"].get(source["params"][saved_index], {})
-        _check_state(name, group["rule"], group["params"][own_index], state)
+        if (source.get("normuon_beta2") is None) != (group["normuon_beta2"] is None) and group["rule"] == "muon":
+            raise _mismatch(f"has normuon_beta2 {source.get('normuon_beta2')}, here it is {group['normuon_beta2']}")
+        _check_state(name, state_shapes(group, group["params"][own_index]), state)
         states[own_group].append(state)
-        positional: Group = {key: group[key] for key in ("param_names", "splits") if key in group}
+        positional: Group = {key: group[key] for key in POSITIONAL if key in group}
         new_groups[own_group] = {**group, **source, **positional, "params": list(range(len(group["params"])))}
     return new_groups, states
 
@@ -72,15 +90,14 @@ def _places(groups: list[Group], by_name: bool) -> dict[Any, tuple[int, int]]:
     return {groups[i]["param_names"][j] if by_name else (i, j): (i, j) for i, j in places}
 
 
-def _check_state(name: object, rule: str, param: Tensor, state: State) -> None:
-    expected = {key: value.shape for key, value in new_state(rule, param.to("meta")).items()}
-    found = {key: value.shape for key, value in state.items()}
+def _check_state(name: object, expected: dict[str, tuple[int, ...]], state: State) -> None:
+    found = {key: tuple(value.shape) for key, value in state.items()}
     if found and found != expected:  # empty: saved before the first step
         raise _mismatch(f"holds {_shapes(found)} for {name}, here it is {_shapes(expected)}")
 
 
-def _shapes(shapes: dict[str, torch.Size]) -> str:
-    return ", ".join(f"{key} {tuple(shape)}" for key, shape in sorted(shapes.items()))
+def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{key} {shape}" for key, shape in sorted(shapes.items()))
 
 
 def _first(names: list[Any]) -> str:

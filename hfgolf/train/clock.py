@@ -13,14 +13,28 @@ from hfgolf.optim.schedule import projected_steps
 from hfgolf.train.signals import Signals
 
 if TYPE_CHECKING:
+    from hfgolf.config import BatchConfig, TrainConfig
     from hfgolf.train.setup import Run
+
+
+def most_steps(train: TrainConfig, batch: BatchConfig, blocks: int) -> float:
+    """Return the steps after which max_steps, max_tokens or max_epochs end a run; infinity where only the clock does.
+
+    blocks: sequences in an epoch.
+    """
+    steps = float(train.max_steps or math.inf)
+    if train.max_tokens:
+        steps = min(steps, math.ceil(train.max_tokens / batch.tokens_per_step))
+    if train.max_epochs:
+        steps = min(steps, math.ceil(train.max_epochs * (blocks * batch.sequence_length) / batch.tokens_per_step))
+    return steps
 
 
 class Clock:
     """Measures a run by steps or by the minutes of the main process, and passes on what any process was asked to do.
 
-    One all-reduce of three numbers between the hosts a step, over gloo: no GPU waits for it. It reads a monotonic
-    clock, so that setting the machine's time changes nothing.
+    One all-reduce of three numbers between the hosts a step, and one of the time where minutes end the run, over
+    gloo: no GPU waits for them. It reads a monotonic clock, so that setting the machine's time changes nothing.
     """
 
     def __init__(self, run: Run, signals: Signals) -> None:
@@ -37,23 +51,30 @@ class Clock:
 
     def tick(self) -> None:
         """Look at the clock and the signals; afterwards all processes know the same."""
-        now = time.perf_counter()
         save_every = 60 * (self._run.config.train.save_every_minutes or math.inf)
-        save = max(self._signals.save, now - self._saved_at >= save_every)
-        seen = torch.tensor([now - self._started_at, self._signals.stop, save], dtype=torch.float64)
-        if self._hosts is not None:
-            if not self._run.accelerator.is_main_process:
-                seen[0] = 0
-            distributed.all_reduce(seen, distributed.ReduceOp.MAX, group=self._hosts)
-        seconds, stop, save = seen.tolist()
+        save = max(self._signals.save, time.perf_counter() - self._saved_at >= save_every)
+        seconds, stop, is_due = self._agree(self._seconds(), self._signals.stop, save)
         self._run.state.elapsed_seconds = seconds
-        self.stop_signal, self._save_is_due = int(stop), bool(save)
+        self.stop_signal, self._save_is_due = int(stop), bool(is_due)
+
+    def _seconds(self) -> float:
+        """Return the seconds of training by this process' clock, which counts on the main process only."""
+        return time.perf_counter() - self._started_at if self._run.accelerator.is_main_process else 0.0
+
+    def _agree(self, *numbers: float) -> list[float]:
+        """Return the greatest of each number over the processes."""
+        seen = torch.tensor(numbers, dtype=torch.float64)
+        if self._hosts is not None:
+            distributed.all_reduce(seen, distributed.ReduceOp.MAX, group=self._hosts)
+        return seen.tolist()
 
     def total_steps(self) -> float:
         """Return the steps the run will have made, as far as one can tell."""
         if self._most_seconds == math.inf:
             return self._run.most_steps
-        progress = self._run.state.elapsed_seconds / self._most_seconds
+        # not as of the tick: an evaluation or a save since then took its part of the minutes
+        (seconds,) = self._agree(self._seconds())
+        progress = seconds / self._most_seconds
         return min(self._run.most_steps, projected_steps(self._run.state.step, progress))
 
     def is_over(self) -> bool:

@@ -29,6 +29,7 @@ from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
 from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes
+from hfgolf.model import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
@@ -36,6 +37,7 @@ from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.publish.hub import HubPusher
 from hfgolf.train.checkpoint import check_resume, clean_up
 from hfgolf.train.checkpointer import Checkpointer
+from hfgolf.train.clock import most_steps
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.environment import (
     device_name,
@@ -75,7 +77,7 @@ class Run:
     tracker: Tracker
     hub: HubPusher
     most_steps: float
-    """Steps after which max_steps or max_epochs end the run; infinity where only the clock does."""
+    """Steps after which max_steps, max_tokens or max_epochs end the run; infinity where only the clock does."""
     batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
     has_begun: bool = False
     """The loop makes its steps: from here on processes wait for each other in the middle of one."""
@@ -188,7 +190,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
         tokens = load_tokens(config.data, config.tokenizer)
     num_blocks(len(tokens.train), config.batch.sequence_length)  # or raise
     tokens.tokenizer.model_max_length = config.batch.sequence_length
-    raw_model = _build_model(config, tokens)
+    raw_model = _build_model(config, tokens, accelerator.device)
     resolved = _settle_batch(resolved, raw_model, accelerator)
     config = resolved.config
 
@@ -225,7 +227,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
         meter=_build_meter(config, raw_model, accelerator),
         tracker=Tracker(accelerator, config, folder.path, state),
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
-        most_steps=_most_steps(config, tokens),
+        most_steps=most_steps(config.train, config.batch, num_blocks(len(tokens.train), config.batch.sequence_length)),
     )
     write_description(run)
     attention = raw_model.config._attn_implementation
@@ -261,7 +263,7 @@ def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: Reso
     logger.info("precision: %s (%s)", "fp32" if precision == "no" else precision, source)
 
 
-def _build_model(config: RunConfig, tokens: TokenCache) -> GolfForCausalLM:
+def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> GolfForCausalLM:
     shape = {k.split(".")[1]: v for k, v in config.flat().items() if k.startswith("model.")}
     checkpointing = shape.pop("gradient_checkpointing")
     eos = tokens.tokenizer.eos_token_id
@@ -274,6 +276,8 @@ def _build_model(config: RunConfig, tokens: TokenCache) -> GolfForCausalLM:
         **shape,
     )
     model = GolfForCausalLM(golf)
+    if causal_blocks.is_faster(device, str(config.train.mixed_precision), config.batch.sequence_length):
+        model.set_attn_implementation(causal_blocks.NAME)
     if checkpointing:
         model.activation_checkpointing_enable()  # non-reentrant
     parameters = sum(p.numel() for p in model.parameters())
@@ -324,14 +328,6 @@ def attention_dtype(model: GolfForCausalLM, accelerator: Accelerator) -> torch.d
         model.forward(input_ids=torch.zeros(1, 2, dtype=torch.long, device=accelerator.device), use_cache=False)
     hook.remove()
     return seen[0]
-
-
-def _most_steps(config: RunConfig, tokens: TokenCache) -> float:
-    steps = float(config.train.max_steps or math.inf)
-    if config.train.max_epochs:
-        epoch_tokens = num_blocks(len(tokens.train), config.batch.sequence_length) * config.batch.sequence_length
-        steps = min(steps, math.ceil(config.train.max_epochs * epoch_tokens / config.batch.tokens_per_step))
-    return steps
 
 
 def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Accelerator) -> Meter:

@@ -88,6 +88,7 @@ def settings(resolved: ResolvedConfig, steps: int, folder: Path) -> dict[str, An
         "run.output_dir": folder,
         "train.resume": "auto",
         "train.max_steps": steps,
+        "train.max_tokens": "null",
         "train.max_epochs": "null",
         "train.max_minutes": "null",
         "train.patience_evals": "null",

@@ -187,10 +187,10 @@ def test_running_out_of_memory_for_the_last_group_changes_no_weight_and_the_step
         Muon([{"params": [p], "rule": rule} for p, rule in zip(of, rules, strict=True)]) for of in (params, untroubled)
     )
 
-    def out_of_memory(rule: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    def out_of_memory(group: dict, param: torch.Tensor) -> dict[str, torch.Tensor]:
         if param is params[-1]:
             raise torch.OutOfMemoryError
-        return new_state(rule, param)
+        return new_state(group, param)
 
     monkeypatch.setattr(muon_module, "new_state", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):

@@ -1,16 +1,37 @@
-"""Schedules: closed forms at their corners, continuity, bounds, and what they write into the groups."""
+"""Schedules: closed forms at their corners, continuity, bounds, what they write into the groups, and the clock."""
 
 import math
+import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hfgolf.config import OptimConfig, ScheduleConfig
+from hfgolf.config import BatchConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
+from hfgolf.errors import UserError
+from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.muon import Muon
-from hfgolf.optim.schedule import apply_schedule, learning_rate_multiplier, momentum, projected_steps
+from hfgolf.optim.schedule import (
+    apply_schedule,
+    learning_rate_multiplier,
+    momentum,
+    projected_steps,
+    weight_decay_multiplier,
+)
+from hfgolf.train import clock
+from hfgolf.train.signals import Signals
+from hfgolf.train.state import TrainState
 
 NAMES = ["constant", "linear", "cosine", "wsd"]
+SHAPES = {
+    "constant": {"name": "constant"},
+    "linear": {"name": "linear"},
+    "cosine": {"name": "cosine"},
+    "wsd": {"name": "wsd"},
+    "wsd, 1-sqrt": {"name": "wsd", "warmdown_shape": "1-sqrt"},
+}
+EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
 
 def multipliers(total: int, **settings) -> list[float]:
@@ -18,16 +39,16 @@ def multipliers(total: int, **settings) -> list[float]:
     return [learning_rate_multiplier(step, total, schedule) for step in range(total)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_warmup_is_linear_and_reaches_the_peak(name):
-    values = multipliers(100, name=name, warmup_steps=10)
+@EVERY_SHAPE
+def test_warmup_is_linear_and_reaches_the_peak(shape):
+    values = multipliers(100, **shape, warmup_steps=10)
     assert values[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert max(values) == values[9] == 1.0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_without_warmup_the_first_update_is_at_the_peak(name):
-    assert multipliers(50, name=name)[0] == 1.0
+@EVERY_SHAPE
+def test_without_warmup_the_first_update_is_at_the_peak(shape):
+    assert multipliers(50, **shape)[0] == 1.0
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
@@ -44,26 +65,34 @@ def test_closed_forms(floor):
     assert [cosine[s] for s in (10, 35, 60, 109)] == pytest.approx(expected)
     wsd = multipliers(100, name="wsd", warmup_steps=10, warmdown_fraction=0.4, floor=floor)
     assert [wsd[s] for s in (30, 60, 61, 80, 99)] == pytest.approx([1, 1, above(39 / 40), above(0.5), above(1 / 40)])
+    root = multipliers(100, name="wsd", warmup_steps=10, warmdown_fraction=0.4, warmdown_shape="1-sqrt", floor=floor)
+    expected = [1, 1, above(1 - math.sqrt(1 / 40)), above(0.5), above(1 - math.sqrt(39 / 40))]
+    assert [root[s] for s in (30, 60, 61, 70, 99)] == pytest.approx(expected)
     assert multipliers(9, name="constant", floor=floor) == [1.0] * 9
 
 
 def test_wsd_falls_over_the_whole_run_or_not_at_all():
     assert multipliers(20, name="wsd", warmdown_fraction=1.0) == pytest.approx(multipliers(20, name="linear"))
-    assert multipliers(20, name="wsd", warmdown_fraction=0.0) == [1.0] * 20
+    for shape in ("linear", "1-sqrt"):
+        assert multipliers(20, name="wsd", warmdown_fraction=0.0, warmdown_shape=shape) == [1.0] * 20
 
 
-@pytest.mark.parametrize("name", NAMES)
+@EVERY_SHAPE
 @pytest.mark.parametrize("warmup_steps", [0, 7, 90, 500])
 @pytest.mark.parametrize("fraction", [0.1, 0.4, 1.0])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_rises_then_falls_without_a_jump_between_floor_and_peak(name, warmup_steps, fraction, floor):
-    settings = {"name": name, "warmup_steps": warmup_steps, "warmdown_fraction": fraction, "floor": floor}
+def test_rises_then_falls_without_a_jump_between_floor_and_peak(shape, warmup_steps, fraction, floor):
+    settings = {**shape, "warmup_steps": warmup_steps, "warmdown_fraction": fraction, "floor": floor}
     total = 100
     values = multipliers(total, **settings)
     assert all(0 < value <= 1 for value in values)
     assert all(value > floor for value in values[warmup_steps:])
-    steepest = max(1 / max(warmup_steps, 1) if warmup_steps else 0, 1 / (fraction * total))
-    if name in ("linear", "cosine") and warmup_steps < total:
+    of_warmdown = 1 / (fraction * total)
+    steepest = max(
+        1 / max(warmup_steps, 1) if warmup_steps else 0,
+        math.sqrt(of_warmdown) if "warmdown_shape" in shape else of_warmdown,
+    )
+    if shape["name"] in ("linear", "cosine") and warmup_steps < total:
         steepest = max(steepest, math.pi / 2 / (total - warmup_steps))
     differences = [after - before for before, after in pairwise(values)]
     assert max(map(abs, differences)) <= steepest + 1e-9
@@ -73,16 +102,26 @@ def test_rises_then_falls_without_a_jump_between_floor_and_peak(name, warmup_ste
         assert not (has_fallen and difference > 1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_past_the_end_it_stays_at_the_floor(name):
-    schedule = ScheduleConfig(name=name, warmup_steps=3, floor=0.2)
-    expected = 1.0 if name == "constant" else 0.2
+@EVERY_SHAPE
+def test_past_the_end_it_stays_at_the_floor(shape):
+    schedule = ScheduleConfig(**shape, warmup_steps=3, floor=0.2)
+    expected = 1.0 if shape["name"] == "constant" else 0.2
     assert [learning_rate_multiplier(step, 10, schedule) for step in (10, 11, 50)] == pytest.approx([expected] * 3)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_by_the_clock_it_is_the_same_when_the_clock_is_even(name):
-    schedule = ScheduleConfig(name=name, warmup_steps=5)
+@EVERY_SHAPE
+def test_nothing_falls_while_the_end_is_unknown(shape):
+    schedule = ScheduleConfig(**shape, warmup_steps=10, weight_decay="linear")
+    optim = OptimConfig(momentum_end=0.5, momentum_warmup_steps=10)
+    assert learning_rate_multiplier(4, math.inf, schedule) == 0.5
+    assert learning_rate_multiplier(10**6, math.inf, schedule) == 1.0
+    assert weight_decay_multiplier(10**6, math.inf, schedule) == 1.0
+    assert momentum(10**6, math.inf, optim, schedule) == pytest.approx(0.95)
+
+
+@EVERY_SHAPE
+def test_by_the_clock_it_is_the_same_when_the_clock_is_even(shape):
+    schedule = ScheduleConfig(**shape, warmup_steps=5)
     by_steps = [learning_rate_multiplier(step, 40, schedule) for step in range(40)]
     by_clock = [learning_rate_multiplier(step, projected_steps(step, step / 40), schedule) for step in range(40)]
     assert by_clock == pytest.approx(by_steps)
@@ -96,27 +135,218 @@ def test_the_warmdown_ends_with_the_clock_when_steps_slow_down():
         assert value == pytest.approx((1 - progress) / 0.5)
 
 
-def test_momentum_rises_from_085():
-    optim = OptimConfig(momentum=0.95, momentum_warmup_steps=100)
-    assert [momentum(step, optim) for step in (0, 50, 100, 1000)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
-    assert momentum(0, OptimConfig(momentum_warmup_steps=0)) == 0.95
-    assert momentum(0, OptimConfig(momentum=0.5)) == 0.5
+MINUTES = 2
 
 
-def test_apply_schedule_sets_the_groups_from_their_peaks():
+def updates_by_the_clock(monkeypatch: pytest.MonkeyPatch, schedule: ScheduleConfig, seed: int) -> list[SimpleNamespace]:
+    """Return, of each update of a run of MINUTES, its step, multiplier, start (share of the time) and seconds.
+
+    The order is the loop's. Steps take about 0.5 s and become twice as long over the run, with noise; an evaluation of
+    3 to 5 s follows every ninth; after 40 s the run dies and continues, with 2 s to compile.
+    """
+    noise = random.Random(seed)
+    now = 1000.0
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    run = SimpleNamespace(
+        config=RunConfig(train=TrainConfig(max_minutes=MINUTES), schedule=schedule),
+        state=TrainState(),
+        accelerator=SimpleNamespace(num_processes=1, is_main_process=True),
+        compile_seconds=5.0,
+        most_steps=math.inf,
+    )
+    of_run = clock.Clock(run, Signals())
+    spent, has_died = run.compile_seconds, False
+    updates = []
+    while not of_run.is_over():
+        multiplier = learning_rate_multiplier(run.state.step, of_run.total_steps(), schedule)
+        share = spent / (60 * MINUTES)
+        seconds = 0.5 * (1 + share) * noise.uniform(0.7, 1.4)
+        updates.append(SimpleNamespace(step=run.state.step, multiplier=multiplier, share=share, seconds=seconds))
+        now, spent = now + seconds, spent + seconds
+        run.state.step += 1
+        of_run.tick()
+        if run.state.step % 9 == 0:
+            evaluation = noise.uniform(3, 5)
+            now, spent = now + evaluation, spent + evaluation
+        if spent > 40 and not has_died:
+            has_died, run.compile_seconds = True, 2.0
+            spent = run.state.elapsed_seconds + run.compile_seconds
+            now += 500
+            of_run = clock.Clock(run, Signals())
+    return updates
+
+
+@EVERY_SHAPE
+@pytest.mark.parametrize("warmup_steps", [0, 12])
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_by_the_clock_it_ends_at_the_floor_and_never_rises_again(monkeypatch, shape, warmup_steps, floor):
+    """However uneven the steps are and whatever comes between them.
+
+    The last update begins less than its own time before the end, so that its fall is less than that share of the whole
+    fall: of warmdown_fraction of the time or, from the end of the warmup on, of what the steps would have taken.
+    """
+    fraction = 0.5
+    schedule = ScheduleConfig(**shape, warmup_steps=warmup_steps, warmdown_fraction=fraction, floor=floor)
+    for seed in range(6):
+        updates = updates_by_the_clock(monkeypatch, schedule, seed)
+        assert len(updates) > 60
+        values = [update.multiplier for update in updates]
+        assert values[:warmup_steps] == pytest.approx([(step + 1) / 12 for step in range(warmup_steps)])
+        assert all(after <= before + 1e-12 for before, after in pairwise(values[max(warmup_steps - 1, 0) :]))
+        last = updates[-1]
+        if shape["name"] == "constant":
+            assert last.multiplier == 1
+            continue
+        left = last.seconds / (60 * MINUTES)
+        most = left / fraction if shape["name"] == "wsd" else left * last.step / (last.step - warmup_steps)
+        assert floor <= last.multiplier <= floor + (1 - floor) * most + 1e-12
+        if shape["name"] == "wsd":
+            after_warmup = updates[warmup_steps:]
+            assert [u.multiplier < 1 for u in after_warmup] == [u.share > 1 - fraction for u in after_warmup]
+
+
+def test_a_run_ends_at_the_first_of_its_limits():
+    batch = BatchConfig(sequence_length=32, tokens_per_step=256)  # 8 blocks a step
+
+    def steps(**limits) -> float:
+        return clock.most_steps(TrainConfig(**limits), batch, blocks=100)
+
+    assert steps(max_minutes=1) == math.inf
+    assert [steps(max_tokens=n) for n in (1, 256, 257, 1024)] == [1, 1, 2, 4]
+    assert steps(max_epochs=1) == 13  # 100 blocks, the last step goes on into the next epoch
+    assert [steps(max_steps=n, max_tokens=1024, max_epochs=1) for n in (3, 9)] == [3, 4]
+    assert steps(max_tokens=10**6, max_epochs=1, max_minutes=1) == 13
+
+
+def test_max_tokens_ends_the_run(run, tiny_run):
+    folder = run(tiny_run(train__max_steps="null", train__max_tokens=1025, schedule__name="linear"))
+    text = (folder / "metrics.jsonl").read_text()
+    assert text.count('"tokens": 1280,') == 1 and '"step": 6' not in text  # 256 a step
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (ScheduleConfig, {"warmup_steps": -1}, "schedule.warmup_steps: -1 is out of range; allowed: 0 or more."),
+        (
+            ScheduleConfig,
+            {"warmdown_fraction": 1.5},
+            "schedule.warmdown_fraction: 1.5 is out of range; allowed: 0 to 1.",
+        ),
+        (ScheduleConfig, {"floor": -0.1}, "schedule.floor: -0.1 is out of range; allowed: 0 to 1."),
+        (
+            OptimConfig,
+            {"momentum_start": 1.0},
+            "optim.momentum_start: 1.0 is out of range; allowed: 0 up to, but not including, 1.",
+        ),
+        (
+            OptimConfig,
+            {"momentum_end": -0.5},
+            "optim.momentum_end: -0.5 is out of range; allowed: 0 up to, but not including, 1.",
+        ),
+        (TrainConfig, {"max_tokens": 0}, "train.max_tokens: 0 is out of range; allowed: a number above 0."),
+    ],
+)
+def test_a_value_out_of_range_is_one_line(config, options, message):
+    with pytest.raises(UserError) as error:
+        config(**options)
+    assert str(error.value) == message
+
+
+def test_momentum_rises_from_its_start():
+    def at(steps: tuple[int, ...], **options) -> list[float]:
+        return [momentum(step, 10**4, OptimConfig(**options), ScheduleConfig()) for step in steps]
+
+    assert at((0, 50, 100, 1000), momentum_warmup_steps=100) == pytest.approx([0.85, 0.9, 0.95, 0.95])
+    assert at((0, 50, 100), momentum_warmup_steps=100, momentum_start=0.55) == pytest.approx([0.55, 0.75, 0.95])
+    assert at((0,), momentum_warmup_steps=0) == [0.95]
+    assert at((0, 300), momentum=0.5) == [0.5, 0.5], "never above optim.momentum"
+    assert at((9999,), momentum_warmup_steps=100) == [0.95], "without momentum_end it stays"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("end", [0.85, 0.99])
+def test_momentum_goes_to_its_end_over_the_warmdown_whatever_the_schedule(name, end):
+    optim = OptimConfig(momentum_warmup_steps=20, momentum_end=end)
+    schedule = ScheduleConfig(name=name, warmdown_fraction=0.4, warmdown_shape="1-sqrt")
+    steps = (0, 20, 60, 61, 80, 99, 100, 150)
+    left = (1, 1, 1, 39 / 40, 0.5, 1 / 40, 0, 0)
+    expected = [0.85, *(end + share * (0.95 - end) for share in left[1:])]
+    assert [momentum(step, 100, optim, schedule) for step in steps] == pytest.approx(expected)
+
+
+def test_momentum_that_still_rises_in_the_warmdown_ends_at_its_end_without_a_jump():
+    optim = OptimConfig(momentum_warmup_steps=300, momentum_end=0.8)
+    values = [momentum(step, 100, optim, ScheduleConfig(warmdown_fraction=0.5)) for step in range(101)]
+    assert values[0] == 0.85 and values[-1] == pytest.approx(0.8)
+    assert max(abs(after - before) for before, after in pairwise(values)) < 0.005
+
+
+def test_weight_decay_stays_falls_or_follows_the_learning_rate():
+    def at(step: int, weight_decay: str) -> float:
+        schedule = ScheduleConfig(
+            name="wsd", warmup_steps=10, warmdown_fraction=0.4, floor=0.2, weight_decay=weight_decay
+        )
+        return weight_decay_multiplier(step, 100, schedule)
+
+    steps = (0, 9, 50, 80, 99, 100, 150)
+    assert [at(step, "constant") for step in steps] == [1.0] * 7
+    assert [at(step, "linear") for step in steps] == pytest.approx([1.0, 0.91, 0.5, 0.2, 0.01, 0, 0])
+    assert [at(step, "learning_rate") for step in steps] == pytest.approx([0.1, 1.0, 1.0, 0.6, 0.22, 0.2, 0.2])
+
+
+@pytest.mark.parametrize("weight_decay", ["constant", "linear", "learning_rate"])
+def test_apply_schedule_sets_the_groups_from_their_peaks(weight_decay):
     params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     optimizer = Muon(
         [
-            {"params": [p], "rule": r, "lr": lr, "initial_lr": lr}
-            for p, r, lr in zip(params, ("muon", "sgd"), (0.02, 0.4), strict=True)
+            {"params": [p], "rule": r, "lr": lr, "initial_lr": lr, "weight_decay": wd, "initial_weight_decay": wd}
+            for p, r, lr, wd in zip(params, ("muon", "sgd"), (0.02, 0.4), (0.1, 0.3), strict=True)
         ],
         momentum=0.95,
     )
-    optim = OptimConfig(momentum=0.95, momentum_warmup_steps=10)
-    schedule = ScheduleConfig(name="linear")
-    for step in (5, 2, 5):  # any order: nothing is remembered
-        apply_schedule(optimizer, step, 10, optim, schedule)
-        multiplier = 1 - step / 10
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.02 * multiplier, 0.4 * multiplier])
-        assert optimizer.param_groups[0]["momentum"] == pytest.approx(0.85 + 0.01 * step)
-        assert optimizer.param_groups[1]["momentum"] == 0.95
+    optim = OptimConfig(momentum=0.95, momentum_warmup_steps=5, momentum_end=0.75)
+    schedule = ScheduleConfig(name="linear", warmdown_fraction=0.5, weight_decay=weight_decay)
+    for step, scale in ((5, 1.0), (2, 0.5), (8, 0.5), (5, 1.0)):  # any order: nothing is remembered
+        apply_schedule(optimizer, step, 10, optim, schedule, scale)
+        left = 1 - step / 10
+        decay = 1.0 if weight_decay == "constant" else left
+        muon, sgd = optimizer.param_groups
+        assert [muon["lr"], sgd["lr"]] == pytest.approx([0.02 * left * scale, 0.4 * left * scale])
+        assert [muon["weight_decay"], sgd["weight_decay"]] == pytest.approx([0.1 * decay, 0.3 * decay])
+        assert muon["momentum"] == pytest.approx({2: 0.89, 5: 0.95, 8: 0.83}[step])
+        assert sgd["momentum"] == 0.95, "that of SGD is constant"
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
+def test_a_step_shrinks_by_learning_rate_times_weight_decay(name):
+    """A gradient of zero leaves the decay alone to move a weight: by the square of the multiplier, where it follows."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optim = OptimConfig(name=name, learning_rate=0.5, weight_decay=0.2)
+    optimizer = build_optimizer([("model.layers.0.mlp.up_proj.weight", weight)], optim, {})
+    schedule = ScheduleConfig(name="linear", weight_decay="learning_rate")
+    for step in (0, 25, 75):
+        weight.grad = torch.zeros(2, 2)
+        before = weight.detach().clone()
+        apply_schedule(optimizer, step, 100, optim, schedule)
+        optimizer.step()
+        shrinkage = 0.5 * 0.2 * (1 - step / 100) ** 2
+        torch.testing.assert_close(weight.detach(), before * (1 - shrinkage))
+
+
+@EVERY_SHAPE
+def test_a_resume_is_only_another_step_number(shape):
+    """An optimizer that makes every step, and one that begins in the middle, hold the same numbers to the last bit."""
+    optim = OptimConfig(momentum_warmup_steps=20, momentum_end=0.9)
+    schedule = ScheduleConfig(**shape, warmup_steps=5, floor=0.1, weight_decay="learning_rate")
+    names = ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
+
+    def settings(steps: range) -> list[dict]:
+        optimizer = build_optimizer([(name, torch.ones(2, 2)) for name in names], optim, {})
+        for step in steps:
+            apply_schedule(optimizer, step, 60, optim, schedule)
+        numbers = ("lr", "initial_lr", "weight_decay", "initial_weight_decay", "momentum")
+        return [{key: group[key] for key in numbers} for group in optimizer.param_groups]
+
+    assert settings(range(48)) == settings(range(47, 48))
+    assert settings(range(48)) != settings(range(49))

@@ -1,0 +1,197 @@
+"""Draw the schedule of a config before it is run: python scripts/show_schedule.py --config configs/small.yaml
+
+Prints learning rates, momentum and weight decay where something begins or ends, and draws them over the steps, or over
+the minutes where train.max_minutes ends the run. The numbers are read off an optimizer that the schedule is applied to.
+"""
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfgolf.command_line import load_config, run_command
+from hfgolf.config import RunConfig
+from hfgolf.errors import UserError
+
+STAND_INS = {  # a parameter of each kind: its name decides rule and peak
+    "matrix": "model.layers.0.mlp.up_proj.weight",
+    "embedding": "model.embed_tokens.weight",
+    "head": "lm_head.weight",
+    "vector": "model.norm.weight",
+}
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's, which colour-blind eyes tell apart
+STYLES = ("-", "--", "-.", ":")
+POINTS = 1000
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is."""
+
+    steps: int
+    """Updates; where only minutes are known, so many that a warmup, which goes by steps, takes no time."""
+    minutes: float | None
+    """Where they end the run; null: steps do."""
+    note: str = ""
+    """What is not known of it."""
+
+    @property
+    def unit(self) -> str:
+        return "step" if self.minutes is None else "minute"
+
+    def position(self, step: int) -> float:
+        """Return where the update after `step` updates is drawn: its number, as in metrics.jsonl, or its minute."""
+        return step + 1 if self.minutes is None else self.minutes * step / self.steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="All else is as train.py takes it: --config FILE --section.key value.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="picture to write (schedule.png)")
+    parser.add_argument(
+        "--seconds_per_step", type=float, help="places warmups and the end in a run by train.max_minutes"
+    )
+    arguments, of_run = parser.parse_known_args()
+    config = load_config(of_run).config
+
+    length = run_length(config, arguments.seconds_per_step)
+    corners = corner_steps(config, length.steps)
+    grid = (round(i * (length.steps - 1) / POINTS) for i in range(POINTS + 1))
+    steps = sorted({*grid, *corners.values()})
+    rates, others = values(config, steps, length.steps)
+    print(table(length, corners, steps, rates | others))
+    if length.note:
+        seconds = f"{config.batch.tokens_per_step} over the tokens/s of a log line"
+        print(f"note: {length.note}; state --seconds_per_step: {seconds}")
+    draw(config, length, corners, steps, rates, others, arguments.output)
+    print(f"wrote {arguments.output}")
+
+
+def run_length(config: RunConfig, seconds_per_step: float | None) -> Length:
+    """Return how long the run is; reads the text as the run would, but only where train.max_epochs is set."""
+    from hfgolf.train.clock import most_steps
+
+    minutes = config.train.max_minutes
+    if seconds_per_step is not None and minutes is None:
+        raise UserError("--seconds_per_step: train.max_minutes is null, so that no time matters; leave it out.")
+    if seconds_per_step is not None and seconds_per_step <= 0:
+        raise UserError(f"--seconds_per_step: {seconds_per_step} is out of range; allowed: a number above 0.")
+    by_steps = most_steps(config.train, config.batch, _blocks(config) if config.train.max_epochs else 0)
+    by_clock = math.ceil(60 * minutes / seconds_per_step) if minutes and seconds_per_step else math.inf
+    if by_clock < by_steps:
+        return Length(int(by_clock), minutes)
+    if by_steps == math.inf:
+        return Length(10**9, minutes, "warmups go by steps, and are drawn as if they took no time")
+    is_unsure = minutes is not None and seconds_per_step is None
+    return Length(int(by_steps), None, "train.max_minutes may end the run earlier" if is_unsure else "")
+
+
+def _blocks(config: RunConfig) -> int:
+    from hfgolf.data.batches import num_blocks
+    from hfgolf.data.token_cache import load_tokens
+
+    return num_blocks(len(load_tokens(config.data, config.tokenizer).train), config.batch.sequence_length)
+
+
+def corner_steps(config: RunConfig, total_steps: int) -> dict[str, int]:
+    """Return {name: updates before it} of the updates where something begins or ends, in their order."""
+    optim, schedule, last = config.optim, config.schedule, total_steps - 1
+    corners = {"first step": 0}
+    if schedule.warmup_steps > 1:
+        corners["end of warmup"] = schedule.warmup_steps - 1
+    if optim.name == "muon" and optim.momentum_start < optim.momentum:
+        corners["end of momentum warmup"] = optim.momentum_warmup_steps
+    if schedule.name == "wsd" or (optim.name == "muon" and optim.momentum_end is not None):
+        begins = (1 - schedule.warmdown_fraction) * total_steps
+        corners["start of warmdown"] = math.floor(begins + 1e-9 * total_steps)  # the last before it; 1e-9: rounding
+    ordered = sorted(corners.items(), key=lambda corner: corner[1])
+    return {name: step for name, step in ordered if step < last} | {"last step": last}
+
+
+def values(
+    config: RunConfig, steps: Sequence[int], total_steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return what the updates after each of `steps` updates use: learning rates by kind of parameter, and the rest.
+
+    Kinds whose learning rates are the same share an entry.
+    """
+    import torch
+
+    from hfgolf.optim.groups import build_optimizer
+    from hfgolf.optim.schedule import apply_schedule
+
+    kinds = [kind for kind in STAND_INS if kind != "head" or not config.model.tie_word_embeddings]
+    optimizer = build_optimizer([(STAND_INS[kind], torch.zeros(1, 1)) for kind in kinds], config.optim, {})
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    others: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        apply_schedule(optimizer, step, total_steps, config.optim, config.schedule)
+        for group in optimizer.param_groups:
+            by_kind[group["kind"]].append(group["lr"])
+        matrix = optimizer.param_groups[0]
+        if config.optim.name != "adamw":
+            others["momentum"].append(matrix["momentum"])
+        others["weight decay"].append(matrix["weight_decay"])
+    alike: dict[tuple[float, ...], list[str]] = defaultdict(list)
+    for kind, line in by_kind.items():
+        alike[tuple(line)].append(kind)
+    return {", ".join(names): list(line) for line, names in alike.items()}, others
+
+
+def table(length: Length, corners: dict[str, int], steps: Sequence[int], columns: dict[str, list[float]]) -> str:
+    """Return a row for each corner: where it is, how much of the run lies before it, and what each column holds."""
+    rows = [("", length.unit, "run done", *columns)]
+    for name, step in corners.items():
+        at = f"{length.position(step):,.0f}" if length.minutes is None else f"{length.position(step):.2f}"
+        # rounded: where steps are not counted, the last is 1e-9 of the run short of the floor
+        numbers = (f"{round(column[steps.index(step)], 8):.4g}" for column in columns.values())
+        rows.append((name, at, f"{step / length.steps:.1%}", *numbers))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def draw(
+    config: RunConfig,
+    length: Length,
+    corners: dict[str, int],
+    steps: Sequence[int],
+    rates: dict[str, list[float]],
+    others: dict[str, list[float]],
+    path: Path,
+) -> None:
+    """Write the picture: learning rates above, momentum and weight decay below, a thin line at each corner."""
+    from matplotlib.figure import Figure
+
+    positions = [length.position(step) for step in steps]
+    figure = Figure(figsize=(8, 4 + 1.5 * len(others)), dpi=120, layout="constrained")
+    heights = [3, *(1.5 for _ in others)]
+    top, *below = figure.subplots(1 + len(others), sharex=True, height_ratios=heights)
+    for (kinds, line), color, style in zip(rates.items(), COLORS, STYLES, strict=False):
+        top.plot(positions, line, style, color=color, linewidth=2, label=f"{kinds}: peak {max(line):g}")
+    peaks = [max(line) for line in rates.values()]
+    if max(peaks) > 10 * min(peaks):  # else the small one is a line at the bottom
+        top.set(yscale="log", ylim=(min(peaks) / 100, 1.5 * max(peaks)))
+    else:
+        top.set_ylim(0, 1.05 * max(peaks))
+    top.set(title=f"{config.run.name}: {config.schedule.name}", ylabel="learning rate")
+    top.legend(frameon=False)
+    for axes, (name, line) in zip(below, others.items(), strict=True):
+        axes.plot(positions, line, color="black")
+        axes.set_ylabel(name)
+        axes.set_ylim(**({"top": 1} if name == "momentum" else {"bottom": 0}))
+    for axes in (top, *below):
+        for step in corners.values():
+            axes.axvline(length.position(step), color="grey", linewidth=0.5, linestyle=":")
+        axes.grid(alpha=0.3)
+    below[-1].set_xlabel(f"{length.unit}\n{length.note}" if length.note else length.unit)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,122 @@
+"""scripts/show_schedule.py: what it prints is what a run does, with a picture of it and one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
+
+    def run(*arguments: object, fails: bool = False) -> str:
+        before = sys.argv
+        picture = tmp_path / "schedule.png"
+        sys.argv = ["scripts/show_schedule.py", *map(str, arguments), "--output", str(picture)]
+        try:
+            with pytest.raises(SystemExit) as exit_:
+                runpy.run_path(str(ROOT / "scripts" / "show_schedule.py"), run_name="__main__")
+        finally:
+            sys.argv = before
+        said = capsys.readouterr()
+        assert (exit_.value.code == 2) == fails
+        assert picture.is_file() != fails
+        if not fails:
+            assert picture.read_bytes().startswith(b"\x89PNG")
+            picture.unlink()
+        return said.err if fails else said.out
+
+    return run
+
+
+def cells(said: str) -> dict[str, list[str]]:
+    """Return {name of the row: its cells}, the header's under ""."""
+    lines = [line for line in said.splitlines() if "  " in line]
+    split = [[cell for cell in line.split("  ") if cell.strip()] for line in lines]
+    header, *rows = [[cell.strip() for cell in row] for row in split]
+    return {"": header} | {row[0]: row[1:] for row in rows}
+
+
+def test_it_shows_the_corners_of_small(show):
+    said = cells(show("--config", ROOT / "configs" / "small.yaml"))
+    assert said == {
+        "": ["step", "run done", "matrix", "embedding, vector", "momentum", "weight decay"],
+        "first step": ["1", "0.0%", "0.002", "0.001", "0.85", "0.1"],
+        "end of warmup": ["10", "6.0%", "0.02", "0.01", "0.859", "0.1"],
+        "start of warmdown": ["76", "50.0%", "0.02", "0.01", "0.925", "0.1"],
+        "end of momentum warmup": ["101", "66.7%", "0.01333", "0.006667", "0.95", "0.1"],
+        "last step": ["150", "99.3%", "0.0002667", "0.0001333", "0.95", "0.1"],
+    }
+
+
+def test_it_shows_what_the_run_does(show, run, tiny_run):
+    """The learning rates of the matrices in metrics.jsonl, in a run whose length follows from the text."""
+    options = tiny_run(
+        train__max_steps="null",
+        train__max_epochs=0.08,
+        train__eval_every_steps=100,
+        schedule__warmup_steps=3,
+        schedule__warmdown_shape="1-sqrt",
+    )
+    shown = cells(show(*options))
+    rows = [json.loads(line) for line in (run(options) / "metrics.jsonl").read_text().splitlines()]
+    done = {row["step"]: row["learning_rate"] for row in rows}
+    assert max(done) == int(shown["last step"][0]) > 8
+    assert len(shown) == 5
+    for name in ("first step", "end of warmup", "start of warmdown", "last step"):
+        step, _, matrix, *_ = shown[name]
+        assert float(matrix) == pytest.approx(done[int(step)], rel=1e-3), name
+
+
+def test_by_the_clock_it_shows_minutes_and_places_warmups_where_the_step_time_is_known(show):
+    config = ("--config", ROOT / "configs" / "shakespeare_char.yaml", "--schedule.warmup_steps", 30)
+    said = show(*config)
+    unknown = cells(said)
+    assert unknown[""][0] == "minute" and "note: warmups go by steps" in said
+    assert unknown["end of warmup"][:3] == ["0.00", "0.0%", "0.02"]
+    assert unknown["start of warmdown"][:3] == ["3.60", "40.0%", "0.02"]
+    assert unknown["last step"][:3] == ["9.00", "100.0%", "0"]
+    said = show(*config, "--seconds_per_step", 1)
+    known = cells(said)
+    assert "note" not in said
+    assert known["end of warmup"][:3] == ["0.48", "5.4%", "0.02"]
+    assert known["end of momentum warmup"][0] == "5.00"
+    assert known["last step"][:3] == ["8.98", "99.8%", "6.173e-05"]
+
+
+def test_the_steps_end_a_run_before_its_minutes_do_or_not(show):
+    config = ("--config", ROOT / "configs" / "small.yaml", "--train.max_minutes", 2)
+    assert "note: train.max_minutes may end the run earlier" in show(*config)
+    assert cells(show(*config, "--seconds_per_step", 0.5))["last step"][0] == "150"
+    assert cells(show(*config, "--seconds_per_step", 1.2))["last step"][0] == "1.98"
+
+
+def test_the_baselines_have_one_rule_and_adamw_no_momentum(show):
+    config = ("--config", ROOT / "configs" / "small.yaml", "--optim.embedding_learning_rate", 1, "--optim.name")
+    assert cells(show(*config, "adamw"))[""] == ["step", "run done", "matrix, vector", "embedding", "weight decay"]
+    sgd = cells(show(*config, "sgd", "--model.tie_word_embeddings", "false"))
+    assert sgd[""] == ["step", "run done", "matrix, head, vector", "embedding", "momentum", "weight decay"]
+    assert {row[4] for name, row in sgd.items() if name} == {"0.95"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seconds_per_step", "1"], "--seconds_per_step: train.max_minutes is null, so that no time matters"),
+        (["--seconds_per_step", "0", "--train.max_minutes", "1"], "--seconds_per_step: 0.0 is out of range"),
+        (["--schedule.warmdown_shape", "sqrt"], "'sqrt' is not allowed; allowed: linear or 1-sqrt."),
+        (["--schedule.weight_decay", "0.1"], "'0.1' is not allowed; allowed: constant, linear or learning_rate."),
+        (["--schedule.peak", "1"], "unknown key schedule.peak"),
+    ],
+)
+def test_a_mistake_is_one_line(show, arguments, message):
+    said = show("--config", ROOT / "configs" / "small.yaml", *arguments, fails=True)
+    assert message in said and said.count("\n") == 1
