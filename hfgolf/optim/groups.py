@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from hfgolf.errors import UserError
 from hfgolf.optim.muon import Muon
 
@@ -87,7 +89,11 @@ def _split(name: str, fused: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] |
 def build_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, fused: Mapping[str, tuple[int, ...]]
 ) -> Muon:
-    """Build the one optimizer of a run, before `accelerator.prepare`; arguments and errors as `parameter_groups`."""
+    """Build the one optimizer of a run, before `accelerator.prepare`; arguments and errors as `parameter_groups`.
+
+    The processes of torch.distributed, where there are any, are taken for replicas or shards of this one model, and
+    share Muon's work.
+    """
     return Muon(
         parameter_groups(named_parameters, optim, fused),
         momentum=optim.momentum,
@@ -101,6 +107,7 @@ def build_optimizer(
         cautious_weight_decay=optim.cautious_weight_decay,
         betas=optim.betas,
         eps=optim.eps,
+        process_group=dist.group.WORLD if dist.is_available() and dist.is_initialized() else None,
     )
 
 

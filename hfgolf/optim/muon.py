@@ -7,26 +7,36 @@ Owns the arithmetic of an update and the optimizer's state. Refuses to know whic
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from hfgolf.optim.matrices import Split, batches, pieces
 from hfgolf.optim.orthogonalize import (
     SMALLEST_NORM,
     fast_product_dtype,
     newton_schulz_polynomials,
     orthogonalize,
 )
+from hfgolf.optim.shards import is_sharded, local, shard, whole
 from hfgolf.optim.state import Group, State, matched_state, new_state, num_outputs, state_dtype
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-SMALLEST_ROOT = 1e-8  # as NorMuon's epsilon
 PRODUCT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SMALLEST_ROOT = 1e-8  # NorMuon's epsilon
+# Of the matrices that are multiplied at once. On a CPU larger batches leave the caches, and each step asks the system
+# for fresh memory: with 2**22 a step of configs/small.yaml took 1.1 times as long. Elsewhere it bounds the memory that
+# a step takes, about 12 bytes an element.
+MOST_ELEMENTS = {"cpu": 2**20}
+MOST_ELEMENTS_ELSEWHERE = 2**26
 
 
 def update_scale(rule: str, rows: int, cols: int) -> float:
@@ -62,7 +72,14 @@ class Muon(torch.optim.Optimizer):
 
     Every number in a group may be changed between two steps. The state is fp32 (or wider) and exists for every
     parameter from the first step on. Half-precision parameters are updated in fp32 and rounded once.
+
+    process_group: ranks that hold the same parameters and gradients, as under DDP. Each orthogonalises its share of
+    the matrices and all exchange the results, so all of them have to step; momentum is the same everywhere. Parameters
+    may be sharded DTensors, as under FSDP2: their state is sharded alike, and Muon gathers their directions, which
+    takes room for two copies of the group's parameters. None: this rank does all by itself.
     """
+
+    _process_group: ProcessGroup | None = None  # a copy by deepcopy works alone
 
     def __init__(
         self,
@@ -81,7 +98,9 @@ class Muon(torch.optim.Optimizer):
         cautious_weight_decay: bool = False,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        process_group: ProcessGroup | None = None,
     ) -> None:
+        self._process_group = process_group
         super().__init__(
             params,
             {
@@ -152,13 +171,13 @@ class Muon(torch.optim.Optimizer):
         states = [self.state[param] for param in params]
         wide = [param.to(state_dtype(param)) for param in params]  # the parameter itself where it is fp32
         grads = [param.grad.to(master.dtype) for param, master in zip(params, wide, strict=True)]
-        splits = [_splits(group)[i] for i in present]
+        layout = ([_splits(group)[i] for i in present], self._process_group)
         if group["cautious_weight_decay"] and group["weight_decay"]:
-            before = [master.clone() for master in wide]
-            RULES[group["rule"]](wide, grads, states, {**group, "weight_decay": 0.0}, splits)
-            _decay_cautiously(wide, before, group["lr"] * group["weight_decay"])
+            before = [master.clone() for master in local(wide)]
+            RULES[group["rule"]](wide, grads, states, {**group, "weight_decay": 0.0}, *layout)
+            _decay_cautiously(local(wide), before, group["lr"] * group["weight_decay"])
         else:
-            RULES[group["rule"]](wide, grads, states, group, splits)
+            RULES[group["rule"]](wide, grads, states, group, *layout)
         for param, master in zip(params, wide, strict=True):
             if param is not master:
                 param.copy_(master)
@@ -186,46 +205,91 @@ def _decay_cautiously(params: list[Tensor], before: list[Tensor], rate: float) -
 
 
 def _muon(
-    params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, splits: list[tuple[int, ...] | None]
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[State],
+    group: Group,
+    splits: list[Split],
+    process_group: ProcessGroup | None,
 ) -> None:
-    lr, momentum, in_out = group["lr"], group["momentum"], group["in_out"]
+    momentum = group["momentum"]
     buffers = [state["momentum_buffer"] for state in states]
-    torch._foreach_lerp_(buffers, grads, 1 - momentum)
+    mean_squares = [] if group["normuon_beta2"] is None else [state["row_mean_square"] for state in states]
+    torch._foreach_lerp_(local(buffers), local(grads), 1 - momentum)
     if group["weight_decay"]:
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-    directions = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
-    rows_of = [state.get("row_mean_square") for state in states]
+        torch._foreach_mul_(local(params), 1 - group["lr"] * group["weight_decay"])
+    if not any(is_sharded(param) for param in params):
+        sources = (grads, buffers) if group["nesterov"] else (buffers, [])
+        _add_orthogonal(params, *sources, mean_squares, group, splits, process_group)
+        return
 
-    same_shape = defaultdict(list)
-    for pieces in zip(
-        _pieces(params, splits, in_out), _pieces(directions, splits, in_out), _row_pieces(rows_of, splits), strict=True
-    ):
-        same_shape[pieces[0].shape, pieces[0].device].append(pieces)
-    for (shape, device), batch in same_shape.items():
-        param_pieces, direction_pieces, mean_squares = zip(*batch, strict=True)
-        updates = torch.stack(direction_pieces)  # (K, out, in), or (K, in, out)
+    if group["nesterov"]:
+        buffers = [torch.lerp(grad, buffer, momentum) for grad, buffer in zip(grads, buffers, strict=True)]
+    directions = [whole(buffer) for buffer in buffers]
+    moves = [torch.zeros_like(direction) for direction in directions]
+    whole_mean_squares = [whole(mean_square) for mean_square in mean_squares]
+    _add_orthogonal(moves, directions, [], whole_mean_squares, group, splits, process_group)
+    torch._foreach_add_(local(params), [shard(move, like=param) for move, param in zip(moves, params, strict=True)])
+    for mean_square, new in zip(mean_squares, whole_mean_squares, strict=True):
+        local([mean_square])[0].copy_(shard(new, like=mean_square))
+
+
+def _add_orthogonal(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    mean_squares: list[Tensor],
+    group: Group,
+    splits: list[Split],
+    process_group: ProcessGroup | None,
+) -> None:
+    """Add the orthogonal updates to params. buffers: the momentum to mix into grads, or none at all."""
+    in_out = group["in_out"]
+    all_pieces = (
+        pieces(tensors, splits, in_out) if tensors else [] for tensors in (params, grads, buffers, mean_squares)
+    )
+    param_pieces, grad_pieces, buffer_pieces, mean_pieces = all_pieces
+    rank, ranks = (dist.get_rank(process_group), dist.get_world_size(process_group)) if process_group else (0, 1)
+    most_elements = MOST_ELEMENTS.get(params[0].device.type, MOST_ELEMENTS_ELSEWHERE)
+    for positions in batches(tuple((piece.shape, piece.device) for piece in param_pieces), most_elements, ranks):
+        share = math.ceil(len(positions) / ranks)
+        own = (positions + positions[-1:] * share * ranks)[rank * share : (rank + 1) * share]  # padded with the last
+        matrices = torch.stack([grad_pieces[i] for i in own])  # (K, out, in), or (K, in, out)
+        if buffer_pieces:
+            torch._foreach_lerp_(matrices.unbind(), [buffer_pieces[i] for i in own], group["momentum"])
+        updates = _orthogonal(matrices, group)
+        if share < len(positions):
+            updates = _gathered(updates, ranks, process_group)[: len(positions)]
+        updates = updates.to(matrices.dtype)
         rows = updates.mT if in_out else updates
-        if group["row_equilibration"]:
-            rows.div_(torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM))
-        updates = orthogonalize(
-            updates,
-            group["newton_schulz_steps"],
-            group["newton_schulz_coefficients"],
-            _product_dtype(group, device),
-        )
-        if group["normuon_beta2"] is not None:
-            _even_out_rows(updates.mT if in_out else updates, mean_squares, group["normuon_beta2"])
-        scale = update_scale(group["update_scale"], *(reversed(shape) if in_out else shape))
-        torch._foreach_add_(param_pieces, updates.unbind(), alpha=-lr * scale)
+        if mean_pieces:
+            _even_out(rows, [mean_pieces[i] for i in positions], group["normuon_beta2"])
+        scale = update_scale(group["update_scale"], *rows.shape[1:])
+        torch._foreach_add_([param_pieces[i] for i in positions], updates.unbind(), alpha=-group["lr"] * scale)
 
 
-def _even_out_rows(updates: Tensor, mean_squares: tuple[Tensor, ...], beta2: float) -> None:
-    """Apply NorMuon in place: updates (K, rows, cols), the running mean square of each row K times (rows,)."""
-    former_norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True)
-    torch._foreach_lerp_(mean_squares, updates.square().mean(dim=-1).unbind(), 1 - beta2)
-    updates.div_(torch.stack(mean_squares).sqrt().add_(SMALLEST_ROOT)[..., None])
-    norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True)
-    updates.mul_(former_norm / norm.clamp(min=SMALLEST_NORM))
+def _orthogonal(matrices: Tensor, group: Group) -> Tensor:
+    if group["row_equilibration"]:
+        rows = matrices.mT if group["in_out"] else matrices
+        rows.div_(torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM))
+    dtype = _product_dtype(group, matrices.device)
+    return orthogonalize(matrices, group["newton_schulz_steps"], group["newton_schulz_coefficients"], dtype)
+
+
+def _gathered(own: Tensor, ranks: int, process_group: ProcessGroup | None) -> Tensor:
+    """Return the matrices of all ranks, (ranks * K, ...), of the K that each rank has."""
+    gathered = own.new_empty(ranks * len(own), *own.shape[1:])
+    dist.all_gather(list(gathered.chunk(ranks)), own, group=process_group)
+    return gathered
+
+
+def _even_out(rows: Tensor, mean_squares: list[Tensor], beta2: float) -> None:
+    """Apply NorMuon in place. rows: (K, rows, cols); mean_squares: K running means, (rows,)."""
+    former_norm = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=True)
+    torch._foreach_lerp_(mean_squares, rows.square().mean(dim=-1).unbind(), 1 - beta2)
+    rows.div_(torch.stack(mean_squares).sqrt().add_(SMALLEST_ROOT)[..., None])
+    norm = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=True)
+    rows.mul_(former_norm / norm.clamp(min=SMALLEST_NORM))
 
 
 def _product_dtype(group: Group, device: torch.device) -> torch.dtype:
@@ -237,12 +301,12 @@ def _product_dtype(group: Group, device: torch.device) -> torch.dtype:
     raise ValueError(f"newton_schulz_dtype is {name!r}; it must be auto, {' or '.join(PRODUCT_DTYPES)}")
 
 
-def _adamw(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, _: object) -> None:
+def _adamw(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, *_: object) -> None:
     adamw(
-        params,
-        grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        local(params),
+        local(grads),
+        local(state["exp_avg"] for state in states),
+        local(state["exp_avg_sq"] for state in states),
         [],
         [state["step"] for state in states],
         fused=all(param.device.type in FUSED_DEVICES for param in params),
@@ -256,12 +320,12 @@ def _adamw(params: list[Tensor], grads: list[Tensor], states: list[State], group
     )
 
 
-def _sgd(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, _: object) -> None:
-    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+def _sgd(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, *_: object) -> None:
+    torch._foreach_mul_(local(params), 1 - group["lr"] * group["weight_decay"])
     sgd(
-        params,
-        grads,
-        [state["momentum_buffer"] for state in states],
+        local(params),
+        local(grads),
+        [*local(state["momentum_buffer"] for state in states)],
         foreach=True,
         weight_decay=0.0,  # decoupled above, as in the other rules, instead of added to the gradient
         momentum=group["momentum"],
@@ -275,20 +339,5 @@ def _sgd(params: list[Tensor], grads: list[Tensor], states: list[State], group: 
 RULES: dict[str, Callable[..., None]] = {"muon": _muon, "adamw": _adamw, "sgd": _sgd}
 
 
-def _splits(group: Group) -> list[tuple[int, ...] | None]:
+def _splits(group: Group) -> list[Split]:
     return group["splits"] or [None] * len(group["params"])
-
-
-def _pieces(tensors: list[Tensor], splits: list[tuple[int, ...] | None], in_out: bool) -> Iterator[Tensor]:
-    """Yield views: each tensor as a matrix, (out, rest) or (in, out), or the blocks of outputs it is fused from."""
-    for tensor, split in zip(tensors, splits, strict=True):
-        matrix = tensor.view(tensor.shape[0], -1)  # never reshape: an update of a copy would be lost
-        yield from matrix.split(split, dim=1 if in_out else 0) if split else (matrix,)
-
-
-def _row_pieces(mean_squares: list[Tensor | None], splits: list[tuple[int, ...] | None]) -> Iterator[Tensor | None]:
-    for mean_square, split in zip(mean_squares, splits, strict=True):
-        if mean_square is None or split is None:
-            yield from (mean_square,) * len(split or (0,))
-        else:
-            yield from mean_square.split(split)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hfgolf.errors import UserError
+from hfgolf.optim.shards import zeros_along
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -30,7 +31,11 @@ def state_dtype(param: Tensor) -> torch.dtype:
 
 def num_outputs(group: Group, param: Tensor) -> int:
     """Return the number of output neurons of a weight: its rows, or its columns where the group is stored (in, out)."""
-    return param.shape[1 if group["in_out"] else 0]
+    return param.shape[_output_dim(group)]
+
+
+def _output_dim(group: Group) -> int:
+    return 1 if group["in_out"] else 0
 
 
 def state_shapes(group: Group, param: Tensor) -> dict[str, tuple[int, ...]]:
@@ -44,12 +49,15 @@ def state_shapes(group: Group, param: Tensor) -> dict[str, tuple[int, ...]]:
 
 
 def new_state(group: Group, param: Tensor) -> State:
-    """Return the state of a parameter before its first update: zeros on its device."""
+    """Return the state of a parameter before its first update: zeros on its device, sharded as it is."""
     # tensors only, the step too: what accelerate loads with weights_only, and what the fused kernel wants
-    return {
-        name: torch.zeros(shape, dtype=torch.float32 if name == "step" else state_dtype(param), device=param.device)
-        for name, shape in state_shapes(group, param).items()
-    }
+    dtype = state_dtype(param)
+    state = {name: torch.zeros_like(param, dtype=dtype) for name in STATE_NAMES[group["rule"]]}
+    if group["rule"] == "adamw":
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+    if group["rule"] == "muon" and group["normuon_beta2"] is not None:
+        state["row_mean_square"] = zeros_along(_output_dim(group), param, dtype)
+    return state
 
 
 def matched_state(groups: list[Group], state_dict: dict[str, Any]) -> tuple[list[Group], list[list[State]]]:

@@ -1,5 +1,7 @@
 """The table of groups: each parameter once, each with the rule and the rates that the config says."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -110,13 +112,18 @@ def test_the_config_reaches_the_groups():
         eps=1e-10,
         newton_schulz_steps=4,
         newton_schulz_coefficients="classic",
+        newton_schulz_dtype="fp32",
         update_scale="match_rms_adamw",
+        row_equilibration=True,
+        normuon_beta2=0.9,
+        cautious_weight_decay=True,
     )
     optimizer = build_optimizer(named_parameters().items(), optim, FUSED)
     for group in optimizer.param_groups:
-        for name in ("momentum", "nesterov", "betas", "eps", "newton_schulz_steps", "newton_schulz_coefficients"):
-            assert group[name] == getattr(optim, name)
-        assert group["update_scale"] == "match_rms_adamw"
+        keys = {field.name for field in fields(optim)} & group.keys() - {"weight_decay"}  # of matrices only
+        assert len(keys) == 11
+        for key in keys:
+            assert group[key] == getattr(optim, key) != getattr(OptimConfig(), key)
 
 
 def test_fused_weights_are_split_and_nothing_else_is():
@@ -124,6 +131,14 @@ def test_fused_weights_are_split_and_nothing_else_is():
     for group in optimizer.param_groups:
         for name, split in zip(group["param_names"], group["splits"], strict=True):
             assert split == (ROWS if name.endswith("qkv_proj.weight") else None)
+    whole = build_optimizer(named_parameters(is_gpt2=True).items(), OptimConfig(split_qkv=False), FUSED)
+    assert {split for group in whole.param_groups for split in group["splits"]} == {None}
+
+
+@pytest.mark.parametrize("beta2", [-0.1, 1.0])
+def test_a_normuon_rate_that_is_none_is_refused(beta2):
+    with pytest.raises(UserError, match=rf"optim\.normuon_beta2: {beta2} is out of range"):
+        OptimConfig(normuon_beta2=beta2)
 
 
 def test_the_table_counts_every_parameter():

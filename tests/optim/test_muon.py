@@ -2,9 +2,16 @@
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
+from hfgolf.config import OptimConfig
+from hfgolf.model.convert_gpt2 import golf_from_gpt2
 from hfgolf.optim import muon as muon_module
-from hfgolf.optim.muon import Muon, newton_schulz_polynomials
+from hfgolf.optim.groups import build_optimizer
+from hfgolf.optim.matrices import batches
+from hfgolf.optim.muon import Muon, update_scale
+from hfgolf.optim.orthogonalize import newton_schulz_polynomials
 from hfgolf.optim.state import new_state
 
 SHAPES = [(12, 12), (8, 24), (24, 8), (12, 12)]
@@ -39,30 +46,33 @@ def follow(ours: torch.optim.Optimizer, ours_params: list, oracle: torch.optim.O
         step_with_gradients(oracle, oracle_params, 100 + step)
 
 
+FOLLOWED = [*SHAPES, (64, 160), (160, 64)]  # the last two in pairs of iterations that share a Gram matrix
 MUON_CASES = [(True, "original"), (False, "original"), (True, "match_rms_adamw")]
 
 
 @pytest.mark.parametrize(("nesterov", "scale"), MUON_CASES)
 def test_classic_follows_torch_muon_in_fp32(monkeypatch, nesterov, scale):
-    monkeypatch.setattr(muon_module, "fast_product_dtype", lambda device: torch.float32)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch.optim.Muon knows bf16 only
-    ours_params, oracle_params = parameters(), parameters()
+    ours_params, oracle_params = parameters(shapes=FOLLOWED), parameters(shapes=FOLLOWED)
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.85, "nesterov": nesterov}
-    ours = Muon(ours_params, newton_schulz_coefficients="classic", update_scale=scale, **options)
+    ours = Muon(
+        ours_params, newton_schulz_coefficients="classic", newton_schulz_dtype="fp32", update_scale=scale, **options
+    )
     oracle = torch.optim.Muon(oracle_params, adjust_lr_fn=scale, **options)
     follow(ours, ours_params, oracle, oracle_params)
     torch.testing.assert_close(ours_params, oracle_params, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("nesterov", "scale"), MUON_CASES)
-def test_classic_follows_torch_muon_in_bf16(monkeypatch, nesterov, scale):
-    monkeypatch.setattr(muon_module, "fast_product_dtype", lambda device: torch.bfloat16)
-    ours_params, oracle_params = parameters(), parameters()
+def test_classic_follows_torch_muon_in_bf16(nesterov, scale):
+    ours_params, oracle_params = parameters(shapes=FOLLOWED), parameters(shapes=FOLLOWED)
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.85, "nesterov": nesterov}
-    ours = Muon(ours_params, newton_schulz_coefficients="classic", update_scale=scale, **options)
+    ours = Muon(
+        ours_params, newton_schulz_coefficients="classic", newton_schulz_dtype="bf16", update_scale=scale, **options
+    )
     oracle = torch.optim.Muon(oracle_params, adjust_lr_fn=scale, **options)
     follow(ours, ours_params, oracle, oracle_params)
-    for start, a, b in zip(parameters(), ours_params, oracle_params, strict=True):
+    for start, a, b in zip(parameters(shapes=FOLLOWED), ours_params, oracle_params, strict=True):
         # 20 rounded updates: torch also rounds the norm to 8 bits
         assert torch.linalg.vector_norm(a - b) < 0.02 * torch.linalg.vector_norm(b - start)
 
@@ -102,9 +112,8 @@ def test_sgd_decay_is_decoupled():
     torch.testing.assert_close(param.data, torch.tensor([2.0 * (1 - 0.1 * 0.5) - 0.1 * 3.0]))
 
 
-def test_one_muon_step_by_hand(monkeypatch):
+def test_one_muon_step_by_hand():
     """A column (0, 3, 0, 4) has one singular value, 5: divided by 1.02 times it, then five scalar polynomials."""
-    monkeypatch.setattr(muon_module, "fast_product_dtype", lambda device: torch.float32)
     weight, grad = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[0.0], [3.0], [0.0], [4.0]])
     value = 1 / 1.02
     for a, b, c in newton_schulz_polynomials("polar_express", 5):
@@ -112,7 +121,7 @@ def test_one_muon_step_by_hand(monkeypatch):
     expected = weight * (1 - 0.1 * 0.5) - 0.1 * 2.0 * value * grad / 5  # scale: sqrt(4 rows / 1 column) = 2
     param = torch.nn.Parameter(weight.clone())
     param.grad = grad
-    optimizer = Muon([param], lr=0.1, weight_decay=0.5, momentum=0.9)
+    optimizer = Muon([param], lr=0.1, weight_decay=0.5, momentum=0.9, newton_schulz_dtype="fp32")
     optimizer.step()
     torch.testing.assert_close(param.data, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], 0.1 * grad)
@@ -145,6 +154,180 @@ def test_splitting_matters():
     step_with_gradients(Muon(whole), whole, 1)
     step_with_gradients(Muon([{"params": split, "splits": [(4, 4, 4)]}]), split, 1)
     assert not torch.allclose(whole[0], split[0], atol=1e-3)
+
+
+ALL_OPTIONS = {"row_equilibration": True, "normuon_beta2": 0.9, "cautious_weight_decay": True}
+
+
+@pytest.mark.parametrize("rows", [None, (12, 4, 8)])
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS, {"update_scale": "match_rms_adamw", "nesterov": False}])
+def test_weights_stored_in_out_take_the_transposed_step(rows, options):
+    options = {"newton_schulz_dtype": "fp32", "weight_decay": 0.2} | options
+    out_in = parameters(shapes=[(24, 10), (24, 10)])
+    in_out = [torch.nn.Parameter(param.detach().mT.contiguous()) for param in out_in]
+    oracle = Muon([{"params": out_in, "splits": [rows, None]}], **options)
+    ours = Muon([{"params": in_out, "splits": [rows, None], "in_out": True}], **options)
+    for step in range(3):
+        step_with_gradients(oracle, out_in, step)
+        for param, transposed in zip(out_in, in_out, strict=True):
+            transposed.grad = param.grad.mT.contiguous()
+        ours.step()
+    for param, transposed in zip(out_in, in_out, strict=True):
+        torch.testing.assert_close(transposed.data, param.data.mT, rtol=1e-4, atol=1e-5)
+        assert [value.shape for value in ours.state[transposed].values()][1:] == [
+            value.shape for value in oracle.state[param].values()
+        ][1:]
+
+
+def test_gpt2_s_conv1d_trains_as_the_same_model_with_linear_layers():
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=19, n_positions=12, bos_token_id=0, eos_token_id=0)
+    ).eval()  # no dropout
+    golf = golf_from_gpt2(gpt2).eval()
+    config = OptimConfig(newton_schulz_dtype="fp32", normuon_beta2=0.9, weight_decay=0.3)
+    conv1d = [
+        (name, param)
+        for name, module in gpt2.named_modules()
+        if isinstance(module, Conv1D)
+        for param in [module.weight]
+    ]
+    others = [param for param in gpt2.parameters() if all(param is not weight for _, weight in conv1d)]
+    splits = [(16, 16, 16) if "c_attn" in name else None for name, _ in conv1d]
+    numbers = {"betas": config.betas, "eps": config.eps, "lr": config.adamw_learning_rate}
+    ours = Muon(
+        [
+            {"params": [weight for _, weight in conv1d], "splits": splits, "in_out": True, "weight_decay": 0.3},
+            {"params": others, "rule": "adamw", **numbers},
+        ],
+        newton_schulz_dtype="fp32",
+        normuon_beta2=0.9,
+    )
+    oracle = build_optimizer(golf.named_parameters(), config, golf.fused_projections())
+    for step in range(3):
+        ids = torch.randint(0, 19, (4, 12), generator=torch.Generator().manual_seed(step))
+        for model, optimizer in ((gpt2, ours), (golf, oracle)):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(golf.named_parameters())
+    for name, param in golf_from_gpt2(gpt2).named_parameters():
+        torch.testing.assert_close(param, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_normuon_by_hand():
+    grads = random_tensors(3, [(6, 10), (6, 10)])
+    plain, even = parameters(shapes=[(6, 10)]), parameters(shapes=[(6, 10)])
+    options = {"lr": 1.0, "momentum": 0.0, "newton_schulz_dtype": "fp32"}
+    plain_optimizer, even_optimizer = Muon(plain, **options), Muon(even, normuon_beta2=0.75, **options)
+    mean_square = torch.zeros(6)
+    for grad in grads:
+        before = [plain[0].detach().clone(), even[0].detach().clone()]
+        plain[0].grad, even[0].grad = grad, grad
+        plain_optimizer.step()
+        even_optimizer.step()
+        update, even_update = before[0] - plain[0].detach(), before[1] - even[0].detach()
+        mean_square = 0.75 * mean_square + 0.25 * update.square().mean(dim=1)
+        expected = update / mean_square.sqrt()[:, None]
+        expected *= update.norm() / expected.norm()
+        torch.testing.assert_close(even_update, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(even_optimizer.state[even[0]]["row_mean_square"], mean_square)
+    assert list(plain_optimizer.state[plain[0]]) == ["momentum_buffer"]
+
+
+def test_normuon_evens_out_each_fused_matrix_apart():
+    rows = (6, 4, 4)
+    fused = parameters(shapes=[(14, 10)])
+    separate = [torch.nn.Parameter(piece.clone()) for piece in fused[0].data.split(rows)]
+    options = {"normuon_beta2": 0.9, "newton_schulz_dtype": "fp32"}
+    ours, oracle = Muon([{"params": fused, "splits": [rows]}], **options), Muon(separate, **options)
+    for step in range(3):
+        step_with_gradients(ours, fused, step)
+        for piece, grad in zip(separate, fused[0].grad.split(rows), strict=True):
+            piece.grad = grad
+        oracle.step()
+    torch.testing.assert_close(fused[0].data, torch.cat([piece.data for piece in separate]), rtol=1e-5, atol=1e-5)
+    states = torch.cat([oracle.state[piece]["row_mean_square"] for piece in separate])
+    torch.testing.assert_close(ours.state[fused[0]]["row_mean_square"], states)
+
+
+def test_with_row_equilibration_the_scale_of_a_row_does_not_matter():
+    (grad,) = random_tensors(3, [(8, 12)])
+    scaled = grad * torch.logspace(-3, 3, 8)[:, None]
+    for is_on in (True, False):
+        params = [parameters(shapes=[(8, 12)])[0] for _ in range(2)]
+        for param, gradient in zip(params, (grad, scaled), strict=True):
+            param.grad = gradient
+            Muon([param], momentum=0.0, newton_schulz_dtype="fp32", row_equilibration=is_on).step()
+        assert torch.allclose(*params, rtol=1e-4, atol=1e-5) == is_on
+
+
+@pytest.mark.parametrize("rule", ["muon", "adamw", "sgd"])
+def test_cautious_decay_takes_only_what_the_step_moves_towards_zero(rule):
+    cautious, plain = parameters(), parameters()
+    optimizer = Muon(cautious, rule=rule, lr=0.1, weight_decay=0.5, cautious_weight_decay=True)
+    oracle = Muon(plain, rule=rule, lr=0.1)
+    for step in (50, 51):
+        for param, twin in zip(cautious, plain, strict=True):
+            twin.data.copy_(param)
+        before = [param.detach().clone() for param in plain]
+        step_with_gradients(oracle, plain, step)
+        step_with_gradients(optimizer, cautious, step)
+        for start, moved, param in zip(before, plain, cautious, strict=True):
+            is_towards_zero = (start - moved) * start > 0
+            assert 0.2 < is_towards_zero.float().mean() < 0.8
+            torch.testing.assert_close(param.data, moved - 0.1 * 0.5 * start * is_towards_zero)
+
+
+def test_learning_rate_and_decay_convert_between_the_scales_as_documented():
+    cols = 10
+    for rows in (4, 10, 25):
+        original, adamw_like = parameters(shapes=[(rows, cols)]), parameters(shapes=[(rows, cols)])
+        factor = 0.2 * cols**0.5
+        step_with_gradients(Muon(original, lr=0.02, weight_decay=0.1), original, 1)
+        converted = Muon(adamw_like, lr=0.02 / factor, weight_decay=0.1 * factor, update_scale="match_rms_adamw")
+        step_with_gradients(converted, adamw_like, 1)
+        torch.testing.assert_close(original, adamw_like)
+        assert update_scale("match_rms_adamw", rows, cols) == pytest.approx(
+            factor * update_scale("original", rows, cols)
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_batches_hold_each_matrix_once_and_no_more_than_fits(ranks):
+    shapes = [torch.Size(shape) for shape in [(4, 4), (4, 8), (4, 4), (8, 4), *[(4, 4)] * 9, (100, 100)]]
+    device, most = torch.device("cpu"), 4 * 4 * 2
+    divided = batches(tuple((shape, device) for shape in shapes), most, ranks)
+    assert sorted(position for batch in divided for position in batch) == list(range(len(shapes)))
+    for batch in divided:
+        assert len({shapes[i] for i in batch}) == 1
+        assert len(batch) <= ranks * max(1, most // shapes[batch[0]].numel())
+    assert len(divided) == {1: 6, 3: 2}[ranks] + 3  # of the 11 square ones, and one of each other shape
+
+
+def test_the_size_of_a_batch_changes_no_bit(monkeypatch):
+    shapes = [(24, 24)] * 5 + [(24, 72)] * 3
+    together, apart = parameters(shapes=shapes), parameters(shapes=shapes)
+    optimizer, one_by_one = Muon(together), Muon(apart)
+    for step in range(2):
+        step_with_gradients(optimizer, together, step)
+    monkeypatch.setitem(muon_module.MOST_ELEMENTS, "cpu", 1)
+    for step in range(2):
+        step_with_gradients(one_by_one, apart, step)
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+@pytest.mark.parametrize("fast", [torch.bfloat16, torch.float32])
+def test_the_products_have_the_dtype_that_is_asked_for(monkeypatch, fast):
+    monkeypatch.setattr(muon_module, "fast_product_dtype", lambda device: fast)
+    weights = {}
+    for name in ("auto", "bf16", "fp32"):
+        params = parameters()
+        step_with_gradients(Muon(params, newton_schulz_dtype=name), params, 1)
+        weights[name] = params
+    same, other = ("bf16", "fp32") if fast == torch.bfloat16 else ("fp32", "bf16")
+    assert all(torch.equal(a, b) for a, b in zip(weights["auto"], weights[same], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(weights["auto"], weights[other], strict=True))
 
 
 def test_more_than_two_dimensions_are_flattened_to_out_by_rest():
@@ -271,6 +454,9 @@ def test_a_gradient_scaler_unscales_once_and_skips_overflow(rule):
         ({"splits": [(4, 4)]}, "add up"),
         ({"newton_schulz_coefficients": "cubic"}, "cubic"),
         ({"update_scale": "none"}, "update_scale"),
+        ({"newton_schulz_dtype": "fp8"}, "newton_schulz_dtype"),
+        ({"splits": [(6, 6)], "in_out": True}, "add up to the 4 outputs"),
+        ({"params": [torch.nn.Parameter(torch.ones(3, 2, 2))], "in_out": True}, "shape"),
     ],
 )
 def test_a_group_that_can_not_work_is_refused(group, message):

@@ -22,14 +22,16 @@ def new_parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Par
     }
 
 
-def new_optimizer(params: dict[str, torch.nn.Parameter], *, is_reversed: bool = False, is_named: bool = True) -> Muon:
+def new_optimizer(
+    params: dict[str, torch.nn.Parameter], *, is_reversed: bool = False, is_named: bool = True, **options: object
+) -> Muon:
     order = -1 if is_reversed else 1
     groups = []
     for rule, names in (("muon", MATRICES), ("adamw", VECTORS)):
         members = [(name, params[name]) if is_named else params[name] for name in names[::order]]
         splits = [(6, 6) if name == "c" else None for name in names[::order]]
         groups.append({"params": members, "rule": rule, "splits": splits})
-    return Muon(groups[::order], lr=0.03)
+    return Muon(groups[::order], lr=0.03, **options)
 
 
 def take_steps(optimizer: Muon, params: dict[str, torch.nn.Parameter], first: int, last: int) -> None:
@@ -49,14 +51,15 @@ def on_disk_and_back(state_dict: dict) -> dict:
 
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_reloaded_optimizer_goes_on_to_the_bit(steps_before, is_named):
+@pytest.mark.parametrize("beta2", [None, 0.9])
+def test_a_reloaded_optimizer_goes_on_to_the_bit(steps_before, is_named, beta2):
     params = new_parameters()
-    optimizer = new_optimizer(params, is_named=is_named)
+    optimizer = new_optimizer(params, is_named=is_named, normuon_beta2=beta2)
     take_steps(optimizer, params, 0, steps_before)
     optimizer.param_groups[0]["lr"] = 0.01
 
     resumed_params = copy.deepcopy(params)
-    resumed = new_optimizer(resumed_params, is_named=is_named)
+    resumed = new_optimizer(resumed_params, is_named=is_named, normuon_beta2=beta2)
     resumed.load_state_dict(on_disk_and_back(optimizer.state_dict()))
     assert resumed.param_groups[0]["lr"] == 0.01
     take_steps(optimizer, params, steps_before, 6)
@@ -136,6 +139,43 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, message
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("saved", "here"), [(None, 0.9), (0.9, None)])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_state_with_normuon_off_does_not_fit_normuon_on(saved, here, steps):
+    params = new_parameters()
+    optimizer = new_optimizer(params, normuon_beta2=saved)
+    take_steps(optimizer, params, 0, steps)
+    message = rf"^the saved optimizer state has normuon_beta2 {saved}, here it is {here}: load it with [^\n]*$"
+    with pytest.raises(UserError, match=message):
+        new_optimizer(params, normuon_beta2=here).load_state_dict(optimizer.state_dict())
+
+
+def test_another_rate_of_normuon_and_another_layout_fit():
+    params = new_parameters()
+    optimizer = new_optimizer(params, normuon_beta2=0.9)
+    take_steps(optimizer, params, 0, 1)
+    saved = on_disk_and_back(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        group["in_out"] = True
+    resumed = new_optimizer(params, normuon_beta2=0.5)
+    resumed.load_state_dict(saved)
+    assert [group["normuon_beta2"] for group in resumed.param_groups] == [0.9, 0.9]  # as any other number
+    assert [group["in_out"] for group in resumed.param_groups] == [False, False]
+
+
+def test_a_state_saved_before_there_were_these_options_fits():
+    params = new_parameters()
+    optimizer = new_optimizer(params)
+    take_steps(optimizer, params, 0, 1)
+    saved = on_disk_and_back(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        for key in ("normuon_beta2", "row_equilibration", "cautious_weight_decay", "newton_schulz_dtype", "in_out"):
+            del group[key]
+    resumed = new_optimizer(copy.deepcopy(params), row_equilibration=True)
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["row_equilibration"] and not resumed.param_groups[0]["in_out"]
 
 
 def test_torch_adamw_state_is_refused():

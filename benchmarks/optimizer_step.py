@@ -1,0 +1,210 @@
+"""Time and memory of one optimizer step beside torch.optim.Muon and torch.optim.AdamW(fused=True).
+
+    python benchmarks/optimizer_step.py --output benchmarks/results/optimizer_step_cpu.json
+    python benchmarks/optimizer_step.py --device cuda --output benchmarks/results/optimizer_step_gpu.json
+
+On the matrices of GPT-2 124M and of configs/small.yaml, whole as torch.optim.Muon takes them, and with q, k and v apart
+as hfgolf trains them; 5 classic iterations in bf16. The repetitions are interleaved in one process; the ratios are
+those of the pairs. "products alone" are the matrix products of a step by themselves, replayed with the same tensors: no
+step that makes them can be faster. What a step adds to the memory is its peak in a process of its own, without state.
+
+On a CPU with --threads 1 the time is that of the process, not the clock's: other programs on the machine take nothing
+of it but their share of the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MODELS = {"small": {"width": 256, "layers": 5}, "gpt2_124m": {"width": 768, "layers": 12}}
+MUON = {
+    "torch.optim.Muon": "its products alone",
+    "hfgolf": "hfgolf's products alone",
+    "hfgolf, q k v apart": "those with q k v apart",
+}
+ADAMW = ("torch.optim.AdamW", "hfgolf AdamW")
+
+
+def build(name: str, width: int, layers: int, device: str) -> Any:
+    """Return an optimizer whose matrices have gradients."""
+    import torch
+
+    from hfgolf.optim.muon import Muon
+
+    generator = torch.Generator().manual_seed(0)
+    params, splits = [], []
+    for _ in range(layers):
+        for shape in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)):
+            param = torch.nn.Parameter((0.02 * torch.randn(shape, generator=generator)).to(device))
+            param.grad = torch.randn(shape, generator=generator).to(device)
+            params.append(param)
+            splits.append((width,) * 3 if name.endswith("apart") and shape[0] == 3 * width else None)
+    numbers = {"lr": 1e-3, "weight_decay": 0.1}
+    if name == "torch.optim.Muon":
+        return torch.optim.Muon(params, **numbers)
+    if name == "torch.optim.AdamW":
+        return torch.optim.AdamW(params, fused=True, **numbers)
+    if name == "hfgolf AdamW":
+        return Muon(params, rule="adamw", **numbers)
+    classic = {"newton_schulz_coefficients": "classic", "newton_schulz_dtype": "bf16"}
+    return Muon([{"params": params, "splits": splits}], **numbers, **classic)
+
+
+def products_of(optimizer: Any) -> tuple[Callable[[], None], int]:
+    """Return what makes the matrix products of one step again, and how many floating-point operations they are."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    calls = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            if function.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+                calls.append((function, arguments, options or {}))
+            return function(*arguments, **(options or {}))
+
+    with Recorder():
+        optimizer.step()
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+
+    @torch.no_grad()
+    def replay() -> None:
+        for function, arguments, options in calls:
+            function(*arguments, **options)
+
+    return replay, counter.get_total_flops()
+
+
+def state_bytes(optimizer: Any) -> int:
+    return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+
+
+def peak_bytes(name: str, model: str, device: str) -> int:
+    command = [sys.executable, __file__, "--child", name, "--model", model, "--device", device]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def child(name: str, model: str, device: str) -> int:
+    """Return what a step adds, at its peak, to the memory of a process that holds parameters, gradients and state."""
+    import torch
+
+    optimizer = build(name, **MODELS[model], device=device)
+    small = build(name, width=8, layers=1, device=device)
+    small.step()  # loads what is loaded once
+    for group in optimizer.param_groups:  # makes the state, and leaves the memory of a step untouched
+        for param in group["params"]:
+            param.grad, param.kept = None, param.grad
+    optimizer.step()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = param.kept
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of resident memory starts anew
+        before = resident_bytes("VmRSS")
+    already = state_bytes(optimizer)
+    optimizer.step()
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident_bytes("VmHWM")
+    return max(0, peak - before - (state_bytes(optimizer) - already))
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def measure(model: str, device: str, repetitions: int) -> dict[str, Any]:
+    import torch
+
+    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    optimizers = {name: build(name, **MODELS[model], device=device) for name in (*MUON, *ADAMW)}
+    steps: dict[str, Callable[[], Any]] = {name: optimizer.step for name, optimizer in optimizers.items()}
+    flops = {}
+    for name, products in MUON.items():
+        steps[products], flops[name] = products_of(optimizers[name])
+        flops[products] = flops[name]
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for repetition in range(repetitions + 2):
+        for name, step in steps.items():
+            started_at = clock()
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if repetition >= 2:  # the first ones warm up
+                seconds[name].append(clock() - started_at)
+    return {
+        "model": model,
+        **MODELS[model],
+        "parameters": sum(param.numel() for param in optimizers["hfgolf"].param_groups[0]["params"]),
+        "seconds": seconds,
+        "flops": flops,
+        "state_bytes": {name: state_bytes(optimizer) for name, optimizer in optimizers.items()},
+        "step_bytes": {name: peak_bytes(name, model, device) for name in optimizers},
+    }
+
+
+def show(measured: dict[str, Any]) -> None:
+    print(f"{measured['model']}: {measured['parameters']:,} parameters in matrices")
+    heads = ("median", 10), ("from", 10), ("to", 10), ("faster", 8), ("GFLOP", 8), ("GFLOP/s", 9), ("state", 9)
+    print(" " * 26 + "".join(f"{head:>{width}}" for head, width in heads) + "  a step adds")
+    for name in (*(line for pair in MUON.items() for line in pair), *ADAMW):
+        times, flops = measured["seconds"][name], measured["flops"].get(name)
+        milliseconds = "".join(
+            f"{1e3 * value:>7,.1f} ms" for value in (statistics.median(times), min(times), max(times))
+        )
+        theirs = measured["seconds"][ADAMW[0] if name in ADAMW else "torch.optim.Muon"]
+        line = f"{name:<26}{milliseconds}{statistics.median(a / b for a, b in zip(theirs, times, strict=True)):>8.2f}"
+        line += f"{flops / 1e9:>8,.0f}{flops / statistics.median(times) / 1e9:>9,.0f}" if flops else " " * 17
+        if name in measured["state_bytes"]:
+            line += f"{measured['state_bytes'][name] / 1e6:>6,.0f} MB{measured['step_bytes'][name] / 1e6:>10,.0f} MB"
+        print(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, help="of a CPU; as torch would otherwise")
+    parser.add_argument("--model", choices=MODELS, help="only this one")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(child(arguments.child, arguments.model, arguments.device))
+        return
+
+    import torch
+
+    from hfgolf.train.environment import git_commit, hardware
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    results = []
+    for model in [arguments.model] if arguments.model else MODELS:
+        results.append(measure(model, arguments.device, arguments.repetitions))
+        show(results[-1])
+    if arguments.output:
+        about = {
+            "hardware": hardware(),
+            "versions": {"torch": torch.__version__, "hfgolf": git_commit()},
+            "threads": torch.get_num_threads(),
+            "load": os.getloadavg()[0],
+        }
+        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Find learning rates for a config: python scripts/find_lr.py --config configs/small.yaml
+
+Makes real steps, on the real data, while the learning rate grows exponentially, until the loss diverges: once for the
+Muon groups and once for the AdamW groups. Writes a plot with a JSON file beside it and prints the learning rates to
+train with. Leaves nothing else behind.
+"""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from hfgolf.command_line import load_config, run_command
+from hfgolf.errors import UserError
+from hfgolf.optim.lr_finder import RULE, Sweep, smooth, sweep_rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="All else is as train.py takes it: --config FILE --section.key value; track.*, hub.* and what says how\n"
+        "long the run is have no effect; train.compile is false unless stated.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, default=Path("lr.png"), help="picture to write (lr.png), and lr.json")
+    parser.add_argument("--lowest", type=float, default=1e-4, help="learning rate at which a sweep begins (1e-4)")
+    parser.add_argument("--highest", type=float, default=1.0, help="where it ends, if not before (1)")
+    parser.add_argument("--steps", type=int, default=80, help="optimizer steps between them (80)")
+    arguments, of_run = parser.parse_known_args()
+    rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
+    _check_output(arguments.output)
+    resolved = load_config(of_run)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+
+    from hfgolf.train.console import show_log
+    from hfgolf.train.environment import run_metadata
+    from hfgolf.train.find_lr import find_lr, suggested_values
+    from hfgolf.train.run_folder import replace_text
+    from hfgolf.train.signals import follow_launcher
+
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    show_log(is_main_process)
+    follow_launcher()
+    sweeps = find_lr(resolved, rates)
+    values = suggested_values(sweeps, resolved.config.optim)
+    if not is_main_process:
+        return
+    results = {
+        "suggestion": values,
+        "rule": RULE,
+        "sweeps": [
+            dataclasses.asdict(sweep) | {"smoothed_losses": sweep.smoothed_losses, "gains": sweep.gains}
+            for sweep in sweeps
+        ],
+        "metadata": run_metadata(resolved),
+    }
+    numbers = arguments.output.with_suffix(".json")
+    try:
+        draw(sweeps, values, f"{resolved.config.run.name}, {resolved.config.optim.name}", arguments.output)
+        replace_text(numbers, json.dumps(results, indent=1))
+    except OSError as error:
+        raise UserError(f"--output: cannot write {error.filename} ({error.strerror}); choose another.") from None
+    print(f"wrote {arguments.output} and {numbers}\n\nsuggestion: {RULE}")
+    for key, value in values.items():
+        print(f"{key} {value:g} (the config has {resolved.config.flat()[key]:g})")
+    print(" ".join(f"--{key} {value:g}" for key, value in values.items()))
+
+
+def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) -> None:
+    """Write the picture, a column for each sweep: its losses above, what they gained below, the suggestion marked."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6 * len(sweeps), 6), dpi=120, layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(2, len(sweeps), squeeze=False, sharex="col", height_ratios=[3, 2])
+    for (losses, gain), sweep in zip(panels.T, sweeps, strict=True):
+        rates, suggestion = sweep.learning_rates, values[f"optim.{sweep.key}"]
+        losses.plot(rates, sweep.losses_at_rest, color="#E69F00", alpha=0.4, linewidth=1)
+        losses.plot(rates, smooth(sweep.losses_at_rest), ":", color="#E69F00", linewidth=2, label="at rest, smoothed")
+        losses.plot(rates, sweep.losses, color="#0072B2", alpha=0.4, linewidth=1)
+        losses.plot(rates, sweep.smoothed_losses, color="#0072B2", linewidth=2, label="swept, smoothed")
+        losses.set(xscale="log", ylabel="loss (nats a token)")
+        gain.axhline(0, color="grey", linewidth=1)
+        gain.plot(rates, sweep.gains, color="black", linewidth=2, label="at rest less swept")
+        gain.set(xlabel=f"optim.{sweep.key}", ylabel="gain (nats a token)")
+        for axes in (losses, gain):
+            axes.axvline(suggestion, color="#D55E00", linestyle="--", label=f"suggestion: {suggestion:g}")
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _check_output(path: Path) -> None:
+    """Raise UserError for a picture that could not be written after minutes of sweeping."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise UserError("--output: matplotlib, which draws it, is not installed; pip install matplotlib.") from None
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:] not in kinds:
+        raise UserError(f"--output: {path} is no picture; allowed: a name that ends in .{', .'.join(kinds)}.")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"--output: cannot write to {path.absolute().parent}; choose another folder, or make it.")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:  # nor a loader's worker
+        print(f"error: stopped by {signal.Signals(number).name}; nothing was written.", file=sys.stderr)
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    run_command(main)
