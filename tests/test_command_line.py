@@ -141,7 +141,7 @@ def test_a_mistake_is_one_clear_line(arguments, message):
         ("optim: {", "is not YAML"),
         (
             "run: {seed: 1}",
-            "train: the run has no end; set one of train.max_steps, train.max_tokens, train.max_epochs, train.max_minutes.",
+            "the run has no end; set one of train.max_steps, train.max_tokens, train.max_epochs, train.max_minutes.",
         ),
     ],
 )
