@@ -29,6 +29,7 @@ def main() -> None:
     from hfgolf.evaluate.context import evaluation_length
     from hfgolf.evaluate.loss import evaluate_loss
     from hfgolf.evaluate.text import tokenize_files
+    from hfgolf.model.causal_blocks import attend_fastest
     from hfgolf.publish.load import load_exported
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.environment import resolve_precision
@@ -40,6 +41,7 @@ def main() -> None:
     quiet_libraries()
     model, tokenizer = load_exported(arguments.model)
     sequence_length = evaluation_length(model, arguments.sequence_length)
+    attend_fastest(model, accelerator.device, precision, sequence_length)  # as in training: the same loss in bf16
     with tempfile.TemporaryDirectory() as folder:
         vocab_size = next(model.get_input_embeddings().parameters()).shape[0]
         stream = tokenize_files(arguments.files, tokenizer, vocab_size, arguments.text_column, Path(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,15 @@ def _reset_accelerate() -> None:
 def fresh_accelerate() -> Iterator[None]:
     yield
     _reset_accelerate()
+
+
+@pytest.fixture(autouse=True)
+def fresh_log() -> Iterator[None]:
+    """A script that ran in this process would go on logging to where its test captured it."""
+    logger = logging.getLogger("hfgolf")
+    before = logger.handlers, logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate, logger.level = before
 
 
 @pytest.fixture

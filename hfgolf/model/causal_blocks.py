@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .configuration_golf import GolfConfig
 from .modeling_golf import apply_dropout
 
 NAME = "causal_blocks"
@@ -25,9 +26,14 @@ QUERIES_PER_BLOCK = 128
 LONGEST_SEQUENCE = 1024  # the blocks are unrolled: beyond, the gain falls and the time to compile rises
 
 
-def is_faster(device: torch.device, precision: str, sequence_length: int) -> bool:
-    """Say whether training goes faster with blocks than with SDPA, as benchmarks/cpu_kernels.py measured it."""
-    return device.type == "cpu" and precision == "bf16" and sequence_length <= LONGEST_SEQUENCE
+def attend_fastest(model: PreTrainedModel, device: torch.device, precision: str | None, sequence_length: int) -> None:
+    """Have a Golf model attend in blocks where benchmarks/cpu_kernels.py measured that to be faster than SDPA.
+
+    precision: no, bf16 or fp16, of autocast. sequence_length: the longest that it will be trained or evaluated with.
+    """
+    is_faster = device.type == "cpu" and precision == "bf16" and sequence_length <= LONGEST_SEQUENCE
+    if is_faster and model.config.model_type == GolfConfig.model_type:
+        model.set_attn_implementation(NAME)
 
 
 def causal_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:

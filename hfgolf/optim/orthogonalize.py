@@ -43,28 +43,24 @@ def fast_product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_fast else torch.float32
 
 
-def orthogonalize(
-    matrices: Tensor, steps: int = 5, coefficients: str = "polar_express", dtype: torch.dtype | None = None
-) -> Tensor:
-    """Bring every singular value of each matrix close to 1 by Newton-Schulz iterations.
+def orthogonalize(matrices: Tensor, steps: int = 5, coefficients: str = "polar_express") -> Tensor:
+    """Bring every singular value of each matrix close to 1 by Newton-Schulz iterations, in the dtype of the matrices.
 
-    matrices: (K, rows, cols), or (rows, cols); the result has the same shape and the dtype the products are computed
-    in, by default `fast_product_dtype`; and the same bits on every call. With 5 steps and a condition number up to 100
-    the singular values end in [0.8, 1.2] (polar_express) or [0.6, 1.25] (classic).
+    matrices: (K, rows, cols), or (rows, cols), as the result; it has the same bits on every call. With 5 steps and a
+    condition number up to 100 the singular values end in [0.8, 1.2] (polar_express) or [0.6, 1.25] (classic), in bf16.
 
     An iteration is X <- P X, P = a + b G + c G^2, of the Gram matrix G = X X^T of the short side; where there are more
     rows than columns it is X <- X P and X^T X, so that nothing is ever transposed in memory.
     """
     if matrices.ndim == 2:
-        return orthogonalize(matrices[None], steps, coefficients, dtype)[0]
+        return orthogonalize(matrices[None], steps, coefficients)[0]
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     short, long = sorted(matrices.shape[-2:])
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
     if coefficients == "polar_express":
         norm = norm * 1.02  # the headroom its coefficients were computed with: rounding must not pass 1
     # contiguous: into a transposed bf16 buffer, oneDNN falls back to a product that is 500 times slower
-    x = matrices.to(dtype or fast_product_dtype(matrices.device), copy=True, memory_format=torch.contiguous_format)
-    x *= (1 / norm.clamp(min=SMALLEST_NORM)).to(x.dtype)  # after the rounding: no fp32 copy of the matrices is made
+    x = (matrices / norm.clamp(min=SMALLEST_NORM)).contiguous()
     spare = torch.empty_like(x)
     gram, product, other = (x.new_empty(len(x), short, short) for _ in range(3))
     for run in _runs(newton_schulz_polynomials(coefficients, steps), short, long):

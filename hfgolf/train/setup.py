@@ -29,7 +29,7 @@ from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
 from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes
-from hfgolf.model import causal_blocks
+from hfgolf.model.causal_blocks import attend_fastest
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
@@ -276,8 +276,7 @@ def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) ->
         **shape,
     )
     model = GolfForCausalLM(golf)
-    if causal_blocks.is_faster(device, str(config.train.mixed_precision), config.batch.sequence_length):
-        model.set_attn_implementation(causal_blocks.NAME)
+    attend_fastest(model, device, config.train.mixed_precision, config.batch.sequence_length)
     if checkpointing:
         model.activation_checkpointing_enable()  # non-reentrant
     parameters = sum(p.numel() for p in model.parameters())

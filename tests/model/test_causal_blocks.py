@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.model import causal_blocks
 
@@ -78,5 +79,13 @@ def test_a_saved_model_does_not_know_of_it(build_golf, tmp_path):
         ("cuda", "bf16", 256, False),
     ],
 )
-def test_it_is_for_training_in_bf16_on_a_cpu(device, precision, length, expected):
-    assert causal_blocks.is_faster(torch.device(device), precision, length) is expected
+def test_it_is_for_bf16_on_a_cpu(build_golf, device, precision, length, expected):
+    golf = build_golf()
+    causal_blocks.attend_fastest(golf, torch.device(device), precision, length)
+    assert (golf.config._attn_implementation == causal_blocks.NAME) is expected
+
+
+def test_another_model_keeps_its_attention():
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8))
+    causal_blocks.attend_fastest(gpt2, torch.device("cpu"), "bf16", 8)
+    assert gpt2.config._attn_implementation == "sdpa"

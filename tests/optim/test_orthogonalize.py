@@ -33,7 +33,7 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_singular_values_and_distance_to_the_polar_factor_lie_in_the_band(coefficients, condition, shape, dtype):
     smallest, largest, distance = BANDS[coefficients]
     matrices = matrices_of_condition(condition, 3, *shape)
-    result = orthogonalize(matrices, coefficients=coefficients, dtype=dtype).float()
+    result = orthogonalize(matrices.to(dtype), coefficients=coefficients).float()
     values = torch.linalg.svdvals(result)
     assert values.min() >= smallest
     assert values.max() <= largest
@@ -49,7 +49,7 @@ def test_a_convergent_iteration_is_the_same_polar_factor():
         gram = exact @ exact.mT
         exact = 2 * exact - 1.5 * gram @ exact + 0.5 * gram @ gram @ exact
     assert relative_distance(exact, polar_factor(matrices)) < 0.02
-    assert relative_distance(orthogonalize(matrices, dtype=torch.float32), exact) < 0.13
+    assert relative_distance(orthogonalize(matrices), exact) < 0.13
 
 
 @pytest.mark.parametrize("coefficients", BANDS)
@@ -62,14 +62,14 @@ def test_diagonal_matrix_follows_the_scalar_polynomial(coefficients):
         for a, b, c in newton_schulz_polynomials(coefficients, 5):
             x = a * x + b * x**3 + c * x**5
         expected.append(x)
-    result = orthogonalize(torch.diag(torch.tensor(values)), coefficients=coefficients, dtype=torch.float32)
+    result = orthogonalize(torch.diag(torch.tensor(values)), coefficients=coefficients)
     torch.testing.assert_close(result, torch.diag(torch.tensor(expected)), rtol=1e-5, atol=1e-6)
 
 
 def test_tall_is_the_transpose_of_wide():
     for rows, cols in ((24, 80), (64, 160)):
         wide = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(1))
-        tall, expected = (orthogonalize(matrices, dtype=torch.float32) for matrices in (wide.mT, wide))
+        tall, expected = (orthogonalize(matrices) for matrices in (wide.mT, wide))
         torch.testing.assert_close(tall, expected.mT, rtol=1e-5, atol=1e-5)
 
 
@@ -81,7 +81,7 @@ def test_iterations_that_share_a_gram_matrix_are_the_plain_iterations(shape, ste
     for a, b, c in newton_schulz_polynomials("classic", steps):
         gram = plain @ plain.mT
         plain = a * plain + (b * gram + c * gram @ gram) @ plain
-    result = orthogonalize(matrices, steps, "classic", torch.float32)
+    result = orthogonalize(matrices, steps, "classic")
     torch.testing.assert_close(result, plain, rtol=1e-4, atol=1e-5)
 
 
@@ -100,9 +100,9 @@ def test_no_spectrum_makes_it_diverge_in_bf16(coefficients, spectrum):
     """Sharing one Gram matrix among three iterations, or between two of a smaller matrix, reaches 1e5 and more here."""
     generator = torch.Generator().manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(20, 64, 192, generator=generator), full_matrices=False)
-    result = orthogonalize(u * SPECTRA[spectrum] @ v, coefficients=coefficients, dtype=torch.bfloat16)
+    result = orthogonalize((u * SPECTRA[spectrum] @ v).bfloat16(), coefficients=coefficients)
     assert torch.linalg.matrix_norm(result.float(), ord=2).max() < 1.25
-    small = orthogonalize((u * SPECTRA[spectrum] @ v)[:, :4, :12], coefficients=coefficients, dtype=torch.bfloat16)
+    small = orthogonalize((u * SPECTRA[spectrum] @ v)[:, :4, :12].bfloat16(), coefficients=coefficients)
     assert torch.linalg.matrix_norm(small.float(), ord=2).max() < 1.25
 
 
@@ -140,8 +140,8 @@ def test_zeros_stay_zeros():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_result_has_the_dtype_of_the_products(dtype):
-    assert orthogonalize(torch.ones(1, 4, 6), dtype=dtype).dtype == dtype
+def test_the_dtype_is_that_of_the_matrices(dtype):
+    assert orthogonalize(torch.ones(1, 4, 6, dtype=dtype)).dtype == dtype
 
 
 def test_unknown_coefficients_and_a_sixth_polar_step_are_refused():
@@ -174,6 +174,6 @@ def test_products_are_written_to_contiguous_memory(monkeypatch, shape, is_transp
 
     for name in ("bmm", "baddbmm"):
         monkeypatch.setattr(torch, name, watch(getattr(torch, name)))
-    matrices = torch.randn(shape).mT if is_transposed else torch.randn(shape)
-    result = orthogonalize(matrices, dtype=torch.bfloat16)
+    matrices = torch.randn(shape, dtype=torch.bfloat16)
+    result = orthogonalize(matrices.mT if is_transposed else matrices)
     assert len(seen) >= 15 and all(seen) and result.is_contiguous()
