@@ -160,12 +160,12 @@ def measure(model: str, device: str, repetitions: int) -> dict[str, Any]:
 
 def show(measured: dict[str, Any]) -> None:
     print(f"{measured['model']}: {measured['parameters']:,} parameters in matrices")
-    heads = ("median", 10), ("from", 10), ("to", 10), ("faster", 8), ("GFLOP", 8), ("GFLOP/s", 9), ("state", 9)
+    heads = ("median", 12), ("from", 12), ("to", 12), ("faster", 8), ("GFLOP", 8), ("GFLOP/s", 9), ("state", 9)
     print(" " * 26 + "".join(f"{head:>{width}}" for head, width in heads) + "  a step adds")
     for name in (*(line for pair in MUON.items() for line in pair), *ADAMW):
         times, flops = measured["seconds"][name], measured["flops"].get(name)
         milliseconds = "".join(
-            f"{1e3 * value:>7,.1f} ms" for value in (statistics.median(times), min(times), max(times))
+            f"{1e3 * value:>9,.1f} ms" for value in (statistics.median(times), min(times), max(times))
         )
         theirs = measured["seconds"][ADAMW[0] if name in ADAMW else "torch.optim.Muon"]
         line = f"{name:<26}{milliseconds}{statistics.median(a / b for a, b in zip(theirs, times, strict=True)):>8.2f}"
