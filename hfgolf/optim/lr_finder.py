@@ -15,7 +15,7 @@ from hfgolf.errors import UserError
 SMOOTHING = 0.8
 MEMORY_STEPS = 5  # 1 / (1 - SMOOTHING): a smoothed loss is that of about so many steps
 DIVERGED_NATS = 0.1
-SHARE_OF_GAIN = 0.9
+SHARE_OF_GAIN = 0.95
 RULE = (
     f"the lowest learning rate with {SHARE_OF_GAIN:.0%} of the largest gain; the gain is how far the smoothed loss is"
     " below that of the same steps while the swept parameters were at rest"
