@@ -362,7 +362,7 @@ class TrainConfig:
     log_every_steps: int = 10
     """Steps between two rows of metrics.jsonl."""
     eval_every_steps: int = 250
-    """Steps between two evaluations; the first and the last step are always evaluated."""
+    """Steps between two evaluations; the last step is always evaluated."""
     eval_tokens: int | None = None
     """Validation tokens in an evaluation during the run; null: all. The last evaluation is always whole."""
     save_every_steps: int | None = 500

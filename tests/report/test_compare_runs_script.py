@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def compare_runs(monkeypatch, capsys):
     """Return a function that runs the script in this process and returns its exit status and what it printed."""
-    monkeypatch.setattr("hfgolf.train.console.show_log", lambda is_main_process: None)  # it would outlive this test
 
     def script(*arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, arguments)])

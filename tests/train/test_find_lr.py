@@ -151,7 +151,6 @@ def test_the_suggestion_keeps_the_ratio_of_the_embeddings():
 
 def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     """Run the script in this process and return its exit status."""
-    monkeypatch.setattr("hfgolf.train.console.show_log", lambda is_main_process: None)  # it would outlive this test
     monkeypatch.setattr(sys, "argv", ["find_lr.py", *map(str, arguments)])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -198,7 +198,6 @@ def test_relative_difference(a, b, expected):
 @pytest.mark.parametrize(("is_equal", "status"), [(True, 0), (False, 1)])
 def test_the_exit_status_is_the_verdict(tiny_run, monkeypatch, is_equal, status):
     monkeypatch.setattr(verify_resume_module, "verify_resume", lambda *arguments: is_equal)
-    monkeypatch.setattr("hfgolf.train.console.show_log", lambda is_main_process: None)  # it would outlive this test
     monkeypatch.setattr(sys, "argv", ["verify_resume.py", "--steps", "5", *tiny_run()])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(ROOT / "scripts" / "verify_resume.py"), run_name="__main__")
