@@ -10,8 +10,8 @@ import shlex
 from pathlib import Path
 
 from hfgolf.command_line import run_command
+from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.errors import UserError
-from hfgolf.report.experiment import load_experiment, plan_runs
 
 
 def main() -> None:
@@ -39,11 +39,11 @@ def main() -> None:
     )
     planned = [] if experiment is None else plan_runs(experiment, output_dir, of_runs)
 
-    from hfgolf.report.comparison import compare_experiment, compare_outcomes
-    from hfgolf.report.launch import run_missing
-    from hfgolf.report.markdown import to_markdown
-    from hfgolf.report.outcome import group_by_arm, read_outcome, read_outcomes
-    from hfgolf.report.plot import draw
+    from hfgolf.compare.comparison import compare_experiment, compare_outcomes
+    from hfgolf.compare.launch import run_missing
+    from hfgolf.compare.markdown import to_markdown
+    from hfgolf.compare.outcome import group_by_arm, read_outcome, read_outcomes
+    from hfgolf.compare.plot import draw
     from hfgolf.train.console import show_log
     from hfgolf.train.run_folder import RunFolder, replace_text
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
-from hfgolf.train.tracking import read_rows
+from hfgolf.report.metrics import read_rows
 
 
 def main() -> None:

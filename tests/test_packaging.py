@@ -21,8 +21,9 @@ MAY_IMPORT = {
     "measure": {"data", "model", "optim"},
     "evaluate": {"data", "model", "optim"},
     "publish": {"data", "model", "optim"},
-    "train": {"data", "model", "optim", "measure", "evaluate", "publish"},
-    "report": {"data", "model", "optim", "measure", "evaluate", "publish", "train"},
+    "report": set(),
+    "train": {"data", "model", "optim", "measure", "evaluate", "publish", "report"},
+    "compare": {"data", "model", "optim", "measure", "evaluate", "publish", "report", "train"},
 }
 BASE = {"config", "errors", "command_line", "redact"}
 

@@ -1,1 +1,1 @@
-"""What several runs say together: experiments, their statistics, tables and plots."""
+"""What the files of a run say: its rows read back, its illnesses, its report."""

@@ -17,12 +17,12 @@ from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
+from hfgolf.report.metrics import read_rows
 from hfgolf.train.checkpoint import read_manifest
 from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
 from hfgolf.train.run_folder import replace_text
-from hfgolf.train.tracking import read_rows
 
 if TYPE_CHECKING:
     from hfgolf.train.setup import Run

@@ -20,9 +20,9 @@ from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hfgolf.report.metrics import read_rows
 from hfgolf.train.checkpointer import EMA_NAME, STATE_NAME, WEIGHTS_NAME, leaves
 from hfgolf.train.run_folder import RunFolder
-from hfgolf.train.tracking import read_rows
 
 TOLERANCE = 1e-5
 # What several processes and GPUs promise: losses to TOLERANCE. The rest is only bounded loosely, relative to a tensor's
@@ -148,7 +148,7 @@ def _read(path: Path) -> Any:
         return load_file(path)
     if path.name == STATE_NAME:
         state = json.loads(path.read_text())
-        return {key: value for key, value in state.items() if key not in ("elapsed_seconds", "wandb_id")}
+        return {key: value for key, value in state.items() if key not in ("elapsed_seconds", "seconds", "wandb_id")}
     if path.suffix not in (".bin", ".pkl", ".pt"):
         return path.read_bytes()
     content = load(path, map_location="cpu")

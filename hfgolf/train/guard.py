@@ -92,6 +92,11 @@ class Guard:
         return True
 
     def _roll_back(self, diagnosis: str) -> None:
+        with self._run.stopwatch.of("checkpoint"):
+            self._go_back(diagnosis)
+        self._run.meter.restart()  # the steps it holds did not happen
+
+    def _go_back(self, diagnosis: str) -> None:
         run, train = self._run, self._run.config.train
         run.checkpoints.wait()
         advice = (
@@ -118,7 +123,6 @@ class Guard:
         run.state.left_out_steps, run.state.learning_rate_scale = left_out, scale
         self._in_a_row.clear()
         self._suspect = checkpoint
-        run.meter.restart()  # the steps it holds did not happen
         run.start_batches()
         run.tracker.rewind(run.state.step)
         run.tracker.event("rollback", run.state, from_step=before, left_out_steps=left_out, learning_rate_scale=scale)

@@ -43,7 +43,9 @@ def train(resolved: ResolvedConfig) -> dict[str, Any]:
         try:
             run_steps(run, clock)
         finally:
-            run.checkpoints.wait()  # whatever ended the loop, what was to be saved is
+            run.stopwatch.switch("other")
+            with run.stopwatch.of("checkpoint"):
+                run.checkpoints.wait()  # whatever ended the loop, what was to be saved is
         report_failed_saves(run)
         if clock.stop_signal:
             leave(run, clock.stop_signal)
@@ -56,6 +58,7 @@ def run_steps(run: Run, clock: Clock) -> None:
     console, guard = Console(run), Guard(run)
     run.model.train()
     run.has_begun = True
+    run.stopwatch.switch("train")
     run.meter.restart()
     while not (clock.is_over() or should_stop_early(run)):
         result = train_step(run, clock.total_steps())
@@ -69,17 +72,17 @@ def run_steps(run: Run, clock: Clock) -> None:
         saving = clock.save_is_due() or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
         pushing = hub.push and due(step, hub.every_steps, False)
         if evaluating or saving or pushing or due(step, every.log_every_steps, last or step == 1):
-            row = describe(run)
-            if evaluating:
-                row |= validate(run)
-            run.tracker.log(row)
-            console.show(row, clock.total_steps())
-            if saving or run.state.best_step == step or should_stop_early(run):
-                save(run)
-            report_failed_saves(run)
-            if pushing:
-                push_in_training(run)
-            run.meter.restart()
+            with run.stopwatch.of("other"):
+                row = describe(run)
+                if evaluating:
+                    row |= validate(run)
+                run.tracker.log(row | where_the_time_went(run))
+                console.show(row, clock.total_steps())
+                if saving or run.state.best_step == step or should_stop_early(run):
+                    save(run)
+                report_failed_saves(run)
+                if pushing:
+                    push_in_training(run)
         if clock.stop_signal:
             break
     console.close()
@@ -88,7 +91,7 @@ def run_steps(run: Run, clock: Clock) -> None:
 def train_step(run: Run, total_steps: float) -> StepResult:
     """Make one optimizer update; where the gradient is not finite, leave weights and optimizer as they are."""
     accelerator, optimizer, state, config = run.accelerator, run.optimizer, run.state, run.config
-    loss, sample_hash, data_seconds = halve_until_it_fits(run, lambda: accumulate_gradients(run))
+    loss, sample_hash = halve_until_it_fits(run, lambda: accumulate_gradients(run))
     accelerator.unscale_gradients()
     norm = gradient_norm(run.model.parameters())
     loss_value, grad_norm = read_off(loss, norm)
@@ -101,7 +104,7 @@ def train_step(run: Run, total_steps: float) -> StepResult:
     if sick_parameter is None and run.ema is not None:
         run.ema.update(state.step + 1)
     optimizer.zero_grad()
-    return StepResult(loss_value, grad_norm, sick_parameter, sample_hash, data_seconds)
+    return StepResult(loss_value, grad_norm, sick_parameter, sample_hash)
 
 
 def read_off(*scalars: Tensor) -> list[float]:
@@ -109,26 +112,23 @@ def read_off(*scalars: Tensor) -> list[float]:
     return torch.stack(scalars).tolist()
 
 
-def accumulate_gradients(run: Run) -> tuple[Tensor, Tensor, float]:
+def accumulate_gradients(run: Run) -> tuple[Tensor, Tensor]:
     """Run forward and backward passes over the micro-batches of a step.
 
-    Returns the loss (mean nats a token on this process) and the hash of the samples, both scalars on the device, and
-    the seconds spent waiting for data.
+    Returns the loss (mean nats a token on this process) and the hash of the samples, both scalars on the device.
     """
     accelerator = run.accelerator
     loss_sum = torch.zeros((), device=accelerator.device)
     hash_sum = torch.zeros((), dtype=torch.int64, device=accelerator.device)
-    data_seconds = 0.0
     for _ in range(run.accumulation_steps):
-        asked_at = time.perf_counter()
-        batch = next(run.batches)
-        data_seconds += time.perf_counter() - asked_at
+        with run.stopwatch.of("data"):
+            batch = next(run.batches)
         hash_sum += batch.pop("sample_hash")
         with accelerator.accumulate(run.model):
             loss = run.model(**batch).loss
             accelerator.backward(loss)  # divides by accumulation_steps
             loss_sum += loss.detach()
-    return loss_sum / run.accumulation_steps, hash_sum, data_seconds
+    return loss_sum / run.accumulation_steps, hash_sum
 
 
 def due(step: int, every_steps: int | None, last: bool) -> bool:
@@ -155,7 +155,6 @@ def describe(run: Run) -> dict[str, Any]:
 def validate(run: Run) -> dict[str, Any]:
     """Evaluate on train.eval_tokens of the validation part, the averaged weights too; returns columns of the row."""
     budget = run.config.train.eval_tokens
-    started_at = time.perf_counter()
     evaluation = run.evaluate(budget)
     row = {
         "val_loss": evaluation.loss,
@@ -171,7 +170,13 @@ def validate(run: Run) -> dict[str, Any]:
     if budget is None:
         run.whole_evaluations = {run.state.step: evaluation}
     run.state.judge(evaluation.loss, run.config.train.min_improvement)
-    return row | {"eval_seconds": time.perf_counter() - started_at}
+    return row
+
+
+def where_the_time_went(run: Run) -> dict[str, Any]:
+    """Return columns of a row: the seconds of each kind of work in the run so far, and the time (Unix)."""
+    seconds = {f"seconds_{kind}": seconds for kind, seconds in run.stopwatch.seconds().items()}
+    return seconds | {"logged_at": time.time()}
 
 
 def save(run: Run) -> None:
@@ -179,7 +184,9 @@ def save(run: Run) -> None:
     with suppress(OSError):  # the save meets the same disk, and says so
         if not run.folder.config.exists():  # somebody deleted the folder under the run
             write_description(run)
-    run.checkpoints.save(is_best=run.state.best_step == run.state.step)
+    run.state.seconds = run.stopwatch.seconds()
+    with run.stopwatch.of("checkpoint"):
+        run.checkpoints.save(is_best=run.state.best_step == run.state.step)
 
 
 def report_failed_saves(run: Run) -> None:

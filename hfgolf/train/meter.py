@@ -1,9 +1,8 @@
-"""Figures between two rows of metrics.jsonl: losses, gradient norms, sample hashes and where the time went."""
+"""Figures between two rows of metrics.jsonl: losses, gradient norms, sample hashes, speed and memory."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hfgolf.measure.memory import gpu_utilization, used_memory_bytes
+from hfgolf.train.stopwatch import Stopwatch
 
 
 @dataclass
@@ -26,8 +26,6 @@ class StepResult:
     """The first parameter whose gradient was not finite; None where all were, and the update was made."""
     sample_hash: Tensor
     """Of the blocks this process read, () int64 on the device; the processes' hashes add up to that of the step."""
-    data_seconds: float
-    """Time spent waiting for data."""
 
 
 @dataclass
@@ -38,8 +36,13 @@ class Meter:
     tokens_per_step: int
     flops_per_second_of_peak: float
     """FLOPs of one token divided by the peak FLOP/s of all processes: tokens/s times this is the MFU."""
+    stopwatch: Stopwatch
     _steps: list[StepResult] = field(default_factory=list)
-    _started_at: float = field(default_factory=time.perf_counter)
+    _seconds: dict[str, float] = field(default_factory=dict)
+    """What the stopwatch said when the first of these steps began."""
+
+    def __post_init__(self) -> None:
+        self.restart()
 
     def add(self, result: StepResult) -> None:
         """Note one optimizer step."""
@@ -51,16 +54,16 @@ class Meter:
         losses = reduce(of_this_process, "mean").tolist()
         hashes = reduce(torch.stack([step.sample_hash for step in self._steps]), "sum").tolist()
         grad_norms = [step.grad_norm for step in self._steps]
-        data_seconds = sum(step.data_seconds for step in self._steps)
-        seconds = time.perf_counter() - self._started_at
-        tokens_per_second = self.tokens_per_step * len(losses) / seconds
+        seconds = self.stopwatch.seconds()
+        data_seconds, train_seconds = (seconds[kind] - self._seconds[kind] for kind in ("data", "train"))
+        tokens_per_second = self.tokens_per_step * len(losses) / (data_seconds + train_seconds)
         row = {
             "train_loss": _mean(losses),
             "grad_norm": _mean(grad_norms),
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second * self.flops_per_second_of_peak,
             "data_seconds": data_seconds,
-            "compute_seconds": seconds - data_seconds,
+            "compute_seconds": train_seconds,
             "memory_bytes": used_memory_bytes(self.device),
             "gpu_utilization": gpu_utilization(self.device),
             "train_losses": losses,
@@ -71,9 +74,9 @@ class Meter:
         return row
 
     def restart(self) -> None:
-        """Forget what came before: the next row starts now. Called after anything that is not training."""
+        """Forget what came before: the next row starts now."""
         self._steps = []
-        self._started_at = time.perf_counter()
+        self._seconds = self.stopwatch.seconds()
 
 
 def _mean(values: list[float]) -> float:

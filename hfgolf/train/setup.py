@@ -51,6 +51,7 @@ from hfgolf.train.guard import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.meter import Meter
 from hfgolf.train.run_folder import RunFolder, replace_text, run_folder
 from hfgolf.train.state import TrainState
+from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.tracking import Tracker, check_trackers
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Run:
     ema: Ema | None
     state: TrainState
     checkpoints: Checkpointer
+    stopwatch: Stopwatch
     meter: Meter
     tracker: Tracker
     hub: HubPusher
@@ -157,14 +159,15 @@ class Run:
 
     def evaluate(self, budget_tokens: int | None = None) -> Evaluation:
         """Evaluate the model as it is on the first `budget_tokens` of the validation part, or on all of it."""
-        return evaluate_loss(
-            self.raw_model,
-            self.tokens.val,
-            self.accelerator,
-            sequence_length=self.config.batch.sequence_length,
-            batch_size=self.micro_batch_size,
-            budget_tokens=budget_tokens,
-        )
+        with self.stopwatch.of("evaluate"):
+            return evaluate_loss(
+                self.raw_model,
+                self.tokens.val,
+                self.accelerator,
+                sequence_length=self.config.batch.sequence_length,
+                batch_size=self.micro_batch_size,
+                budget_tokens=budget_tokens,
+            )
 
 
 def set_up(resolved: ResolvedConfig) -> Run:
@@ -172,6 +175,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
 
     Raises UserError, in one line, for whatever a person can mend; nothing earlier is lost by it.
     """
+    stopwatch = Stopwatch()
     resolved = resolve_precision(resolved)
     accelerator = _build_accelerator(resolved.config)
     config = resolved.config
@@ -207,6 +211,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
         checkpoint = checkpoints.choose(config.train.resume)
         if checkpoint:
             checkpoints.load(checkpoint)
+            stopwatch.carry_over(state.seconds)
             logger.info("resumed from %s at step %d", checkpoint, state.step)
         else:
             logger.info("nothing to resume yet: the run begins")
@@ -224,11 +229,14 @@ def set_up(resolved: ResolvedConfig) -> Run:
         ema=ema,
         state=state,
         checkpoints=checkpoints,
-        meter=_build_meter(config, raw_model, accelerator),
+        stopwatch=stopwatch,
+        meter=_build_meter(config, raw_model, accelerator, stopwatch),
         tracker=Tracker(accelerator, config, folder.path, state),
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
         most_steps=most_steps(config.train, config.batch, num_blocks(len(tokens.train), config.batch.sequence_length)),
     )
+    if state.step:
+        run.tracker.event("resumed", state)
     write_description(run)
     attention = raw_model.config._attn_implementation
     logger.info("attention: %s, q, k and v in %s", attention, attention_dtype(raw_model, accelerator))
@@ -329,10 +337,10 @@ def attention_dtype(model: GolfForCausalLM, accelerator: Accelerator) -> torch.d
     return seen[0]
 
 
-def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Accelerator) -> Meter:
+def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:
     flops = training_flops_per_token(model, config.batch.sequence_length)
     peak = peak_flops(accelerator.device, str(config.train.mixed_precision)) * accelerator.num_processes
-    return Meter(accelerator.device, config.batch.tokens_per_step, flops / peak)
+    return Meter(accelerator.device, config.batch.tokens_per_step, flops / peak, stopwatch)
 
 
 def write_description(run: Run) -> None:
@@ -386,6 +394,7 @@ def _rehearse(run: Run) -> None:
             raise torch.OutOfMemoryError(reason or "on another process")
 
     if compiling or on_gpu:
-        halve_until_it_fits(run, on_all_processes)
+        with run.stopwatch.of("compile" if compiling else "setup"):
+            halve_until_it_fits(run, on_all_processes)
     if compiling:
         logger.info("compile: %.0f s", run.compile_seconds)

@@ -18,6 +18,8 @@ class TrainState:
     """Optimizer updates completed, skipped ones included."""
     elapsed_seconds: float = 0.0
     """Seconds of training so far, over all the sessions of the run."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Those of the process by kind of work, setup included, over all the sessions of the run (Stopwatch)."""
     best_val_loss: float = float("inf")
     """Lowest validation loss (nats a token) of the evaluations so far."""
     best_step: int = 0

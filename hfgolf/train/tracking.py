@@ -116,12 +116,6 @@ def append_lines(path: Path, lines: list[str]) -> None:
             raise
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, without the events."""
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if "event" not in row]
-
-
 def check_trackers(names: list[str]) -> None:
     """Raise UserError for a tracker that accelerate does not know or that is not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers

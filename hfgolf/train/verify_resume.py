@@ -27,9 +27,9 @@ import torch
 
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.errors import UserError
+from hfgolf.report.metrics import read_rows
 from hfgolf.train.evidence import compare, evidence, table, verdict
 from hfgolf.train.run_folder import RunFolder
-from hfgolf.train.tracking import read_rows
 
 logger = logging.getLogger(__name__)
 

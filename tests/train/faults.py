@@ -53,10 +53,10 @@ def rewrite_manifest(checkpoint: Path, **changes: Any) -> None:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl, each line of which must be whole."""
+    """Return the rows of metrics.jsonl without events of a resume, each line of which must be whole."""
     text = (folder / "metrics.jsonl").read_text()
     assert text.endswith("\n")
-    return [json.loads(line) for line in text.splitlines()]
+    return [row for row in map(json.loads, text.splitlines()) if row.get("event") != "resumed"]
 
 
 def losses(folder: Path) -> list[float]:
@@ -89,7 +89,8 @@ def differences(one: Path, other: Path) -> list[str]:
     for name in sorted(names):
         a, b = read(one / name), read(other / name)
         if name == "train_state.json":
-            a["elapsed_seconds"] = b["elapsed_seconds"] = 0
+            a |= {"elapsed_seconds": 0, "seconds": {}}
+            b |= {"elapsed_seconds": 0, "seconds": {}}
         if name.startswith("random_states"):
             a["step"] = b["step"] = 0  # accelerate's count of micro-batches
         if not same(a, b):

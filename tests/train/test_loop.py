@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from hfgolf.errors import UserError
 from hfgolf.optim import muon
+from hfgolf.report.metrics import read_rows
 from hfgolf.train import loop, setup
 from hfgolf.train.loop import due
 
@@ -39,7 +40,7 @@ COLUMNS = [
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(folder / "metrics.jsonl")
 
 
 def losses(folder: Path) -> list[float]:

@@ -17,12 +17,15 @@ from safetensors.torch import load_file
 
 from hfgolf.errors import UserError
 from hfgolf.optim import muon
+from hfgolf.report.metrics import read_rows
 from hfgolf.train import loop
+from hfgolf.train.stopwatch import KINDS
 
 ROOT = Path(__file__).parents[2]
 TIMINGS = {
+    *(f"seconds_{kind}" for kind in KINDS),
     "elapsed_seconds",
-    "eval_seconds",
+    "logged_at",
     "data_seconds",
     "compute_seconds",
     "tokens_per_second",
@@ -38,7 +41,7 @@ class Interrupted(Exception):
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(folder / "metrics.jsonl")
 
 
 def column(folder: Path, name: str) -> list[Any]:
@@ -71,7 +74,8 @@ def saved(folder: Path) -> dict[str, Any]:
     contents |= {path.name: torch.load(path) for path in latest.glob("scaler.pt")}
     contents["dropout"] = torch.load(latest / "random_states_0.pkl", weights_only=False)["torch_manual_seed"]
     state = json.loads((latest / "train_state.json").read_text())
-    return contents | {"state": {key: value for key, value in state.items() if key != "elapsed_seconds"}}
+    del state["elapsed_seconds"], state["seconds"]
+    return contents | {"state": state}
 
 
 @pytest.mark.parametrize(
@@ -199,11 +203,11 @@ def test_a_run_that_stopped_early_has_no_steps_left_until_it_may_be_more_patient
     validation_losses([3.0, 2.5, 2.6, 2.6, 2.5])
     folder = run(tiny_run(**options, train__patience_evals=2))
     assert rows(folder)[-1]["step"] == 8
-    before = (folder / "metrics.jsonl").read_text()
+    before = rows(folder)
     real_step = loop.train_step
     monkeypatch.setattr(loop, "train_step", no_step)
     run(tiny_run(**options, train__patience_evals=2, train__resume="auto"))
-    assert (folder / "metrics.jsonl").read_text() == before
+    assert rows(folder) == before
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["step"], summary["steps"], summary["is_best"]) == (4, 8, True)
     monkeypatch.setattr(loop, "train_step", real_step)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+from hfgolf.compare.comparison import Comparison
+from hfgolf.compare.differences import NOISE_P_VALUE, ArmResult, Difference, GridBest
 from hfgolf.config import join_words
 from hfgolf.redact import redact
-from hfgolf.report.compare import NOISE_P_VALUE, ArmResult, Difference, GridBest
-from hfgolf.report.comparison import Comparison
 
 
 def to_markdown(comparison: Comparison) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hfgolf.report.compare import Point
-from hfgolf.report.outcome import Outcome
+from hfgolf.compare.differences import Point
+from hfgolf.compare.outcome import Outcome
 
 
 @pytest.fixture

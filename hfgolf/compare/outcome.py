@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfgolf.compare.differences import Curve, Point
+from hfgolf.compare.experiment import PlannedRun
+from hfgolf.compare.launch import CONCURRENT_RUNS
 from hfgolf.errors import UserError
-from hfgolf.report.compare import Curve, Point
-from hfgolf.report.experiment import PlannedRun
-from hfgolf.report.launch import CONCURRENT_RUNS
+from hfgolf.report.metrics import read_rows
 from hfgolf.train.run_folder import RunFolder
-from hfgolf.train.tracking import read_rows
 
 # What two runs of one arm may differ in: seed, where they lie, and how the machine goes about them.
 _NOT_OF_THE_ARM = re.compile(

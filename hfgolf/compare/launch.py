@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from hfgolf.command_line import one_line
+from hfgolf.compare.experiment import PlannedRun
 from hfgolf.config import join_words
 from hfgolf.errors import UserError
-from hfgolf.report.experiment import PlannedRun
 from hfgolf.train.environment import resolve_precision
 from hfgolf.train.run_folder import replace_text
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hfgolf.report.compare import (
+from hfgolf.compare.differences import (
     Point,
     best_of_grid,
     compare,

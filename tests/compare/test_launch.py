@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from hfgolf.compare.experiment import load_experiment, plan_runs
+from hfgolf.compare.launch import run_missing
 from hfgolf.errors import UserError
-from hfgolf.report.experiment import load_experiment, plan_runs
-from hfgolf.report.launch import run_missing
 
 NEVER = "raise SystemExit('it was not to be started')\n"
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfgolf.report.compare import Curve, numbers
+from hfgolf.compare.differences import Curve, numbers
 
 if TYPE_CHECKING:
-    from hfgolf.report.comparison import Comparison
-    from hfgolf.report.experiment import Experiment
-    from hfgolf.report.outcome import Outcome
+    from hfgolf.compare.comparison import Comparison
+    from hfgolf.compare.experiment import Experiment
+    from hfgolf.compare.outcome import Outcome
 
 # Okabe and Ito: told apart by the colour-blind, and dark enough on white
 _COLORS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#56B4E9", "#CC79A7")

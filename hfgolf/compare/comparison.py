@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hfgolf.compare.differences import ArmResult, GridBest, best_of_grid, compare
+from hfgolf.compare.experiment import Experiment
+from hfgolf.compare.outcome import Outcome
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
-from hfgolf.report.compare import ArmResult, GridBest, best_of_grid, compare
-from hfgolf.report.experiment import Experiment
-from hfgolf.report.outcome import Outcome
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
 """By arm and seed the runs that finished."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.report.experiment import load_experiment, plan_runs
+from hfgolf.compare.experiment import load_experiment, plan_runs
 
 ROOT = Path(__file__).parents[2]
 

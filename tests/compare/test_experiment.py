@@ -11,8 +11,8 @@ import pytest
 
 from hfgolf import command_line
 from hfgolf.command_line import load_config
+from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.errors import UserError
-from hfgolf.report.experiment import load_experiment, plan_runs
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "benchmarks" / "experiments").glob("*.yaml"))

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from hfgolf.compare.outcome import group_by_arm, read_outcome
 from hfgolf.errors import UserError
-from hfgolf.report.outcome import group_by_arm, read_outcome
+from hfgolf.report.metrics import read_rows
 from hfgolf.train.run_folder import RunFolder
 
 
 def rows_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(folder / "metrics.jsonl")
 
 
 def write_rows(folder: Path, rows: list[dict]) -> None:

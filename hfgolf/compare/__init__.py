@@ -1,0 +1,1 @@
+"""What several runs say together: experiments, their statistics, tables and plots."""

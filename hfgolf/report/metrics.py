@@ -1,0 +1,88 @@
+"""metrics.jsonl read back, whatever became of it: cut off by a crash, with null for NaN, or too long to read whole."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MOST_BYTES = 2**26
+"""Of a file that is read whole: some 50,000 rows of 10 steps."""
+SAMPLED_ROWS = 20_000
+_ALWAYS = (b'"event":', b'"val_tokens":')  # what makes a row worth more than its neighbours
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The rows of a run, a log each, and its events, each in the order they were written."""
+
+    rows: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    broken_lines: int = 0
+    """Lines that are no JSON object with a step: a crash cuts the last one off."""
+    is_sampled: bool = False
+    """The file is so long that only some rows were read: evaluations, events and others evenly spaced."""
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read the metrics.jsonl of a run; of one above MOST_BYTES a sample.
+
+    Raises OSError where there is no such file. A missing or empty one is the caller's to explain.
+    """
+    is_sampled = path.stat().st_size > MOST_BYTES
+    rows, events, broken_lines = [], [], 0
+    for line in _sample(path) if is_sampled else path.read_bytes().splitlines():
+        row = _parse(line)
+        if row is None:
+            broken_lines += 1
+        elif "event" in row:
+            events.append(row)
+        else:
+            rows.append(row)
+    return Metrics(rows, events, broken_lines, is_sampled)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a metrics.jsonl, all of them, without the events; lines that are no row are passed over."""
+    with path.open("rb") as file:
+        rows = [_parse(line) for line in file]
+    return [row for row in rows if row is not None and "event" not in row]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _sample(path: Path) -> Iterator[bytes]:
+    """Yield, in order, the evaluations and events (of very many some, evenly) and SAMPLED_ROWS rows evenly by place."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        places = np.linspace(0, len(content) - 1, SAMPLED_ROWS).astype(np.int64).tolist()
+        places.append(max(0, content.rfind(b"\n") - 1))  # of the last whole line
+        for marker in _ALWAYS:
+            places += _thin(list(_find_all(content, marker)))
+        starts = {content.rfind(b"\n", 0, place) + 1 for place in places}
+        for start in sorted(starts):
+            end = content.find(b"\n", start)
+            yield content[start : end if end >= 0 else len(content)]
+
+
+def _find_all(content: mmap.mmap, marker: bytes) -> Iterator[int]:
+    place = content.find(marker)
+    while place >= 0:
+        yield place
+        place = content.find(marker, place + len(marker))
+
+
+def _thin(places: list[int]) -> list[int]:
+    if len(places) <= SAMPLED_ROWS:
+        return places
+    return [places[i] for i in np.linspace(0, len(places) - 1, SAMPLED_ROWS).astype(np.int64)]

@@ -1,0 +1,54 @@
+"""Where the seconds of a run go: each belongs to one kind of work, so that together they are the wall clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+
+KINDS = ("setup", "compile", "data", "train", "evaluate", "checkpoint", "other")
+"""setup: from the start of the process to the first step, but for compiling; data: waiting for batches; train: the rest
+of the steps; checkpoint: what saves keep the loop waiting, and rollbacks; other: logging, and from the last step on
+exporting and pushing."""
+
+
+class Stopwatch:
+    """Charges the time of a process to one kind of work after the other, from its creation on, which is `setup`.
+
+    On a GPU a kind is charged with what it keeps the process waiting for; a step waits for its own kernels once.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._kind = "setup"
+        # when the process was created only the system's clock knows; from here on it is one that nobody sets
+        self._since = time.perf_counter() - max(0.0, time.time() - psutil.Process().create_time())
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each kind so far, those of earlier sessions included."""
+        self.switch(self._kind)
+        return dict(self._seconds)
+
+    def carry_over(self, seconds: Mapping[str, float]) -> None:
+        """Add the seconds of the sessions before this one."""
+        for kind, before in seconds.items():
+            self._seconds[kind] += before
+
+    def switch(self, kind: str) -> str:
+        """Charge everything from now on to `kind`; returns what was charged until now."""
+        now = time.perf_counter()
+        self._seconds[self._kind] += now - self._since
+        self._since = now
+        before, self._kind = self._kind, kind
+        return before
+
+    @contextmanager
+    def of(self, kind: str) -> Iterator[None]:
+        """Charge what happens inside to `kind`, and what inside of that is of another kind to that one alone."""
+        outside = self.switch(kind)
+        try:
+            yield
+        finally:
+            self.switch(outside)
