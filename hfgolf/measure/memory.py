@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 import torch
@@ -12,6 +13,8 @@ from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
     from hfgolf.config import BatchConfig
+
+Number = TypeVar("Number", int, float)
 
 # The most tokens in a micro-batch on a CPU. Larger ones leave the cache: configs/small.yaml ran forward and backward at
 # 3,600, 3,360 and 3,200 tokens/s with 1,024, 2,048 and 4,096 tokens (2 cores, AVX-512, fp32, best of several steps).
@@ -89,15 +92,29 @@ def used_memory_bytes(device: torch.device) -> int:
     """Return the peak bytes this process took: of the GPU's memory as allocated, or resident in RAM for a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return process_memory_bytes()
+
+
+def process_memory_bytes() -> int:
+    """Return the bytes of RAM that this process holds now."""
     return psutil.Process().memory_info().rss
 
 
 def gpu_utilization(device: torch.device) -> float | None:
     """Return the share of time the GPU was busy lately, by NVML; None on a CPU, or without the nvidia-ml-py package."""
+    return _ask_nvml(lambda: torch.cuda.utilization(device) / 100, device)
+
+
+def gpu_memory_bytes(device: torch.device) -> int | None:
+    """Return the bytes of the GPU that are taken, by whomever, by NVML; None as for `gpu_utilization`."""
+    return _ask_nvml(lambda: torch.cuda.device_memory_used(device), device)
+
+
+def _ask_nvml(question: Callable[[], Number], device: torch.device) -> Number | None:
     if device.type != "cuda":
         return None
     try:
-        return torch.cuda.utilization(device) / 100
+        return question()
     except (ModuleNotFoundError, RuntimeError):
         return None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfgolf.measure.memory import gpu_utilization, used_memory_bytes
+from hfgolf.measure.memory import gpu_memory_bytes, gpu_utilization, process_memory_bytes, used_memory_bytes
 from hfgolf.train.stopwatch import Stopwatch
 
 
@@ -65,6 +65,8 @@ class Meter:
             "data_seconds": data_seconds,
             "compute_seconds": train_seconds,
             "memory_bytes": used_memory_bytes(self.device),
+            "process_memory_bytes": process_memory_bytes(),
+            "gpu_memory_bytes": gpu_memory_bytes(self.device),
             "gpu_utilization": gpu_utilization(self.device),
             "train_losses": losses,
             "grad_norms": grad_norms,

@@ -1,7 +1,7 @@
 """What a run writes about itself: metrics.jsonl first, the lines on the terminal, then copies to trackers.
 
-metrics.jsonl is the truth; a tracker that fails is dropped with one line and never stops a run. Knows nothing of what
-the numbers mean. The only file that knows wandb.
+metrics.jsonl is the truth; trackers get all that is in it, under names in groups, and one that fails is dropped with
+one line and never stops a run. The only file that knows wandb.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfgolf.command_line import one_line
 from hfgolf.errors import UserError
-from hfgolf.redact import redact_values
+from hfgolf.redact import redact, redact_values
 from hfgolf.train.run_folder import replace_text
 
 if TYPE_CHECKING:
@@ -51,14 +52,21 @@ class Tracker:
         if not self._active:
             return
         self._write(row)
-        if self._tracking:
-            numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
-            self._never_stop(lambda: self._accelerator.log(numbers, step=row["step"]))
+        for step, numbers in by_step(row):
+            self._send(numbers, step)
 
     def event(self, name: str, state: TrainState, **details: Any) -> None:
-        """Append a row about something that happened: {"step", "event", "elapsed_seconds", ...}."""
+        """Append a row about something that happened: {"step", "event", "elapsed_seconds", ...}; it goes on as text."""
         if self._active:
             self._write({"step": state.step, "event": name, "elapsed_seconds": state.elapsed_seconds, **details})
+            text = details["text"] if details.keys() == {"text"} else json.dumps(details)
+            self._send({f"event/{name}": redact(text)}, state.step)
+
+    def attach(self, file: Path, kind: str) -> None:
+        """Give a file of the run to those trackers that keep files."""
+        for tracker in self._accelerator.trackers if self._active and self._tracking else []:
+            if tracker.name == "wandb":
+                self._never_stop(partial(tracker.tracker.log_artifact, str(file), f"{kind}-{tracker.tracker.id}", kind))
 
     def rewind(self, step: int) -> None:
         """Forget the rows after `step`, which will be written again; what happened is not forgotten."""
@@ -87,6 +95,13 @@ class Tracker:
         self._unwritten = []
         return None
 
+    def _send(self, values: dict[str, Any], step: int) -> None:
+        for tracker in self._accelerator.trackers if self._tracking else []:
+            if tracker.name == "wandb":  # whose own steps never go back, as a rollback does
+                self._never_stop(partial(tracker.log, values | {"step": step}))
+            else:
+                self._never_stop(partial(tracker.log, values, step=step))
+
     def finish(self) -> None:
         """Close the trackers, and the group of processes with them; the last thing that all ranks do together."""
         reason = self._append() if self._unwritten else None
@@ -101,6 +116,28 @@ class Tracker:
         except Exception as error:  # whatever a tracker raises, the run goes on
             self._tracking = False
             logger.warning("tracker dropped, metrics.jsonl goes on: %s", one_line(error))
+
+
+def by_step(row: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the steps of a row, each with the numbers that trackers get for it; those of the row go with its last."""
+    names = {"train_losses": "train/loss_of_step", "grad_norms": "train/grad_norm_of_step"}
+    lists = {name: row[key] for key, name in names.items() if key in row}
+    first = row["step"] + 1 - max(map(len, lists.values()), default=1)
+    for step in range(first, row["step"]):
+        yield step, {name: values[step - first] for name, values in lists.items()}
+    of_row = {grouped(key): value for key, value in row.items() if isinstance(value, int | float)}
+    yield row["step"], of_row | {name: values[-1] for name, values in lists.items() if values}
+
+
+def grouped(key: str) -> str:
+    """Return the name that trackers know a column by: below train/, val/, time/ or memory/."""
+    if key.startswith("val_"):
+        return f"val/{key.removeprefix('val_')}"
+    if key.endswith("memory_bytes"):
+        return f"memory/{key}"
+    if "seconds" in key or key in ("tokens_per_second", "mfu", "gpu_utilization", "logged_at"):
+        return f"time/{key}"
+    return f"train/{key.removeprefix('train_')}"
 
 
 def append_lines(path: Path, lines: list[str]) -> None:
@@ -143,6 +180,9 @@ def _start_trackers(accelerator: Accelerator, config: RunConfig, folder: Path, s
         logger.warning("wandb: offline, because it could not be reached: %s", one_line(error))
         settings["wandb"]["mode"] = "offline"
         accelerator.init_trackers(project, config=flat, init_kwargs=settings)
+    for tracker in accelerator.trackers:
+        if tracker.name == "wandb":
+            tracker.tracker.define_metric("*", step_metric="step")
 
 
 def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[str, Any]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import struct
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hfgolf.errors import UserError
+from hfgolf.report.metrics import read_rows
 from hfgolf.train import tracking
+
+STATE = "checkpoints/latest/train_state.json"
 
 
 def test_tensorboard_gets_what_the_file_gets(run, tiny_run):
@@ -19,10 +25,71 @@ def test_tensorboard_gets_what_the_file_gets(run, tiny_run):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     events = EventAccumulator(str(folder / "hfgolf"))
     events.Reload()
-    for column in ("train_loss", "grad_norm", "learning_rate"):
-        written = [(event.step, event.value) for event in events.Scalars(column)]
-        assert [step for step, _ in written] == [row["step"] for row in rows]
-        assert [value for _, value in written] == pytest.approx([row[column] for row in rows], rel=1e-6)
+    for column, name in {
+        "train_loss": "train/loss",
+        "learning_rate": "train/learning_rate",
+        "val_loss": "val/loss",
+        "seconds_train": "time/seconds_train",
+        "memory_bytes": "memory/memory_bytes",
+    }.items():
+        expected = {row["step"]: row[column] for row in rows if row[column] is not None}
+        written = {event.step: event.value for event in events.Scalars(name)}
+        assert written == pytest.approx(expected, rel=1e-6) and written
+    losses = [event.value for event in events.Scalars("train/loss_of_step")]
+    assert losses == pytest.approx([loss for row in rows for loss in row["train_losses"]], rel=1e-6)
+    assert [event.step for event in events.Scalars("train/grad_norm_of_step")] == list(range(1, len(losses) + 1))
+    known = {tracking.grouped(key) for row in rows for key, value in row.items() if isinstance(value, int | float)}
+    assert set(events.Tags()["scalars"]) == known | {"train/loss_of_step", "train/grad_norm_of_step"}
+
+
+def wandb_records(folder: Path) -> list[Any]:
+    """Return what wandb wrote of all the sessions of a run.
+
+    Its files are logs as LevelDB writes them, after 7 bytes of its own: blocks of 32 KiB of records, each with 4 bytes
+    of checksum, 2 of length and a kind: whole, first, middle or last part.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records = []
+    for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
+        data, place, message = path.read_bytes(), 7, b""
+        while place < len(data):
+            left = 32768 - place % 32768
+            if left < 7:  # too little for a record: the next block
+                place += left
+                continue
+            length, kind = struct.unpack_from("<HB", data, place + 4)
+            message += data[place + 7 : place + 7 + length]
+            place += 7 + length
+            if kind in (1, 4):
+                records.append(Record.FromString(message))
+                message = b""
+    return records
+
+
+@pytest.mark.slow
+def test_wandb_gets_what_the_file_gets_and_a_resumed_run_goes_on_in_it(run, tiny_run, monkeypatch, tmp_path):
+    options = {"track__trackers": "[wandb]", "track__offline": "true", "schedule__name": "constant"}
+    options |= {"train__eval_every_steps": 2, "optim__learning_rate": 0.0123}
+    run(tiny_run(**options, train__max_steps=4, train__save_every_steps=2))
+    folder = run(tiny_run(**options, train__max_steps=6, train__resume="latest"))
+    records = wandb_records(folder)
+    starts = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert {start.run_id for start in starts} == {json.loads((folder / STATE).read_text())["wandb_id"]}
+    config = {item.key: json.loads(item.value_json) for start in starts for item in start.config.update}
+    config |= {item.key: json.loads(item.value_json) for record in records for item in record.config.update}
+    assert config["optim.learning_rate"] == 0.0123
+    history = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    for row in read_rows(folder / "metrics.jsonl"):
+        (sent,) = [values for values in history if values["step"] == row["step"] and "train/loss" in values]
+        numbers = {tracking.grouped(key): value for key, value in row.items() if isinstance(value, int | float)}
+        assert sent.items() >= numbers.items() - {("train/step", row["step"])}
+    assert [values["step"] for values in history if "train/loss_of_step" in values] == [1, 2, 3, 4, 5, 6]
+    assert [values["step"] for values in history if "event/resumed" in values] == [4]
 
 
 @pytest.mark.slow
