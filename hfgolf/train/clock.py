@@ -34,13 +34,12 @@ class Clock:
     """Measures a run by steps or by the minutes of the main process, and passes on what any process was asked to do.
 
     One all-reduce of three numbers between the hosts a step, and one of the time where minutes end the run, over
-    gloo: no GPU waits for them. It reads a monotonic clock, so that setting the machine's time changes nothing.
+    gloo: no GPU waits for them.
     """
 
     def __init__(self, run: Run, signals: Signals) -> None:
         self._run = run
         self._signals = signals
-        self._started_at = time.perf_counter() - run.state.elapsed_seconds - run.compile_seconds
         self._saved_at = time.perf_counter()
         self._most_seconds = 60 * (run.config.train.max_minutes or math.inf)
         self._hosts = distributed.new_group(backend="gloo") if run.accelerator.num_processes > 1 else None
@@ -58,8 +57,8 @@ class Clock:
         self.stop_signal, self._save_is_due = int(stop), bool(is_due)
 
     def _seconds(self) -> float:
-        """Return the seconds of training by this process' clock, which counts on the main process only."""
-        return time.perf_counter() - self._started_at if self._run.accelerator.is_main_process else 0.0
+        """Return the seconds of training by this process' stopwatch, which counts on the main process only."""
+        return self._run.stopwatch.training_seconds() if self._run.accelerator.is_main_process else 0.0
 
     def _agree(self, *numbers: float) -> list[float]:
         """Return the greatest of each number over the processes."""

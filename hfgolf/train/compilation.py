@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -46,12 +45,11 @@ def has_compiler(device: torch.device) -> bool:
     return device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> float:
-    """Compile the model in place and return the seconds it took; falls back to eager, with one line, where it fails.
+def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
+    """Compile the model in place; falls back to eager, with one line, where it fails.
 
     run_once: runs a forward and backward pass, which is when torch compiles; it must leave no trace.
     """
-    started_at = time.perf_counter()
     model.compile()
     try:
         run_once()
@@ -62,7 +60,6 @@ def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> float:
         torch._dynamo.reset()
         logger.warning("compile: failed, going on without: %s", one_line(error)[:200])
         run_once()
-    return time.perf_counter() - started_at
 
 
 def undo_compilation(model: nn.Module) -> None:

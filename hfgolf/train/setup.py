@@ -83,7 +83,6 @@ class Run:
     batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
     has_begun: bool = False
     """The loop makes its steps: from here on processes wait for each other in the middle of one."""
-    compile_seconds: float = 0.0
     whole_evaluations: dict[int, Evaluation] = field(default_factory=dict)
     """The last evaluation on the whole validation part, by its step, so that the end need not repeat it."""
 
@@ -382,7 +381,7 @@ def _rehearse(run: Run) -> None:
         reason = None
         try:
             if compiling:
-                run.compile_seconds = compile_in_place(run.raw_model, run_once)
+                compile_in_place(run.raw_model, run_once)
             else:
                 run_once()
         except RuntimeError as error:
@@ -397,4 +396,4 @@ def _rehearse(run: Run) -> None:
         with run.stopwatch.of("compile" if compiling else "setup"):
             halve_until_it_fits(run, on_all_processes)
     if compiling:
-        logger.info("compile: %.0f s", run.compile_seconds)
+        logger.info("compile: %.0f s", run.stopwatch.seconds()["compile"])

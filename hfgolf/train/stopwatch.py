@@ -31,6 +31,10 @@ class Stopwatch:
         self.switch(self._kind)
         return dict(self._seconds)
 
+    def training_seconds(self) -> float:
+        """Return the seconds of all kinds but setup, over all sessions: what train.max_minutes limits."""
+        return sum(seconds for kind, seconds in self.seconds().items() if kind != "setup")
+
     def carry_over(self, seconds: Mapping[str, float]) -> None:
         """Add the seconds of the sessions before this one."""
         for kind, before in seconds.items():

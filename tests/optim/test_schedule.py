@@ -138,40 +138,35 @@ def test_the_warmdown_ends_with_the_clock_when_steps_slow_down():
 MINUTES = 2
 
 
-def updates_by_the_clock(monkeypatch: pytest.MonkeyPatch, schedule: ScheduleConfig, seed: int) -> list[SimpleNamespace]:
+def updates_by_the_clock(schedule: ScheduleConfig, seed: int) -> list[SimpleNamespace]:
     """Return, of each update of a run of MINUTES, its step, multiplier, start (share of the time) and seconds.
 
     The order is the loop's. Steps take about 0.5 s and become twice as long over the run, with noise; an evaluation of
     3 to 5 s follows every ninth; after 40 s the run dies and continues, with 2 s to compile.
     """
     noise = random.Random(seed)
-    now = 1000.0
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    spent, has_died = 5.0, False
     run = SimpleNamespace(
         config=RunConfig(train=TrainConfig(max_minutes=MINUTES), schedule=schedule),
         state=TrainState(),
         accelerator=SimpleNamespace(num_processes=1, is_main_process=True),
-        compile_seconds=5.0,
+        stopwatch=SimpleNamespace(training_seconds=lambda: spent),
         most_steps=math.inf,
     )
     of_run = clock.Clock(run, Signals())
-    spent, has_died = run.compile_seconds, False
     updates = []
     while not of_run.is_over():
         multiplier = learning_rate_multiplier(run.state.step, of_run.total_steps(), schedule)
         share = spent / (60 * MINUTES)
         seconds = 0.5 * (1 + share) * noise.uniform(0.7, 1.4)
         updates.append(SimpleNamespace(step=run.state.step, multiplier=multiplier, share=share, seconds=seconds))
-        now, spent = now + seconds, spent + seconds
+        spent += seconds
         run.state.step += 1
         of_run.tick()
         if run.state.step % 9 == 0:
-            evaluation = noise.uniform(3, 5)
-            now, spent = now + evaluation, spent + evaluation
+            spent += noise.uniform(3, 5)
         if spent > 40 and not has_died:
-            has_died, run.compile_seconds = True, 2.0
-            spent = run.state.elapsed_seconds + run.compile_seconds
-            now += 500
+            spent, has_died = run.state.elapsed_seconds + 2.0, True
             of_run = clock.Clock(run, Signals())
     return updates
 
@@ -179,7 +174,7 @@ def updates_by_the_clock(monkeypatch: pytest.MonkeyPatch, schedule: ScheduleConf
 @EVERY_SHAPE
 @pytest.mark.parametrize("warmup_steps", [0, 12])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_by_the_clock_it_ends_at_the_floor_and_never_rises_again(monkeypatch, shape, warmup_steps, floor):
+def test_by_the_clock_it_ends_at_the_floor_and_never_rises_again(shape, warmup_steps, floor):
     """However uneven the steps are and whatever comes between them.
 
     The last update begins less than its own time before the end, so that its fall is less than that share of the whole
@@ -188,7 +183,7 @@ def test_by_the_clock_it_ends_at_the_floor_and_never_rises_again(monkeypatch, sh
     fraction = 0.5
     schedule = ScheduleConfig(**shape, warmup_steps=warmup_steps, warmdown_fraction=fraction, floor=floor)
     for seed in range(6):
-        updates = updates_by_the_clock(monkeypatch, schedule, seed)
+        updates = updates_by_the_clock(schedule, seed)
         assert len(updates) > 60
         values = [update.multiplier for update in updates]
         assert values[:warmup_steps] == pytest.approx([(step + 1) / 12 for step in range(warmup_steps)])
