@@ -53,9 +53,11 @@ class RunSection:
     """Folder that holds the run folders."""
     seed: int = 1337
     """Seeds the weights, dropout and the order of the batches."""
+    price_per_hour: float | None = None
+    """Dollars an hour for the whole machine, for the cost in the report; null: not known."""
 
     def __post_init__(self) -> None:
-        _require_not_negative("run", self, "seed")
+        _require_not_negative("run", self, "seed", "price_per_hour")
         name = self.name
         _require(
             "run.name", name, name is None or re.fullmatch(r"\w[\w.-]*", name) is not None, "letters, digits, . _ -"

@@ -75,9 +75,3 @@ def test_train_says_so_when_the_run_is_complete(reset_accelerate, tiny_run, caps
     assert "step 1/" in first and "step 1/" not in second
     for line in ("validation loss", "bits per byte", "tokens/s", "sample", "run folder", "AutoModelForCausalLM"):
         assert line in first and line in second
-
-
-def test_plot_metrics_draws_a_picture(run, tiny_run, tmp_path):
-    folder = run(tiny_run())
-    script("plot_metrics.py", folder, "--output", tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

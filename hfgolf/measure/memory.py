@@ -10,9 +10,16 @@ import psutil
 import torch
 
 from hfgolf.errors import UserError
+from hfgolf.model import modeling_golf
+from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
+from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
+from hfgolf.optim.groups import parameter_kind
+from hfgolf.optim.muon import MOST_ELEMENTS, MOST_ELEMENTS_ELSEWHERE
 
 if TYPE_CHECKING:
-    from hfgolf.config import BatchConfig
+    from hfgolf.config import RunConfig
+    from hfgolf.model.configuration_golf import GolfConfig
+    from hfgolf.model.modeling_golf import GolfForCausalLM
 
 Number = TypeVar("Number", int, float)
 
@@ -21,63 +28,192 @@ Number = TypeVar("Number", int, float)
 MOST_CPU_TOKENS = 2048
 # What the allocator, the kernels' workspaces and other programs may need beside the prediction.
 USABLE_SHARE = 0.8
-# Logits of one chunk of the loss on an accelerator, in fp32 with their gradient; those of the batch never exist.
-LOSS_CHUNK_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Predicted bytes of one process, by what holds them."""
+    """Predicted bytes of one process on its device, by what holds them."""
 
     weights: int
     gradients: int
     optimizer: int
-    """Its state, and the moving average of the weights."""
+    """Its state."""
+    ema: int
+    """The moving average of the weights."""
+    buckets: int
+    """The gradients once more, where DDP exchanges them."""
+    snapshot: int
+    """The copies that a save in the background writes from; on a GPU they are in the host's memory."""
+    casts: int
+    """The weights in 16 bits, which autograd keeps."""
     activations: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+    """What else autograd keeps for the backward pass."""
+    loss: int
+    """One chunk of the logits, their gradient, and that of the head; the logits of the batch never exist."""
+    backward: int
+    """The widest moment of the backward pass; under gradient checkpointing with the activations of one block."""
+    update: int
+    """What the optimizer takes for a while."""
+    peak: int
+    """Not the sum: gradients and activations, loss, backward pass and update are not all there at one time."""
 
 
 def training_memory(
+    model: GolfConfig,
     *,
     parameters: int,
     matrix_parameters: int,
     batch: int,
     sequence: int,
-    layers: int,
-    width: int,
-    intermediate: int,
     optimizer: str = "muon",
+    ema: bool = False,
     precision: str = "no",
     gradient_checkpointing: bool = False,
-    ema: bool = False,
+    accumulates: bool = False,
+    cautious_weight_decay: bool = False,
+    processes: int = 1,
+    device: str = "cuda",
 ) -> TrainingMemory:
-    """Predict the bytes that training takes on one process.
+    """Predict the bytes that training takes on each process, uncompiled (compiled, autograd keeps less).
 
-    batch: sequences in a micro-batch; sequence: tokens in each; width, intermediate: of the model and of its MLP.
-    matrix_parameters: those that Muon updates. Weights, gradients and state are fp32: 4 bytes each, and per parameter
-    8 bytes of state under AdamW, 4 under Muon and SGD with momentum; the moving average (ema) takes 4 more. Activations
-    a token and layer, after Korthikanti et al. 2022 ("Reducing activation recomputation", section 4.1) for this block
-    with SDPA, which keeps no scores: two norms in and out, fused qkv, normed q and k, attention out, projections:
-    11 x width, and 3 x intermediate of the MLP; under checkpointing only the block's input, and one block whole. In 16
-    bits for a 16-bit precision, of which the norms' fp32 copies are the 4 x width that stay.
+    model: widths, layers, block. matrix_parameters: of the blocks' matrices, which Muon updates. batch: sequences in a
+    micro-batch, sequence: tokens in each. accumulates: a step has several of them. device: cuda or cpu.
+
+    Weights, gradients, averages and state are fp32, 4 bytes a parameter each, and the state 8 under AdamW: Rajbhandari
+    et al. 2020 ("ZeRO", section 3.1), whose 16-bit weights exist here during a pass only. Activations: `block_bytes`.
+    The peak of a pass is within 5 % of what is alive on torch's fake tensors, of CUDA and of the CPU; CUDA's context
+    and cuBLAS's workspaces, together some 0.5 GB, come on top.
     """
+    weights = 4 * parameters
     state = 8 * parameters if optimizer == "adamw" else 4 * parameters
     if optimizer == "muon":
-        state = 4 * matrix_parameters + 8 * (parameters - matrix_parameters)
-    value_bytes = 4 if precision == "no" else 2
-    token_bytes = (7 * width + 3 * intermediate) * value_bytes + 4 * width * 4
-    blocks = layers * width * 4 + token_bytes if gradient_checkpointing else layers * token_bytes
-    ends = 4 * width * 4  # embedding, final norm and their gradients
+        state += 4 * (parameters - matrix_parameters)
+    average = weights if ema else 0
+    half, on_cpu = precision != "no", device == "cpu"
+    casts = 2 * matrix_parameters if half else 0
+
+    tokens, width, layers = batch * sequence, model.hidden_size, model.num_hidden_layers
+    kept, passing = block_bytes(model, sequence, half, device)
+    stream = 4 * width  # bytes of a token between two blocks: fp32, whatever the precision
+    norms = 1 + model.embedding_norm  # outside of the blocks
+    # their inputs, and the gradient of the last output, which the loss computes in its forward pass
+    ends = stream * (norms + 1 + (norms if _keeps_normed(model, device) else 0))
+    activations = tokens * (layers * kept + ends)
+    backward = tokens * passing
+    if gradient_checkpointing:
+        activations = tokens * (layers * stream + ends)
+        casts //= layers  # of the block that is recomputed
+        backward += tokens * (kept - 2 * stream)
+
+    head = model.vocab_size * width
+    loss = 4 * head + (2 * head if half else 0) + tokens * stream + _logits_bytes(model, tokens, device)
+    backward = max(backward + 4 * head, 8 * head + tokens * stream)
+    gradients = weights
+    update = _orthogonalization_bytes(model, device) if optimizer == "muon" else 0
+    if cautious_weight_decay:  # the matrices as they were, and twice their change
+        update = 4 * matrix_parameters + max(update, 8 * matrix_parameters)
+    snapshot = weights + state + average if on_cpu else 0
+    buckets = weights if processes > 1 else 0
+    in_pass = casts + activations + max(loss, backward) + (gradients if accumulates else 0)
+    peak = weights + state + average + snapshot + buckets + max(in_pass, gradients + update)
     return TrainingMemory(
-        weights=4 * parameters,
-        gradients=4 * parameters,
-        optimizer=state + (4 * parameters if ema else 0),
-        activations=batch * sequence * (blocks + ends),
-        logits=LOSS_CHUNK_BYTES,
+        weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, snapshot=snapshot,
+        casts=casts, activations=activations, loss=loss, backward=backward, update=update, peak=peak,
+    )  # fmt: skip
+
+
+def block_bytes(model: GolfConfig, sequence: int, half: bool, device: str) -> tuple[int, int]:
+    """Return the bytes a token of what autograd keeps of one block, and of the widest moment of its backward pass.
+
+    Counted as Korthikanti et al. 2022 do ("Reducing activation recomputation", section 4.1), for this block: what each
+    operation's derivative needs, each storage once. half: operands in 16 bits; the residual stream stays in 32.
+    """
+    width, inner, heads = model.hidden_size, model.intermediate_size, model.num_attention_heads
+    keys = model.num_key_value_heads * model.head_dim
+    operand = 2 if half else 4
+    on_cpu, blocks = device == "cpu", model._attn_implementation == CAUSAL_BLOCKS
+    is_turned = model.qk_norm or model.position_embedding == "rope"
+
+    # both norms: the residual stream that comes in, and what goes into the products
+    kept = 2 * width * (4 + operand + (4 if _keeps_normed(model, device) else 0))
+    qkv = operand * (width + 2 * keys)
+    kept += 0 if blocks else qkv  # whole, whichever part is needed
+    if model.qk_norm:  # in fp32 under autocast; a CPU keeps the normed ones too
+        kept += (width + keys) * ((4 if half else 0) + (4 if on_cpu else 0))
+    if is_turned:
+        kept += operand * (width + keys)
+    kept += operand * width  # attended, for o_proj
+    if blocks:
+        span = min(sequence, QUERIES_PER_BLOCK)
+        copies = (sequence / span + 1) / 2  # of the values, and of keys that are only a view: those a block attends to
+        kept += int(operand * width * (copies if is_turned else 1 + 2 * copies))
+        kept += heads * (sequence + span) // 2 * (6 + (model.dropout > 0))  # fp32 softmax, 16-bit weights
+    elif model.dropout and on_cpu:
+        kept += heads * sequence * 12  # torch has no fused attention with dropout for CPUs
+    elif is_turned and (half or on_cpu):
+        kept += operand * width  # attended, for attention itself: in another layout than o_proj's
+    kept += 2 * width if model.dropout else 0  # masks
+
+    if model.activation == "swiglu":
+        kept += 4 * operand * inner + (operand * width if half else 0)  # its input is cast twice
+        passing = 2 * operand * inner
+    elif model.activation == "relu2" and half and not on_cpu:
+        kept += 8 * inner  # autocast squares in fp32
+        passing = 14 * inner
+    else:
+        kept += 2 * operand * inner
+        passing = (3 if model.activation == "relu2" else 1) * operand * inner
+    return kept, max(passing, 12 * width)
+
+
+def _keeps_normed(model: GolfConfig, device: str) -> bool:
+    """Say whether a norm of the stream keeps, beside its input, what it scales: torch has no fused RMSNorm for CPUs."""
+    return device == "cpu" and model.norm == "rmsnorm"
+
+
+def _logits_bytes(model: GolfConfig, tokens: int, device: str) -> int:
+    """Return what a chunk of the loss takes: logits and log-softmax in fp32, and the gradient of the chunk before."""
+    most = modeling_golf._CHUNK_ELEMENTS_CPU if device == "cpu" else modeling_golf._CHUNK_ELEMENTS_ACCELERATOR
+    rows = min(tokens, max(1, most // model.vocab_size))
+    former = 4 if rows < tokens else 0
+    squashed = 0 if model.logit_soft_cap is None else 8
+    return rows * model.vocab_size * (8 + former + squashed)
+
+
+def _orthogonalization_bytes(model: GolfConfig, device: str) -> int:
+    """Return what Newton-Schulz takes for the largest batch of matrices of one shape.
+
+    An element: 4 bytes of the direction, and in the dtype of the products the matrix, two iterates and, where it is
+    square, three Gram matrices.
+    """
+    ups = 2 if model.activation == "swiglu" else 1
+    alike = model.num_hidden_layers * model.hidden_size * max(4 * model.hidden_size, ups * model.intermediate_size)
+    product_bytes = 4 if device == "cpu" else 2
+    return min(alike, MOST_ELEMENTS.get(device, MOST_ELEMENTS_ELSEWHERE)) * (4 + 6 * product_bytes)
+
+
+def run_memory(
+    config: RunConfig, model: GolfForCausalLM, micro_batch_size: int, num_processes: int, device: str
+) -> TrainingMemory:
+    """Predict the bytes that a run takes on each process: `training_memory` of a config whose precision is decided.
+
+    model: it may lie on the meta device.
+    """
+    sizes = [(parameter_kind(name), p.numel()) for name, p in model.named_parameters()]
+    return training_memory(
+        model.config,
+        parameters=sum(size for _, size in sizes),
+        matrix_parameters=sum(size for kind, size in sizes if kind == "matrix"),
+        batch=micro_batch_size,
+        sequence=config.batch.sequence_length,
+        optimizer=config.optim.name,
+        ema=config.optim.has_ema,
+        precision=str(config.train.mixed_precision),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        accumulates=micro_batch_size * num_processes < config.batch.sequences_per_step,
+        cautious_weight_decay=config.optim.cautious_weight_decay,
+        processes=num_processes,
+        device=device,
     )
 
 
@@ -120,21 +256,22 @@ def _ask_nvml(question: Callable[[], Number], device: torch.device) -> Number | 
 
 
 def choose_micro_batch_size(
-    batch: BatchConfig, num_processes: int, device: torch.device, free_bytes: int, **shape: object
+    config: RunConfig, model: GolfForCausalLM, num_processes: int, device: str, free_bytes: int
 ) -> int:
     """Return the largest micro-batch that fits in the free memory and divides tokens_per_step evenly.
 
-    shape: what `training_memory` takes beside batch and sequence. Raises UserError where not even one sequence fits, or
-    where the processes cannot share the sequences of a step.
+    config: with its precision decided. model: it may lie on the meta device. device: cuda or cpu.
+    Raises UserError where not even one sequence fits, or where the processes cannot share the sequences of a step.
     """
+    batch = config.batch
     batch.accumulation_steps(1, num_processes)  # raises where no micro-batch could divide it
     budget = int(free_bytes * USABLE_SHARE)
     for size in reversed(batch.micro_batch_sizes(num_processes)):
-        if device.type == "cpu" and size > 1 and size * batch.sequence_length > MOST_CPU_TOKENS:
+        if device == "cpu" and size > 1 and size * batch.sequence_length > MOST_CPU_TOKENS:
             continue
-        if training_memory(batch=size, sequence=batch.sequence_length, **shape).total <= budget:  # type: ignore[arg-type]
+        if run_memory(config, model, size, num_processes, device).peak <= budget:
             return size
-    need = training_memory(batch=1, sequence=batch.sequence_length, **shape).total  # type: ignore[arg-type]
+    need = run_memory(config, model, 1, num_processes, device).peak
     raise UserError(
         f"batch.micro_batch_size: not even one sequence of {batch.sequence_length} tokens fits: it needs"
         f" {need / 2**30:.1f} GiB of {budget / 2**30:.1f} GiB usable; try model.gradient_checkpointing true, a shorter"

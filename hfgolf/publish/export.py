@@ -6,6 +6,7 @@ Owns what lies in that folder. Does not know the run that made the model.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def export_model(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
+def export_model(
+    model: GolfForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    card: str,
+    pictures: Sequence[Path] = (),
+) -> None:
     """Write safetensors, config with auto_map, modelling files, tokenizer, generation config and the card to `folder`.
 
-    The folder is replaced as a whole, so that nobody loads a mixture of two exports.
+    pictures: files that the card shows, laid beside it. The folder is replaced as a whole, so that nobody loads a
+    mixture of two exports.
     """
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -30,6 +38,8 @@ def export_model(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase, fol
     _generation_config(model, tokenizer).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     (partial / "README.md").write_text(card, encoding="utf-8")
+    for picture in pictures:
+        shutil.copyfile(picture, partial / picture.name)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 

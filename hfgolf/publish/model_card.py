@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ _TEMPLATE = Path(__file__).with_name("model_card.md")
 _RESULTS = {"val_loss": "loss (nats a token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
 
 
-def model_card(config: RunConfig, summary: dict[str, Any]) -> str:
+def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Path] = ()) -> str:
     """Return the card as Markdown with metadata. summary: as `train()` returns it; missing figures are left out.
 
-    Secrets are redacted, those in a sample included: a model may have learnt them from its corpus.
+    pictures: of the training's curves, shown by their names; export_model lays them beside the card. Secrets are
+    redacted, those in a sample included: a model may have learnt them from its corpus.
     """
     title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
     figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
@@ -56,6 +58,7 @@ def model_card(config: RunConfig, summary: dict[str, Any]) -> str:
         config=config,
         figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
         summary=summary,
+        pictures=[picture.name for picture in pictures],
         fence=_fence(summary.get("sample", "")),
         version=hfgolf.__version__,
         yaml=_public_yaml(config),
@@ -82,7 +85,9 @@ def _dataset(config: RunConfig) -> str:
 
 def _public_yaml(config: RunConfig) -> str:
     """Return the config without what concerns only the machine it ran on."""
-    public = config.replace(run__output_dir=RunSection.output_dir, data__cache_dir=None, train__resume=None)
+    public = config.replace(
+        run__output_dir=RunSection.output_dir, run__price_per_hour=None, data__cache_dir=None, train__resume=None
+    )
     return ResolvedConfig(public, {}).to_yaml().replace("  # default", "").strip()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
 import statistics
+import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
@@ -17,12 +20,14 @@ from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
-from hfgolf.report.metrics import read_rows
+from hfgolf.report.metrics import read_metrics
+from hfgolf.report.record import read_run
+from hfgolf.report.report import write_report
 from hfgolf.train.checkpoint import read_manifest
 from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
-from hfgolf.train.run_folder import replace_text
+from hfgolf.train.run_folder import RunFolder, replace_text
 
 if TYPE_CHECKING:
     from hfgolf.train.setup import Run
@@ -58,8 +63,14 @@ def conclude(run: Run) -> dict[str, Any]:
     if run.accelerator.is_main_process:
         undo_compilation(run.raw_model)
         summary["sample"] = generate_text(run.raw_model, run.tokens.tokenizer, seed=run.config.run.seed)
+        summary |= {f"seconds_{kind}": seconds for kind, seconds in run.stopwatch.seconds().items()}
+        summary["logged_at"] = time.time()
+        report_run(run.folder, summary)
         try:
-            export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, model_card(run.config, summary))
+            picture = run.folder.report.with_suffix("") / "loss.png"
+            pictures = [picture] if picture.is_file() else []
+            card = model_card(run.config, summary, pictures)
+            export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
             replace_text(run.folder.summary, json.dumps(summary, indent=1))
         except (OSError, SafetensorError) as error:
             raise UserError(
@@ -70,6 +81,18 @@ def conclude(run: Run) -> dict[str, Any]:
         run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
     run.tracker.finish()
     return summary
+
+
+def report_run(folder: RunFolder, summary: dict[str, Any]) -> None:
+    """Write the report of a run; where that fails, say why and go on: what matters more is still to come.
+
+    summary: of a run that is complete; empty where it was stopped.
+    """
+    try:
+        record = dataclasses.replace(read_run(folder.path), summary=summary)
+        write_report([record], folder.report)
+    except Exception as error:  # a full disk, no row yet, or what a drawing library comes upon
+        logger.warning("no report: %s", one_line(error))
 
 
 def show_summary(summary: dict[str, Any]) -> None:
@@ -84,7 +107,10 @@ def show_summary(summary: dict[str, Any]) -> None:
     logger.info("bits per byte    %.4f over %s bytes", summary["val_bits_per_byte"], f"{summary['val_bytes']:,}")
     logger.info("tokens/s         %s (median)", f"{summary['tokens_per_second']:,.0f}")
     logger.info("sample           %s", summary["sample"].replace("\n", "\n                 "))
-    logger.info("run folder       %s", summary["model"].removesuffix("/model"))
+    folder = RunFolder(Path(summary["model"]).parent)
+    logger.info("run folder       %s", folder.path)
+    if folder.report.is_file():
+        logger.info("report           %s", folder.report)
     logger.info("\nTo load it:\n")
     logger.info("from transformers import AutoModelForCausalLM, AutoTokenizer")
     logger.info('model = AutoModelForCausalLM.from_pretrained("%s", trust_remote_code=True)', summary["model"])
@@ -135,6 +161,6 @@ def _take_best_weights(run: Run) -> int:
 
 def _median_speed(run: Run) -> float:
     """Return the median of the rows' tokens/s, which leaves warm-up and pauses out; NaN where the rows are lost."""
-    rows = read_rows(run.folder.metrics) if run.folder.metrics.is_file() else []
+    rows = read_metrics(run.folder.metrics).rows if run.folder.metrics.is_file() else []
     speeds = [row["tokens_per_second"] for row in rows]
     return statistics.median(speeds) if speeds else math.nan

@@ -12,6 +12,7 @@ import math
 import signal
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def train(resolved: ResolvedConfig) -> dict[str, Any]:
             run.stopwatch.switch("other")
             with run.stopwatch.of("checkpoint"):
                 run.checkpoints.wait()  # whatever ended the loop, what was to be saved is
+            see_doctor(run)
         report_failed_saves(run)
         if clock.stop_signal:
             leave(run, clock.stop_signal)
@@ -78,6 +80,7 @@ def run_steps(run: Run, clock: Clock) -> None:
                     row |= validate(run)
                 run.tracker.log(row | where_the_time_went(run))
                 console.show(row, clock.total_steps())
+                see_doctor(run)
                 if saving or run.state.best_step == step or should_stop_early(run):
                     save(run)
                 report_failed_saves(run)
@@ -177,6 +180,13 @@ def where_the_time_went(run: Run) -> dict[str, Any]:
     """Return columns of a row: the seconds of each kind of work in the run so far, and the time (Unix)."""
     seconds = {f"seconds_{kind}": seconds for kind, seconds in run.stopwatch.seconds().items()}
     return seconds | {"logged_at": time.time()}
+
+
+def see_doctor(run: Run) -> None:
+    """Say and note what the doctor finds in what was logged since the last time."""
+    for finding in run.rounds.visit() if run.accelerator.is_main_process else []:
+        logger.warning("doctor: %s", finding)
+        run.tracker.event("finding", run.state, **asdict(finding))
 
 
 def save(run: Run) -> None:

@@ -24,7 +24,8 @@ except ImportError:  # Windows: nothing keeps two runs apart there
     fcntl = None  # type: ignore[assignment]
 
 # What may differ between a run and its continuation without making it another run.
-_FREE_KEYS = {"run.output_dir", "train.resume", "train.cpu_threads", "data.num_workers", "data.in_memory"}
+_FREE_KEYS = {"run.output_dir", "run.price_per_hour", "train.resume", "train.cpu_threads"}
+_FREE_KEYS |= {"data.num_workers", "data.in_memory"}
 _FREE_SECTIONS = ("track.", "hub.")
 
 
@@ -51,6 +52,11 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """The page; beside it are its Markdown and, in a folder, its pictures."""
+        return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:

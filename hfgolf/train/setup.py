@@ -28,13 +28,14 @@ from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
-from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes
+from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes, run_memory
 from hfgolf.model.causal_blocks import attend_fastest
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.publish.hub import HubPusher
+from hfgolf.report.doctor import Rounds
 from hfgolf.train.checkpoint import check_resume, clean_up
 from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.clock import most_steps
@@ -77,6 +78,8 @@ class Run:
     stopwatch: Stopwatch
     meter: Meter
     tracker: Tracker
+    rounds: Rounds
+    """The doctor's visits."""
     hub: HubPusher
     most_steps: float
     """Steps after which max_steps, max_tokens or max_epochs end the run; infinity where only the clock does."""
@@ -231,6 +234,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
         stopwatch=stopwatch,
         meter=_build_meter(config, raw_model, accelerator, stopwatch),
         tracker=Tracker(accelerator, config, folder.path, state),
+        rounds=Rounds(folder.metrics, config.flat()),
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
         most_steps=most_steps(config.train, config.batch, num_blocks(len(tokens.train), config.batch.sequence_length)),
     )
@@ -295,22 +299,9 @@ def _settle_batch(resolved: ResolvedConfig, model: GolfForCausalLM, accelerator:
     """Decide the micro-batch where it is auto, and tell the accelerator the accumulation that follows from it."""
     config = resolved.config
     if config.batch.micro_batch_size == "auto":
-        parameters = list(model.parameters())
-        size = choose_micro_batch_size(
-            config.batch,
-            accelerator.num_processes,
-            accelerator.device,
-            free_memory_bytes(accelerator.device) // (1 if accelerator.device.type == "cuda" else _local_processes()),
-            parameters=sum(p.numel() for p in parameters),
-            matrix_parameters=sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n),
-            layers=model.config.num_hidden_layers,
-            width=model.config.hidden_size,
-            intermediate=model.config.intermediate_size,
-            optimizer=config.optim.name,
-            precision=config.train.mixed_precision,
-            gradient_checkpointing=config.model.gradient_checkpointing,
-            ema=config.optim.has_ema,
-        )
+        device = accelerator.device
+        free_bytes = free_memory_bytes(device) // (1 if device.type == "cuda" else _local_processes())
+        size = choose_micro_batch_size(config, model, accelerator.num_processes, device.type, free_bytes)
         resolved = resolved.resolve("auto", batch__micro_batch_size=size)
     size = int(resolved.config.batch.micro_batch_size)
     accumulation = config.batch.accumulation_steps(size, accelerator.num_processes)
@@ -323,6 +314,8 @@ def _settle_batch(resolved: ResolvedConfig, model: GolfForCausalLM, accelerator:
         accumulation,
         accelerator.num_processes,
     )
+    memory = run_memory(resolved.config, model, size, accelerator.num_processes, accelerator.device.type)
+    logger.info("memory: %.2f GiB predicted at the peak, for each process", memory.peak / 2**30)
     return resolved
 
 

@@ -1,0 +1,282 @@
+"""The ladder: a training step from the naive loop to hfgolf's, one improvement a rung, the same model and data.
+
+    python scripts/ladder.py --config configs/small.yaml
+
+Each rung keeps what the rungs below it gained. They are written to be read: how a batch is made is one of a few small
+functions, and the step around it is `plain_step`, a training loop as one finds it in a tutorial. The last rung is
+hfgolf's train_step(), which adds a loss that never holds all logits of a batch, and the attention that is the fastest
+on this device.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hfgolf.data.batches import block_ids, gather
+from hfgolf.data.token_cache import TokenCache
+from hfgolf.data.token_stream import open_stream
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.groups import build_optimizer
+from hfgolf.optim.schedule import apply_schedule
+from hfgolf.train.compilation import has_compiler
+from hfgolf.train.guard import is_out_of_memory
+from hfgolf.train.loop import train_step
+from hfgolf.train.setup import Run
+
+Blocks = Callable[[np.ndarray], Tensor]
+"""From the numbers of blocks to (B, T + 1) int64 tokens, block i from token i * T of the training stream on."""
+
+# How far the losses of two rungs may lie apart, in nats: in fp32, and where one of them computes in 16 bits. A step
+# moves them by more than that, and a wrong batch by far more.
+TOLERANCES = {"no": 1e-3, "bf16": 5e-2}
+
+
+@dataclass
+class Rung:
+    """One way to make a step, or the reason why this machine has none."""
+
+    name: str
+    what: str
+    """What is new in it."""
+    step: Callable[[], float] | None
+    """Makes the next step and returns its loss, in nats a token; it has waited for the device then."""
+    precision: str = "no"
+    skipped: str = ""
+
+
+class TextFiles:
+    """The pieces of text that the first steps read, as files: what a naive loop tokenises again for each batch.
+
+    Each file has the text of one piece of the token cache, decoded before anything is measured.
+    """
+
+    def __init__(self, tokens: TokenCache, sequence_length: int, blocks: np.ndarray, folder: Path) -> None:
+        self.sequence_length = sequence_length
+        self.tokenizer = tokens.tokenizer
+        self.folder = folder
+        self.ends = np.cumsum(tokens.train.piece_tokens, dtype=np.int64)
+        self.starts = self.ends - tokens.train.piece_tokens
+        self.begins_document: dict[int, bool] = {}
+        """Whether the end of text stands before a piece."""
+        for block in blocks.tolist():
+            for piece in self.pieces(block):
+                ids = tokens.train.tokens[self.starts[piece] : self.ends[piece]].tolist()
+                self.begins_document[piece] = ids[0] == self.tokenizer.eos_token_id
+                text = self.tokenizer.decode(ids[self.begins_document[piece] :], clean_up_tokenization_spaces=False)
+                (folder / f"{piece}.txt").write_text(text, encoding="utf-8", newline="")
+
+    def pieces(self, block: int) -> range:
+        """Return the pieces in which the tokens of a block lie."""
+        tokens = [block * self.sequence_length, (block + 1) * self.sequence_length]
+        first, last = np.searchsorted(self.ends, tokens, side="right").tolist()
+        return range(first, last + 1)
+
+    def read(self, blocks: np.ndarray) -> Tensor:
+        """Read the text of each sequence, tokenise it and cut the sequence out."""
+        rows = []
+        for block in blocks.tolist():
+            ids: list[int] = []
+            for piece in self.pieces(block):
+                text = (self.folder / f"{piece}.txt").read_bytes().decode("utf-8")
+                ids += [self.tokenizer.eos_token_id] if self.begins_document[piece] else []
+                ids += self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+            start = block * self.sequence_length - int(self.starts[self.pieces(block)[0]])
+            rows.append(torch.tensor(ids[start : start + self.sequence_length + 1]))
+        return torch.stack(rows)
+
+
+def from_disk(path: Path, sequence_length: int) -> Blocks:
+    """Open the file of token ids for each sequence and cut the sequence out."""
+
+    def read(blocks: np.ndarray) -> Tensor:
+        starts = (blocks * sequence_length).tolist()
+        return torch.stack(
+            [torch.tensor(open_stream(path).tokens[s : s + sequence_length + 1].tolist()) for s in starts]
+        )
+
+    return read
+
+
+def from_memory(tokens: np.ndarray, sequence_length: int) -> Blocks:
+    """Cut each sequence out of an array in memory."""
+
+    def read(blocks: np.ndarray) -> Tensor:
+        starts = (blocks * sequence_length).tolist()
+        return torch.stack([torch.tensor(tokens[s : s + sequence_length + 1].tolist()) for s in starts])
+
+    return read
+
+
+def vectorised(tokens: np.ndarray, sequence_length: int) -> Blocks:
+    """Read all sequences of a batch at once."""
+    return lambda blocks: gather(tokens, blocks * sequence_length, sequence_length)
+
+
+def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, precision: str) -> Callable[[], float]:
+    """Return a loop's step over a copy of the run's model: forward, backward, clip, update.
+
+    attention: a name of transformers, eager for plain products. The data, the optimizer and the learning rates are
+    those of the run.
+    """
+    config, device = run.config, run.accelerator.device
+    model = copy_of(run.raw_model, attention)
+    optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
+    if is_compiled:
+        model.compile()
+    autocast = nullcontext() if precision == "no" else torch.autocast(device.type, torch.bfloat16)
+    numbers = itertools.count()
+
+    def step() -> float:
+        number = next(numbers)
+        ids = block_ids(config.run.seed, number, config.batch.sequences_per_step, run.num_blocks)
+        total = torch.zeros((), device=device)
+        for part in np.split(ids, run.accumulation_steps):
+            tokens = blocks(part).to(device)
+            with autocast:
+                logits = model(input_ids=tokens[:, :-1]).logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            (loss / run.accumulation_steps).backward()
+            total += loss.detach() / run.accumulation_steps
+        if config.train.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
+        apply_schedule(optimizer, number, math.inf, config.optim, config.schedule)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    return step
+
+
+def copy_of(model: GolfForCausalLM, attention: str) -> GolfForCausalLM:
+    """Return a model of its own with the same weights, uncompiled, in fp32."""
+    twin = GolfForCausalLM(copy.deepcopy(model.config)).to(model.device)
+    twin.load_state_dict(model.state_dict())
+    twin.set_attn_implementation(attention)
+    return twin.train()
+
+
+def hfgolf_step(run: Run) -> Callable[[], float]:
+    """Return the step of hfgolf, on the run itself."""
+
+    def step() -> float:
+        loss = train_step(run, math.inf).loss
+        run.state.step += 1
+        if run.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        return loss
+
+    return step
+
+
+def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> list[Rung]:
+    """Return the rungs from the bottom up, of a run that has made no step yet and is not compiled.
+
+    num_steps: steps that a rung will make at most. folder: for the texts that the lowest rung reads. may_compile: where
+    there is a compiler.
+    """
+    config, stream, length = run.config, run.tokens.train, run.config.batch.sequence_length
+    ids = [block_ids(config.run.seed, n, config.batch.sequences_per_step, run.num_blocks) for n in range(num_steps)]
+    gathered = vectorised(stream.tokens, length)
+    texts = TextFiles(run.tokens, length, np.unique(np.concatenate(ids)), folder)
+    is_same = torch.equal(texts.read(ids[0]), gathered(ids[0]))
+    precision, source = str(config.train.mixed_precision), run.resolved.sources["train.mixed_precision"]
+    skipped = {
+        "naive": "" if is_same else "this tokenizer does not make the same tokens of a text that it decoded",
+        "in RAM": "" if stream.is_in_memory else "data.in_memory is false, or the tokens are too large for it",
+        "compiled": "" if may_compile else "train.compile is false",
+        "mixed precision": "" if precision != "no" else f"train.mixed_precision is no ({source})",
+    }
+    if may_compile and not has_compiler(run.accelerator.device):
+        skipped["compiled"] = "there is no compiler for this device"
+    is_compiled = not skipped["compiled"]
+    stored, in_memory = from_disk(stream.path, length), from_memory(stream.tokens, length)
+    rungs: list[tuple[str, str, Blocks, str, bool, str]] = [
+        ("naive", "tokenise the text of each batch", texts.read, "eager", False, "no"),
+        ("tokenised", "token ids from a file", stored, "eager", False, "no"),
+        ("in RAM", "token ids from memory", in_memory, "eager", False, "no"),
+        ("vectorised", "all sequences of a batch in one read", gathered, "eager", False, "no"),
+        ("compiled", "torch.compile", gathered, "eager", is_compiled, "no"),
+        ("mixed precision", precision, gathered, "eager", is_compiled, precision),
+        ("SDPA", "scaled_dot_product_attention", gathered, "sdpa", is_compiled, precision),
+    ]
+    built = []
+    for name, what, blocks, attention, compiling, of_rung in rungs:
+        reason = skipped.get(name, "")
+        step = None if reason else plain_step(run, blocks, attention, compiling, of_rung)
+        built.append(Rung(name, what, step, of_rung, reason))
+    if is_compiled:
+        run.raw_model.compile()
+    what = f"train_step(): loss in chunks, {run.raw_model.config._attn_implementation} attention"
+    return [*built, Rung("hfgolf", what, hfgolf_step(run), precision)]
+
+
+def climb(rungs: list[Rung], num_losses: int, repetitions: int) -> list[dict[str, Any]]:
+    """Make the steps of all rungs and return a row for each: its first losses, seconds, ratios, or why it was skipped.
+
+    The repetitions are interleaved, a step of each rung in turn, so that what else the machine does meets all of them;
+    "faster" (than the rung before) and "faster_than_first" are medians over these pairs.
+    """
+    losses = {rung.name: first_losses(rung, num_losses) for rung in rungs}
+    seconds: dict[str, list[float]] = {rung.name: [] for rung in rungs if rung.step}
+    for _ in range(repetitions):
+        for rung in rungs:
+            if rung.step:
+                started_at = time.perf_counter()
+                rung.step()
+                seconds[rung.name].append(time.perf_counter() - started_at)
+    rows = []
+    before = first = next(iter(seconds))
+    for rung in rungs:
+        row: dict[str, Any] = {"rung": rung.name, "what": rung.what, "precision": rung.precision}
+        if rung.step:
+            own = seconds[rung.name]
+            row |= {
+                "losses": losses[rung.name],
+                "milliseconds": 1e3 * statistics.median(own),
+                "faster": statistics.median(a / b for a, b in zip(seconds[before], own, strict=True)),
+                "faster_than_first": statistics.median(a / b for a, b in zip(seconds[first], own, strict=True)),
+                "seconds": own,
+            }
+            before = rung.name
+        else:
+            row["skipped"] = rung.skipped
+        rows.append(row)
+    return rows
+
+
+def first_losses(rung: Rung, num_losses: int) -> list[float]:
+    """Make the first steps of a rung and return their losses; a rung that has no room in memory is skipped."""
+    try:
+        return [rung.step() for _ in range(num_losses)] if rung.step else []
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        rung.step, rung.skipped = None, "out of memory"
+        return []
+
+
+def check_losses(rows: list[dict[str, Any]]) -> None:
+    """Add to each row "losses_off_by", how far its losses lie from those of the first rung at most, in nats a token.
+
+    Raises ValueError where that is beyond TOLERANCES: the rung trains something else.
+    """
+    climbed = [row for row in rows if "losses" in row]
+    for row in climbed:
+        pairs = zip(row["losses"], climbed[0]["losses"], strict=True)
+        row["losses_off_by"] = max(abs(loss - first) for loss, first in pairs)
+        if not row["losses_off_by"] <= TOLERANCES[row["precision"]]:
+            raise ValueError(f"{row['rung']}: its losses {row['losses']} are not those of {climbed[0]['rung']}")

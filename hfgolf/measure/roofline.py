@@ -1,0 +1,187 @@
+"""The roofline of a machine, and where the operations of a training step lie below it.
+
+Owns what an operation computes and moves, from its shapes, and the measuring of both ceilings (Williams, Waterman and
+Patterson 2009, "Roofline", CACM 52:4). Refuses to know whose step it is.
+
+Shapes: N = B * T tokens of a micro-batch, H heads, K key-value heads, D head size, C channels, I of the MLP,
+V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.benchmark import Timer
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from hfgolf.measure.flops import measured_peak_flops
+from hfgolf.measure.memory import free_memory_bytes
+from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
+from hfgolf.model.causal_blocks import causal_blocks
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.optim.muon import fast_product_dtype
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Of an AdamW update, a parameter: decay 1, first moment 3, second 4, root, correction and epsilon 3, step 3; read
+# weight, gradient and both moments, write all but the gradient, in fp32.
+ADAMW_FLOPS, ADAMW_BYTES = 14, 28
+NORM_FLOPS = 4  # of an element: square, add, times the root, times the weight
+PRODUCT_SIZES = {"cpu": (512, 1024, 2048)}
+PRODUCT_SIZES_ELSEWHERE = (4096, 8192)
+MOST_STREAM_ELEMENTS = 2**26  # 256 MiB of fp32 each in three arrays: larger than any cache
+LEAST_SECONDS = 0.3  # that an operation is repeated
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What an operation computes and must move between memory and processor: operands and result once."""
+
+    name: str
+    precision: str
+    flops: float
+    num_bytes: float
+    run: Callable[[], object]
+    """Does it, on the device that its operands are on."""
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.num_bytes
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What a device can do at most, as measured."""
+
+    peak_flops: dict[str, float]
+    """FLOP/s of a large matrix product, by precision."""
+    bytes_per_second: float
+    """Of a stream larger than the caches."""
+
+    def attainable_flops(self, intensity: float, precision: str) -> float:
+        """Return the FLOP/s below which an operation of so many FLOPs a byte stays, its operands not in a cache."""
+        return min(self.peak_flops[precision], intensity * self.bytes_per_second)
+
+
+def measure_roofline(device: torch.device) -> Roofline:
+    """Measure both ceilings of a device, in some seconds, with all of torch's threads."""
+    names = ("bf16", "fp16", "fp32") if device.type == "cuda" else ("bf16", "fp32")
+    sizes = PRODUCT_SIZES.get(device.type, PRODUCT_SIZES_ELSEWHERE)
+    peaks = {name: max(measured_peak_flops(device, DTYPES[name], size) for size in sizes) for name in names}
+    return Roofline(peaks, measured_bandwidth(device))
+
+
+def measured_bandwidth(device: torch.device, num_elements: int | None = None) -> float:
+    """Return the bytes/s of the best of several triads a = b + s c (McCalpin's STREAM): 12 bytes an element of fp32.
+
+    A CPU that reads what it is to overwrite moves 16, which as in STREAM do not count.
+    """
+    num_elements = num_elements or min(MOST_STREAM_ELEMENTS, free_memory_bytes(device) // 64)
+    a, b, c = (torch.zeros(num_elements, device=device) for _ in range(3))
+    return 12 * num_elements / best_seconds(lambda: torch.add(b, c, alpha=3.0, out=a))
+
+
+def best_seconds(run: Callable[[], object]) -> float:
+    """Return the seconds of a call, the best of several over at least LEAST_SECONDS; waits for a GPU."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    timer.timeit(2)  # warms up
+    return min(timer.blocked_autorange(min_run_time=LEAST_SECONDS).times)
+
+
+def place(operation: Operation, roofline: Roofline) -> dict[str, Any]:
+    """Measure an operation by itself and return where it lies: what it reaches, and what it could."""
+    seconds = best_seconds(operation.run)
+    attainable = roofline.attainable_flops(operation.intensity, operation.precision)
+    return {
+        "operation": operation.name,
+        "precision": operation.precision,
+        "flops": operation.flops,
+        "bytes": operation.num_bytes,
+        "intensity": operation.intensity,
+        "seconds": seconds,
+        "flops_per_second": operation.flops / seconds,
+        "attainable_flops_per_second": attainable,
+        "reached": operation.flops / seconds / attainable,
+        "bound_by": "compute" if attainable == roofline.peak_flops[operation.precision] else "memory",
+    }
+
+
+def step_operations(
+    config: GolfConfig, batch: int, sequence: int, precision: str, device: torch.device
+) -> list[Operation]:
+    """Return the main operations of a step, of the forward pass and of the optimizer, with operands of their shapes.
+
+    batch, sequence: of a micro-batch. precision: bf16, fp16 or fp32, of what autocast casts.
+    """
+    dtype = DTYPES[precision]
+    tokens, width, inner = batch * sequence, config.hidden_size, config.intermediate_size
+    projected = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+
+    def product(name: str, fan_in: int, fan_out: int) -> Operation:
+        x, weight = _random((tokens, fan_in), dtype, device), _random((fan_out, fan_in), dtype, device)
+        num_bytes = dtype.itemsize * (tokens * fan_in + fan_in * fan_out + tokens * fan_out)
+        return Operation(name, precision, 2.0 * tokens * fan_in * fan_out, num_bytes, lambda: F.linear(x, weight))
+
+    return [
+        product("qkv projection", width, projected),
+        _attention(config, batch, sequence, precision, device),
+        product("MLP up", width, inner),
+        product("MLP down", inner, width),
+        product("head", width, config.vocab_size),
+        _norm(tokens, width, precision, device),
+        _gram(config.num_hidden_layers, min(width, inner), max(width, inner), device),
+        _adamw(config.vocab_size * width, device),
+    ]
+
+
+def _attention(config: GolfConfig, batch: int, sequence: int, precision: str, device: torch.device) -> Operation:
+    """The causal half of both products; queries, keys, values and outputs pass once, scores never."""
+    heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    dtype = DTYPES[precision]
+    query = _random((batch, heads, sequence, size), dtype, device)
+    key, value = (_random((batch, key_heads, sequence, size), dtype, device) for _ in range(2))
+
+    def run() -> Tensor:
+        if config._attn_implementation == CAUSAL_BLOCKS:
+            groups = heads // key_heads
+            return causal_blocks(query, repeat_kv(key, groups), repeat_kv(value, groups), size**-0.5)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != key_heads)
+
+    num_bytes = dtype.itemsize * batch * sequence * size * (2 * heads + 2 * key_heads)
+    return Operation("attention", precision, 2.0 * batch * heads * sequence**2 * size, num_bytes, run)
+
+
+def _norm(tokens: int, width: int, precision: str, device: torch.device) -> Operation:
+    x, weight = (_random(shape, DTYPES[precision], device) for shape in ((tokens, width), (width,)))
+    num_bytes = DTYPES[precision].itemsize * (2 * tokens * width + width)
+    return Operation(
+        "norm", precision, NORM_FLOPS * tokens * width, num_bytes, lambda: F.rms_norm(x, (width,), weight, 1e-6)
+    )
+
+
+def _gram(layers: int, short: int, long: int, device: torch.device) -> Operation:
+    """X X^T of an MLP's matrices, the product that a Newton-Schulz iteration begins with."""
+    dtype = fast_product_dtype(device)
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    x = _random((layers, short, long), dtype, device)
+    num_bytes = dtype.itemsize * layers * (short * long + short**2)
+    return Operation(
+        "Newton-Schulz product", precision, 2.0 * layers * short**2 * long, num_bytes, lambda: torch.bmm(x, x.mT)
+    )
+
+
+def _adamw(num_parameters: int, device: torch.device) -> Operation:
+    parameter = torch.nn.Parameter(_random((num_parameters,), torch.float32, device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return Operation("AdamW update", "fp32", ADAMW_FLOPS * num_parameters, ADAMW_BYTES * num_parameters, optimizer.step)
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)  # not the global one, which is the caller's
+    return torch.randn(shape, device=device, generator=generator).to(dtype)

@@ -1,0 +1,152 @@
+"""The report of a run, or of several side by side: a page that needs nothing beside it, and Markdown with pictures.
+
+Owns what is in it and where it is written; its looks are in templates/ and figures.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hfgolf.redact import redact, redact_values
+from hfgolf.report.figures import EVENTS, draw_charts, line_look
+from hfgolf.report.record import FIGURES, RunRecord, final_figures, seconds_by_kind, stated_price, status, written
+from hfgolf.report.wording import dollars, duration
+
+_TEMPLATES = Path(__file__).with_name("templates")
+_MOST_TOLD = 100  # events, findings and samples of a run, each; there may be one a step
+_MOST_CHARACTERS = 300  # of what is told about an event: the blocks of a step may be thousands
+_NAMES = {"run.name", "run.output_dir"}
+_OF_EVERY_EVENT = {"step", "event", "elapsed_seconds"}
+
+
+def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float | None = None) -> None:
+    """Write x.html, which needs nothing beside it, and x.md with its pictures in the folder x.
+
+    runs: as read_run returns them, at least one. price_per_hour: dollars for the machine; None takes run.price_per_hour
+    of each run's config. Raises OSError where the disk refuses.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    runs = _with_distinct_names(runs)
+    drawings = draw_charts(runs)
+    pages = [_describe(run, number, price_per_hour) for number, run in enumerate(runs)]
+    content = {
+        "runs": pages,
+        "labels": [label for label, _ in FIGURES.values() if any(label in page["figures"] for page in pages)],
+        "differences": _differing_keys(runs),
+        "pictures": output.stem,
+    }
+    pictures = output.with_suffix("")
+    pictures.mkdir(parents=True, exist_ok=True)
+    for drawing in drawings:
+        (pictures / f"{drawing.chart.name}.png").write_bytes(drawing.to_png())
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,  # in Markdown entities are what they are in HTML
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["dollars"] = dollars
+    for suffix in (".html", ".md"):
+        page = environment.get_template(f"report{suffix}").render(content, drawings=drawings)
+        output.with_suffix(suffix).write_text(f"{page}\n", encoding="utf-8")
+
+
+def _with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Number the runs whose folders have the same name."""
+    names = [run.name for run in runs]
+    numbers = [names[: place + 1].count(name) if names.count(name) > 1 else 0 for place, name in enumerate(names)]
+    return [
+        dataclasses.replace(run, name=f"{run.name} ({number})") if number else run
+        for run, number in zip(runs, numbers, strict=True)
+    ]
+
+
+def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict[str, Any]:
+    """Return what the templates say of one run, without secrets. number: its place among the runs, for its look."""
+    price = stated_price(run) if price_per_hour is None else price_per_hour
+    seconds = seconds_by_kind(run)
+    total = sum(seconds.values())
+    counts = Counter(event["event"] for event in run.metrics.events)
+    events = [event for event in run.metrics.events if event["event"] in EVENTS.keys() - {"finding"}]
+    samples = run.events("sample")[-_MOST_TOLD:]
+    if "sample" in run.summary:
+        samples.append({"step": run.summary.get("step"), "text": run.summary["sample"]})
+    page = {
+        "name": run.name,
+        "look": line_look(number),
+        "status": status(run),
+        "notes": _notes(run),
+        "figures": written(final_figures(run, price)),
+        "price": price,
+        "times": [_time(kind, spent, total, price) for kind, spent in seconds.items()],
+        "wall_clock": _time("wall clock", total, total, price),
+        "marks": [(sign, name, counts[kind]) for kind, (_, sign, name) in EVENTS.items() if counts[kind]],
+        "events": [_tell(event) for event in events[:_MOST_TOLD]],
+        "more_events": max(0, len(events) - _MOST_TOLD),
+        "findings": [_tell_finding(event) for event in run.events("finding")[:_MOST_TOLD]],
+        "samples": samples,
+        "profile": run.profile,
+        "config": run.config_yaml,
+        "config_values": run.config,
+        "metadata": json.dumps(redact_values(run.metadata), indent=1) if run.metadata else "",
+    }
+    return redact_values(page)
+
+
+def _time(kind: str, seconds: float, total: float, price: float | None) -> dict[str, Any]:
+    share = 100 * seconds / total if total else 0.0
+    cost = None if price is None else dollars(seconds / 3600 * price)
+    return {"kind": kind, "time": duration(seconds), "percent": f"{share:.1f}", "cost": cost}
+
+
+def _notes(run: RunRecord) -> list[str]:
+    """Say what a reader of the curves has to know about where they are from."""
+    notes = []
+    if run.metrics.is_sampled:
+        notes.append(
+            f"metrics.jsonl is too long to read whole: {len(run.metrics.rows):,} rows of it are shown, the evaluations"
+            " and others evenly from all over it. What lies between them is not in the curves, medians and peaks."
+        )
+    if run.metrics.broken_lines:
+        notes.append(f"Lines of metrics.jsonl that are broken, and left out: {run.metrics.broken_lines:,}.")
+    if all(row.get("val_loss") is None for row in run.metrics.rows):
+        notes.append("There is no evaluation in metrics.jsonl.")
+    return notes
+
+
+def _tell(event: dict[str, Any]) -> dict[str, Any]:
+    details = {key: value for key, value in event.items() if key not in _OF_EVERY_EVENT and value is not None}
+    text = redact(", ".join(f"{key} {value}" for key, value in details.items()))  # before it is cut
+    _, sign, name = EVENTS[event["event"]]
+    shortened = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+    return {"step": event["step"], "sign": sign, "name": name, "details": shortened}
+
+
+def _tell_finding(event: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": event["step"],
+        "symptom": event.get("symptom", ""),
+        "saw": event.get("saw", ""),
+        "causes": _lines(event.get("causes")),
+        "fix": _lines(event.get("fix")),
+    }
+
+
+def _lines(value: Any) -> list[str]:
+    """Return what is a text, a list of texts or a table, as lines."""
+    if isinstance(value, dict):
+        return [f"{key}: {inner}" for key, inner in value.items()]
+    return [str(line) for line in (value if isinstance(value, list) else [value] if value else [])]
+
+
+def _differing_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the "section.key" whose values the configs of several runs do not have in common."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _NAMES)
+    return [key for key in keys if any(run.config.get(key) != runs[0].config.get(key) for run in runs)]

@@ -1,0 +1,48 @@
+"""Say what a run suffers from, why, and what to change: python scripts/doctor.py runs/small
+
+Reads metrics.jsonl and config.yaml of runs that train, are complete or died. Exit status 0: all is well; 1: there are
+findings; 2: there is no such run.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from hfgolf.command_line import run_command
+from hfgolf.report.doctor import examine
+from hfgolf.report.finding import Finding
+from hfgolf.report.metrics import Metrics
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/small")
+    parser.add_argument("--json", action="store_true", help="print {run: [finding, ...]} instead")
+    arguments = parser.parse_args()
+    seen = {run: examine(run) for run in arguments.runs}
+    if arguments.json:
+        print(
+            json.dumps({str(run): list(map(dataclasses.asdict, found)) for run, (found, _) in seen.items()}, indent=1)
+        )
+    else:
+        print("\n\n".join(describe(run, *findings) for run, findings in seen.items()))
+    return 1 if any(findings for findings, _ in seen.values()) else 0
+
+
+def describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
+    """Return what was found in a run as lines for a person."""
+    steps = metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"]
+    sample = ", a sample of the rows" if metrics.is_sampled else ""
+    if not findings:
+        return f"{run}: all is well ({steps} steps{sample})"
+    lines = [f"{run}: {len(findings)} finding{'s' if len(findings) > 1 else ''} ({steps} steps{sample})"]
+    for finding in sorted(findings, key=lambda finding: finding.step):
+        lines += [f"\nstep {finding.step}: {finding.symptom}", f"  saw    {finding.saw}"]
+        lines += [f"  {'causes' if i == 1 else '      '} {i}. {cause}" for i, cause in enumerate(finding.causes, 1)]
+        lines += [f"  try    {finding.options}"] if finding.fix else []
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,100 @@
+"""Climb from a naive training loop to hfgolf's: python scripts/ladder.py --config configs/small.yaml
+
+Measures a step of each rung on this machine: tokenise each batch, tokens stored, in RAM, vectorised batches,
+torch.compile, mixed precision, SDPA, hfgolf. All have the same model, data, optimizer and learning rates, and their
+first losses are compared. Writes ladder.png and ladder.json and prints a table. Holds a copy of the model and of the
+optimizer's state for each rung; dropout is 0. The rungs are in benchmarks/ladder.py.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hfgolf.command_line import load_config, run_command
+from hfgolf.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="All else is as train.py takes it: --config FILE --section.key value; --train.compile false leaves out\n"
+        "torch.compile, --train.mixed_precision no the 16 bits.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/ladder"), help="folder to write to (runs/ladder)")
+    parser.add_argument("--repetitions", type=int, default=9, help="steps of each rung that are timed (9)")
+    parser.add_argument("--losses", type=int, default=4, help="first steps whose losses are compared (4)")
+    arguments, of_run = parser.parse_known_args()
+    for option in ("repetitions", "losses"):
+        if getattr(arguments, option) < 1:
+            raise UserError(f"--{option}: {getattr(arguments, option)} is out of range; allowed: 1 or more.")
+    resolved = load_config(of_run)
+    may_compile = resolved.config.train.compile is not False
+
+    sys.path.insert(0, str(ROOT))  # the naive rungs are a benchmark, no part of the package
+    import torch
+
+    from benchmarks.ladder import build_rungs, check_losses, climb
+    from hfgolf.train.console import show_log
+    from hfgolf.train.environment import device_name, run_metadata
+    from hfgolf.train.run_folder import replace_text
+    from hfgolf.train.scratch import scratch_run, writable_folder
+
+    show_log(True)
+    folder = writable_folder(arguments.output)
+    with scratch_run(resolved, "ladder", model__dropout=0.0, train__compile=False) as run:
+        if run.accelerator.num_processes > 1:
+            raise UserError("ladder.py measures one process; start it with python, not accelerate launch.")
+        if run.config.train.mixed_precision == "fp16":
+            raise UserError("train.mixed_precision: fp16 has no rung of its own; allowed: no, bf16.")
+        rungs = build_rungs(run, arguments.losses + arguments.repetitions, run.folder.path, may_compile)
+        print(f"\nclimbing: {arguments.losses} + {arguments.repetitions} steps of each rung")
+        rows = climb(rungs, arguments.losses, arguments.repetitions)
+    check_losses(rows)
+    record = {"rungs": rows, "threads": torch.get_num_threads(), "metadata": run_metadata(run.resolved)}
+    replace_text(folder / "ladder.json", json.dumps(record, indent=1))
+    draw(rows, f"{run.config.run.name} on {device_name()}", folder / "ladder.png")
+    print(f"\n{table(rows)}\nwrote {folder / 'ladder.png'} and {folder / 'ladder.json'}")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a row for each rung: its time, how much faster it is, and its last loss beside that of the first rung."""
+    lines = [f"{'rung':<17}{'ms a step':>11}{'faster':>8}{'in all':>8}{'loss':>9}{'off by':>9}  what is new"]
+    for row in rows:
+        if "skipped" in row:
+            lines.append(f"{row['rung']:<17}skipped: {row['skipped']}")
+            continue
+        lines.append(
+            f"{row['rung']:<17}{row['milliseconds']:>11,.1f}{row['faster']:>7.2f}x{row['faster_than_first']:>7.2f}x"
+            f"{row['losses'][-1]:>9.4f}{row['losses_off_by']:>9.0e}  {row['what']}"
+        )
+    lines.append("the losses of all rungs are the same, to the precision's tolerance")
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Write the picture: a bar for each rung that was climbed, with its time and how much faster it is."""
+    from matplotlib.figure import Figure
+
+    climbed = [row for row in rows if "skipped" not in row]
+    figure = Figure(figsize=(8, 1 + 0.5 * len(climbed)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([row["rung"] for row in climbed], [row["milliseconds"] for row in climbed], color="#0072B2")
+    labels = [f" {row['milliseconds']:,.0f} ms, {row['faster_than_first']:.2f}x" for row in climbed]
+    axes.bar_label(bars, labels)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set(xlabel="milliseconds a step (median)", title=title)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,291 @@
+"""Plan a run before it is run: python scripts/plan.py --config configs/small.yaml
+
+Prints the model's parameters and FLOPs, the memory that training takes and whether it fits, steps, tokens, time and
+cost. With a budget (--dollars, --minutes) it says how many steps and tokens that pays for. Trains nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from hfgolf.command_line import ResolvedConfig, load_config, run_command
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from hfgolf.config import RunConfig
+    from hfgolf.measure.plan import Data, Length, Machine, Plan, Speed
+
+ITEMS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "ema": "average of the weights",
+    "buckets": "DDP's buckets",
+    "snapshot": "copies that saves write",
+    "casts": "weights in 16 bits",
+    "activations": "activations",
+    "loss": "loss, in chunks of logits",
+    "backward": "backward pass",
+    "update": "update",
+    "peak": "peak",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="All else is as train.py takes it: --config FILE --section.key value. For several processes:\n"
+        "accelerate launch --num_processes 8 scripts/plan.py --config ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
+    parser.add_argument("--tokens_per_second", type=float, help="speed of all processes, as a log line says it")
+    parser.add_argument("--measure", action="store_true", help="measure the speed: a few steps on random tokens")
+    parser.add_argument("--mfu", type=float, help="share of the device's peak to assume as speed (0.4)")
+    parser.add_argument("--dollars", type=float, help="budget; needs a price")
+    parser.add_argument("--minutes", type=float, help="budget")
+    parser.add_argument("--price_per_hour", type=float, help="dollars, of the whole machine (run.price_per_hour)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options, of_run = parser.parse_known_args()
+    _check(options)
+    resolved = load_config(of_run)
+
+    from hfgolf.measure.plan import affordable_steps, look_at_data, make_plan, meta_model, run_length
+    from hfgolf.train.console import show_log
+
+    show_log(is_main_process=False)  # warnings only
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    config, machine = find_machine(resolved, options.device, processes)
+    price = options.price_per_hour or config.run.price_per_hour
+    budget = find_budget(options.dollars, options.minutes, price)
+    data = look_at_data(config)
+    plan = make_plan(config, meta_model(config, data.vocabulary, machine.device), machine)
+    speed = find_speed(options, config, data, plan, machine)
+    steps, note = planned_steps(config, data, speed)
+    length = None if steps is None else run_length(config, data, speed, steps, price)
+    affordable = None
+    if budget is not None:
+        stated, seconds = budget
+        if plan.largest_micro_batch is None:
+            raise UserError(f"{stated}: {does_not_fit(plan, config, machine)}")
+        steps = affordable_steps(config, data, speed, seconds, stated)
+        affordable = run_length(config, data, speed, steps, price)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if options.json:
+        print(as_json(config, plan, data, machine, speed, length, affordable))
+        return
+    print("\n".join(describe(config, plan, data, machine, speed)))
+    print("\n".join(describe_length(length, sum(plan.parameters.values()), price, note)))
+    if affordable is not None:
+        print(describe_budget(affordable, length, stated, seconds))
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("tokens_per_second", "mfu", "dollars", "minutes", "price_per_hour"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name}: {value:g} is out of range; allowed: a number above 0.")
+    if options.mfu is not None and options.mfu > 1:
+        raise UserError(f"--mfu: {options.mfu:g} is out of range; allowed: above 0, up to 1.")
+    speeds = [f"--{name}" for name in ("tokens_per_second", "measure", "mfu") if getattr(options, name)]
+    if len(speeds) > 1:
+        raise UserError(f"{' and '.join(speeds)} each say how fast the run is; state one.")
+    if options.measure and options.device:
+        raise UserError("--measure: only this machine can be measured; leave out --device, or state --mfu.")
+
+
+def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
+    """Return the config with its precision decided, and the machine that it is planned for."""
+    from hfgolf.measure.flops import DEVICES, find_device
+    from hfgolf.measure.plan import machine_of, this_machine
+    from hfgolf.train.environment import resolve_precision, set_cpu_threads
+
+    if name is None:
+        config = resolve_precision(resolved).config
+        set_cpu_threads(config.train.cpu_threads, processes)  # as the run would, before anything is measured
+        return config, this_machine(str(config.train.mixed_precision), processes)
+    device = find_device(name)
+    if device is None:
+        known = ", ".join(device.name for device in DEVICES)
+        raise UserError(f"--device: {name} is not in the table; known: {known}.")
+    config = resolved.config
+    if config.train.mixed_precision is None:
+        config = config.replace(train__mixed_precision="bf16" if device.has_bf16 else "no")
+    return config, machine_of(device, str(config.train.mixed_precision), processes)
+
+
+def find_speed(options: argparse.Namespace, config: RunConfig, data: Data, plan: Plan, machine: Machine) -> Speed:
+    """Return the speed as it is stated, measured or assumed."""
+    import torch
+
+    from hfgolf.measure.plan import ASSUMED_MFU, Speed, assumed_speed, measured_speed
+
+    if options.tokens_per_second:
+        return Speed(options.tokens_per_second, "stated")
+    if options.measure:
+        torch.manual_seed(config.run.seed)
+        return measured_speed(config, data.vocabulary, plan.micro_batch_size, machine)
+    return assumed_speed(plan.flops, machine, options.mfu or ASSUMED_MFU, config.model.gradient_checkpointing)
+
+
+def find_budget(dollars: float | None, minutes: float | None, price: float | None) -> tuple[str, float] | None:
+    """Return the budget as it was stated and the seconds it pays for, whichever of the two ends first; None: none."""
+    budgets = []
+    if dollars is not None:
+        if not price:
+            raise UserError("--dollars: the price of an hour is not known; state --price_per_hour.")
+        budgets.append((3600 * dollars / price, f"--dollars {dollars:g} at {price:g} an hour"))
+    if minutes is not None:
+        budgets.append((60 * minutes, f"--minutes {minutes:g}"))
+    return min(((stated, seconds) for seconds, stated in budgets), key=lambda b: b[1]) if budgets else None
+
+
+def planned_steps(config: RunConfig, data: Data, speed: Speed) -> tuple[int | None, str]:
+    """Return the steps of the run, None where they are not known, and what there is to say of them."""
+    from hfgolf.data.batches import num_blocks
+    from hfgolf.train.clock import most_steps
+
+    train, batch = config.train, config.batch
+    if train.max_epochs and data.train_tokens is None:
+        return None, "train.max_epochs: how many steps that is, only the tokens tell"
+    blocks = num_blocks(data.train_tokens, batch.sequence_length) if train.max_epochs and data.train_tokens else 0
+    by_steps = most_steps(train, batch, blocks)
+    by_clock = 60 * (train.max_minutes or math.inf) * speed.tokens_per_second / batch.tokens_per_step
+    if by_clock < by_steps:
+        return max(1, int(by_clock)), "train.max_minutes ends it, evaluations and compiling included"
+    return int(by_steps), ""
+
+
+def does_not_fit(plan: Plan, config: RunConfig, machine: Machine) -> str:
+    """Say that the memory is too small, and what to do."""
+    usable = f"{gib(plan.usable_bytes)} usable of {machine.name}"
+    need = f"not even one sequence of {config.batch.sequence_length} tokens fits into the {usable}"
+    if config.model.gradient_checkpointing:
+        return f"{need}; shorten batch.sequence_length or take a smaller model."
+    return f"{need}; try model.gradient_checkpointing true, a shorter batch.sequence_length or a smaller model."
+
+
+def describe(config: RunConfig, plan: Plan, data: Data, machine: Machine, speed: Speed) -> list[str]:
+    """Return the lines of a plan."""
+    batch, flops, total = config.batch, plan.flops, sum(plan.parameters.values())
+    precision = {"no": "fp32"}.get(str(config.train.mixed_precision), config.train.mixed_precision)
+    lines = [f"{config.run.name}: {total:,} parameters, vocabulary {data.vocabulary:,}"]
+    lines += table((part, f"{count:,}", f"{count / total:.1%}") for part, count in plan.parameters.items())
+    lines += table((f"updated by {rule}", f"{count:,}", f"{count / total:.1%}") for rule, count in plan.rules.items())
+    lines += ["", f"{scaled(flops.useful)}FLOPs a token, forward and backward"]
+    spent = {"matrices": flops.matrices, "attention": flops.attention, "head": flops.head}
+    lines += table((name, f"{scaled(count)}FLOPs", f"{count / flops.useful:.1%}") for name, count in spent.items())
+    recomputed = "recomputed beside" if config.model.gradient_checkpointing else "checkpointing would add"
+    more = f"{flops.recomputation / flops.useful:.1%}"
+    lines += table([(recomputed, f"{scaled(flops.recomputation)}FLOPs", more)])
+    lines += [
+        "",
+        f"memory, {precision}, {plan.micro_batch_size} x {batch.sequence_length} tokens x {plan.accumulation_steps}"
+        f" accumulated x {machine.processes} process{'es' if machine.processes > 1 else ''}, uncompiled",
+    ]
+    stated = [dataclasses.asdict(plan.memory_without_checkpointing), dataclasses.asdict(plan.memory_with_checkpointing)]
+    rows = [(name, *(gib(memory[item]) for memory in stated)) for item, name in ITEMS.items() if stated[0][item]]
+    lines += table([("checkpointing", "no", "yes"), *rows])
+    lines.append(fit(config, plan, machine))
+    if data.train_tokens is None:
+        lines += ["", f"data: not counted ({data.note})"]
+    else:
+        lines += ["", f"data: {data.train_tokens:,} train tokens, {data.val_tokens:,} validation tokens"]
+    return [*lines, f"speed: {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"]
+
+
+def fit(config: RunConfig, plan: Plan, machine: Machine) -> str:
+    """Return whether the run fits, and which micro-batch would."""
+    from hfgolf.measure.memory import MOST_CPU_TOKENS, USABLE_SHARE
+
+    if plan.largest_micro_batch is None:
+        return f"  does not fit: {does_not_fit(plan, config, machine)}"
+    usable = f"{gib(plan.usable_bytes)} usable ({USABLE_SHARE:.0%} of what is free on {machine.name})"
+    largest = f"the largest micro-batch that would is {plan.largest_micro_batch}"
+    if machine.device == "cpu":
+        largest += f" (with more than {MOST_CPU_TOKENS:,} tokens a CPU is slower)"
+    return f"  {'fits' if plan.fits else 'does not fit'} into {usable}; {largest}"
+
+
+def describe_length(length: Length | None, parameters: int, price: float | None, note: str) -> list[str]:
+    """Return the lines on steps, time and cost. note: what there is to say of the steps."""
+    if length is None:
+        return [f"run: steps not known ({note})"]
+    parts = [
+        f"{length.steps:,} steps",
+        f"{length.tokens:,} tokens",
+        f"{length.tokens / parameters:.3g} for each parameter",
+    ]
+    if length.epochs is not None:
+        parts.append(f"{length.epochs:.3g} epochs")
+    lines = [f"run: {', '.join(parts)}{f' ({note})' if note else ''}"]
+    known = length.evaluation_seconds is not None
+    evaluations = f"about {duration(length.evaluation_seconds or 0.0)} of evaluations" if known else "evaluations"
+    lines.append(f"time: {duration(length.seconds)} of steps; {evaluations}, start, compiling and saves come on top")
+    if length.dollars is not None:
+        lines.append(f"cost: ${length.dollars:,.2f} at ${price:g} an hour")
+    return lines
+
+
+def describe_budget(affordable: Length, length: Length | None, stated: str, seconds: float) -> str:
+    """Return what the budget pays for, and whether the config's run is within it."""
+    epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
+    pays_for = f"{affordable.steps:,} steps, {affordable.tokens:,} tokens{epochs}"
+    answer = f"\nbudget: {stated} ({duration(seconds)}) pays for {pays_for}"
+    if length is None:
+        return answer
+    if length.steps > affordable.steps:
+        return f"{answer}; the config's {length.steps:,} do not fit, --train.max_steps {affordable.steps} does"
+    return f"{answer}; the config's {length.steps:,} fit"
+
+
+def as_json(
+    config: RunConfig,
+    plan: Plan,
+    data: Data,
+    machine: Machine,
+    speed: Speed,
+    length: Length | None,
+    affordable: Length | None,
+) -> str:
+    """Return everything as JSON; null is what is not known, or was not asked."""
+    parts: dict[str, Any] = {"data": data, "machine": machine, "speed": speed, "length": length, "budget": affordable}
+    numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
+    numbers |= dataclasses.asdict(plan) | {"fits": plan.fits}
+    numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}
+    return json.dumps(numbers, indent=1)
+
+
+def table(rows: Any) -> list[str]:
+    """Return rows as lines: a name, and columns of figures."""
+    return [f"  {name:<26}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in rows]
+
+
+def scaled(number: float) -> str:
+    """Return a number with three digits and its SI prefix: "1.23 G"."""
+    power = max(0, min(4, int(math.log10(max(number, 1.0)) // 3)))
+    return f"{number / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}"
+
+
+def gib(num_bytes: int) -> str:
+    """Return bytes in GiB, or in MiB where they are fewer than one."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as a person says them: "2 h 05 min", "4 min 59 s", "1.3 s"."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, hours = round(seconds / 60), int(round(seconds / 60) // 60)
+    return f"{hours} h {minutes % 60:02d} min" if hours else f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,89 @@
+"""Profile the training step of a config: python scripts/profile_step.py --config configs/small.yaml
+
+Makes real steps, on the real data, under torch.profiler. Prints where their time goes, by phase and by kind of work,
+the operations that take most of it, the memory they add, and what bounds the step. Writes profile.json, which the
+run's report shows, and trace.json.gz, for chrome://tracing or Perfetto, into the run's folder; trains nothing.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hfgolf.command_line import load_config, run_command
+from hfgolf.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="All else is as train.py takes it: --config FILE --section.key value; track.* and hub.* have no effect.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=int, default=5, help="steps to profile, after three to warm up (5)")
+    parser.add_argument("--output", type=Path, help="folder to write to (that of the run, as runs/small)")
+    arguments, of_run = parser.parse_known_args()
+    if arguments.steps < 1:
+        raise UserError(f"--steps: {arguments.steps} is out of range; allowed: 1 or more.")
+    resolved = load_config(of_run)
+    # or torch tells of each start of its profiler, and of memory that was there before it
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    from hfgolf.train.console import show_log
+    from hfgolf.train.profile_step import profile_run
+    from hfgolf.train.run_folder import replace_text, run_folder
+    from hfgolf.train.scratch import scratch_run, writable_folder
+    from hfgolf.train.signals import follow_launcher
+
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    show_log(is_main_process)
+    follow_launcher()
+    folder = writable_folder(arguments.output or run_folder(resolved.config).path)
+    with scratch_run(resolved, "profile") as run:
+        trace = (folder if is_main_process else run.folder.path) / "trace.json.gz"
+        record = profile_run(run, arguments.steps, trace)
+    if not is_main_process:
+        return
+    replace_text(folder / "profile.json", json.dumps(record, indent=1))
+    print(f"\n{describe(record)}\nwrote {folder / 'profile.json'} and {trace}")
+
+
+def describe(record: dict[str, Any]) -> str:
+    """Return what a person reads of profile.json."""
+    milliseconds, profiled = 1e3 * record["step_seconds"], 1e3 * record["profiled_step_seconds"]
+    memory = record["memory"]
+    of_kinds = ", of as many steps of the uncompiled model" if record["is_compiled"] else ""
+    return "\n".join(
+        [
+            f"a step of {record['tokens_per_step']:,} tokens: {milliseconds:,.1f} ms, {profiled:,.1f} ms under the"
+            f" profiler, MFU {record['mfu']:.0%}; {record['machine']['device']}, {record['precision']},"
+            f" {'compiled' if record['is_compiled'] else 'not compiled'}",
+            "\nphases, shares of the time of a step (the gradients of head and loss are made in the forward pass)",
+            *_bars(record["shares"]),
+            f"\nkinds of work, shares of forward, backward and optimizer{of_kinds}",
+            *_bars(record["kinds"]),
+            f"\n{'operation':<50}{'phase':<11}{'kind':<14}{'calls':>7}{'ms':>9}{'share':>7}",
+            *map(_row, record["top"]),
+            f"\nmemory: a step adds {memory['peak_bytes'] / 1e6:,.1f} MB at most, in the {memory['peak_phase']} phase",
+            f"\n{record['sentence']}",
+        ]
+    )
+
+
+def _bars(shares: dict[str, float]) -> list[str]:
+    rows = [f"{name:<14}{share:>7.1%} {'#' * round(40 * share)}" for name, share in shares.items()]
+    return [*rows, f"{'together':<14}{sum(shares.values()):>7.1%}"]
+
+
+def _row(operation: dict[str, Any]) -> str:
+    return (
+        f"{operation['operation'][:48]:<50}{operation['phase']:<11}{operation['kind'] or '':<14}"
+        f"{operation['calls_per_step']:>7,.0f}{operation['milliseconds_per_step']:>9,.2f}{operation['share']:>7.1%}"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

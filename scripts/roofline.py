@@ -1,0 +1,133 @@
+"""Measure the roofline of this machine: python scripts/roofline.py --config configs/small.yaml
+
+Measures what the device can compute (a large matrix product in bf16 and in fp32) and move (a stream larger than the
+caches), each main operation of a training step by itself, and the step as a whole. Writes roofline.png and
+roofline.json and prints a table. A quiet machine gives the highest ceilings.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hfgolf.command_line import load_config, run_command
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from hfgolf.measure.roofline import Roofline
+
+DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")  # Okabe and Ito's
+MARKERS = "os^Dvhpd"
+STEPS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="All else is as train.py takes it: --config FILE (configs/small.yaml) --section.key value;\n"
+        "the step is not compiled unless train.compile is stated.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/roofline"), help="folder to write to (runs/roofline)")
+    arguments, of_run = parser.parse_known_args()
+    if not any(option.split("=")[0] == "--config" for option in of_run):
+        of_run = ["--config", str(DEFAULT), *of_run]
+    resolved = load_config(of_run)
+    if "train.compile" not in resolved.sources:
+        resolved = resolved.resolve("roofline", train__compile=False)
+
+    import torch
+
+    from hfgolf.measure.flops import training_flops_per_token
+    from hfgolf.measure.roofline import measure_roofline, place, step_operations
+    from hfgolf.train.console import show_log
+    from hfgolf.train.environment import device_name, run_metadata
+    from hfgolf.train.profile_step import timed_steps
+    from hfgolf.train.run_folder import replace_text
+    from hfgolf.train.scratch import scratch_run, writable_folder
+
+    show_log(True)
+    folder = writable_folder(arguments.output)
+    with scratch_run(resolved, "roofline") as run:
+        if run.accelerator.num_processes > 1:
+            raise UserError("roofline.py measures one device; start it with python, not accelerate launch.")
+        device, config = run.accelerator.device, run.config
+        precision = "fp32" if config.train.mixed_precision == "no" else str(config.train.mixed_precision)
+        step_seconds = min(timed_steps(run, STEPS))
+        flops = training_flops_per_token(run.raw_model, config.batch.sequence_length) * config.batch.tokens_per_step
+        shape = (run.raw_model.config, run.micro_batch_size, config.batch.sequence_length)
+    roofline = measure_roofline(device)
+    rows = [place(operation, roofline) for operation in step_operations(*shape, precision, device)]
+    step = {"precision": precision, "flops": flops, "seconds": step_seconds, "flops_per_second": flops / step_seconds}
+    record = {
+        "peak_flops": roofline.peak_flops,
+        "bytes_per_second": roofline.bytes_per_second,
+        "operations": rows,
+        "step": step,
+        "threads": torch.get_num_threads(),
+        "metadata": run_metadata(run.resolved),
+    }
+    replace_text(folder / "roofline.json", json.dumps(record, indent=1))
+    draw(roofline, rows, step, f"{config.run.name} on {device_name()}", folder / "roofline.png")
+    print(f"\n{table(roofline, rows, step)}\nwrote {folder / 'roofline.png'} and {folder / 'roofline.json'}")
+
+
+def table(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, Any]) -> str:
+    """Return the ceilings and a row for each operation: what it reaches of what it could."""
+    peaks = ", ".join(f"{name} {flops / 1e9:,.0f} GFLOP/s" for name, flops in roofline.peak_flops.items())
+    lines = [
+        f"ceilings: {peaks}; {roofline.bytes_per_second / 1e9:,.1f} GB/s",
+        f"{'operation':<24}{'precision':<11}{'FLOP/byte':>10}{'GFLOP/s':>10}{'of':>10}{'reached':>9}  bound by",
+    ]
+    for row in rows:
+        gigaflops, most = row["flops_per_second"] / 1e9, row["attainable_flops_per_second"] / 1e9
+        lines.append(
+            f"{row['operation']:<24}{row['precision']:<11}{row['intensity']:>10,.1f}{gigaflops:>10,.1f}{most:>10,.1f}"
+            f"{row['reached']:>9.0%}  {row['bound_by']}"
+        )
+    gigaflops, most = step["flops_per_second"] / 1e9, roofline.peak_flops[step["precision"]] / 1e9
+    lines.append(
+        f"{'the step':<24}{step['precision']:<11}{'':>10}{gigaflops:>10,.1f}{most:>10,.1f}{gigaflops / most:>9.0%}"
+    )
+    if any(row["reached"] > 1 and row["bound_by"] == "memory" for row in rows):
+        lines.append("bound by memory and above 100 %: its operands stay in the caches, where in a step they may not")
+    return "\n".join(lines)
+
+
+def draw(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, Any], title: str, path: Path) -> None:
+    """Write the picture: both axes logarithmic, a roof for each precision, a point for each operation."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    ridges = [peak / roofline.bytes_per_second for peak in roofline.peak_flops.values()]
+    left = min([row["intensity"] for row in rows]) / 3
+    right = max([*ridges, *(row["intensity"] for row in rows)]) * 3
+    for (name, peak), ridge, style in zip(roofline.peak_flops.items(), ridges, ("-", "--", ":"), strict=False):
+        floor = left * roofline.bytes_per_second
+        label = f"{name}: {peak / 1e9:,.0f} GFLOP/s"
+        axes.plot([left, ridge, right], [floor, peak, peak], style, color="black", linewidth=1.5, label=label)
+    axes.plot([], [], " ", label=f"memory: {roofline.bytes_per_second / 1e9:,.1f} GB/s")
+    share = step["flops_per_second"] / roofline.peak_flops[step["precision"]]
+    axes.axhline(
+        step["flops_per_second"],
+        color="grey",
+        linestyle="-.",
+        label=f"the whole step: {step['flops_per_second'] / 1e9:,.0f} GFLOP/s, {share:.0%} of {step['precision']}",
+    )
+    for row, color, marker in zip(rows, COLORS, MARKERS, strict=True):
+        label = f"{row['operation']} ({row['precision']}): {row['reached']:.0%} of its roof"
+        point = row["intensity"], row["flops_per_second"]
+        # hollow: the products often lie on each other
+        axes.plot(*point, marker, color=color, markersize=10, markerfacecolor="none", markeredgewidth=2, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="FLOP/s", title=title)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,158 @@
+"""Every rung reads the same tokens and trains the same model; the table compares the rungs that were climbed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hfgolf.command_line import load_config
+from hfgolf.data.batches import MicroBatches
+from hfgolf.data.token_cache import load_tokens
+from hfgolf.train.scratch import scratch_run
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "ladder.py"
+
+
+@pytest.fixture
+def ladder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.ladder")
+
+
+@pytest.mark.parametrize("options", [{}, {"tokenizer__kind": "bpe", "tokenizer__vocab_size": 300}])
+def test_all_rungs_read_the_blocks_of_training(ladder, tiny_run, tmp_path, corpus_file, options):
+    for number in range(3):  # several documents, each of several pieces
+        text = corpus_file.read_text(encoding="utf-8")[number * 100 :]
+        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
+    config = load_config(tiny_run(data__files=f"{tmp_path}/*.txt", data__in_memory="false", **options)).config
+    tokens = load_tokens(config.data, config.tokenizer)
+    stream, length = tokens.train, 32
+    num_blocks = (len(stream.tokens) - 1) // length
+    blocks = np.random.default_rng(0).permutation(num_blocks)[:200]
+    starts = np.cumsum(stream.piece_tokens) - stream.piece_tokens
+    assert any(start // length in blocks for start in starts[1:].tolist())  # one of them lies in two pieces
+    texts = ladder.TextFiles(tokens, length, blocks, tmp_path)
+    expected = ladder.vectorised(stream.tokens, length)(blocks)
+    assert torch.equal(texts.read(blocks), expected)
+    assert torch.equal(ladder.from_disk(stream.path, length)(blocks), expected)
+    assert torch.equal(ladder.from_memory(stream.tokens, length)(blocks), expected)
+    item = MicroBatches(stream, length, 4, 1, 0, 1, seed=7)[0]
+    ids = ladder.block_ids(7, 0, 4, num_blocks)
+    assert torch.equal(ladder.vectorised(stream.tokens, length)(ids)[:, :-1], item["input_ids"])
+
+
+@pytest.fixture
+def rungs(ladder, tiny_run, tmp_path) -> Iterator[list[Any]]:
+    """Return the rungs of a tiny run in bf16, not compiled, that accumulates and clips."""
+    arguments = tiny_run(train__mixed_precision="bf16", batch__micro_batch_size=4, train__max_grad_norm=0.1)
+    with scratch_run(load_config(arguments), "test") as run:
+        yield ladder.build_rungs(run, 6, tmp_path, may_compile=False)
+
+
+def test_all_rungs_have_the_same_losses(ladder, rungs):
+    rows = ladder.climb(rungs, num_losses=5, repetitions=1)
+    ladder.check_losses(rows)
+    assert [row["rung"] for row in rows if "skipped" in row] == ["compiled"]
+    losses = rows[0]["losses"]
+    assert losses[-1] < losses[0] - 0.2  # beside which the distances are small
+    assert all(row["losses_off_by"] < (1e-5 if row["precision"] == "no" else 0.02) for row in rows if "losses" in row)
+
+
+def test_a_rung_that_trains_on_other_data_is_found_out(ladder, rungs):
+    two = [rungs[3], ladder.Rung("shifted", "", lambda: rungs[2].step() + 2e-3)]
+    rows = ladder.climb(two, num_losses=3, repetitions=1)
+    with pytest.raises(ValueError, match=r"shifted: its losses .* are not those of vectorised"):
+        ladder.check_losses(rows)
+
+
+def test_a_rung_without_room_is_skipped_and_the_others_compared(ladder, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def takes(*seconds: float) -> Any:
+        left = iter((0.0, *seconds))  # the first step is for its loss
+
+        def step() -> float:
+            now[0] += next(left)
+            return 1.0
+
+        return step
+
+    def out_of_memory() -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    rungs = [
+        ladder.Rung("a", "", takes(8, 8, 100)),
+        ladder.Rung("b", "", out_of_memory),
+        ladder.Rung("c", "", takes(4, 2, 50)),
+        ladder.Rung("d", "", takes(1, 1, 1)),
+    ]
+    rows = ladder.climb(rungs, num_losses=1, repetitions=3)
+    assert [row.get("skipped") for row in rows] == [None, "out of memory", None, None]
+    a, _, c, d = rows
+    assert (a["milliseconds"], c["milliseconds"], d["milliseconds"]) == (8000, 4000, 1000)
+    assert (a["faster"], c["faster"], d["faster"]) == (1, 2, 4)
+    assert d["faster_than_first"] == 8
+
+
+def test_a_tokenizer_that_does_not_come_back_to_its_tokens_is_no_rung(ladder, tiny_run, tmp_path, monkeypatch):
+    with scratch_run(load_config(tiny_run()), "test") as run:
+        monkeypatch.setattr(ladder.TextFiles, "read", lambda self, blocks: torch.zeros(len(blocks), 33))
+        first = ladder.build_rungs(run, 1, tmp_path, may_compile=False)[0]
+    assert first.step is None and first.skipped.startswith("this tokenizer does not make the same tokens")
+
+
+def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return int(exit_.value.code or 0)
+
+
+@pytest.mark.parametrize("max_grad_norm", ["null", 0.1])
+def test_the_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, capsys, max_grad_norm):
+    """With SGD: the other rules hardly notice the size of a gradient, so that of accumulated ones might be wrong."""
+    options = {"optim__name": "sgd", "optim__learning_rate": 0.5, "train__max_grad_norm": max_grad_norm}
+    options |= {"schedule__warmup_steps": 4, "model__dropout": 0.1, "batch__micro_batch_size": 4}
+    arguments = tiny_run(**options)
+    output = tmp_path / "ladder"
+    assert script(monkeypatch, *arguments, "--output", output, "--repetitions", 1, "--losses", 3) == 0
+    said = capsys.readouterr().out
+    rows = json.loads((output / "ladder.json").read_text())["rungs"]
+    assert (output / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    assert all(row["rung"] in said for row in rows) and len(rows) == 8
+    assert "skipped: train.compile is false" in said
+    assert "skipped: train.mixed_precision is no (command line)" in said
+    assert all(row["losses_off_by"] < 1e-5 for row in rows if "losses" in row)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--repetitions", "0"], "--repetitions: 0 is out of range; allowed: 1 or more."),
+        (["--losses", "0"], "--losses: 0 is out of range; allowed: 1 or more."),
+        (["--train.max_step", "3"], "unknown key train.max_step; did you mean train.max_steps?"),
+        (
+            ["--output", "file/folder"],
+            "--output: cannot write to file/folder (Not a directory); choose another folder.",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(tiny_run, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert script(monkeypatch, *tiny_run(), *options) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error

@@ -1,0 +1,486 @@
+"""The report: its figures are those of the run, it needs nothing beside it, and no metrics.jsonl is too odd for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import runpy
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hfgolf.errors import UserError
+from hfgolf.report import figures, metrics
+from hfgolf.report.curves import MOST_POINTS, read_curve
+from hfgolf.report.figures import CHARTS, draw_charts, line_look
+from hfgolf.report.record import final_figures, read_run, seconds_by_kind, status
+from hfgolf.report.report import write_report
+from hfgolf.report.wording import dollars, duration, size
+from hfgolf.train import conclusion, loop
+
+ROOT = Path(__file__).parents[2]
+STARTED_AT = 1_700_000_000.0
+SVG_ONLY = {"svg", "g", "path", "defs", "use", "clippath", "rect", "text", "line", "style"}
+
+
+class Page(HTMLParser):
+    """What a reader sees of a page, and what a browser would run or fetch."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.figures: dict[str, str] = {}
+        self.rows: list[list[str]] = []
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self._open: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        self.text = " ".join(" ".join(self.texts).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self._open.append(tag)
+        values = dict(attributes)
+        self.ids += [values["id"]] if "id" in values else []
+        self.fetched += [value for key, value in attributes if key in ("src", "href", "srcset", "data", "action")]
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th") and self.rows:
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if "style" in self._open or not data.strip():
+            return
+        self.texts.append(data)
+        if "td" in self._open or "th" in self._open:
+            self.rows[-1][-1] += data.strip()
+        if self._open[-1:] == ["dt"]:
+            self.figures[data] = ""
+        elif self._open[-1:] == ["dd"]:
+            self.figures[list(self.figures)[-1]] += data
+
+    def row(self, first: str) -> list[str]:
+        """Return the cells after the first in the row that begins so."""
+        (row,) = [row for row in self.rows if row and row[0] == first]
+        return row[1:]
+
+
+def rows(count=60, every=10, **columns):
+    """Return rows as a run of `count` logs of `every` steps writes them, an evaluation in every fifth."""
+    made = []
+    for number in range(1, count + 1):
+        steps = range((number - 1) * every + 1, number * every + 1)
+        losses = [2 + 6 / step for step in steps]
+        row = {
+            "step": steps[-1],
+            "tokens": 256 * steps[-1],
+            "train_loss": sum(losses) / every,
+            "tokens_per_second": 1000.0 + number,
+            "mfu": 0.25,
+            "memory_bytes": 10**9 - number,
+            "train_losses": losses,
+            "grad_norms": [1 / step for step in steps],
+            "val_loss": None,
+            "val_bits_per_byte": None,
+            "learning_rate": 0.02,
+            "elapsed_seconds": 1.0 * number,
+            "seconds_setup": 5.0,
+            "seconds_train": 0.9 * number,
+            "seconds_data": 0.1 * number,
+            "logged_at": STARTED_AT + 5 + number,
+        }
+        if number % 5 == 0:
+            row |= {"val_loss": losses[-1] + 0.1, "val_bits_per_byte": 1.5, "val_tokens": 100, "val_bytes": 300}
+        made.append(row | columns)
+    return made
+
+
+def event(kind, step, **details):
+    return {"step": step, "event": kind, "elapsed_seconds": 1.0, **details}
+
+
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch):
+    monkeypatch.setattr(figures, "DPI", 20)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a function that makes the folder of a run, whose metrics.jsonl holds these lines and then this tail."""
+
+    def make(lines, tail="", name="tiny", **files):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+        for file, content in files.items():
+            (path / file.replace("_", ".")).write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return make
+
+
+def report(*folders, price=None):
+    output = folders[0] / "report.html"
+    write_report([read_run(path) for path in folders], output, price)
+    return Page(output)
+
+
+def make_report(*arguments):
+    """Run the script in this process; returns its exit status."""
+    before = sys.argv
+    sys.argv = ["make_report.py", *map(str, arguments)]
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(str(ROOT / "scripts" / "make_report.py"), run_name="__main__")
+    finally:
+        sys.argv = before
+    return exit_.value.code
+
+
+def test_the_report_at_the_end_of_a_run_tells_its_figures(run, tiny_run, caplog):
+    with caplog.at_level(logging.INFO, logger="hfgolf"):
+        path = run(tiny_run(run__price_per_hour=3600))
+    assert f"report           {path / 'report.html'}" in caplog.text
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").open()]
+    summary = json.loads((path / "summary.json").read_text())
+    page = Page(path / "report.html")
+    assert page.figures["validation loss"] == f"{summary['val_loss']:.4f}" == f"{lines[-1]['val_loss']:.4f}"
+    assert page.figures["bits per byte"] == f"{lines[-1]['val_bits_per_byte']:.4f}"
+    assert page.figures["training loss"] == f"{lines[-1]['train_losses'][-1]:.4f}"
+    assert (page.figures["steps"], page.figures["training tokens"]) == ("6", "1,536")
+    assert page.figures["tokens/s, median"] == f"{np.median([row['tokens_per_second'] for row in lines]):,.0f}"
+    assert page.figures["peak memory"] == size(max(row["memory_bytes"] for row in lines))
+    assert page.figures["parameters"] == f"{summary['parameters']:,}" and page.figures["device"] == summary["device"]
+    seconds = {key: value for key, value in summary.items() if key.startswith("seconds_")}
+    assert page.figures["time"] == duration(sum(seconds.values()))
+    assert page.figures["cost"] == dollars(sum(seconds.values()))
+    assert sum(seconds.values()) > sum(value for key, value in lines[-1].items() if key.startswith("seconds_"))
+    assert page.row("evaluate")[0] == duration(seconds["seconds_evaluate"])
+    assert summary["sample"].split()[0] in page.text and "max_steps: 6 # command line" in page.text
+
+    markdown = (path / "report.md").read_text()
+    pictures = re.findall(r"!\[.*\]\((.*)\)", markdown)
+    assert len(pictures) == len(CHARTS)
+    assert all((path / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert f"| validation loss | {summary['val_loss']:.4f} |" in markdown
+    (shown,) = re.findall(r"!\[.*\]\((.*)\)", (path / "model" / "README.md").read_text())
+    assert (path / "model" / shown).read_bytes() == (path / "report" / "loss.png").read_bytes()
+    assert "price_per_hour: null" in (path / "model" / "README.md").read_text()
+
+
+def test_a_report_that_fails_stops_no_run(run, tiny_run, monkeypatch, caplog):
+    def fail(*arguments):
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(conclusion, "write_report", fail)
+    path = run(tiny_run(train__max_steps=1))
+    assert "no report: no ink" in caplog.text
+    assert (path / "summary.json").exists() and "](loss.png)" not in (path / "model" / "README.md").read_text()
+
+
+def test_a_run_that_a_signal_stopped_has_its_report(folder, tiny_run, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    path = folder([*rows(), event("stopped", 600, signal="SIGTERM")], name="runs/tiny")
+
+    def stop(resolved):
+        raise SystemExit(143)
+
+    monkeypatch.setattr(loop, "train", stop)
+    monkeypatch.setattr(sys, "argv", ["train.py", *tiny_run()])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
+    assert exit_.value.code == 143
+    assert "Stopped by SIGTERM at step 600" in Page(path / "report.html").text
+
+
+def test_the_page_needs_nothing_beside_it(folder):
+    path = folder([*rows(), event("rollback", 300)])
+    page = report(path)
+    assert all(link.startswith("#") for link in page.fetched)  # parts of the same drawing
+    assert not {"script", "link", "img", "iframe", "object", "image"} & set(page.tags)
+    assert page.tags.count("svg") == len(CHARTS) and len(page.ids) == len(set(page.ids))
+    html = (path / "report.html").read_text()
+    assert (
+        "#1f2328;" in html.split("</style>")[0] and "#1f2328" not in html.split("</style>", 1)[1]
+    )  # else dark on dark
+
+
+def test_the_time_split_adds_up_to_the_wall_clock(folder):
+    first, second = rows(10), rows(20)[10:]
+    for row in second:  # another session, after 1,000 seconds; the setup's came twice
+        row |= {"seconds_setup": 10.0, "logged_at": row["logged_at"] + 1000 + 5}
+    run = read_run(folder([*first, event("resumed", 100), *second]))
+    seconds = seconds_by_kind(run)
+    assert seconds == pytest.approx({"setup": 10, "train": 18, "data": 2, "idle": 1000})
+    assert sum(seconds.values()) == pytest.approx(second[-1]["logged_at"] - STARTED_AT)
+    final = final_figures(run, price_per_hour=36)
+    assert final["seconds"] == pytest.approx(30) and final["dollars"] == pytest.approx(0.3)
+
+
+def test_the_table_of_the_time_adds_up(folder):
+    page = report(folder(rows()), price=3600)
+    assert page.row("train") == ["54 s", "83.1 %", "", "$54.00"]
+    assert page.row("idle") == ["0 ms", "0.0 %", "", "$0.00"]
+    assert page.row("wall clock") == ["1 min 05 s", "100 %", "", "$65.00"]
+    shares = [float(page.row(kind)[1].split()[0]) for kind in ("setup", "train", "data", "idle")]
+    assert sum(shares) == pytest.approx(100, abs=0.2)
+    assert page.figures["cost"] == "$65.00" and "At $3,600.00 an hour" in page.text
+
+
+def test_a_clock_set_back_makes_no_negative_time(folder):
+    made = rows(10)
+    made[-1]["logged_at"] -= 3600
+    seconds = seconds_by_kind(read_run(folder(made)))
+    assert seconds["idle"] == 0 and sum(seconds.values()) == pytest.approx(15)
+
+
+def test_the_price_is_the_option_else_the_config_else_unknown(folder):
+    path = folder(rows(), config_yaml="run: {price_per_hour: 3600}\n")
+    assert report(path).figures["cost"] == "$65.00"
+    assert report(path, price=0.0).figures["cost"] == "$0.00"
+    (path / "config.yaml").unlink()
+    page = report(path)
+    assert "cost" not in page.figures and "--price_per_hour" in page.text and "no finding" in page.text
+
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def test_whatever_a_run_says_is_text(folder):
+    finding = event("finding", 300, symptom=HOSTILE, saw=HOSTILE, causes=[HOSTILE], fix={HOSTILE: HOSTILE})
+    said = [event("sample", 100, text=HOSTILE), event("save_failed", 200, reason=HOSTILE), finding]
+    profile = {"sentence": HOSTILE, "shares": {HOSTILE: 0.5}}
+    name = HOSTILE.replace("/", "|")
+    path = folder([*rows(), *said], name=name, config_yaml=HOSTILE, metadata_json={"x": HOSTILE}, profile_json=profile)
+    other = folder(rows(), name="$_other$")
+    for page in (report(path), report(path, other)):
+        assert "script" not in page.tags and page.text.count("alert(1)") >= 10
+    assert "<script>" not in (path / "report.md").read_text()
+    assert "&lt;script&gt;" in (path / "report.md").read_text()
+
+
+@pytest.mark.parametrize("secret", ["hf_" + "aB3dE" * 7, 'correct&"hör staple"'], ids=["token", "password"])
+def test_no_secret_is_told(secret, folder, monkeypatch):
+    monkeypatch.setenv("MY_PASSWORD", secret)
+    said = f"it was {secret}"
+    path = folder(
+        [*rows(), event("save_failed", 5, reason=said), event("sample", 5, text=said), event("finding", 5, saw=said)],
+        name=secret,
+        config_yaml=f"run:\n  name: {secret}\n",
+        metadata_json={"command": said},
+        summary_json={"sample": said, "device": said},
+        profile_json={"sentence": said, "shares": {}},
+    )
+    other = folder(rows(), name="other")
+    for page in (report(path), report(path, other)):  # of several, charts tell the names
+        written = page.text + (path / "report.html").read_text() + (path / "report.md").read_text()
+        assert not [part for part in ("aB3dE", "correct", "staple") if part in written]
+        assert written.count("[redacted]") >= 8
+
+
+def test_runs_side_by_side(folder):
+    one = folder(rows(), name="one", config_yaml="optim: {learning_rate: 0.01, name: muon}\nrun: {name: one}\n")
+    two = folder(rows(30, tokens_per_second=77.0), name="two", config_yaml="optim: {learning_rate: 0.02, name: muon}\n")
+    page = report(one, two)
+    header = ["run", *(row for row in page.rows[0][1:])]
+    table = [dict(zip(header, row, strict=True)) for row in page.rows[1:3]]
+    assert [row["run"] for row in table] == ["one", "two"]
+    assert [row["steps"] for row in table] == ["600", "300"] and table[1]["tokens/s, median"] == "77"
+    assert [row["optim.learning_rate"] for row in table] == ["0.01", "0.02"]
+    assert not {"optim.name", "run.name"} & set(header)  # the one is the same, the other says nothing
+    assert page.tags.count("svg") == len(CHARTS) + 2
+    (loss, *_) = draw_charts([read_run(one), read_run(two)])
+    (axes,) = loss.figure.axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one", "two"]
+    assert {line.get_color() for line in axes.lines} == {line_look(0).color, line_look(1).color}
+
+
+def test_runs_of_the_same_name_are_numbered(folder, tmp_path):
+    paths = []
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+        paths.append(folder(rows(10), name=f"{parent}/tiny"))
+    assert [row[0] for row in report(*paths).rows[1:3]] == ["tiny (1)", "tiny (2)"]
+
+
+def test_thirty_runs_all_look_different():
+    assert len({(look.color, look.dashes) for look in map(line_look, range(30))}) == 30
+    assert len({look.name for look in map(line_look, range(30))}) == 30
+
+
+def test_a_name_is_no_formula_and_may_begin_with_an_underscore(folder):
+    runs = [read_run(folder(rows(10), name=name)) for name in ("_one", "a$b$c")]
+    drawing = draw_charts(runs)[0]
+    assert [text.get_text() for text in drawing.figure.axes[0].get_legend().get_texts()] == ["_one", "a$b$c"]
+    assert ">a$b$c</text>" in drawing.to_svg() and ">_one</text>" in drawing.to_svg()
+
+
+OLD = {"seconds_setup", "seconds_train", "seconds_data", "logged_at", "mfu", "memory_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "tail", "says"),
+    [
+        ([{k: v for k, v in row.items() if k not in OLD} for row in rows()], "", "they are of an older version"),
+        (rows(val_loss=None, val_bits_per_byte=None), "", "There is no evaluation"),
+        (rows(train_loss=None, train_losses=[None] * 10, grad_norms=[None] * 10), "", "Curves"),
+        (rows(**dict.fromkeys(["train_loss", "train_losses", "val_loss", "tokens_per_second", "mfu"])), "", "Curves"),
+        (rows(), '{"step": 610, "tokens": 3', "broken, and left out: 1."),
+        (rows(1, every=1), "", "Curves"),
+        ([{"step": 1}], "", "There is no evaluation"),
+        (rows(1, seconds_train=0.0, seconds_setup=0.0, seconds_data=0.0, logged_at=1.0), "", "wall clock"),
+    ],
+    ids=["old", "no evaluation", "NaN", "all NaN", "cut off", "one step", "nearly nothing", "no time"],
+)
+def test_odd_rows_have_a_report(folder, lines, tail, says):
+    page = report(folder(lines, tail), price=1.0)
+    assert says in page.text and "nan" not in page.text.lower() and "None" not in page.text
+    assert page.figures["steps"] == f"{lines[-1]['step']:,}"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "metrics.jsonl is not there; name the folder"),
+        ("", "metrics.jsonl is empty: the run has logged nothing yet"),
+        ('{"step": 1, "trai', "holds no row, only 1 broken lines"),
+    ],
+)
+def test_no_row_is_one_clear_line(content, says, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(UserError, match=says):
+        read_run(tmp_path)
+    assert make_report(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"metrics.jsonl"}
+
+
+def test_the_script_writes_page_and_picture(folder, tmp_path, capsys):
+    one, two = folder(rows(), name="one"), folder(rows(), name="two")
+    assert not make_report(one, "--price_per_hour", 3600, "--png", tmp_path / "loss.png")
+    assert Page(one / "report.html").figures["cost"] == "$65.00"
+    assert (tmp_path / "loss.png").read_bytes() == (one / "report" / "loss.png").read_bytes()
+    assert not make_report(one, two, "--output", tmp_path / "new" / "both.html")
+    assert "2 runs side by side" in Page(tmp_path / "new" / "both.html").text
+    assert (tmp_path / "new" / "both.md").exists() and (tmp_path / "new" / "both" / "loss.png").exists()
+    capsys.readouterr()
+    (tmp_path / "file").write_text("")
+    for options in (["--output", "x.txt"], ["--output", tmp_path / "file" / "x.html"], ["--price_per_hour", "-1"]):
+        assert make_report(one, *options) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {options[0]}: ") and error.count("\n") == 1
+
+
+def test_a_curve_of_very_many_values_keeps_mean_and_extremes():
+    losses = np.random.default_rng(0).normal(3, 1, (5000, 10))
+    losses[1234, 5], losses[77, 7] = 99.0, -99.0
+    made = [
+        {"step": 10 * n, "loss": [None if abs(x - 3) < 0.1 else x for x in of_row]}
+        for n, of_row in enumerate(losses, 1)
+    ]
+    given = [x for row in made for x in row["loss"] if x is not None]
+    curve = read_curve(made, "loss")
+    assert len(curve) == MOST_POINTS and 100 <= curve.values_a_point <= 125
+    assert curve.highest.max() == 99 and curve.lowest.min() == -99
+    assert (curve.lowest <= curve.values).all() and (curve.values <= curve.highest).all()
+    assert np.mean(curve.values) == pytest.approx(np.mean(given), abs=0.01)
+    assert np.median(np.abs(curve.values - 3)) < 0.2  # means, not single values
+    assert (np.diff(curve.steps) > 0).all() and curve.steps[0] < 130 and curve.steps[-1] > 49_870
+
+
+def test_a_short_curve_is_what_was_logged():
+    made = [{"step": 2, "x": [1.0, None]}, {"step": 3, "x": 5.0}, {"step": 4}]
+    curve = read_curve(made, "x")
+    assert (curve.steps.tolist(), curve.values.tolist(), curve.values_a_point) == ([1, 3], [1, 5], 1)
+
+
+def test_of_a_long_file_a_sample_and_the_page_says_so(folder, monkeypatch):
+    monkeypatch.setattr(metrics, "MOST_BYTES", 1000)
+    monkeypatch.setattr(metrics, "SAMPLED_ROWS", 300)
+    path = folder([*rows(3000, every=1), event("rollback", 3000)])
+    page = report(path)
+    assert "too long to read whole" in page.text and "rollback (1)" in page.text
+    assert page.figures["steps"] == "3,000" and (path / "report.html").stat().st_size < 500_000
+
+
+def test_very_many_events_stay_a_small_page(folder):
+    path = folder([*rows(), *(event("skipped_step", step, block_ids=list(range(500))) for step in range(1, 5001))])
+    page = report(path)
+    assert "skipped step (5,000)" in page.text and "And 4,900 more" in page.text
+    assert (path / "report.html").stat().st_size < 1_000_000
+
+
+def test_events_are_marked_where_they_happened(folder):
+    run = read_run(folder([*rows(), event("rollback", 120), event("skipped_step", 480), event("unheard of", 7)]))
+    for drawing in draw_charts([run]):
+        (axes,) = drawing.figure.axes
+        marks = {line.get_marker(): line.get_xdata().tolist() for line in axes.lines if len(line.get_xdata()) == 1}
+        assert marks == {"<": [120], "x": [480]}, drawing.chart.name
+
+
+def test_a_spike_does_not_hide_the_rest(folder):
+    made = rows()
+    assert draw_charts([read_run(folder(made, name="calm"))])[0].figure.axes[0].get_yscale() == "linear"
+    made[30]["train_losses"][3] = 500.0
+    axes = draw_charts([read_run(folder(made, name="spiky"))])[0].figure.axes[0]
+    assert axes.get_yscale() == "log" and axes.get_ylim()[1] > 500
+
+
+def test_the_clip_is_drawn(folder):
+    run = read_run(folder(rows(), config_yaml="train: {max_grad_norm: 0.5}\n"))
+    (drawing,) = [drawing for drawing in draw_charts([run]) if drawing.chart.name == "grad_norm"]
+    assert "clipped to 0.5" in drawing.to_svg()
+
+
+def test_findings_profile_and_samples_are_told(folder):
+    finding = event("finding", 300, symptom="plateau", saw="flat since 200", causes=["too low"], fix={"optim.x": 0.1})
+    samples = [event("sample", step, text=f"text of {step}") for step in (100, 200)]
+    profile = {"sentence": "Bound by memory.", "shares": {"forward": 0.25, "backward": 0.75}}
+    page = report(
+        folder([*rows(), *samples, finding], profile_json=profile, summary_json={"step": 600, "sample": "end"})
+    )
+    for told in ("plateau step 300 flat since 200", "1", "too low", "optim.x: 0.1", "Bound by memory."):
+        assert told in page.text
+    assert page.row("backward")[0] == "75.0 %"
+    assert page.text.index("text of 100") < page.text.index("text of 200") < page.text.index("Step 600 end")
+
+
+@pytest.mark.parametrize(
+    ("events", "summary", "says"),
+    [
+        ([], {"steps": 600}, "Complete: 600 steps."),
+        ([event("stopped", 600, signal="SIGINT")], {}, "Stopped by SIGINT at step 600"),
+        ([event("stopped", 300, signal="SIGINT")], {}, "or died after its last row of 2023-11-14 22:14 UTC, step 600"),
+    ],
+)
+def test_how_the_run_ended(events, summary, says, folder):
+    assert says in status(read_run(folder([*rows(), *events], summary_json=summary)))
+
+
+def test_damaged_files_beside_the_metrics_are_left_out(folder):
+    page = report(
+        folder(rows(), config_yaml="a: [", metadata_json="{", summary_json="[1]", profile_json='{"shares": 3}')
+    )
+    assert page.figures["steps"] == "600" and "Not complete" in page.text and "Profile" not in page.text
+    page = report(folder(rows(), name="NaN", summary_json='{"val_loss": NaN, "val_bits_per_byte": Infinity}'))
+    assert not {"validation loss", "bits per byte"} & set(page.figures)
+
+
+def test_seconds_bytes_and_dollars_in_words():
+    assert [duration(s) for s in (0, 0.0264, 0.1, 9.94, 9.96, 59.6, 299, 3599.6, 25_320)] == [
+        *("0 ms", "26 ms", "0.1 s", "9.9 s", "10 s", "1 min 00 s", "4 min 59 s", "1 h 00 min", "7 h 02 min")
+    ]
+    assert [size(b) for b in (640e6, 949e6, 1.1e9)] == ["640 MB", "949 MB", "1.1 GB"]
+    assert [dollars(d) for d in (0, 0.00123, 0.1, 1234.5)] == ["$0.00", "$0.0012", "$0.10", "$1,234.50"]

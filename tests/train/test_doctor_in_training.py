@@ -1,0 +1,231 @@
+"""A fault put into a real run, and the doctor who names it: exactly that one, in the log, in metrics.jsonl, offline."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hfgolf
+from hfgolf.command_line import load_config
+from hfgolf.data.batches import MicroBatches, block_ids, evaluation_windows
+from hfgolf.errors import UserError
+from hfgolf.evaluate import loss
+from hfgolf.report.doctor import examine
+from hfgolf.report.finding import Finding
+from hfgolf.train import conclusion, loop, stopwatch
+
+# text that is not as easily learned as that of the other tests
+TEXT = {"data__files": Path(hfgolf.__file__).parent / "train" / "*.py", "train__eval_tokens": 1000}
+AT_THE_END = TEXT | {"train__eval_every_steps": 1000, "train__save_every_steps": 1000}
+Install = Callable[[Callable[[Any], None]], None]
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw it takes longer than these runs."""
+    monkeypatch.setattr(conclusion, "report_run", lambda *arguments: None)
+
+
+def findings(folder: Path) -> list[Finding]:
+    """Return what the doctor found while the run trained; it must be what he finds when he reads of it afterwards."""
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [event for event in events if event.get("event") == "finding"]
+    told = [Finding(*(event[key] for key in ("symptom", "step", "saw", "causes", "fix"))) for event in found]
+    offline, _ = examine(folder)
+    assert [str(finding) for finding in offline] == [str(finding) for finding in told]
+    return told
+
+
+def the_finding(folder: Path) -> Finding:
+    (finding,) = findings(folder)
+    options = re.findall(r"--\S+ \S+", finding.options)
+    load_config(["--train.max_steps=1", *(option.replace(" ", "=") for option in options)])  # it can be done
+    return finding
+
+
+def with_batches(edit_run: Install, change: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    def edit(run: Any) -> None:
+        run.batches = change(run.batches)
+
+    edit_run(edit)
+
+
+def test_a_healthy_run_is_told_nothing(run, tiny_run, caplog):
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(train__max_steps=120, train__eval_every_steps=20, train__log_every_steps=5, **TEXT))
+    assert findings(folder) == []
+    assert not [line for line in caplog.messages if line.startswith("doctor")]
+
+
+def test_a_learning_rate_that_explodes_at_once(run, tiny_run, caplog):
+    """The run dies before a row is due: what happened is said all the same."""
+    options = {"optim__name": "adamw", "optim__learning_rate": 1e38, "optim__weight_decay": 0}
+    arguments = tiny_run(train__max_steps=20, train__log_every_steps=10, **options, **AT_THE_END)
+    with caplog.at_level(logging.INFO, "hfgolf"), pytest.raises(UserError, match="not finite"):
+        run(arguments)
+    folder = Path(load_config(arguments).config.run.output_dir) / "tiny"
+    finding = the_finding(folder)
+    assert (finding.symptom, finding.step) == ("immediate NaN", 2)
+    assert "a learning rate that is much too high" in finding.causes[0]
+    assert finding.fix == {"optim.learning_rate": 1e37, "schedule.warmup_steps": 100}
+    assert [line for line in caplog.messages if line.startswith("doctor")] == [f"doctor: {finding}"]
+    assert "\n" not in str(finding)
+
+
+def test_a_clip_that_no_gradient_stays_below(run, tiny_run):
+    folder = run(tiny_run(train__max_steps=110, train__max_grad_norm=0.01, **AT_THE_END))
+    finding = the_finding(folder)
+    assert (finding.symptom, finding.step) == ("gradient constantly clipped", 99)
+    assert "0.01 in 100% of the last 50 steps" in finding.saw
+    assert finding.fix["train.max_grad_norm"] > 0.1
+
+
+def test_one_bad_batch(run, tiny_run, edit_run):
+    def spoil(batches: Iterator[Any]) -> Iterator[Any]:
+        for step, batch in enumerate(batches, 1):
+            yield batch | {"shift_labels": 255 - batch["shift_labels"]} if step == 60 else batch
+
+    with_batches(edit_run, spoil)
+    finding = the_finding(run(tiny_run(train__max_steps=70, **AT_THE_END)))
+    assert (finding.symptom, finding.step) == ("isolated loss spike", 60)
+    assert "back after 1 step; spike number 1" in finding.saw and "unusual batch" in finding.causes[0]
+
+
+def test_a_learning_rate_that_teaches_nothing(run, tiny_run):
+    rates = {"optim__learning_rate": 1e-6, "optim__adamw_learning_rate": 1e-6}
+    finding = the_finding(run(tiny_run(train__max_steps=105, train__log_every_steps=5, **rates, **AT_THE_END)))
+    assert (finding.symptom, finding.step) == ("early plateau", 100)
+    assert finding.causes[0] == "a learning rate that is too low"
+    assert finding.fix == {"optim.learning_rate": 1e-5, "optim.adamw_learning_rate": 1e-5}
+
+
+def test_an_order_of_the_data_that_begins_anew(run, tiny_run, edit_run):
+    with_batches(edit_run, lambda batches: map(dict, itertools.cycle(list(itertools.islice(batches, 5)))))
+    finding = the_finding(run(tiny_run(train__max_steps=20, train__log_every_steps=5, **AT_THE_END)))
+    assert (finding.symptom, finding.step) == ("same batches again", 6)
+    assert "step 6 that of 1, 7 that of 2, 8 that of 3" in finding.saw
+    assert "begins anew" in finding.causes[0]
+
+
+def test_a_text_that_is_learned_by_heart(run, tiny_run, tmp_path):
+    noise = random.Random(0)
+    text = tmp_path / "noise.txt"
+    text.write_text("".join(noise.choices("abcdefghijklmnop", k=1200)))
+    options = {"train__max_steps": 120, "train__eval_every_steps": 10, "train__save_every_steps": 1000}
+    finding = the_finding(run(tiny_run(data__files=text, model__hidden_size=64, **options)))
+    assert finding.symptom == "validation loss rising"
+    assert "too small for this model" in finding.causes[0]
+    assert finding.fix == {"train.patience_evals": 3, "model.dropout": 0.1, "optim.weight_decay": 0.2}
+
+
+def test_a_restore_that_brings_back_something_else(run, tiny_run, edit_run):
+    def disturb(run_: Any) -> None:
+        with torch.no_grad():
+            for parameter in run_.raw_model.parameters() if run_.state.step else ():
+                parameter.copy_(parameter.flip(0))
+
+    edit_run(disturb)
+    options = {"schedule__name": "constant", **AT_THE_END}
+    run(tiny_run(train__max_steps=30, **options))
+    folder = run(tiny_run(train__max_steps=45, train__resume="latest", **options))
+    finding = the_finding(folder)
+    assert (finding.symptom, finding.step) == ("divergence after a restore", 30)
+    assert "state that is not that of the weights" in finding.causes[0] and finding.fix == {"train.resume": "best"}
+
+
+def test_a_block_that_no_step_survives(run, tiny_run, spoil_gradients, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("it is the same block that goes wrong in each of the epochs. " * 100)
+    runs: list[Any] = []
+
+    def holds_block_17(step: int) -> bool:
+        return 17 in block_ids(1337, step, 8, runs[0].num_blocks)
+
+    runs = spoil_gradients(holds_block_17)
+    folder = run(tiny_run(**AT_THE_END | {"data__files": text}, train__max_steps=70, train__log_every_steps=10))
+    finding = the_finding(folder)
+    bad = [step + 1 for step in range(70) if holds_block_17(step)]
+    assert (finding.symptom, finding.step) == ("NaN on specific tokens", bad[0])
+    assert f"({', '.join(map(str, bad[:3]))})" in finding.saw
+    assert "block 17 (train tokens from 544 on)" in finding.saw and "ids beyond" in finding.causes[0]
+
+
+def test_targets_that_are_the_inputs(run, tiny_run, monkeypatch):
+    real = MicroBatches.__getitem__
+
+    def not_shifted(dataset: MicroBatches, item: int) -> Any:
+        batch = real(dataset, item)
+        return batch | {"shift_labels": batch["input_ids"].clone()}
+
+    def not_shifted_either(*arguments: Any) -> Iterator[Any]:
+        for batch in evaluation_windows(*arguments):
+            yield batch | {"shift_labels": batch["input_ids"].clone()}
+
+    monkeypatch.setattr(MicroBatches, "__getitem__", not_shifted)
+    monkeypatch.setattr(loss, "evaluation_windows", not_shifted_either)
+    finding = the_finding(run(tiny_run(train__max_steps=80, train__eval_every_steps=20, **TEXT)))
+    assert finding.symptom == "near-zero loss" and "on validation at step" in finding.saw
+    assert "targets that are the inputs" in finding.causes[0]
+
+
+@pytest.fixture
+def slow_clock(edit_run, monkeypatch) -> Callable[[Callable[[int], tuple[float, float]]], None]:
+    """Return a function that makes the stopwatch say what steps take: of a step's number, (data, compute) seconds."""
+    now = [time.perf_counter()]
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
+
+    def install(seconds: Callable[[int], tuple[float, float]]) -> None:
+        real_step = loop.train_step
+
+        def step(run: Any, total_steps: float) -> Any:
+            now[0] += seconds(run.state.step + 1)[1]
+            return real_step(run, total_steps)
+
+        def late(run: Any) -> None:
+            real_batches = run.batches
+
+            def batches() -> Iterator[Any]:
+                for batch in real_batches:
+                    now[0] += seconds(run.state.step + 1)[0]
+                    yield batch
+
+            run.batches = batches()
+
+        monkeypatch.setattr(loop, "train_step", step)
+        edit_run(late)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("data", "compute", "cause"),
+    [(0.01, 6.0, "other programs on this machine"), (12.0, 6.0, "a data loader that falls behind")],
+)
+def test_steps_that_become_slow(run, tiny_run, slow_clock, data, compute, cause):
+    slow_clock(lambda step: (0.01, 1.0) if step <= 20 else (data, compute if data < 1 else 1.0))
+    folder = run(tiny_run(train__max_steps=48, train__log_every_steps=1, **AT_THE_END))
+    told = [finding for finding in findings(folder) if finding.symptom != "data-bound"]
+    assert [(finding.symptom, finding.step) for finding in told] == [("throughput falling", 21)]
+    assert cause in told[0].causes[0]
+    assert ("data.num_workers" in told[0].fix) == (data > 1)
+
+
+@pytest.mark.parametrize(("data", "is_told"), [(0.11, True), (0.09, False)])
+def test_steps_that_wait_for_their_data(run, tiny_run, slow_clock, data, is_told):
+    slow_clock(lambda step: (data, 1.0))
+    folder = run(tiny_run(train__max_steps=60, train__log_every_steps=10, **AT_THE_END))
+    told = findings(folder)
+    assert [finding.symptom for finding in told] == ["data-bound"] * is_told
+    if is_told:
+        assert "11% as long" in told[0].saw and told[0].fix == {"data.num_workers": 2, "data.in_memory": True}
