@@ -2,8 +2,10 @@
 
 Owns the order of the data as a pure function of (seed, step). Does not know text, tokenizers or files.
 
-B batch, T time (sequence_length). Block i of a stream is tokens[i*T : i*T + T + 1]: T inputs and their T targets, so
-every token but the first is a target exactly once an epoch, the few after the last whole block apart.
+B batch, T time (sequence_length). A block is T + 1 tokens: T inputs and their T targets. The blocks of an epoch lie end
+to end, so that each token is a target once, but for the few that make no whole block. In the first epoch they begin at
+the first token, in each later one at another of the first T, so that what is read again is not cut in the same places;
+the last block may then go around the end of the stream, where the end of text that it begins with is in its place.
 """
 
 from __future__ import annotations
@@ -45,18 +47,19 @@ def num_blocks(num_tokens: int, sequence_length: int) -> int:
     return (num_tokens - 1) // sequence_length
 
 
-def block_ids(seed: int, step: int, blocks_per_step: int, num_blocks: int) -> np.ndarray:
-    """Return the (blocks_per_step,) blocks of the global batch of `step`: a pure function of its arguments.
+def block_starts(seed: int, step: int, blocks_per_step: int, num_blocks: int, sequence_length: int) -> np.ndarray:
+    """Return the tokens at which the (blocks_per_step,) blocks of the global batch of `step` begin.
 
-    The order is a new permutation each epoch, laid end to end; a step may straddle two epochs or more.
+    A pure function of its arguments. The order is a new permutation each epoch, laid end to end; a step may straddle
+    two epochs or more.
     """
     positions = step * blocks_per_step + np.arange(blocks_per_step)
     epochs, places = np.divmod(positions, num_blocks)
-    ids = np.empty(blocks_per_step, np.int64)
+    starts = np.empty(blocks_per_step, np.int64)
     for epoch in np.unique(epochs):
         is_here = epochs == epoch
-        ids[is_here] = _permutation(seed, int(epoch), num_blocks)[places[is_here]]
-    return ids
+        starts[is_here] = _epoch(seed, int(epoch), num_blocks, sequence_length)[places[is_here]]
+    return starts
 
 
 def data_step(step: int, left_out: Collection[int]) -> int:
@@ -66,21 +69,23 @@ def data_step(step: int, left_out: Collection[int]) -> int:
     return step
 
 
-def sample_hash(ids: np.ndarray) -> int:
-    """Return a 64-bit sum over mixed block ids: it is of the blocks alone, however ranks and micro-batches share them.
+def sample_hash(starts: np.ndarray) -> int:
+    """Return a 64-bit sum over mixed starts: it is of the blocks alone, however ranks and micro-batches share them.
 
     The mixer is that of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators").
     """
-    x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (starts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return int((x ^ (x >> np.uint64(31))).sum().astype(np.int64))
 
 
 @lru_cache(maxsize=2)
-def _permutation(seed: int, epoch: int, num_blocks: int) -> np.ndarray:
+def _epoch(seed: int, epoch: int, num_blocks: int, sequence_length: int) -> np.ndarray:
     # PCG64 by name: default_rng may change its generator, and the order of the data must not change with numpy
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_blocks)
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    order = generator.permutation(num_blocks) * sequence_length
+    return order + (generator.integers(sequence_length) if epoch else 0)
 
 
 class MicroBatches(Dataset[Batch]):
@@ -114,18 +119,20 @@ class MicroBatches(Dataset[Batch]):
         step, part = divmod(item, self.accumulation)
         start = (part * self.world + self.rank) * self.micro_batch_size
         blocks_per_step = self.accumulation * self.world * self.micro_batch_size
-        ids = block_ids(self.seed, step, blocks_per_step, self.num_blocks)[start : start + self.micro_batch_size]
-        block = gather(self.stream.tokens, ids * self.sequence_length, self.sequence_length)
+        starts = block_starts(self.seed, step, blocks_per_step, self.num_blocks, self.sequence_length)
+        starts = starts[start : start + self.micro_batch_size]
+        block = gather(self.stream.tokens, starts, self.sequence_length)
         return {
             "input_ids": block[:, :-1].contiguous(),
             "shift_labels": block[:, 1:].contiguous(),
-            "sample_hash": torch.tensor(sample_hash(ids)),
+            "sample_hash": torch.tensor(sample_hash(starts)),
         }
 
 
 def gather(tokens: np.ndarray, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
-    """Read (B, T + 1) int64 tokens, row i from starts[i] on, in one vectorised read."""
-    return torch.from_numpy(tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int64))
+    """Read (B, T + 1) int64 tokens, row i from starts[i] on, around the end of the stream, in one vectorised read."""
+    places = starts[:, None] + np.arange(sequence_length + 1)
+    return torch.from_numpy(tokens.take(places, mode="wrap").astype(np.int64))
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class GolfConfig(PreTrainedConfig):
         embedding_norm: a norm directly after the embedding.
         logit_soft_cap: squash the logits z to cap * tanh(z / cap). None: no cap.
         tie_word_embeddings: the head shares the matrix of the embedding.
-        dropout: rate after the embedding, in attention and on each residual branch; training only.
+        dropout: rate after the embedding and on each residual branch; training only.
+        attention_dropout: rate on the attention weights; training only.
         rope_theta: base of the RoPE wavelengths.
         norm_eps: added to the mean square in every norm.
         initializer_range: standard deviation of the initial input matrices and untied embeddings.
@@ -83,6 +84,7 @@ class GolfConfig(PreTrainedConfig):
     logit_soft_cap: float | None = None
     tie_word_embeddings: bool = True
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     initializer_range: float | None = None
@@ -119,7 +121,9 @@ class GolfConfig(PreTrainedConfig):
         for name in _POSITIVE_NUMBERS_OR_NONE:
             value = getattr(self, name)
             self._require(name, value is None or _is_positive_number(value), "a number above 0, or None")
-        self._require("dropout", _is_number(self.dropout) and 0 <= self.dropout < 1, "a number in [0, 1)")
+        for name in ("dropout", "attention_dropout"):
+            rate = getattr(self, name)
+            self._require(name, _is_number(rate) and 0 <= rate < 1, "a number in [0, 1)")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             for token_id in value if isinstance(value, list) and name == "eos_token_id" else [value]:

@@ -55,7 +55,7 @@ def golf_from_gpt2(gpt2: GPT2LMHeadModel) -> GolfForCausalLM:
     """
     theirs = gpt2.config
     _require("golf_from_gpt2", theirs, _REQUIRED_OF_GPT2)
-    _require("golf_from_gpt2", theirs, {name: (theirs.resid_pdrop,) for name in ("embd_pdrop", "attn_pdrop")})
+    _require("golf_from_gpt2", theirs, {"embd_pdrop": (theirs.resid_pdrop,)})
     config = GolfConfig(
         vocab_size=theirs.vocab_size,
         hidden_size=theirs.n_embd,
@@ -71,6 +71,7 @@ def golf_from_gpt2(gpt2: GPT2LMHeadModel) -> GolfForCausalLM:
         embedding_norm=False,
         tie_word_embeddings=theirs.tie_word_embeddings,
         dropout=theirs.resid_pdrop,
+        attention_dropout=theirs.attn_pdrop,
         norm_eps=theirs.layer_norm_epsilon,
         initializer_range=theirs.initializer_range,
         bos_token_id=theirs.bos_token_id,
@@ -101,7 +102,7 @@ def gpt2_from_golf(golf: GolfForCausalLM) -> GPT2LMHeadModel:
         activation_function=ours.activation,
         resid_pdrop=ours.dropout,
         embd_pdrop=ours.dropout,
-        attn_pdrop=ours.dropout,
+        attn_pdrop=ours.attention_dropout,
         layer_norm_epsilon=ours.norm_eps,
         initializer_range=ours.initializer_range or 0.02,
         tie_word_embeddings=ours.tie_word_embeddings,

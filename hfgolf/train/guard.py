@@ -16,7 +16,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 
 from hfgolf.command_line import one_line
-from hfgolf.data.batches import block_ids, data_step
+from hfgolf.data.batches import block_starts, data_step
 from hfgolf.errors import UserError
 from hfgolf.train.checkpoint import newest_first, set_aside
 from hfgolf.train.meter import StepResult
@@ -74,7 +74,7 @@ class Guard:
         blocks = self._blocks(self._in_a_row[-1])
         diagnosis = (
             f"step {step + 1}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), first in"
-            f" {result.sick_parameter}, blocks {_short(blocks)}"
+            f" {result.sick_parameter}, blocks from tokens {_short(blocks)}"
         )
         run.tracker.event(
             "skipped_step",
@@ -82,7 +82,7 @@ class Guard:
             first_parameter=result.sick_parameter,
             train_loss=result.loss,
             grad_norm=result.grad_norm,
-            block_ids=blocks,
+            block_starts=blocks,
         )
         in_a_row = len(self._in_a_row)
         logger.info("%s; update skipped (%d of %d in a row)", diagnosis, in_a_row, train.max_skipped_steps)
@@ -137,8 +137,11 @@ class Guard:
         )
 
     def _blocks(self, step: int) -> list[int]:
+        """Return the tokens at which the blocks of a step begin."""
         config = self._run.config
-        return block_ids(config.run.seed, step, config.batch.sequences_per_step, self._run.num_blocks).tolist()
+        batch, num_blocks = config.batch, self._run.num_blocks
+        starts = block_starts(config.run.seed, step, batch.sequences_per_step, num_blocks, batch.sequence_length)
+        return starts.tolist()
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -171,6 +174,6 @@ def should_stop_early(run: Run) -> bool:
     return patience is not None and run.state.evals_without_improvement >= patience
 
 
-def _short(ids: list[int]) -> str:
-    shown = ", ".join(map(str, ids[:6]))
-    return shown if len(ids) <= 6 else f"{shown} and {len(ids) - 6} more"
+def _short(starts: list[int]) -> str:
+    shown = ", ".join(map(str, starts[:6]))
+    return shown if len(starts) <= 6 else f"{shown} and {len(starts) - 6} more"

@@ -10,11 +10,12 @@ import torch
 
 from hfgolf.data.batches import (
     IGNORE_INDEX,
-    block_ids,
+    block_starts,
     build_loader,
     device_prefetch,
     evaluation_extent,
     evaluation_windows,
+    gather,
     num_blocks,
 )
 from hfgolf.errors import UserError
@@ -54,22 +55,36 @@ def load(stream, *, world=1, accumulation=1, start_step=0, end_step=5, num_worke
 
 
 def test_each_epoch_reads_each_block_once_in_a_new_order():
-    steps = np.concatenate([block_ids(1, step, 10, 67) for step in range(67)])  # 10 epochs, most steps straddle none
+    steps = np.concatenate([block_starts(1, step, 10, 67, T) for step in range(67)])  # 10 epochs, most straddle none
     epochs = steps.reshape(10, 67)
-    assert all(sorted(epoch) == list(range(67)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 10
-    assert not np.array_equal(block_ids(2, 0, 10, 67), block_ids(1, 0, 10, 67))
+    assert all(sorted(epoch // T) == list(range(67)) for epoch in epochs)
+    assert len({tuple(epoch // T) for epoch in epochs}) == 10
+    assert not np.array_equal(block_starts(2, 0, 10, 67, T), block_starts(1, 0, 10, 67, T))
+
+
+def test_each_epoch_but_the_first_cuts_the_stream_elsewhere():
+    offsets = [set(block_starts(1, epoch, 67, 67, 1000) % 1000) for epoch in range(20)]
+    assert offsets[0] == {0} and all(len(of_epoch) == 1 for of_epoch in offsets)
+    assert len(set.union(*offsets)) > 15
+
+
+def test_the_last_block_goes_around_the_end_of_the_stream():
+    tokens = np.arange(20, dtype=np.uint16)
+    assert gather(tokens, np.array([0, 15]), 8).tolist() == [[*range(9)], [15, 16, 17, 18, 19, 0, 1, 2, 3]]
+    starts = block_starts(seed=3, step=4, blocks_per_step=2, num_blocks=2, sequence_length=8)  # the fifth epoch
+    assert sorted(gather(tokens, starts, 8)[:, 1:].flatten().tolist()) == sorted((min(starts) + 1 + np.arange(16)) % 20)
 
 
 def test_a_step_may_hold_several_epochs():
-    assert sorted(block_ids(1, 0, 9, 3)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert sorted(block_starts(1, 0, 9, 3, T) // T) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_order_is_the_same_in_every_version_of_hfgolf():
-    assert block_ids(1337, 3, 6, 20).tolist() == block_ids(1337, 0, 24, 20)[18:].tolist() == ORDER
+    starts = block_starts(1337, 3, 6, 20, T)
+    assert starts.tolist() == block_starts(1337, 0, 24, 20, T)[18:].tolist() == STARTS
 
 
-ORDER = [0, 1, 19, 8, 16, 18]
+STARTS = [0, 8, 156, 68, 132, 148]
 
 
 def test_targets_are_the_inputs_one_token_ahead(stream):
@@ -82,12 +97,11 @@ def test_targets_are_the_inputs_one_token_ahead(stream):
         world=1,
         seed=0,
         start_step=0,
-        end_step=20,
+        end_step=40,
     ):
         for name in ("input_ids", "shift_labels"):
             assert batch[name].shape == (4, T) and batch[name].dtype == torch.int64
-        assert torch.equal(batch["shift_labels"], batch["input_ids"] + 1)  # token i is i
-        assert torch.all(batch["input_ids"][:, 0] % T == 0)
+        assert torch.equal(batch["shift_labels"], (batch["input_ids"] + 1) % len(stream.tokens))  # token i is i
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -8,6 +8,8 @@ from hfgolf.model.convert_gpt2 import golf_from_gpt2, gpt2_from_golf
 
 SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 
+PDROPS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
 
 def build_gpt2(**options):
     torch.manual_seed(0)
@@ -63,9 +65,10 @@ def test_gradients_are_those_of_gpt2(token_ids):
     torch.testing.assert_close(golf.lm_head.weight.grad, gpt2.lm_head.weight.grad)
 
 
-def test_there_and_back_restores_every_weight():
-    gpt2 = build_gpt2()
+def test_there_and_back_restores_every_weight_and_rate():
+    gpt2 = build_gpt2(attn_pdrop=0.3)
     back = gpt2_from_golf(golf_from_gpt2(gpt2))
+    assert all(getattr(back.config, name) == getattr(gpt2.config, name) for name in PDROPS)
     assert back.state_dict().keys() == gpt2.state_dict().keys()
     for name, tensor in gpt2.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
@@ -85,5 +88,5 @@ def test_what_the_other_cannot_express_is_refused(build_golf, gpt2_style):
         gpt2_from_golf(build_golf(**gpt2_style, num_key_value_heads=2))
     with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=True"):
         golf_from_gpt2(build_gpt2(scale_attn_by_inverse_layer_idx=True))
-    with pytest.raises(ValueError, match=r"attn_pdrop=0\.3; only 0\.1"):
-        golf_from_gpt2(build_gpt2(attn_pdrop=0.3))
+    with pytest.raises(ValueError, match=r"embd_pdrop=0\.3; only 0\.1"):
+        golf_from_gpt2(build_gpt2(embd_pdrop=0.3))

@@ -46,6 +46,7 @@ def test_sizes_left_out_are_derived_and_saved(tmp_path):
         ("dropout", -0.1),
         ("dropout", "0.1"),
         ("dropout", float("nan")),
+        ("attention_dropout", 1.0),
         ("rope_theta", 0),
         ("rope_theta", float("inf")),
         ("norm_eps", None),

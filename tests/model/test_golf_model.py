@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from hfgolf.model.modeling_golf import apply_dropout
 
+DROPOUTS = ("dropout", "attention_dropout")
+
 
 def test_changing_a_token_leaves_earlier_logits_alone(build_golf, option, token_ids):
     golf = build_golf(**option)
@@ -156,7 +158,7 @@ def test_training_without_padding_runs_causal_sdpa_without_a_mask(build_golf, to
 def test_gradient_checkpointing_changes_neither_loss_nor_gradients(build_golf, token_ids, option_name):
     results = []
     for is_checkpointed in (False, True):
-        golf = build_golf(dropout=0.2 if option_name == "dropout" else 0.0).train()
+        golf = build_golf(**dict.fromkeys(DROPOUTS, 0.2 if option_name == "dropout" else 0.0)).train()
         if is_checkpointed:
             golf.activation_checkpointing_enable()
             assert all(layer.gradient_checkpointing for layer in golf.model.layers)
@@ -170,8 +172,9 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(build_golf, t
         torch.testing.assert_close(plain, checkpointed)
 
 
-def test_dropout_acts_in_training_only(build_golf, token_ids):
-    golf, without = build_golf(dropout=0.5), build_golf()
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_acts_in_training_only(build_golf, token_ids, name):
+    golf, without = build_golf(**{name: 0.5}), build_golf()
     torch.testing.assert_close(golf(token_ids).logits, without(token_ids).logits)
     golf.train()
     assert (golf(token_ids).logits - golf(token_ids).logits).abs().max() > 1e-2

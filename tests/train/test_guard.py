@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hfgolf.data.batches import block_ids, sample_hash
+from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import muon
@@ -52,7 +52,7 @@ def hashes(folder: Path) -> list[str]:
 
 def hashes_of(data_steps: list[int], num_blocks: int) -> list[str]:
     """Return the hash of each step's batch in a tiny run of default seed, 8 sequences a step."""
-    return [f"{sample_hash(block_ids(1337, step, 8, num_blocks)) % 2**64:016x}" for step in data_steps]
+    return [f"{sample_hash(block_starts(1337, step, 8, num_blocks, 32)) % 2**64:016x}" for step in data_steps]
 
 
 def losses(folder: Path) -> list[float]:
@@ -91,11 +91,11 @@ def test_a_step_with_a_nan_changes_nothing_and_is_named(run, tiny_run, spoil_gra
     assert [row["grad_norm"] is None for row in rows(folder)] == [False, True, False, True, False, False]
     assert [(row["event"], row["step"]) for row in events(folder)] == [("skipped_step", 2), ("skipped_step", 4)]
     for event, data_step in zip(events(folder), (1, 3), strict=True):
-        blocks = block_ids(1337, data_step, 8, runs[0].num_blocks).tolist()
-        assert (event["block_ids"], event["first_parameter"]) == (blocks, BAD)
+        blocks = block_starts(1337, data_step, 8, runs[0].num_blocks, 32).tolist()
+        assert (event["block_starts"], event["first_parameter"]) == (blocks, BAD)
         lines = [line for line in caplog.messages if line.startswith(f"step {data_step + 1}: the gradient is not")]
         assert len(lines) == 1
-        assert f"first in {BAD}, blocks {', '.join(map(str, blocks[:6]))} and 2 more" in lines[0]
+        assert f"first in {BAD}, blocks from tokens {', '.join(map(str, blocks[:6]))} and 2 more" in lines[0]
         assert lines[0].endswith("update skipped (1 of 2 in a row)")
     assert saved_state(folder)["rollbacks"] == 0
     summary = json.loads((folder / "summary.json").read_text())
@@ -148,9 +148,10 @@ def test_a_nan_at_every_step_ends_after_the_last_rollback_with_a_diagnosis(run, 
         run(tiny_run(train__max_skipped_steps=2, train__max_rollbacks=2, train__save_every_steps=2, **NO_EVALUATION))
     message = str(error.value)
     assert "\n" not in message
-    blocks = ", ".join(map(str, block_ids(1337, 7, 8, runs[0].num_blocks)[:6]))  # 2 to 5 have been left out
+    starts = block_starts(1337, 7, 8, runs[0].num_blocks, 32)[:6]  # 2 to 5 have been left out
+    blocks = ", ".join(map(str, starts))
     assert message.startswith("train: step 4: the gradient is not finite")
-    assert f"first in {BAD}, blocks {blocks} and 2 more; 2 rollbacks did not help: lower optim.learning_rate" in message
+    assert f"first in {BAD}, blocks from tokens {blocks} and 2 more; 2 rollbacks did not help: lower optim" in message
     assert runs[0].state.left_out_steps == [2, 3, 4, 5]
     assert runs[0].state.learning_rate_scale == 0.25
 
