@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfgolf.data.batches import block_ids, gather
+from hfgolf.data.batches import block_starts, gather
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.token_stream import open_stream
+from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.schedule import apply_schedule
@@ -38,7 +39,7 @@ from hfgolf.train.loop import train_step
 from hfgolf.train.setup import Run
 
 Blocks = Callable[[np.ndarray], Tensor]
-"""From the numbers of blocks to (B, T + 1) int64 tokens, block i from token i * T of the training stream on."""
+"""From the tokens of the training stream at which blocks begin to (B, T + 1) int64 tokens."""
 
 # How far the losses of two rungs may lie apart, in nats: in fp32, and where one of them computes in 16 bits. A step
 # moves them by more than that, and a wrong batch by far more.
@@ -64,7 +65,7 @@ class TextFiles:
     Each file has the text of one piece of the token cache, decoded before anything is measured.
     """
 
-    def __init__(self, tokens: TokenCache, sequence_length: int, blocks: np.ndarray, folder: Path) -> None:
+    def __init__(self, tokens: TokenCache, sequence_length: int, starts: np.ndarray, folder: Path) -> None:
         self.sequence_length = sequence_length
         self.tokenizer = tokens.tokenizer
         self.folder = folder
@@ -72,40 +73,38 @@ class TextFiles:
         self.starts = self.ends - tokens.train.piece_tokens
         self.begins_document: dict[int, bool] = {}
         """Whether the end of text stands before a piece."""
-        for block in blocks.tolist():
-            for piece in self.pieces(block):
+        for start in starts.tolist():
+            for piece in self.pieces(start):
                 ids = tokens.train.tokens[self.starts[piece] : self.ends[piece]].tolist()
                 self.begins_document[piece] = ids[0] == self.tokenizer.eos_token_id
                 text = self.tokenizer.decode(ids[self.begins_document[piece] :], clean_up_tokenization_spaces=False)
                 (folder / f"{piece}.txt").write_text(text, encoding="utf-8", newline="")
 
-    def pieces(self, block: int) -> range:
-        """Return the pieces in which the tokens of a block lie."""
-        tokens = [block * self.sequence_length, (block + 1) * self.sequence_length]
-        first, last = np.searchsorted(self.ends, tokens, side="right").tolist()
+    def pieces(self, start: int) -> range:
+        """Return the pieces in which the tokens of the block lie that begins at a token."""
+        first, last = np.searchsorted(self.ends, [start, start + self.sequence_length], side="right").tolist()
         return range(first, last + 1)
 
-    def read(self, blocks: np.ndarray) -> Tensor:
+    def read(self, starts: np.ndarray) -> Tensor:
         """Read the text of each sequence, tokenise it and cut the sequence out."""
         rows = []
-        for block in blocks.tolist():
+        for start in starts.tolist():
             ids: list[int] = []
-            for piece in self.pieces(block):
+            for piece in self.pieces(start):
                 text = (self.folder / f"{piece}.txt").read_bytes().decode("utf-8")
                 ids += [self.tokenizer.eos_token_id] if self.begins_document[piece] else []
                 ids += self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-            start = block * self.sequence_length - int(self.starts[self.pieces(block)[0]])
-            rows.append(torch.tensor(ids[start : start + self.sequence_length + 1]))
+            first = start - int(self.starts[self.pieces(start)[0]])
+            rows.append(torch.tensor(ids[first : first + self.sequence_length + 1]))
         return torch.stack(rows)
 
 
 def from_disk(path: Path, sequence_length: int) -> Blocks:
     """Open the file of token ids for each sequence and cut the sequence out."""
 
-    def read(blocks: np.ndarray) -> Tensor:
-        starts = (blocks * sequence_length).tolist()
+    def read(starts: np.ndarray) -> Tensor:
         return torch.stack(
-            [torch.tensor(open_stream(path).tokens[s : s + sequence_length + 1].tolist()) for s in starts]
+            [torch.tensor(open_stream(path).tokens[s : s + sequence_length + 1].tolist()) for s in starts.tolist()]
         )
 
     return read
@@ -114,16 +113,15 @@ def from_disk(path: Path, sequence_length: int) -> Blocks:
 def from_memory(tokens: np.ndarray, sequence_length: int) -> Blocks:
     """Cut each sequence out of an array in memory."""
 
-    def read(blocks: np.ndarray) -> Tensor:
-        starts = (blocks * sequence_length).tolist()
-        return torch.stack([torch.tensor(tokens[s : s + sequence_length + 1].tolist()) for s in starts])
+    def read(starts: np.ndarray) -> Tensor:
+        return torch.stack([torch.tensor(tokens[s : s + sequence_length + 1].tolist()) for s in starts.tolist()])
 
     return read
 
 
 def vectorised(tokens: np.ndarray, sequence_length: int) -> Blocks:
     """Read all sequences of a batch at once."""
-    return lambda blocks: gather(tokens, blocks * sequence_length, sequence_length)
+    return lambda starts: gather(tokens, starts, sequence_length)
 
 
 def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, precision: str) -> Callable[[], float]:
@@ -142,9 +140,8 @@ def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, prec
 
     def step() -> float:
         number = next(numbers)
-        ids = block_ids(config.run.seed, number, config.batch.sequences_per_step, run.num_blocks)
         total = torch.zeros((), device=device)
-        for part in np.split(ids, run.accumulation_steps):
+        for part in np.split(starts_of(run, number), run.accumulation_steps):
             tokens = blocks(part).to(device)
             with autocast:
                 logits = model(input_ids=tokens[:, :-1]).logits
@@ -159,6 +156,12 @@ def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, prec
         return total.item()
 
     return step
+
+
+def starts_of(run: Run, step: int) -> np.ndarray:
+    """Return the tokens at which the blocks of a step begin."""
+    batch = run.config.batch
+    return block_starts(run.config.run.seed, step, batch.sequences_per_step, run.num_blocks, batch.sequence_length)
 
 
 def copy_of(model: GolfForCausalLM, attention: str) -> GolfForCausalLM:
@@ -189,10 +192,12 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
     there is a compiler.
     """
     config, stream, length = run.config, run.tokens.train, run.config.batch.sequence_length
-    ids = [block_ids(config.run.seed, n, config.batch.sequences_per_step, run.num_blocks) for n in range(num_steps)]
+    if num_steps * config.batch.sequences_per_step > run.num_blocks:
+        raise UserError(f"--repetitions: {num_steps} steps read the text more than once; give more text, or fewer.")
+    starts = [starts_of(run, step) for step in range(num_steps)]
     gathered = vectorised(stream.tokens, length)
-    texts = TextFiles(run.tokens, length, np.unique(np.concatenate(ids)), folder)
-    is_same = torch.equal(texts.read(ids[0]), gathered(ids[0]))
+    texts = TextFiles(run.tokens, length, np.unique(np.concatenate(starts)), folder)
+    is_same = torch.equal(texts.read(starts[0]), gathered(starts[0]))
     precision, source = str(config.train.mixed_precision), run.resolved.sources["train.mixed_precision"]
     skipped = {
         "naive": "" if is_same else "this tokenizer does not make the same tokens of a text that it decoded",

@@ -371,6 +371,8 @@ class TrainConfig:
     """Steps between two evaluations; the last step is always evaluated."""
     eval_tokens: int | None = None
     """Validation tokens in an evaluation during the run; null: all. The last evaluation is always whole."""
+    sample_tokens: int | None = 64
+    """Tokens that the model writes at each evaluation, for metrics.jsonl, trackers and the report; null: none."""
     save_every_steps: int | None = 500
     """Steps between two checkpoints; null: none by steps. The last step is always saved."""
     save_every_minutes: float | None = None
@@ -395,7 +397,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_positive("train", self, "max_steps", "max_tokens", "max_epochs", "max_minutes", "max_grad_norm")
         _require_positive("train", self, "log_every_steps")
-        _require_positive("train", self, "eval_every_steps", "eval_tokens", "save_every_steps", "save_every_minutes")
+        _require_positive("train", self, "eval_every_steps", "eval_tokens", "sample_tokens")
+        _require_positive("train", self, "save_every_steps", "save_every_minutes")
         _require_positive("train", self, "keep_last", "patience_evals", "max_skipped_steps")
         _require_not_negative("train", self, "min_improvement", "max_rollbacks")
         factor = self.rollback_learning_rate_factor

@@ -48,7 +48,7 @@ def main() -> None:
 
     show_log(True)
     folder = writable_folder(arguments.output)
-    with scratch_run(resolved, "ladder", model__dropout=0.0, train__compile=False) as run:
+    with scratch_run(resolved, "ladder", model__dropout=0.0, model__attention_dropout=0.0, train__compile=False) as run:
         if run.accelerator.num_processes > 1:
             raise UserError("ladder.py measures one process; start it with python, not accelerate launch.")
         if run.config.train.mixed_precision == "fp16":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfgolf.command_line import ResolvedConfig, load_config, run_command
 from hfgolf.errors import UserError
+from hfgolf.report.wording import duration
 
 if TYPE_CHECKING:
     from hfgolf.config import RunConfig
@@ -277,14 +278,6 @@ def scaled(number: float) -> str:
 def gib(num_bytes: int) -> str:
     """Return bytes in GiB, or in MiB where they are fewer than one."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as a person says them: "2 h 05 min", "4 min 59 s", "1.3 s"."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, hours = round(seconds / 60), int(round(seconds / 60) // 60)
-    return f"{hours} h {minutes % 60:02d} min" if hours else f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
 
 
 if __name__ == "__main__":

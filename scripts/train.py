@@ -8,7 +8,7 @@ from hfgolf.command_line import load_config, run_command
 
 def main() -> None:
     resolved = load_config()  # before torch is imported, so that --help and a wrong key answer at once
-    from hfgolf.train.conclusion import report_run, show_summary
+    from hfgolf.train.conclusion import show_summary
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import resolve_precision
     from hfgolf.train.loop import train
@@ -22,12 +22,7 @@ def main() -> None:
         logging.getLogger("hfgolf").info("%s is complete; another --run.name, or no such folder, trains anew", folder)
         show_summary(summary)
         return
-    try:
-        train(resolved)
-    except SystemExit:  # stopped by a signal
-        if os.environ.get("RANK", "0") == "0":
-            report_run(run_folder(resolved.config), {})
-        raise
+    train(resolved)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ def tiny_run(tmp_path: Path, corpus_file: Path) -> Callable[..., list[str]]:
             "train.cpu_threads": 1,
             "train.log_every_steps": 1,
             "train.eval_every_steps": 3,
+            "train.sample_tokens": "null",
             "train.save_every_steps": 3,
         } | {key.replace("__", "."): value for key, value in options.items()}
         return [f"--{key}={value}" for key, value in settings.items()]

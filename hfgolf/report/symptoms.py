@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -45,25 +44,25 @@ def not_finite(history: History) -> Finding | None:
     return Finding("immediate NaN", step, saw, causes, fix)
 
 
-BY_CHANCE = 0.05  # blocks that as many batches would share if each was drawn anew
+BY_CHANCE = 0.05  # stretches of text that as many batches would share if each was drawn anew
 
 
 def not_finite_on_tokens(history: History) -> Finding | None:
-    """NaN in single steps between good ones: whenever one block of the data is read, or always first in one place."""
-    alone = [skips[0] for skips in history.skips if len(skips) == 1 and "block_ids" in skips[0]]
+    """NaN in single steps between good ones: whenever some text is read, or always first in one place."""
+    alone = [skips[0] for skips in history.skips if len(skips) == 1 and "block_starts" in skips[0]]
     alone = [skip for skip in alone if skip["step"] < history.step]
     if len(alone) < 2:
         return None
-    shared = set.intersection(*(set(skip["block_ids"]) for skip in alone))
-    blocks_per_step = len(alone[0]["block_ids"])
-    by_chance = blocks_per_step * history.epochs_per_step ** (len(alone) - 1)
+    length = history.settings["batch.sequence_length"]
+    shared = _shared_text([skip["block_starts"] for skip in alone], length)
+    # a block meets two of another epoch, which cuts the text elsewhere
+    by_chance = len(alone[0]["block_starts"]) * (2 * history.epochs_per_step) ** (len(alone) - 1)
     parameters = {skip["first_parameter"] for skip in alone}
     if shared and by_chance < BY_CHANCE:
-        length = history.settings["batch.sequence_length"]
-        blocks = (f"block {block} (train tokens from {block * length} on)" for block in sorted(shared))
-        common = f"each of them read {', '.join(islice(blocks, 3))}"
+        stretches = ", ".join(f"{start} to {end - 1}" for start, end in shared[:3])
+        common = f"each of them read the train tokens {stretches}"
     elif len(alone) >= IN_A_ROW and len(parameters) == 1:
-        common = "they have no block in common"
+        common = "they have no text in common"
     else:
         return None
     steps = ", ".join(str(skip["step"]) for skip in alone[:6])
@@ -77,6 +76,15 @@ def not_finite_on_tokens(history: History) -> Finding | None:
         "values of rare tokens that are too large for 16 bits",
     )
     return Finding("NaN on specific tokens", alone[0]["step"], saw, causes, full_precision(history))
+
+
+def _shared_text(batches: list[list[int]], length: int) -> list[tuple[int, int]]:
+    """Return the stretches of tokens, [start, end), that each batch of blocks of a length reads."""
+    shared = [(start, start + length) for start in sorted(batches[0])]
+    for starts in batches[1:]:
+        meetings = ((max(a, start), min(b, start + length)) for a, b in shared for start in starts)
+        shared = [(a, b) for a, b in meetings if a < b]
+    return shared
 
 
 CLIP_STEPS = 50  # fewer may be a phase

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +61,17 @@ def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
         torch._dynamo.reset()
         logger.warning("compile: failed, going on without: %s", one_line(error)[:200])
         run_once()
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Make the model eager for a while."""
+    compiled_call = model._compiled_call_impl
+    undo_compilation(model)
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled_call
 
 
 def undo_compilation(model: nn.Module) -> None:

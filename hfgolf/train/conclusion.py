@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import statistics
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from hfgolf.publish.model_card import model_card
 from hfgolf.report.metrics import read_metrics
 from hfgolf.report.record import read_run
 from hfgolf.report.report import write_report
+from hfgolf.report.wording import duration
 from hfgolf.train.checkpoint import read_manifest
 from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
@@ -63,9 +63,8 @@ def conclude(run: Run) -> dict[str, Any]:
     if run.accelerator.is_main_process:
         undo_compilation(run.raw_model)
         summary["sample"] = generate_text(run.raw_model, run.tokens.tokenizer, seed=run.config.run.seed)
-        summary |= {f"seconds_{kind}": seconds for kind, seconds in run.stopwatch.seconds().items()}
-        summary["logged_at"] = time.time()
-        report_run(run.folder, summary)
+        summary |= run.stopwatch.row()
+        report_run(run, summary)
         try:
             picture = run.folder.report.with_suffix("") / "loss.png"
             pictures = [picture] if picture.is_file() else []
@@ -83,16 +82,20 @@ def conclude(run: Run) -> dict[str, Any]:
     return summary
 
 
-def report_run(folder: RunFolder, summary: dict[str, Any]) -> None:
+def report_run(run: Run, summary: dict[str, Any] | None = None) -> None:
     """Write the report of a run; where that fails, say why and go on: what matters more is still to come.
 
-    summary: of a run that is complete; empty where it was stopped.
+    summary: of a run that is complete; None where it was stopped or died.
     """
+    if not (run.accelerator.is_main_process and run.folder.metrics.is_file()):
+        return  # nothing logged yet, or a disk that took nothing
     try:
-        record = dataclasses.replace(read_run(folder.path), summary=summary)
-        write_report([record], folder.report)
-    except Exception as error:  # a full disk, no row yet, or what a drawing library comes upon
+        record = dataclasses.replace(read_run(run.folder.path), summary=summary or {})
+        write_report([record], run.folder.report)
+    except Exception as error:  # a full disk, or what a drawing library comes upon
         logger.warning("no report: %s", one_line(error))
+        return
+    run.tracker.attach(run.folder.report, "report")
 
 
 def show_summary(summary: dict[str, Any]) -> None:
@@ -106,6 +109,10 @@ def show_summary(summary: dict[str, Any]) -> None:
     )
     logger.info("bits per byte    %.4f over %s bytes", summary["val_bits_per_byte"], f"{summary['val_bytes']:,}")
     logger.info("tokens/s         %s (median)", f"{summary['tokens_per_second']:,.0f}")
+    seconds = {key.removeprefix("seconds_"): value for key, value in summary.items() if key.startswith("seconds_")}
+    if seconds:
+        parts = ", ".join(f"{kind} {duration(value)}" for kind, value in seconds.items() if value)
+        logger.info("time             %s: %s", duration(sum(seconds.values())), parts)
     logger.info("sample           %s", summary["sample"].replace("\n", "\n                 "))
     folder = RunFolder(Path(summary["model"]).parent)
     logger.info("run folder       %s", folder.path)

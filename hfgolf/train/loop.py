@@ -10,18 +10,20 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from torch import Tensor
 
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.evaluate.sample import generate_text
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.train.clock import Clock
-from hfgolf.train.conclusion import conclude, push_in_training
+from hfgolf.train.compilation import uncompiled
+from hfgolf.train.conclusion import conclude, push_in_training, report_run
 from hfgolf.train.console import Console
 from hfgolf.train.guard import Guard, first_sick_gradient, gradient_norm, halve_until_it_fits, should_stop_early
 from hfgolf.train.meter import StepResult
@@ -43,15 +45,23 @@ def train(resolved: ResolvedConfig) -> dict[str, Any]:
         clock = Clock(run, signals)
         try:
             run_steps(run, clock)
-        finally:
-            run.stopwatch.switch("other")
-            with run.stopwatch.of("checkpoint"):
-                run.checkpoints.wait()  # whatever ended the loop, what was to be saved is
-            see_doctor(run)
-        report_failed_saves(run)
+        except BaseException:
+            settle(run)
+            report_run(run)
+            raise
+        settle(run)
         if clock.stop_signal:
             leave(run, clock.stop_signal)
     return conclude(run)
+
+
+def settle(run: Run) -> None:
+    """Bring to an end what the steps began, whatever ended them: what was to be saved is."""
+    run.stopwatch.switch("other")
+    with run.stopwatch.of("checkpoint"):
+        run.checkpoints.wait()
+    see_doctor(run)
+    report_failed_saves(run)
 
 
 def run_steps(run: Run, clock: Clock) -> None:
@@ -78,7 +88,8 @@ def run_steps(run: Run, clock: Clock) -> None:
                 row = describe(run)
                 if evaluating:
                     row |= validate(run)
-                run.tracker.log(row | where_the_time_went(run))
+                    write_sample(run)
+                run.tracker.log(row | run.stopwatch.row())
                 console.show(row, clock.total_steps())
                 see_doctor(run)
                 if saving or run.state.best_step == step or should_stop_early(run):
@@ -176,10 +187,15 @@ def validate(run: Run) -> dict[str, Any]:
     return row
 
 
-def where_the_time_went(run: Run) -> dict[str, Any]:
-    """Return columns of a row: the seconds of each kind of work in the run so far, and the time (Unix)."""
-    seconds = {f"seconds_{kind}": seconds for kind, seconds in run.stopwatch.seconds().items()}
-    return seconds | {"logged_at": time.time()}
+def write_sample(run: Run) -> None:
+    """Let the model write some text, the same for the same weights, and keep it as an event."""
+    tokens, accelerator = run.config.train.sample_tokens, run.accelerator
+    if tokens is None or not accelerator.is_main_process or accelerator.distributed_type == DistributedType.FSDP:
+        return  # sharded weights are on no process
+    averaged = run.ema.applied() if run.ema is not None and run.config.optim.ema_export else nullcontext()
+    with run.stopwatch.of("evaluate"), uncompiled(run.raw_model), averaged:
+        text = generate_text(run.raw_model, run.tokens.tokenizer, max_new_tokens=tokens, seed=run.config.run.seed)
+    run.tracker.event("sample", run.state, text=text)
 
 
 def see_doctor(run: Run) -> None:
@@ -215,5 +231,6 @@ def leave(run: Run, signal_number: int) -> None:
         run.checkpoints.saved_step,
     )
     run.tracker.event("stopped", run.state, signal=signal.Signals(signal_number).name)
+    report_run(run)
     run.tracker.finish()
     raise SystemExit(128 + signal_number)

@@ -31,6 +31,10 @@ class Stopwatch:
         self.switch(self._kind)
         return dict(self._seconds)
 
+    def row(self) -> dict[str, float]:
+        """Return columns of a row of metrics.jsonl: the seconds of each kind so far, and the time (Unix)."""
+        return {f"seconds_{kind}": seconds for kind, seconds in self.seconds().items()} | {"logged_at": time.time()}
+
     def training_seconds(self) -> float:
         """Return the seconds of all kinds but setup, over all sessions: what train.max_minutes limits."""
         return sum(seconds for kind, seconds in self.seconds().items() if kind != "setup")

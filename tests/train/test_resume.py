@@ -31,6 +31,8 @@ TIMINGS = {
     "tokens_per_second",
     "mfu",
     "memory_bytes",
+    "process_memory_bytes",
+    "gpu_memory_bytes",
     "gpu_utilization",
 }
 CONSTANT = {"schedule__name": "constant"}  # so that the length of a part says nothing about its learning rates
