@@ -45,7 +45,7 @@ class TrainingMemory:
     snapshot: int
     """The copies that a save in the background writes from; on a GPU they are in the host's memory."""
     casts: int
-    """The weights in 16 bits, which autograd keeps."""
+    """The weights in 16 bits, which autocast keeps to the end of the forward pass, and autograd to that of the other."""
     activations: int
     """What else autograd keeps for the backward pass."""
     loss: int
@@ -102,11 +102,10 @@ def training_memory(
     backward = tokens * passing
     if gradient_checkpointing:
         activations = tokens * (layers * stream + ends)
-        casts //= layers  # of the block that is recomputed
         backward += tokens * (kept - 2 * stream)
 
     head = model.vocab_size * width
-    loss = 4 * head + (2 * head if half else 0) + tokens * stream + _logits_bytes(model, tokens, device)
+    loss = 4 * head + tokens * stream + _chunk_bytes(model, tokens, half, device)
     backward = max(backward + 4 * head, 8 * head + tokens * stream)
     gradients = weights
     update = _orthogonalization_bytes(model, device) if optimizer == "muon" else 0
@@ -114,7 +113,8 @@ def training_memory(
         update = 4 * matrix_parameters + max(update, 8 * matrix_parameters)
     snapshot = weights + state + average if on_cpu else 0
     buckets = weights if processes > 1 else 0
-    in_pass = casts + activations + max(loss, backward) + (gradients if accumulates else 0)
+    casts_in_backward = casts // layers if gradient_checkpointing else casts  # those of the block recomputed
+    in_pass = activations + max(casts + loss, casts_in_backward + backward) + (gradients if accumulates else 0)
     peak = weights + state + average + snapshot + buckets + max(in_pass, gradients + update)
     return TrainingMemory(
         weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, snapshot=snapshot,
@@ -171,13 +171,18 @@ def _keeps_normed(model: GolfConfig, device: str) -> bool:
     return device == "cpu" and model.norm == "rmsnorm"
 
 
-def _logits_bytes(model: GolfConfig, tokens: int, device: str) -> int:
-    """Return what a chunk of the loss takes: logits and log-softmax in fp32, and the gradient of the chunk before."""
+def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str) -> int:
+    """Return the most that a chunk of the loss takes: its logits, or adding what it gives to the head's gradient."""
     most = modeling_golf._CHUNK_ELEMENTS_CPU if device == "cpu" else modeling_golf._CHUNK_ELEMENTS_ACCELERATOR
     rows = min(tokens, max(1, most // model.vocab_size))
-    former = 4 if rows < tokens else 0
+    former = 4 if rows < tokens else 0  # left of the chunk before
     squashed = 0 if model.logit_soft_cap is None else 8
-    return rows * model.vocab_size * (8 + former + squashed)
+    logits = rows * model.vocab_size * (8 + former + squashed)  # and log-softmax, both in fp32
+    if not half:
+        return logits
+    head = model.vocab_size * model.hidden_size
+    summand = 6 if device == "cpu" else 2  # in 16 bits, of which a CPU makes a copy in fp32 to add it
+    return 2 * head + max(logits, 6 * rows * model.vocab_size + summand * head)
 
 
 def _orthogonalization_bytes(model: GolfConfig, device: str) -> int:
