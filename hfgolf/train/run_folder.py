@@ -131,15 +131,16 @@ class RunFolder:
 
         Values that are decided anew on each machine (source auto) do not count.
         """
-        before, after = read_yaml(self.config), redact_values(resolved.config.flat())
+        before = {**RunConfig().flat(), **read_yaml(self.config)}  # a key younger than the run had its default
+        after = redact_values(resolved.config.flat())
         return [
-            f"{key} {before.get(key)} -> {after[key]}"
+            f"{key} {before[key]} -> {after[key]}"
             for key in after
             if key not in _FREE_KEYS
             and not key.startswith(_FREE_SECTIONS)
             and after[key] != "auto"
             and resolved.sources.get(key) != "auto"
-            and before.get(key) != (list(after[key]) if isinstance(after[key], tuple) else after[key])
+            and _plain(before[key]) != _plain(after[key])
         ]
 
     def completed(self, resolved: ResolvedConfig) -> dict[str, Any] | None:
@@ -147,6 +148,11 @@ class RunFolder:
         if resolved.config.train.resume not in (None, "auto") or not (self.summary.is_file() and self.config.is_file()):
             return None
         return None if self.changed_keys(resolved) else json.loads(self.summary.read_text())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML reads it back."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -231,6 +231,19 @@ def test_another_config_does_not_touch_a_finished_run(run, tiny_run):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def test_a_key_that_is_younger_than_a_run_had_its_default(run, tiny_run):
+    """Two of them, one of which is a tuple, are taken out of the config of a run that is over."""
+    folder = run(tiny_run(train__max_steps=3))
+    lines = (folder / "config.yaml").read_text().splitlines()
+    kept = [line for line in lines if not line.strip().startswith(("attention_dropout:", "betas:"))]
+    assert len(kept) == len(lines) - 2
+    (folder / "config.yaml").write_text("\n".join(kept) + "\n")
+    run(tiny_run(train__max_steps=3, train__resume="auto"))
+    (folder / "config.yaml").write_text("\n".join(kept) + "\n")
+    with pytest.raises(UserError, match=r"another config \(model.attention_dropout 0.0 -> 0.1\)"):
+        run(tiny_run(train__max_steps=3, model__attention_dropout=0.1))
+
+
 def test_an_unfinished_run_says_how_to_continue(run, tiny_run):
     folder = run(tiny_run())
     (folder / "summary.json").unlink()
