@@ -45,7 +45,7 @@ class TrainingMemory:
     snapshot: int
     """The copies that a save in the background writes from; on a GPU they are in the host's memory."""
     casts: int
-    """The weights in 16 bits, which autocast keeps to the end of the forward pass, and autograd to that of the other."""
+    """The weights in 16 bits: autocast keeps them during the forward pass, autograd for the backward pass."""
     activations: int
     """What else autograd keeps for the backward pass."""
     loss: int
@@ -81,8 +81,8 @@ def training_memory(
 
     Weights, gradients, averages and state are fp32, 4 bytes a parameter each, and the state 8 under AdamW: Rajbhandari
     et al. 2020 ("ZeRO", section 3.1), whose 16-bit weights exist here during a pass only. Activations: `block_bytes`.
-    The peak of a pass is within 5 % of what is alive on torch's fake tensors, of CUDA and of the CPU; CUDA's context
-    and cuBLAS's workspaces, together some 0.5 GB, come on top.
+    The peak of a pass is within 5 % of what is alive on torch's fake tensors, of CUDA and of the CPU. On top come a
+    GPU's context and workspaces, some 0.5 GB, and on a CPU what glibc does not give back: benchmarks/memory_prediction.
     """
     weights = 4 * parameters
     state = 8 * parameters if optimizer == "adamw" else 4 * parameters
