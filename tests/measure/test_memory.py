@@ -64,7 +64,10 @@ def test_the_modern_block_by_hand():
     """On a GPU in bf16: norms 4C + 2C each; qkv 6C; queries and keys 8C in fp32 and 4C turned; attended in two layouts
     4C; MLP: what relu left 8C, the same in fp32 16C, squared 8C."""
     golf = GolfConfig(**SHAPE)
-    assert block_bytes(golf, 1024, half=True, device="cuda")[0] == (2 * 6 + 6 + 8 + 4 + 4 + 8 + 16 + 8) * 768
+    kept = (2 * 6 + 6 + 8 + 4 + 4 + 8 + 16 + 8) * 768
+    assert block_bytes(golf, 1024, half=True, device="cuda")[0] == kept
+    masks = 2 * 768
+    assert block_bytes(GolfConfig(**SHAPE, dropout=0.1), 1024, half=True, device="cuda")[0] == kept + masks
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,7 @@ def peak_of_a_pass(golf: GolfConfig, tokens: tuple[int, int], precision: str, ch
         (GPT2_BLOCK, "no", "sdpa", True),
         (GPT2_BLOCK, "bf16", CAUSAL_BLOCKS, False),
         ({"dropout": 0.1}, "no", "sdpa", False),
+        ({"attention_dropout": 0.1}, "no", "sdpa", False),
         ({"logit_soft_cap": 30.0}, "no", "sdpa", False),
         ({"vocab_size": 50_257}, "bf16", "sdpa", False),
         ({"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 6}, "bf16", "sdpa", True),
