@@ -20,6 +20,7 @@ SHRUNK = {
     "model.num_attention_heads": 2,
     "batch.sequence_length": 32,
     "batch.tokens_per_step": 128,
+    "batch.micro_batch_size": "auto",
     "train.max_steps": 2,
     "train.max_tokens": "null",
     "train.max_minutes": "null",

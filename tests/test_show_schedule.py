@@ -78,6 +78,7 @@ def test_it_shows_what_the_run_does(show, run, tiny_run):
 
 def test_by_the_clock_it_shows_minutes_and_places_warmups_where_the_step_time_is_known(show):
     config = ("--config", ROOT / "configs" / "shakespeare_char.yaml", "--schedule.warmup_steps", 30)
+    config += ("--train.max_minutes", 9)
     said = show(*config)
     unknown = cells(said)
     assert unknown[""][0] == "minute" and "note: warmups go by steps" in said
