@@ -1,10 +1,11 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test [ARGS="-k muon"]
+# make bench-cpu | make bench-gpu [ARGS="--only train_throughput"]
 PYTHON ?= python3
 VENV := .venv
 CONFIG ?= configs/small.yaml
 ARGS ?=
 
-.PHONY: setup train test test-gpu check
+.PHONY: setup train test test-gpu bench-cpu bench-gpu check
 
 setup: $(VENV)/.ready
 
@@ -22,6 +23,13 @@ test: setup
 test-gpu: setup
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"
 	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
+
+bench-cpu: setup
+	$(VENV)/bin/python benchmarks/run_all.py $(ARGS)
+
+bench-gpu: setup
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"
+	$(VENV)/bin/python benchmarks/run_all.py --device cuda $(ARGS)
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -78,6 +78,8 @@ class DataConfig:
     """Configuration of the Hub dataset."""
     hub_split: str = "train"
     """Split of the Hub dataset to read; the validation part is held out from it."""
+    streaming: bool = False
+    """Read a Hub dataset over the network into the token cache, not download it first; a resume is as exact as ever."""
     text_column: str = "text"
     """Column that holds the text in jsonl, parquet, csv and Hub datasets."""
     max_documents: int | None = None

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from hfgolf.config import DataConfig
+from hfgolf.data.file_hashes import file_hashes
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
 from hfgolf.errors import UserError
 from hfgolf.redact import redact
@@ -101,6 +102,7 @@ class Corpus:
         return "val" if int.from_bytes(digest[:8]) < self.data.val_fraction * 2**64 else "train"
 
     def _write_contiguous(self, train: PieceWriter, val: PieceWriter) -> None:
+        # two passes, over the network too where a dataset is streamed: where to cut depends on all of it
         num_characters = sum(len(block) for _, _, blocks in self._documents() for block in blocks)
         num_left = int(num_characters * (1 - self.data.val_fraction))  # of the train part
         for _, _, blocks in self._documents():
@@ -140,7 +142,7 @@ class Corpus:
 
 
 def load_corpus(data: DataConfig) -> Corpus:
-    """Identify the text that `data` names, without reading more of it than its hashes need.
+    """Identify the text that `data` names, without reading more of it than its hashes need (see file_hashes).
 
     Raises UserError where nothing matches, a file is empty, or a Hub name cannot be reached.
     """
@@ -157,8 +159,9 @@ def load_corpus(data: DataConfig) -> Corpus:
     files = _stdlib_files() if data.source == "python_stdlib" else _named_files(data)
     if any(file.endings[0] in _TABLES for file in files):
         identity["text_column"] = data.text_column
+    hashes = file_hashes((file.path for file in files), cache_folder(data) / "hashes.json")
     for split in (None, "val"):
-        listed = [[file.name, file.path.stat().st_size, _sha256(file.path)] for file in files if file.split == split]
+        listed = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in files if file.split == split]
         identity["files" if split is None else "val_files"] = listed
     return Corpus(identity, data, tuple(files))
 
@@ -246,11 +249,6 @@ def _download(url: str, key: str, folder: Path) -> Path:
     return path
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _open(file: SourceFile) -> BinaryIO:
     compression = file.endings[1]
     if compression == ".gz":
@@ -319,8 +317,8 @@ def _load_table(path: Path, kind: str) -> Any:
 def _load_hub(data: DataConfig) -> Any:
     from datasets import load_dataset
 
-    try:
-        return load_dataset(str(data.hub_name), data.hub_config, split=data.hub_split)
+    try:  # streamed, its text lies on disk only as pieces, while the cache is built; the rows are the same
+        return load_dataset(str(data.hub_name), data.hub_config, split=data.hub_split, streaming=data.streaming)
     except Exception as error:
         raise UserError(_hub_message(data, error)) from error
 
@@ -356,7 +354,8 @@ def _rows(table: Any, name: str, split: str | None, column: str) -> Iterator[tup
     except UserError:
         raise
     except Exception as error:  # what `datasets` raises for a broken row depends on the format
-        raise UserError(f"{name} cannot be read near row {row} ({_first_line(error)}); check the file.") from error
+        reason = _first_line(error)
+        raise UserError(f"{name} cannot be read near row {row} ({reason}); check the file or the network.") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,7 +14,9 @@ import json
 import logging
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,14 +27,13 @@ import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 from filelock import FileLock
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data.corpus import SPLITS, Corpus, cache_folder, load_corpus
 from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes
 from hfgolf.data.token_stream import TokenStream, open_stream, pieces_path, write_arrow
-from hfgolf.data.tokenizer import build_tokenizer, find_tokenizer, tokenizer_sha256
+from hfgolf.data.tokenizer import Encoded, Encoder, build_encoder, build_tokenizer, find_tokenizer, tokenizer_sha256
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 1
 _PROGRESS_SECONDS = 10
+_BATCHES_AT_ONCE = 2
 _RAM_SHARE = 0.25  # of the free memory that in_memory: auto lets the tokens take
 
 
@@ -65,20 +67,23 @@ def load_tokens(data: DataConfig, tokenizer_config: TokenizerConfig) -> TokenCac
     """
     corpus = load_corpus(data)
     cache_dir = cache_folder(data)
-    found = _find(corpus, tokenizer_config, cache_dir)
+    tokenizer = find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")  # a large one takes long
+    found = _find(corpus, tokenizer_config, cache_dir, tokenizer)
     if found is None:
-        with FileLock(cache_dir / "build.lock"):
-            found = _find(corpus, tokenizer_config, cache_dir)  # built by another process while this one waited?
+        with FileLock(cache_dir / "build.lock"):  # built by another process while this one waited?
+            found = _find(corpus, tokenizer_config, cache_dir, tokenizer)
             if found is None:
-                return _open_cache(*_build(corpus, tokenizer_config, cache_dir), data, is_hit=False)
+                return _open_cache(*_build(corpus, tokenizer_config, cache_dir, tokenizer), data, is_hit=False)
     tokens = _open_cache(*found, data, is_hit=True)
     _log.info("cache hit: %s (%s)", tokens.path, _size(tokens))
     return tokens
 
 
-def _find(corpus: Corpus, config: TokenizerConfig, cache_dir: Path) -> tuple[Path, PreTrainedTokenizerFast] | None:
-    """Return (folder, tokenizer) of the cache that serves, None if there is none."""
-    tokenizer = find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
+def _find(
+    corpus: Corpus, config: TokenizerConfig, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None = None
+) -> tuple[Path, PreTrainedTokenizerFast] | None:
+    """Return (folder, tokenizer) of the cache that serves, None if there is none. tokenizer: where it is known."""
+    tokenizer = tokenizer or find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
     if tokenizer is None:
         return None
     key = _key(corpus, config, tokenizer)
@@ -121,21 +126,28 @@ def _problem(folder: Path, key: dict[str, Any]) -> str | None:
     return None
 
 
-def _build(corpus: Corpus, config: TokenizerConfig, cache_dir: Path) -> tuple[Path, PreTrainedTokenizerFast]:
-    """Build tokenizer and cache; the caller holds the lock, hence what an earlier build left behind can go."""
+def _build(
+    corpus: Corpus, config: TokenizerConfig, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None
+) -> tuple[Path, PreTrainedTokenizerFast]:
+    """Build the cache, and the tokenizer where it is not known.
+
+    The caller holds the lock, hence what an earlier build left behind can go.
+    """
     building = cache_dir / "building"
     shutil.rmtree(building, ignore_errors=True)
     (cache_dir / "tokenizers").mkdir(exist_ok=True)
     pieces = cache(lambda: corpus.write_pieces(building / "text"))
     try:
-        tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
+        if tokenizer is None:
+            tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
         key = _key(corpus, config, tokenizer)
         folder = _folder(cache_dir, key)
         _log.info("cache miss: %s", _what_changed(key, cache_dir))
         tokens_folder = building / "tokens"
         tokens_folder.mkdir(parents=True)
+        encode = build_encoder(tokenizer, config.kind)
         for split in SPLITS:
-            _write_split(split, pieces()[split], tokenizer, tokens_folder)
+            _write_split(split, pieces()[split], tokenizer, encode, tokens_folder)
         files = {path.name: path.stat().st_size for path in sorted(tokens_folder.iterdir())}
         note = {"key": key, "files": files, "built_at": time.time()}
         (tokens_folder / "cache.json").write_text(json.dumps(note, indent=1), "utf-8")
@@ -175,7 +187,9 @@ def _change(field: str, earlier: dict[str, Any], key: dict[str, Any]) -> str:
     return f"{field} ({before} -> {now})"
 
 
-def _write_split(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def _write_split(
+    split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder, folder: Path
+) -> None:
     """Tokenise the pieces of a split and write its two Arrow files.
 
     The ids pass through a file of bare numbers: the whole split must be one record batch, as only that is one array in
@@ -186,7 +200,7 @@ def _write_split(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast
     num_tokens, num_bytes = [], []
     progress = _Progress(f"tokenising {split}", num_text_bytes(pieces))
     with open(bare, "wb") as file:
-        for ids, batch_tokens, batch_bytes in _encode(pieces, tokenizer):
+        for ids, batch_tokens, batch_bytes in _encode(pieces, tokenizer, encode):
             ids.astype(dtype).tofile(file)
             num_tokens.append(batch_tokens)
             num_bytes.append(batch_bytes)
@@ -199,24 +213,36 @@ def _write_split(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast
     bare.unlink()
 
 
-def _encode(pieces: Dataset, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (ids, tokens of each piece, raw bytes of each piece) batch by batch; the tokenizer uses all cores."""
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, to be changed:
-    backend.no_padding()
-    backend.no_truncation()
-    backend.encode_special_tokens = True  # text that spells a special token is text
-    for table in pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
-        encodings = backend.encode_batch_fast(table["text"].to_pylist(), add_special_tokens=False)
-        starts = [[tokenizer.eos_token_id] if is_start else [] for is_start in table["is_start"].to_pylist()]
-        rows = [np.array(start + encoding.ids, np.uint32) for start, encoding in zip(starts, encodings, strict=True)]
-        ids = np.concatenate(rows)
-        if ids.max() >= len(tokenizer):
+def _encode(
+    pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield (ids, tokens of each piece, raw bytes of each piece) batch by batch."""
+    for table, (ids, num_ids) in _encode_ahead(pieces, encode):
+        if ids.max(initial=0) >= len(tokenizer):
             raise UserError(
                 f"The tokenizer gave id {ids.max()}, out of range for its vocabulary of {len(tokenizer)} entries;"
                 " its files do not fit together: load or train another one."
             )
+        is_start = table["is_start"].to_numpy()
+        num_tokens = np.array(num_ids, np.uint32)
+        ends = np.cumsum(num_tokens, dtype=np.int64)
+        ids = np.insert(ids, (ends - num_tokens)[is_start], tokenizer.eos_token_id)
         num_bytes = pc.binary_length(table["text"]).to_numpy()  # of the UTF-8 that Arrow holds, not of what decodes
-        yield ids, np.array([len(row) for row in rows], np.uint32), num_bytes.astype(np.uint32)
+        yield ids, num_tokens + is_start, num_bytes.astype(np.uint32)
+
+
+def _encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, Encoded]]:
+    """Yield the batches of pieces in order, encoded, while the next ones are on their way."""
+    waiting: deque[tuple[pa.Table, Future[Encoded]]] = deque()
+    # two: while one batch keeps the cores busy, the ids of the other are taken out, which needs Python's lock
+    with ThreadPoolExecutor(_BATCHES_AT_ONCE) as threads:
+        for table in pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
+            waiting.append((table, threads.submit(encode, table["text"].to_pylist())))
+            if len(waiting) > _BATCHES_AT_ONCE:  # no more in memory
+                done, encoded = waiting.popleft()
+                yield done, encoded.result()
+        for done, encoded in waiting:
+            yield done, encoded.result()
 
 
 class _Progress:
@@ -249,9 +275,10 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, data: DataConf
     free_bytes = psutil.virtual_memory().available
     is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
     train, val = (open_stream(folder / f"{split}.arrow", is_in_memory) for split in SPLITS)
-    where = "copied into memory" if is_in_memory else "memory-mapped"
-    why = f"data.in_memory {data.in_memory}: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
-    _log.info("tokens: %s (%s)", where, why)
+    if data.in_memory == "auto":
+        where = "copied into memory" if is_in_memory else "memory-mapped"
+        why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
+        _log.info("tokens: %s (%s)", where, why)
     return TokenCache(train, val, tokenizer, folder, is_hit)
 
 

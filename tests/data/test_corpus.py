@@ -7,22 +7,29 @@ import functools
 import gzip
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from dataset_hub import serving_dataset
 
-from hfgolf.config import DataConfig
+from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data import corpus as corpus_module
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.pieces import PIECE_CHARACTERS
+from hfgolf.data.token_cache import load_tokens
 from hfgolf.errors import UserError
 
 Documents = dict[str, list[str]]
+ROOT = Path(__file__).parents[2]
 CODECS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 
 
@@ -110,6 +117,60 @@ def test_hub_name_may_be_a_folder(tmp_path, write):
     documents = read(data, tmp_path)
     assert sorted(documents["train"] + documents["val"]) == sorted(f"document {row}" for row in range(40))
     assert documents["train"] and documents["val"]
+
+
+def test_a_streamed_dataset_has_the_documents_of_a_downloaded_one(tmp_path, write, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "copies")
+    write("data.jsonl", "".join(json.dumps({"text": f"document {row}"}) + "\n" for row in range(40)))
+    for settings in ({}, {"max_documents": 20}, {"split": "contiguous"}):
+        both = [
+            DataConfig(source="hub", hub_name=str(tmp_path / "text"), val_fraction=0.3, streaming=streaming, **settings)
+            for streaming in (True, False)
+        ]
+        streamed = read(both[0], tmp_path)
+        assert settings or not list((tmp_path / "copies").rglob("*.arrow"))
+        assert streamed == read(both[1], tmp_path) and list((tmp_path / "copies").rglob("*.arrow"))
+        assert load_corpus(both[0]).identity == load_corpus(both[1]).identity
+
+
+_STREAM = """
+import json, os, sys
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.token_cache import load_tokens
+data = DataConfig(source="hub", hub_name="somebody/texts", streaming=True, cache_dir=sys.argv[1], val_fraction=0.3)
+tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+copies = [name for _, _, names in os.walk(os.environ["HF_DATASETS_CACHE"]) for name in names if ".arrow" in name]
+print(json.dumps([len(tokens.train) + len(tokens.val), copies]))
+"""
+
+
+def test_the_hub_client_streams_from_a_hub(tmp_path):
+    texts = [f"document {row}" for row in range(40)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "copies")}
+    with serving_dataset("somebody/texts", {"train.jsonl": rows.encode()}) as endpoint:
+        environment |= {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", _STREAM, str(tmp_path / "cache")]
+        process = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout.splitlines()[-1]) == [sum(map(len, texts)) + len(texts), []]
+
+
+def test_an_interrupted_stream_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def rows() -> Iterator[dict[str, str]]:
+        yield from ({"text": f"document {row}"} for row in range(1500))
+        raise ConnectionError("the server hung up\nwithout a word")
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: stream if options["streaming"] else None)
+    monkeypatch.setattr(corpus_module, "_hub_revision", lambda _: "abc")
+    data = DataConfig(source="hub", hub_name="somebody/texts", streaming=True, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError) as caught:
+        load_tokens(data, TokenizerConfig(kind="byte"))
+    message = str(caught.value)
+    assert "\n" not in message and "somebody/texts" in message and "the server hung up" in message
+    assert "row 1000" in message and "network" in message
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [tmp_path / "cache" / "build.lock"]
 
 
 def test_hub_name_out_of_reach_is_one_line(tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -12,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hfgolf.config import TokenizerConfig
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.pieces import num_text_bytes, sample_evenly
-from hfgolf.data.tokenizer import END_OF_TEXT, build_tokenizer, tokenizer_sha256
+from hfgolf.data.tokenizer import END_OF_TEXT, build_encoder, build_tokenizer, tokenizer_sha256
 from hfgolf.errors import UserError
 
 TEXT = "".join(f"Line {number}: the naïve 你好 costs {number * 7} €.\r\n" for number in range(400))
@@ -59,6 +61,17 @@ def test_byte_ids_are_the_bytes(tmp_path, awkward):
     tokenizer = build("byte", tmp_path)
     assert tokenizer(awkward)["input_ids"] == list(awkward.encode())
     assert len(tokenizer) == 257 and tokenizer.eos_token_id == 256
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_encoder_gives_what_the_tokenizer_gives(tmp_path, kind, awkward):
+    tokenizer = build(kind, tmp_path)
+    rng = random.Random(1)
+    texts = [awkward, END_OF_TEXT, "\0", "plain ASCII", TEXT, *(random_text(rng) for _ in range(100))]
+    ids, num_ids = build_encoder(tokenizer, kind)(texts)
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    assert ids.dtype == np.uint32 and num_ids == [len(row) for row in rows]
+    assert ids.tolist() == list(itertools.chain.from_iterable(rows))
 
 
 def test_char_has_one_token_for_each_character_seen(tmp_path):

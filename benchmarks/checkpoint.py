@@ -1,0 +1,167 @@
+"""Seconds to write and to load a checkpoint beside torch.save, with fsync, and torch.load of the same tensors.
+
+    python benchmarks/checkpoint.py --output benchmarks/results/checkpoint_cpu.json
+    python benchmarks/checkpoint.py --output benchmarks/results/checkpoint_gpu.json    # where there is a GPU
+
+The models, optimizers and averages of two configs, after a step's worth of state and without any data. A checkpoint is
+written as a run waits for it at its end (copy, files, hashes, fsync, rename; what that costs a run that goes on is in
+saving.py) and loaded as train.resume does: hashes first. torch.save writes model and optimizer into one file; what is
+loaded goes into model and optimizer on both sides. "its hashes" is SHA-256 of the checkpoint's files by itself. The
+repetitions are interleaved in one process, the ratios those of the pairs; what is loaded was written just before, so
+that it comes from the memory of the system rather than from the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hfgolf.command_line import load_config
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+MODELS = {"small": ("small.yaml", 4096), "124m": ("fineweb_124m.yaml", 50257)}
+"""For each its config and the entries of the vocabulary that its run would have."""
+
+
+def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
+    import torch
+    from accelerate import Accelerator
+
+    from hfgolf.measure.plan import golf_config
+    from hfgolf.model.modeling_golf import GolfForCausalLM
+    from hfgolf.optim.ema import Ema, ema_decay
+    from hfgolf.optim.groups import build_optimizer
+    from hfgolf.train.checkpointer import Checkpointer
+    from hfgolf.train.state import TrainState
+
+    name, vocabulary = MODELS[model]
+    config = load_config(["--config", str(CONFIGS / name)]).config
+    torch.manual_seed(0)
+    golf = GolfForCausalLM(golf_config(config, vocabulary))
+    accelerator = Accelerator()
+    built = build_optimizer(golf.named_parameters(), config.optim, golf.fused_projections())
+    prepared, optimizer = accelerator.prepare(golf, built)
+    optimizer.optimizer.create_state()
+    decay = ema_decay(config.optim, config.batch.tokens_per_step)
+    ema = None if decay is None else Ema(golf.named_parameters(), decay)
+    state = TrainState()
+    checkpoints = Checkpointer(accelerator, folder / "checkpoints", golf, optimizer, state, ema, keep_last=1)
+    plain = folder / "plain.pt"
+
+    def write() -> None:
+        state.step += 1  # or the save would find its folder there
+        checkpoints.save(is_best=False)
+        checkpoints.wait()
+
+    def load() -> None:
+        checkpoint = checkpoints.choose("latest")
+        assert checkpoint is not None
+        checkpoints.load(checkpoint)
+
+    def torch_save() -> None:
+        content = {"model": golf.state_dict(), "optimizer": optimizer.state_dict()}
+        if ema is not None:
+            content["ema"] = ema.state_dict()
+        plain.unlink(missing_ok=True)
+        with plain.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def torch_load() -> None:
+        content = torch.load(plain, map_location="cpu", weights_only=True)
+        golf.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+        if ema is not None:
+            ema.load_state_dict(content["ema"])
+
+    def hashes() -> None:
+        for path in latest.iterdir():
+            with path.open("rb") as file:
+                hashlib.file_digest(file, "sha256")
+
+    checkpoints.reserve()
+    latest = folder / "checkpoints" / "latest"
+    calls = {"write": write, "torch.save": torch_save, "load": load, "torch.load": torch_load, "its hashes": hashes}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(repetitions + 1):
+        for name, call in calls.items():
+            took = timed(call, accelerator.device.type == "cuda")
+            if repetition:  # the first one warms up
+                seconds[name].append(took)
+    failures = checkpoints.failures()
+    if failures:
+        raise SystemExit(f"error: {failures[0]}")
+    assert sum(p.numel() for p in prepared.parameters()) == golf.num_parameters()
+    return {
+        "model": model,
+        "parameters": golf.num_parameters(),
+        "checkpoint_bytes": sum(path.stat().st_size for path in latest.iterdir()),
+        "plain_bytes": plain.stat().st_size,
+        "seconds": seconds,
+    }
+
+
+def timed(call: Callable[[], None], on_gpu: bool) -> float:
+    started_at = time.perf_counter()
+    call()
+    if on_gpu:
+        import torch
+
+        torch.cuda.synchronize()
+    return time.perf_counter() - started_at
+
+
+def show(measured: dict[str, Any]) -> None:
+    seconds = measured["seconds"]
+    print(f"{measured['model']}: {measured['parameters']:,} parameters", end=", ")
+    print(f"{measured['checkpoint_bytes'] / 1e6:,.1f} MB; torch.save {measured['plain_bytes'] / 1e6:,.1f} MB")
+    print(f"{'':<14}{'median':>12}{'from':>12}{'to':>12}{'MB/s':>10}{'of torch':>10}")
+    for name, times in seconds.items():
+        num_bytes = measured["plain_bytes" if name.startswith("torch.") else "checkpoint_bytes"]
+        line = f"{name:<14}" + "".join(f"{1e3 * t:>9,.1f} ms" for t in (median(times), min(times), max(times)))
+        line += f"{num_bytes / 1e6 / median(times):>10,.0f}"
+        theirs = {"write": "torch.save", "load": "torch.load"}.get(name)
+        if theirs:
+            line += f"{median(a / b for a, b in zip(times, seconds[theirs], strict=True)):>9.2f}x"
+        print(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--model", choices=MODELS, help="only this one")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one is made in it")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+
+    import torch
+
+    from hfgolf.train.console import quiet_libraries
+    from hfgolf.train.environment import git_commit, hardware
+
+    quiet_libraries()
+    results = []
+    for model in [arguments.model] if arguments.model else MODELS:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            results.append(measure(model, Path(folder), arguments.repetitions))
+        show(results[-1])
+    if arguments.output:
+        about = {
+            "hardware": hardware(),
+            "versions": {"torch": torch.__version__, "hfgolf": git_commit()},
+            "load": os.getloadavg()[0],
+        }
+        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

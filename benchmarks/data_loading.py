@@ -1,0 +1,127 @@
+"""Batches a second of the loader beside a bare NumPy gather, from the memory map and from RAM.
+
+    python benchmarks/data_loading.py --output benchmarks/results/data_loading_cpu.json
+
+Tokens are random, in a file as the token cache has it, all of it in the page cache. A batch is what a step gets:
+{"input_ids", "shift_labels"}, int64. The bare gather draws its places from a list made before, and makes the same
+batch, without our order, hash and DataLoader. Workers are started before the clock is. The repetitions are interleaved
+in one process; the ratios are those of the pairs. Batches that nobody computes on are made as fast as cores allow; what
+counts in training is that a batch takes far less than a step, and with workers that it is there when the step ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PLACES = ("memory map", "RAM")
+WORKERS = (0, 2)
+
+
+def bare_batches(tokens: Any, arguments: argparse.Namespace) -> Iterator[Any]:
+    """Gather (B, T + 1) tokens at random places and split them into inputs and targets."""
+    import numpy as np
+    import torch
+
+    length, size = arguments.sequence_length, arguments.micro_batch_size
+    shape = (arguments.batches + 1, size)
+    starts = np.random.default_rng(0).integers(len(tokens) - length, size=shape)
+    for row in starts:
+        block = torch.from_numpy(tokens[row[:, None] + np.arange(length + 1)].astype(np.int64))
+        yield {"input_ids": block[:, :-1].contiguous(), "shift_labels": block[:, 1:].contiguous()}
+
+
+def our_batches(stream: Any, num_workers: int, arguments: argparse.Namespace) -> Iterable[Any]:
+    from hfgolf.data.batches import build_loader
+
+    return build_loader(
+        stream,
+        sequence_length=arguments.sequence_length,
+        micro_batch_size=arguments.micro_batch_size,
+        accumulation=1,
+        rank=0,
+        world=1,
+        seed=0,
+        start_step=0,
+        end_step=arguments.batches + 1,
+        num_workers=num_workers,
+    )
+
+
+def rate(batches: Iterable[Any]) -> float:
+    """Return batches a second, the first one not counted: workers start, an epoch is shuffled."""
+    iterator = iter(batches)
+    next(iterator)
+    started_at = time.perf_counter()
+    number = sum(1 for _ in iterator)
+    return number / (time.perf_counter() - started_at)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    """Return batches a second of each way, one for each repetition."""
+    import numpy as np
+
+    from hfgolf.data.token_stream import open_stream, pieces_path, write_arrow
+
+    tokens = np.random.default_rng(0).integers(50257, size=arguments.tokens, dtype=np.uint16)
+    write_arrow(folder / "train.arrow", {"input_ids": tokens})
+    counts = np.array([arguments.tokens], np.uint32)
+    write_arrow(pieces_path(folder / "train.arrow"), {"num_tokens": counts, "num_bytes": counts})
+    streams = {place: open_stream(folder / "train.arrow", is_in_memory=place == "RAM") for place in PLACES}
+    rates: dict[str, list[float]] = {}
+    for _ in range(arguments.repetitions):
+        for place, stream in streams.items():
+            rates.setdefault(f"{place}, bare", []).append(rate(bare_batches(stream.tokens, arguments)))
+            for workers in WORKERS:
+                loader = our_batches(stream, workers, arguments)
+                rates.setdefault(f"{place}, {workers} workers", []).append(rate(loader))
+    return rates
+
+
+def show(rates: dict[str, list[float]]) -> None:
+    print(f"{'':<24}{'batches/s':>10}{'from':>9}{'to':>9}{'ms a batch':>12}{'of bare':>9}")
+    for way, values in rates.items():
+        bare = rates[f"{way.split(',')[0]}, bare"]
+        share = median(ours / theirs for ours, theirs in zip(values, bare, strict=True))
+        middle = median(values)
+        print(f"{way:<24}{middle:>10,.0f}{min(values):>9,.0f}{max(values):>9,.0f}{1e3 / middle:>12.3f}{share:>9.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=100_000_000)
+    parser.add_argument("--batches", type=int, default=500, help="of a repetition")
+    parser.add_argument("--micro_batch_size", type=int, default=8)
+    parser.add_argument("--sequence_length", type=int, default=1024)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+
+    import numpy as np
+    import torch
+
+    from hfgolf.train.environment import git_commit, hardware
+
+    with tempfile.TemporaryDirectory() as folder:
+        rates = measure(arguments, Path(folder))
+    show(rates)
+    if arguments.output:
+        about = {
+            "hardware": hardware(),
+            "versions": {"torch": torch.__version__, "numpy": np.__version__, "hfgolf": git_commit()},
+            "cores": len(os.sched_getaffinity(0)),
+            "load": os.getloadavg()[0],
+            "shape": {name: getattr(arguments, name) for name in ("tokens", "micro_batch_size", "sequence_length")},
+        }
+        arguments.output.write_text(json.dumps(about | {"batches_per_second": rates}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Seconds from the start of a process to its answer, or to the first step of a run.
+
+    python benchmarks/startup.py --output benchmarks/results/startup_cpu.json
+
+Each line is a process of its own, with all that was read before in the memory of the system, the lines interleaved. The
+CPU's seconds are those of the process: on a machine that others use they are the better measure, on a quiet one they
+differ little from the clock's where one core works. The run is that of configs/small.yaml, not compiled, its tokens
+cached by a start before those that count; what it does before its first step is as its metrics.jsonl has it
+(seconds_setup), the first step itself comes on top. "imports" is what a run imports, by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[1]
+TRAIN = str(ROOT / "scripts" / "train.py")
+COMMANDS = {
+    "python -c pass": ["-c", "pass"],
+    "import hfgolf": ["-c", "import hfgolf"],
+    "train.py --help": [TRAIN, "--help"],
+    "import torch": ["-c", "import torch"],
+    # without the end of the interpreter, which comes after a run's steps
+    "imports": ["-c", "import os, hfgolf.train.loop; os._exit(0)"],
+}
+TO_FIRST_STEP, FIRST_STEP = "run: to the first step", "run: the first step"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--config", default=str(ROOT / "configs" / "small.yaml"))
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    seconds: dict[str, list[float]] = {}
+    cpu_seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        first = time_run(arguments.config, Path(folder), "first")  # fills the caches
+        for repetition in range(arguments.repetitions):
+            for name, command in COMMANDS.items():
+                took, cpu_took = time_process(command)
+                seconds.setdefault(name, []).append(took)
+                cpu_seconds.setdefault(name, []).append(cpu_took)
+            for name, took in time_run(arguments.config, Path(folder), f"again-{repetition}").items():
+                seconds.setdefault(name, []).append(took)
+    show(seconds, cpu_seconds, first)
+    if arguments.output:
+        import torch
+
+        from hfgolf.train.environment import git_commit, hardware
+
+        about = {
+            "hardware": hardware(),
+            "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "hfgolf": git_commit()},
+            "load": os.getloadavg()[0],
+        }
+        record = about | {"without_cached_tokens": first, "seconds": seconds, "cpu_seconds": cpu_seconds}
+        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def time_run(config: str, folder: Path, name: str) -> dict[str, float]:
+    """Train for one step in a process and return the seconds before it and its own."""
+    options = {
+        "config": config,
+        "run.name": name,
+        "run.output_dir": folder / "runs",
+        "data.cache_dir": folder / "cache",
+        "train.max_steps": 1,
+        "train.compile": "false",
+        "train.eval_tokens": 4096,
+        "train.sample_tokens": "null",
+    }
+    time_process([TRAIN, *(f"--{key}={value}" for key, value in options.items())])
+    row = json.loads((folder / "runs" / name / "metrics.jsonl").read_text().splitlines()[0])
+    return {TO_FIRST_STEP: row["seconds_setup"], FIRST_STEP: row["seconds_data"] + row["seconds_train"]}
+
+
+def time_process(arguments: list[str]) -> tuple[float, float]:
+    """Return the seconds of a Python process, by the clock and of the CPU."""
+    cpu_before, started_at = children_cpu_seconds(), time.perf_counter()
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+    took = time.perf_counter() - started_at
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(arguments)} failed:\n{done.stderr}")
+    return took, children_cpu_seconds() - cpu_before
+
+
+def children_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def show(seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]], first: dict[str, float]) -> None:
+    print(f"{'':<24}{'median':>10}{'from':>10}{'to':>10}{'CPU':>10}")
+    for name, times in seconds.items():
+        line = f"{name:<24}" + "".join(f"{t:>8.2f} s" for t in (median(times), min(times), max(times)))
+        print(line + (f"{median(cpu_seconds[name]):>8.2f} s" if name in cpu_seconds else ""))
+    share = median(a / b for a, b in zip(seconds["imports"], seconds[TO_FIRST_STEP], strict=True))
+    print(f"the imports take {share:.0%} of the time to the first step")
+    print(f"the first start, with tokens to make: {first[TO_FIRST_STEP]:.2f} s to the first step")
+
+
+if __name__ == "__main__":
+    main()

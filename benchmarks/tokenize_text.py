@@ -1,0 +1,108 @@
+"""Speed from text files to the token cache beside bare `tokenizers` on the same text in memory, and the cached start.
+
+    python benchmarks/tokenize_text.py --output benchmarks/results/tokenize_text_cpu.json
+
+The text is the standard library of the running Python. Ours is load_tokens with an empty cache: identify, read, cut,
+tokenise, write; no tokenizer is trained, as each comes from a folder. Bare is one call with all the text, cut into the
+same pieces, which keeps nothing: `encode_batch`, and `encode_batch_fast`, which leaves out the offsets. Every call
+begins with a tokenizer that has seen no text, as its cache of words makes a second pass up to twice as fast. The
+repetitions are interleaved in one process; the ratios are those of the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+VOCABULARIES = {"byte": 257, "bpe 4,096": 4096, "bpe 50,257": 50257}
+BARE = ("encode_batch", "encode_batch_fast")
+
+
+def measure(name: str, folder: Path, repetitions: int) -> dict[str, Any]:
+    """Return the seconds of each way of encoding, and what they encode."""
+    from tokenizers import Tokenizer
+
+    from hfgolf.config import DataConfig, TokenizerConfig
+    from hfgolf.data.corpus import load_corpus
+    from hfgolf.data.token_cache import load_tokens
+
+    config = TokenizerConfig(kind="bpe" if name.startswith("bpe") else "byte", vocab_size=VOCABULARIES[name])
+    tokens = load_tokens(DataConfig(cache_dir=str(folder / "cache")), config)
+    if config.kind == "bpe":
+        tokens.tokenizer.save_pretrained(folder / name)
+        config = TokenizerConfig(kind="pretrained", name_or_path=str(folder / name))
+    pieces = load_corpus(DataConfig(cache_dir=str(folder / "cache"))).write_pieces(folder / "pieces")
+    texts = [text for split in pieces.values() for text in split["text"][:]]
+    serialized = tokens.tokenizer.backend_tokenizer.to_str()
+
+    seconds: dict[str, list[float]] = {way: [] for way in (*BARE, "hfgolf", "hfgolf, cached")}
+
+    def clock(way: str, call: Callable[[], Any]) -> None:
+        started_at = time.perf_counter()
+        call()
+        seconds[way].append(time.perf_counter() - started_at)
+
+    for _ in range(repetitions):
+        for way in BARE:
+            backend = Tokenizer.from_str(serialized)
+            encode = getattr(backend, way)
+            clock(way, lambda encode=encode: encode(texts, add_special_tokens=False))
+        with tempfile.TemporaryDirectory(dir=folder) as empty:
+            for way in ("hfgolf", "hfgolf, cached"):
+                clock(way, lambda empty=empty: load_tokens(DataConfig(cache_dir=empty), config))
+    num_bytes = tokens.train.num_bytes + tokens.val.num_bytes
+    return {
+        "tokenizer": name,
+        "bytes": num_bytes,
+        "tokens": len(tokens.train) + len(tokens.val),
+        "seconds": seconds,
+    }
+
+
+def show(measured: dict[str, Any]) -> None:
+    megabytes = measured["bytes"] / 1e6
+    print(f"{measured['tokenizer']}: {megabytes:.1f} MB, {measured['tokens']:,} tokens")
+    for way, times in measured["seconds"].items():
+        line = f"  {way:<20}{median(times):>8.3f} s ({min(times):.3f} to {max(times):.3f})"
+        line += f"{megabytes / median(times):>10.1f} MB/s"
+        if way in BARE:
+            pairs = zip(times, measured["seconds"]["hfgolf"], strict=True)
+            line += f"   hfgolf is {median(theirs / ours for theirs, ours in pairs):.2f} times as fast"
+        print(line)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--tokenizer", choices=VOCABULARIES, help="only this one")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+
+    import tokenizers
+
+    from hfgolf.train.environment import git_commit, hardware
+
+    results = []
+    for name in [arguments.tokenizer] if arguments.tokenizer else VOCABULARIES:
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(measure(name, Path(folder), arguments.repetitions))
+        show(results[-1])
+    if arguments.output:
+        about = {
+            "hardware": hardware(),
+            "versions": {"tokenizers": tokenizers.__version__, "hfgolf": git_commit()},
+            "cores": len(os.sched_getaffinity(0)),
+            "load": os.getloadavg()[0],
+        }
+        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

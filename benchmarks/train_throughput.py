@@ -1,0 +1,538 @@
+"""Time and memory of training beside transformers' Trainer with GPT2LMHeadModel, and beside litgpt where it is there.
+
+    python benchmarks/train_throughput.py --output benchmarks/results/train_throughput_cpu.json
+    python benchmarks/train_throughput.py --device cuda --output benchmarks/results/train_throughput_gpu.json
+
+Every arm is a process of its own that runs its own loop: hfgolf's train_step() on a run that is set up,
+Trainer.train(), litgpt's fit() in short. They train on the same tokens in the same order, from the same weights where
+they have the same model, with AdamW, dropout 0 and clipping, and neither log, evaluate nor save. They take turns: a few
+steps of one while the others wait, then the next, so that a machine whose speed drifts slows all of them. "faster" is
+the median over the rounds of the time that the fastest arm of Trainer took in the same round; that the losses agree
+shows that they do the same work. The memory is the peak during the steps after the first ones: of the process on a CPU
+(Linux), libraries and all, and of torch's allocator on a GPU.
+
+On a CPU with --threads 1 the time is that of the process, not the clock's: other programs on the machine take nothing
+of it but their share of the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    width: int
+    heads: int
+    context: int
+    sequences: int
+    """In a step."""
+    tokenizer: str
+    """Of hfgolf, trained on this interpreter's standard library."""
+    vocabulary: int
+    arms: tuple[str, ...] = ()
+    """The only ones by default, as all would not have room beside each other; none: all."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    program: str
+    precision: str = "bf16"
+    """no or bf16, by autocast."""
+    is_compiled: bool = True
+    optimizer: str = "adamw"
+    is_gpt2: bool = True
+    """Whether the model is GPT-2, and so the same as Trainer's."""
+
+
+ARMS = {
+    "trainer_fp32": Arm("trainer", "no", is_compiled=False),
+    "trainer_bf16": Arm("trainer", is_compiled=False),
+    "trainer_bf16_compiled": Arm("trainer"),
+    "hfgolf_fp32": Arm("hfgolf", "no", is_compiled=False),
+    "hfgolf_bf16": Arm("hfgolf", is_compiled=False),
+    "hfgolf_bf16_compiled": Arm("hfgolf"),
+    "hfgolf_muon": Arm("hfgolf", optimizer="muon"),
+    "hfgolf_own_block": Arm("hfgolf", is_gpt2=False),
+    "hfgolf_own_block_muon": Arm("hfgolf", optimizer="muon", is_gpt2=False),
+    "litgpt": Arm("litgpt", is_gpt2=False),
+}
+LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon")
+SHAPES = {
+    "cpu": {
+        "characters": Shape(6, 384, 6, 256, 16, "byte", 257),
+        "small": Shape(5, 256, 4, 256, 16, "bpe", 4096),
+        "gpt2_124m": Shape(12, 768, 12, 1024, 1, "bpe", 50_257, LARGE_ON_CPU),
+    },
+    "cuda": {
+        "characters": Shape(6, 384, 6, 256, 16, "byte", 257),
+        "small": Shape(5, 256, 4, 256, 16, "bpe", 4096),
+        "gpt2_124m": Shape(12, 768, 12, 1024, 16, "bpe", 50_257),
+        "gpt2_350m": Shape(24, 1024, 16, 1024, 8, "bpe", 50_257),
+    },
+}
+GPT2_BLOCK = {
+    "norm": "layernorm",
+    "position_embedding": "learned",
+    "activation": "gelu_new",
+    "use_bias": "true",
+    "qk_norm": "false",
+    "embedding_norm": "false",
+}
+LEARNING_RATE = 3e-4
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.0  # Trainer would decay the embeddings, too
+MAX_GRAD_NORM = 1.0
+# How far the losses of the first steps may lie apart, in nats a token, where model and optimizer are the same: in fp32,
+# and where one of them computes in bf16. A step moves them by more than that.
+TOLERANCES = {"no": 2e-3, "bf16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the process of an arm is told."""
+
+    arm: Arm
+    shape: Shape
+    device: str
+    threads: int
+    tokens: Path
+    """NumPy file of (N, T + 1) int64 tokens: the sequences in the order of training."""
+
+
+class Turns:
+    """An arm's end of the pipe: it makes steps only while measure() waits for them."""
+
+    def __init__(self, connection: Connection, device: str, threads: int) -> None:
+        self._connection = connection
+        self._on_gpu = device == "cuda"
+        self._clock: Callable[[], float] = time.perf_counter if self._on_gpu or threads > 1 else time.process_time
+        self._losses: list[Any] = []
+        self._steps = 0
+        self._started_at = 0.0
+        self.are_over = False
+
+    def begin(self, **what: Any) -> None:
+        """Say that the arm is ready, and wait until it may make its first step."""
+        self._connection.send(what)
+        self._wait()
+
+    def made_step(self, loss: Any) -> None:
+        """Count a step; after the last one of this turn, say what they took and wait for the next turn.
+
+        loss: a number, or a scalar on the device, in nats a token.
+        """
+        self._losses.append(loss)
+        if len(self._losses) < self._steps:
+            return
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        seconds = (self._clock() - self._started_at) / self._steps
+        losses = [float(loss) for loss in self._losses]
+        self._connection.send({"seconds": seconds, "losses": losses, "peak_bytes": peak_bytes(self._on_gpu)})
+        self._wait()
+
+    def _wait(self) -> None:
+        self._losses = []
+        self._steps, forgets_peak = self._connection.recv()
+        self.are_over = self._steps == 0
+        if forgets_peak:
+            forget_peak(self._on_gpu)
+        self._started_at = self._clock()
+
+
+def peak_bytes(on_gpu: bool) -> int:
+    """Return the most memory since forget_peak()."""
+    if on_gpu:
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def forget_peak(on_gpu: bool) -> None:
+    if on_gpu:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of resident memory starts anew
+
+
+def run_arm(job: Job, connection: Connection) -> None:
+    """Be the process of an arm, from its imports to its last step."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import torch
+
+        torch.set_num_threads(job.threads)
+        turns = Turns(connection, job.device, job.threads)
+        {"hfgolf": train_hfgolf, "trainer": train_trainer, "litgpt": train_litgpt}[job.arm.program](job, turns)
+    except Exception as error:
+        connection.send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})
+
+
+def build_gpt2(shape: Shape) -> Any:
+    """Return GPT-2 with the same random weights in every process."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "n_layer": shape.layers,
+        "n_embd": shape.width,
+        "n_head": shape.heads,
+        "n_positions": shape.context,
+    }
+    # the epsilon of hfgolf's norms, which is no key of its config
+    options: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "layer_norm_epsilon": 1e-6}
+    config = GPT2Config(
+        vocab_size=shape.vocabulary, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes, **options
+    )
+    return GPT2LMHeadModel(config)
+
+
+def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
+    """Return the command line of hfgolf for an arm."""
+    tokens = shape.sequences * shape.context
+    options: dict[str, Any] = {
+        "tokenizer.kind": shape.tokenizer,
+        "model.num_hidden_layers": shape.layers,
+        "model.hidden_size": shape.width,
+        "model.num_attention_heads": shape.heads,
+        "batch.sequence_length": shape.context,
+        "batch.tokens_per_step": tokens,
+        "batch.micro_batch_size": shape.sequences,
+        "schedule.name": "constant",
+        "train.max_steps": 10**6,
+        "train.max_grad_norm": MAX_GRAD_NORM,
+        "train.mixed_precision": arm.precision,
+        "train.compile": str(arm.is_compiled).lower(),
+        "train.cpu_threads": threads,
+        "optim.name": arm.optimizer,
+        "optim.weight_decay": WEIGHT_DECAY,
+    }
+    if shape.tokenizer == "bpe":
+        options["tokenizer.vocab_size"] = shape.vocabulary
+    if arm.optimizer == "adamw":
+        options["optim.learning_rate"] = LEARNING_RATE
+    if arm.is_gpt2:
+        options |= {f"model.{key}": value for key, value in GPT2_BLOCK.items()}
+    return [f"--{key}={value}" for key, value in options.items()]
+
+
+def train_hfgolf(job: Job, turns: Turns) -> None:
+    from hfgolf.command_line import load_config
+    from hfgolf.model.convert_gpt2 import golf_from_gpt2
+    from hfgolf.train.console import quiet_libraries
+    from hfgolf.train.loop import train_step
+    from hfgolf.train.scratch import scratch_run
+
+    quiet_libraries()
+    with scratch_run(load_config(hfgolf_options(job.shape, job.arm, job.threads)), "benchmark") as run:
+        if job.arm.is_gpt2:
+            run.raw_model.load_state_dict(golf_from_gpt2(build_gpt2(job.shape)).state_dict())
+        flops = run.meter.flops_per_second_of_peak
+        turns.begin(parameters=run.raw_model.num_parameters(), flops_per_second_of_peak=flops)
+        while not turns.are_over:
+            result = train_step(run, math.inf)
+            run.state.step += 1
+            turns.made_step(result.loss)
+
+
+def train_trainer(job: Job, turns: Turns) -> None:
+    import numpy as np
+    import torch
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    shape, arm = job.shape, job.arm
+    tokens = torch.from_numpy(np.load(job.tokens))
+
+    class Blocks(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 10**6 * shape.sequences
+
+        def __getitems__(self, places: list[int]) -> dict[str, torch.Tensor]:
+            rows = tokens[[place % len(tokens) for place in places]]
+            ids = rows[:, :-1].contiguous()
+            return {"input_ids": ids, "labels": ids, "shift_labels": rows[:, 1:].contiguous()}
+
+    def as_read(batch: Any) -> dict[str, Any]:
+        return batch
+
+    class KeepsLoss(Trainer):
+        loss = torch.zeros(())
+
+        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+            loss: Any = super().compute_loss(*arguments, **options)
+            self.loss = loss.detach()
+            return loss
+
+    class InTurns(TrainerCallback):
+        def on_train_begin(self, *of_training: Any, **others: Any) -> None:
+            turns.begin(parameters=model.num_parameters())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            turns.made_step(trainer.loss)
+            control.should_training_stop = turns.are_over
+
+    model = build_gpt2(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=job.device == "cpu",
+            max_steps=10**6,
+            per_device_train_batch_size=shape.sequences,
+            bf16=arm.precision == "bf16",
+            torch_compile=arm.is_compiled,
+            optim="adamw_torch_fused",
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=MAX_GRAD_NORM,
+            train_sampling_strategy="sequential",
+            dataloader_pin_memory=job.device == "cuda",
+            remove_unused_columns=False,
+            logging_strategy="no",
+            logging_nan_inf_filter=False,  # which waits for a GPU at every step
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = KeepsLoss(model, arguments, train_dataset=Blocks(), data_collator=as_read, callbacks=[InTurns()])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+def train_litgpt(job: Job, turns: Turns) -> None:
+    """Do what litgpt 0.5's pretrain.fit() does in a step, for a Pythia of this shape, with autocast as the others."""
+    import numpy as np
+    import torch
+    from lightning import Fabric
+    from litgpt import GPT, Config
+    from litgpt.utils import chunked_cross_entropy
+
+    shape = job.shape
+    tokens = torch.from_numpy(np.load(job.tokens))
+    fabric = Fabric(accelerator=job.device, devices=1, precision="bf16-mixed")
+    sizes = {"n_layer": shape.layers, "n_embd": shape.width, "n_head": shape.heads, "block_size": shape.context}
+    config = Config(name="pythia", vocab_size=shape.vocabulary, padded_vocab_size=shape.vocabulary, **sizes)
+    with fabric.init_module():
+        model = GPT(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    model = fabric.setup(torch.compile(model))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    optimizer = fabric.setup_optimizers(optimizer)
+    turns.begin(parameters=parameters)
+    start = 0
+    while not turns.are_over:
+        rows = tokens[start : start + shape.sequences].to(fabric.device)
+        start = (start + shape.sequences) % len(tokens)
+        loss = chunked_cross_entropy(model(rows[:, :-1].contiguous()), rows[:, 1:].contiguous())
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        turns.made_step(loss.detach())
+
+
+def write_tokens(shape: Shape, num_steps: int, path: Path) -> None:
+    """Write the sequences that hfgolf's first steps read, in their order."""
+    import numpy as np
+
+    from hfgolf.command_line import load_config
+    from hfgolf.data.batches import block_starts, gather, num_blocks
+    from hfgolf.data.token_cache import load_tokens
+
+    config = load_config(hfgolf_options(shape, Arm("hfgolf"), 1)).config
+    tokens = load_tokens(config.data, config.tokenizer)
+    if len(tokens.tokenizer) != shape.vocabulary:
+        raise SystemExit(f"error: the tokenizer has {len(tokens.tokenizer)} entries, not {shape.vocabulary}.")
+    blocks = num_blocks(len(tokens.train), shape.context)
+    starts = [block_starts(config.run.seed, step, shape.sequences, blocks, shape.context) for step in range(num_steps)]
+    np.save(path, gather(tokens.train.tokens, np.concatenate(starts), shape.context).numpy())
+
+
+@contextmanager
+def started(job: Job) -> Iterator[Connection]:
+    """Start the process of an arm, and end it."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=run_arm, args=(job, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+        with suppress(OSError):
+            ours.send((0, False))
+        process.join(30)
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def receive(connection: Connection) -> dict[str, Any]:
+    try:
+        said: dict[str, Any] = connection.recv()
+        return said
+    except EOFError:
+        return {"error": "its process was ended, perhaps for want of memory"}
+
+
+def take_turns(
+    connections: dict[str, Connection], warmup_steps: int, steps: int, repetitions: int
+) -> dict[str, dict[str, Any]]:
+    """Have the arms make their steps, a few of one at a time, each second round the other way round.
+
+    connections: those of arms that are ready. Returns of each arm its losses, step by step; the seconds a step of each
+    round; and the peak memory after the first steps, in bytes. An arm that fails has an "error" and is left out of the
+    next rounds.
+    """
+    rows: dict[str, dict[str, Any]] = {name: {"losses": [], "seconds": []} for name in connections}
+    for repetition in range(-1, repetitions):
+        for name in list(connections) if repetition % 2 else reversed(connections):
+            if "error" in rows[name]:
+                continue
+            with suppress(OSError):
+                connections[name].send((warmup_steps if repetition < 0 else steps, repetition == 0))
+            said = receive(connections[name])
+            if "error" in said:
+                rows[name] |= said
+                continue
+            rows[name]["losses"] += said["losses"]
+            if repetition >= 0:
+                rows[name]["seconds"].append(said["seconds"])
+                rows[name]["peak_bytes"] = said["peak_bytes"]
+    return rows
+
+
+def compare(rows: dict[str, dict[str, Any]], warmup_steps: int) -> None:
+    """Add to each arm its medians: step_seconds, "faster" and "memory" beside the fastest arm of Trainer, by rounds.
+
+    Raises ValueError where an arm with the same model and optimizer has other losses in its first steps: it does other
+    work.
+    """
+    ready = {name: row for name, row in rows.items() if "error" not in row}
+    for row in ready.values():
+        row["step_seconds"] = median(row["seconds"])
+    theirs = [row for name, row in ready.items() if ARMS[name].program == "trainer"]
+    if theirs:
+        best = min(theirs, key=lambda row: row["step_seconds"])
+        for row in ready.values():
+            row["faster"] = median(a / b for a, b in zip(best["seconds"], row["seconds"], strict=True))
+            row["memory"] = row["peak_bytes"] / best["peak_bytes"]
+    same = [name for name in ready if ARMS[name].is_gpt2 and ARMS[name].optimizer == "adamw"]
+    for name in same[1:]:
+        pairs = zip(ready[name]["losses"][:warmup_steps], ready[same[0]]["losses"][:warmup_steps], strict=True)
+        off_by = max(abs(loss - first) for loss, first in pairs)
+        precision = "no" if ARMS[name].precision == ARMS[same[0]].precision == "no" else "bf16"
+        if not off_by <= TOLERANCES[precision]:
+            raise ValueError(f"{name}: its losses lie {off_by:.4f} nats a token from those of {same[0]}")
+
+
+def measure(
+    shape: Shape, device: str, names: list[str], threads: int, warmup: int, steps: int, repetitions: int
+) -> Any:
+    """Return a row for each arm, in the order of names."""
+    rows: dict[str, dict[str, Any]] = {name: {} for name in names}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        tokens = Path(folder) / "tokens.npy"
+        write_tokens(shape, warmup + steps * repetitions, tokens)
+        connections = {}
+        for name in names:
+            if ARMS[name].program == "litgpt" and importlib.util.find_spec("litgpt") is None:
+                rows[name] = {"error": "not installed"}
+                continue
+            connection = stack.enter_context(started(Job(ARMS[name], shape, device, threads, tokens)))
+            rows[name] = receive(connection)
+            if "error" not in rows[name]:
+                connections[name] = connection
+        for name, row in take_turns(connections, warmup, steps, repetitions).items():
+            rows[name] |= row
+    compare(rows, warmup)
+    return rows
+
+
+def show(rows: dict[str, dict[str, Any]], shape: Shape, device: str) -> None:
+    tokens = shape.sequences * shape.context
+    flops = next((row["flops_per_second_of_peak"] for row in rows.values() if "flops_per_second_of_peak" in row), 0.0)
+    heads = ("ms a step", 11), ("from", 9), ("to", 9), ("tokens/s", 11), ("faster", 8), ("memory", 12), ("of it", 7)
+    print(" " * 23 + "".join(f"{head:>{width}}" for head, width in heads) + "   loss" + "    MFU" * (device == "cuda"))
+    for name, row in rows.items():
+        if "error" in row:
+            print(f"{name:<23} left out: {row['error']}")
+            continue
+        seconds, rate = row["step_seconds"], tokens / row["step_seconds"]
+        line = f"{name:<23}{1e3 * seconds:>11,.1f}{1e3 * min(row['seconds']):>9,.1f}{1e3 * max(row['seconds']):>9,.1f}"
+        line += f"{rate:>11,.0f}{row.get('faster', math.nan):>8.2f}{row['peak_bytes'] / 1e6:>9,.0f} MB"
+        line += f"{row.get('memory', math.nan):>7.2f}{row['losses'][-1]:>7.3f}"
+        if device == "cuda" and ARMS[name].program != "litgpt":  # which has other products
+            line += f"{rate * row.get('flops_per_second_of_peak', flops):>7.1%}"
+        print(line + ("" if ARMS[name].is_gpt2 else "  another model"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=SHAPES, default="cpu")
+    parser.add_argument("--shapes", nargs="+", choices={*SHAPES["cpu"], *SHAPES["cuda"]}, help="only these")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="only these")
+    parser.add_argument("--sequences", type=int, help="in a step, instead of the shape's")
+    parser.add_argument("--repetitions", type=int, default=9, help="rounds (9)")
+    parser.add_argument("--steps", type=int, help="of each arm in a round (2; on a GPU 10)")
+    parser.add_argument("--warmup_steps", type=int, default=3, help="before the rounds (3)")
+    parser.add_argument("--threads", type=int, help="of a CPU; as many as there are cores")
+    parser.add_argument("--output", type=Path, help="JSON with all measurements")
+    arguments = parser.parse_args()
+
+    import torch
+    import transformers
+
+    from hfgolf.train.environment import git_commit, hardware
+
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # or Trainer would share the batch out
+    device = arguments.device
+    threads = arguments.threads or len(os.sched_getaffinity(0))
+    steps = arguments.steps or (10 if device == "cuda" else 2)
+    results = []
+    for name in arguments.shapes or SHAPES[device]:
+        shape = SHAPES[device][name]
+        arms = arguments.arms or list(shape.arms or ARMS)
+        shape = dataclasses.replace(shape, sequences=arguments.sequences or shape.sequences)
+        rows = measure(shape, device, arms, threads, arguments.warmup_steps, steps, arguments.repetitions)
+        print(f"\n{name}: {shape.sequences} x {shape.context} tokens a step, {threads} threads")
+        show(rows, shape, device)
+        results.append({"shape": name, **dataclasses.asdict(shape), "arms": rows})
+    if arguments.output:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hfgolf": git_commit()}
+        clock = "process time" if device == "cpu" and threads == 1 else "wall clock"
+        about = {"hardware": hardware(), "versions": versions, "threads": threads, "steps": steps, "clock": clock}
+        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Tokenise the text of a config ahead of its training: python scripts/prepare_data.py --config configs/small.yaml
+
+Takes the options of train.py, which then finds the tokens in the cache. Builds no model and needs no GPU.
+"""
+
+import dataclasses
+import time
+
+from hfgolf.command_line import load_config, run_command
+
+
+def main() -> None:
+    config = load_config(description=__doc__).config
+    from hfgolf.data.token_cache import load_tokens
+    from hfgolf.train.console import show_log
+
+    show_log(is_main_process=True)
+    started_at = time.perf_counter()
+    # from the memory map: nobody trains on them here
+    tokens = load_tokens(dataclasses.replace(config.data, in_memory=False), config.tokenizer)
+    seconds = time.perf_counter() - started_at
+    for name, stream in (("train", tokens.train), ("val", tokens.val)):
+        num_bytes = stream.num_bytes
+        print(
+            f"{name:<6}{len(stream):>16,} tokens {num_bytes:>18,} bytes {num_bytes / len(stream):>6.2f} bytes a token"
+        )
+    megabytes = (tokens.train.num_bytes + tokens.val.num_bytes) / 1e6
+    speed = (
+        "there already" if tokens.is_hit else f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"
+    )
+    print(f"{tokens.path}: {speed}")
+
+
+if __name__ == "__main__":
+    run_command(main)

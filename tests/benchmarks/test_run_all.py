@@ -1,0 +1,66 @@
+"""One command runs the benchmarks of a device and keeps what they printed, on one page."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARK = '''"""Time of {name}."""
+import argparse, json
+parser = argparse.ArgumentParser()
+parser.add_argument("--output")
+{device}
+arguments = parser.parse_args()
+print("as fast as", getattr(arguments, "device", "it is"))
+about = {{"hardware": {{"device": "Abacus", "cores": 9}}, "versions": {{"torch": "3.0"}}}}
+open(arguments.output, "w").write(json.dumps(about | {{"seconds": 1}}))
+'''
+
+
+@pytest.fixture
+def run_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """Return run_all in a folder with three benchmarks, one of which fails."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    module = importlib.import_module("benchmarks.run_all")
+    (tmp_path / "results").mkdir()
+    takes_device = 'parser.add_argument("--device")'
+    (tmp_path / "saving.py").write_text(BENCHMARK.format(name="saving", device=""))
+    (tmp_path / "cpu_kernels.py").write_text(BENCHMARK.format(name="kernels", device=takes_device))
+    (tmp_path / "broken.py").write_text("raise SystemExit(3)")
+    (tmp_path / "ladder.py").touch()
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(module, "PAGE", tmp_path / "page.md")
+    return module
+
+
+def test_the_benchmarks_of_a_device_are_run_and_their_figures_kept(run_all, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["run_all.py"])
+    with pytest.raises(SystemExit, match="failed: broken"):  # and the others have run
+        run_all.main()
+    kept = json.loads((tmp_path / "results" / "cpu_kernels_cpu.json").read_text())
+    assert kept["printed"] == "as fast as cpu" and kept["seconds"] == 1
+    page = (tmp_path / "page.md").read_text()
+    kernels = "Time of kernels.\n\nAbacus, 9 cores, torch 3.0.\n\n```text\nas fast as cpu\n```\n"
+    assert f"## CPU\n\n### cpu_kernels\n\n{kernels}\n### saving\n" in page
+    assert "## GPU" not in page and "ladder" not in page
+
+    assert run_all.names("cuda") == ["broken", "saving"]
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--device", "cuda", "--only", "saving"])
+    run_all.main()
+    page = (tmp_path / "page.md").read_text()
+    assert page.index("### cpu_kernels") < page.index("## GPU") < page.rindex("### saving\n\nTime of saving.")
+    assert "as fast as it is" in capfd.readouterr().out
+
+
+def test_a_benchmark_that_is_not_there_is_named(run_all, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--device", "cuda", "--only", "cpu_kernels"])
+    with pytest.raises(SystemExit):
+        run_all.main()
+    assert "no benchmark for cuda is called cpu_kernels; there are broken, saving" in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""hfgolf and Trainer do the same work, and the benchmark compares them round by round."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def throughput(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.train_throughput")
+
+
+class Losses:
+    """Turns that end after a number of steps."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.losses, self.said = number, [], {}
+
+    def begin(self, **what: Any) -> None:
+        self.said = what
+
+    def made_step(self, loss: Any) -> None:
+        self.losses.append(float(loss))
+
+    @property
+    def are_over(self) -> bool:
+        return len(self.losses) == self.number
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_both_loops_train_the_same_model_on_the_same_tokens(
+    throughput, tmp_path, corpus_file, monkeypatch, reset_accelerate, precision
+):
+    """The clipping acts, and so does the order of the batches: each is another loss if it is not the same."""
+    of_shape = throughput.hfgolf_options
+    options = ["--data.source=files", f"--data.files={corpus_file}", "--data.split=contiguous"]
+    options += [f"--data.cache_dir={tmp_path}"]
+    monkeypatch.setattr(throughput, "hfgolf_options", lambda *of: of_shape(*of) + options)
+    monkeypatch.setattr(throughput, "LEARNING_RATE", 0.03)
+    shape = throughput.Shape(2, 32, 2, 32, 4, "byte", 257)
+    throughput.write_tokens(shape, 6, tmp_path / "tokens.npy")
+    losses = {}
+    for program in ("hfgolf", "trainer"):
+        reset_accelerate()
+        turns = Losses(6)
+        arm = throughput.Arm(program, precision, is_compiled=False)
+        job = throughput.Job(arm, shape, "cpu", 1, tmp_path / "tokens.npy")
+        getattr(throughput, f"train_{program}")(job, turns)
+        losses[program] = turns.losses
+        assert turns.said["parameters"] == 2 * (12 * 32**2 + 13 * 32) + 2 * 32 + (257 + 32) * 32  # GPT-2's
+    assert losses["hfgolf"] == pytest.approx(losses["trainer"], abs=1e-5 if precision == "no" else 0.03)
+    assert losses["hfgolf"][-1] < losses["hfgolf"][0] - 1  # beside which the distance is small
+
+
+class Fake:
+    """The end of a pipe whose arm takes the seconds it is told to, and notes its turns."""
+
+    def __init__(self, name: str, seconds: list[float], turns: list[tuple[str, int, bool]], fails_at: int = 99) -> None:
+        self.name, self.seconds, self.turns, self.fails_at = name, iter([0.0, *seconds]), turns, fails_at
+
+    def send(self, order: tuple[int, bool]) -> None:
+        self.turns.append((self.name, *order))
+
+    def recv(self) -> dict[str, Any]:
+        made = sum(name == self.name for name, _, _ in self.turns)
+        if made >= self.fails_at:
+            raise EOFError
+        return {"seconds": next(self.seconds), "losses": [float(made)], "peak_bytes": 100 * made}
+
+
+def test_the_arms_take_turns_and_one_that_ends_is_left_out(throughput):
+    turns: list[tuple[str, int, bool]] = []
+    fakes = {"a": Fake("a", [1, 2], turns), "b": Fake("b", [], turns, fails_at=2), "c": Fake("c", [3, 4], turns)}
+    rows = throughput.take_turns(fakes, warmup_steps=3, steps=5, repetitions=2)
+    first, second, third = [(n, 3, False) for n in "abc"], [(n, 5, True) for n in "cba"], [(n, 5, False) for n in "ac"]
+    assert turns == first + second + third
+    assert rows["a"] == {"losses": [1, 2, 3], "seconds": [1, 2], "peak_bytes": 300}
+    assert rows["c"]["seconds"] == [3, 4]
+    assert "its process was ended" in rows["b"]["error"] and rows["b"]["losses"] == [1]
+
+
+def row(seconds: list[float], peak_bytes: int = 100, losses: tuple[float, ...] = (5.0, 4.0, 3.0)) -> dict[str, Any]:
+    return {"seconds": seconds, "peak_bytes": peak_bytes, "losses": list(losses)}
+
+
+def test_arms_are_compared_with_the_best_of_trainer_round_by_round(throughput):
+    """The machine is ten times slower in the last two rounds; the medians are of other rounds than the ratios."""
+    rows = {
+        "trainer_fp32": row([4, 40, 400]),
+        "trainer_bf16_compiled": row([2, 20, 30], 200),
+        "hfgolf_bf16_compiled": row([1, 16, 15], 100),
+        "hfgolf_muon": row([4, 10, 30], 300, (5.0, 1.0, 1.0)),
+        "litgpt": {"error": "not installed"},
+    }
+    throughput.compare(rows, warmup_steps=2)
+    assert rows["trainer_bf16_compiled"]["faster"] == rows["trainer_bf16_compiled"]["memory"] == 1
+    assert rows["hfgolf_bf16_compiled"]["faster"] == 2  # of 2, 1.25 and 2
+    assert rows["hfgolf_bf16_compiled"]["memory"] == 0.5
+    assert rows["hfgolf_muon"]["faster"] == 1  # of 0.5, 2 and 1
+    assert rows["trainer_fp32"]["faster"] == 0.5
+    assert rows["litgpt"] == {"error": "not installed"}
+
+
+@pytest.mark.parametrize(("off_by", "is_same"), [(1e-3, True), (0.01, False)])
+def test_an_arm_that_does_other_work_is_found_out(throughput, off_by, is_same):
+    rows = {"trainer_fp32": row([1]), "hfgolf_fp32": row([1], losses=(5.0, 4.0 + off_by, 9.0))}
+    if is_same:
+        throughput.compare(rows, warmup_steps=2)
+    else:
+        with pytest.raises(ValueError, match=r"hfgolf_fp32: its losses lie 0.0100 nats a token from those of trainer"):
+            throughput.compare(rows, warmup_steps=2)
+
+
+@pytest.mark.parametrize(("threads", "clock"), [(1, "process_time"), (2, "perf_counter")])
+def test_a_turn_counts_its_steps_and_no_waiting(throughput, monkeypatch, threads, clock):
+    now = [0.0]
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(**{clock: lambda: now[0]}, **_other(clock)))
+    ours, theirs = multiprocessing.Pipe()
+    for order in ((2, False), (3, False), (0, False)):  # they lie in the pipe before the arm asks
+        ours.send(order)
+    turns = throughput.Turns(theirs, "cpu", threads)
+    turns.begin(parameters=7)
+    for loss in (3.0, 2.0, 1.0, 0.5, 0.25):
+        assert not turns.are_over
+        now[0] += 6
+        turns.made_step(loss)
+    assert turns.are_over
+    assert ours.recv() == {"parameters": 7}
+    said = [ours.recv(), ours.recv()]
+    assert [part["losses"] for part in said] == [[3.0, 2.0], [1.0, 0.5, 0.25]]
+    assert [part["seconds"] for part in said] == [6, 6]
+    assert all(part["peak_bytes"] > 2**20 for part in said)
+
+
+def _other(clock: str) -> dict[str, Callable[[], float]]:
+    """Return the clock that must not be asked."""
+
+    def fail() -> float:
+        raise AssertionError("the other clock")
+
+    return {"perf_counter" if clock == "process_time" else "process_time": fail}

@@ -1,0 +1,85 @@
+"""The note of hashes is believed for a file that is as it was, and for no other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hfgolf.data import file_hashes as module
+from hfgolf.data.file_hashes import file_hashes
+
+
+@pytest.fixture
+def note(tmp_path) -> Path:
+    return tmp_path / "hashes.json"
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> Path:
+    """A file, as settled as one written long ago."""
+    monkeypatch.setattr(module, "_SETTLED_SECONDS", -1.0)
+    path = tmp_path / "text.txt"
+    path.write_text("one")
+    return path
+
+
+def is_read(path: Path, note: Path, monkeypatch) -> bool:
+    """Hash the file and return whether that took reading it."""
+    read = []
+    digest = hashlib.file_digest
+    with monkeypatch.context() as patch:
+        patch.setattr(module.hashlib, "file_digest", lambda *arguments: read.append(1) or digest(*arguments))
+        assert file_hashes([path], note) == {path: hashlib.sha256(path.read_bytes()).hexdigest()}
+    return bool(read)
+
+
+def test_a_file_is_read_once(text, note, monkeypatch):
+    assert [is_read(text, note, monkeypatch) for _ in range(3)] == [True, False, False]
+    assert [path.name for path in sorted(note.parent.iterdir())] == ["hashes.json", "text.txt"]
+
+
+@pytest.mark.parametrize("change", ["longer", "same size", "mtime set back", "replaced, mtime set back", "touched"])
+def test_a_file_that_changed_is_hashed_anew(text, note, monkeypatch, change):
+    is_read(text, note, monkeypatch)
+    before = text.stat()
+    time.sleep(0.02)  # more than a step of the file system's clock
+    if change.startswith("replaced"):
+        text.with_name("new").write_text("two")
+        text.with_name("new").replace(text)
+    elif change != "touched":
+        text.write_text("one and more" if change == "longer" else "two")
+    if change.endswith("set back"):
+        os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    elif change == "touched":
+        text.touch()
+    assert is_read(text, note, monkeypatch)  # and is_read compares the hash
+    assert not is_read(text, note, monkeypatch)
+
+
+def test_a_file_just_written_is_not_noted(text, note, monkeypatch):
+    monkeypatch.setattr(module, "_SETTLED_SECONDS", 60.0)
+    assert is_read(text, note, monkeypatch) and is_read(text, note, monkeypatch)
+
+
+@pytest.mark.parametrize("damage", ["", '{"a": ', "[1, 2]", "\udcff", "null", "entries"])
+def test_a_damaged_note_is_written_anew(text, note, monkeypatch, damage):
+    is_read(text, note, monkeypatch)
+    entries = json.dumps({str(text): {"sha256": "none"}, "other": None})
+    note.write_text(entries if damage == "entries" else damage, errors="surrogateescape")
+    assert [is_read(text, note, monkeypatch) for _ in range(2)] == [True, False]
+
+
+def test_files_of_other_corpora_stay_noted_and_a_note_that_cannot_be_written_stops_nothing(text, note, monkeypatch):
+    is_read(text, note, monkeypatch)
+    other = text.with_name("other.txt")
+    other.write_text("other")
+    assert is_read(other, note, monkeypatch) and not is_read(text, note, monkeypatch)
+    note.unlink()
+    note.mkdir()
+    assert is_read(text, note, monkeypatch)
+    assert not list(note.parent.glob("*.part"))

@@ -1,0 +1,47 @@
+"""scripts/prepare_data.py builds what train.py then finds, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfgolf.data import token_cache
+
+ROOT = Path(__file__).parents[1]
+_PREPARE = """
+import json, runpy, sys
+try:
+    runpy.run_path("scripts/prepare_data.py", run_name="__main__")
+except SystemExit as exit:
+    heavy = ("accelerate", "hfgolf.model", "hfgolf.train.loop", "hfgolf.train.setup", "wandb")
+    print(json.dumps([exit.code, [name for name in heavy if name in sys.modules]]))
+"""
+
+
+def test_prepared_tokens_are_found_by_the_next_call_and_by_training(
+    run, tiny_run, tmp_path, corpus_file, monkeypatch, capsys
+):
+    command = [sys.executable, "-c", _PREPARE, *tiny_run()]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    *lines, last = process.stdout.splitlines()
+    assert json.loads(last) == [None, []]
+    num_bytes = corpus_file.stat().st_size
+    train, val, where = lines[-3:]
+    assert [line.split()[0] for line in (train, val)] == ["train", "val"]
+    numbers = [[int(word.replace(",", "")) for word in line.split()[1:4:2]] for line in (train, val)]
+    assert sum(split_bytes for _, split_bytes in numbers) == num_bytes
+    assert sum(tokens for tokens, _ in numbers) == num_bytes + 2  # byte tokens, and an end of text before each split
+    folder = Path(where.split(": ")[0])
+    assert folder.is_relative_to(tmp_path / "cache") and (folder / "train.arrow").is_file() and "MB/s" in where
+
+    monkeypatch.setattr(token_cache, "_build", None)  # tokenising again would fail
+    monkeypatch.setattr(sys, "argv", ["scripts/prepare_data.py", *tiny_run()])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / "scripts" / "prepare_data.py"), run_name="__main__")
+    assert not exit_.value.code and f"{folder}: there already" in capsys.readouterr().out
+    assert (run(tiny_run(train__max_steps=1)) / "summary.json").is_file()
