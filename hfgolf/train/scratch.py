@@ -35,7 +35,8 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
         run = set_up(resolved.resolve(source, run__output_dir=folder))
         run.checkpoints.wait()
         run.folder.path.mkdir(exist_ok=True)  # the main process has made its own
-        run = dataclasses.replace(run, most_steps=math.inf, has_begun=True)
+        stated = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for who describes it
+        run = dataclasses.replace(run, resolved=stated, most_steps=math.inf, has_begun=True)
         run.start_batches()
         run.model.train()
         yield run
