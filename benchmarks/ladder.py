@@ -78,7 +78,7 @@ class TextFiles:
                 ids = tokens.train.tokens[self.starts[piece] : self.ends[piece]].tolist()
                 self.begins_document[piece] = ids[0] == self.tokenizer.eos_token_id
                 text = self.tokenizer.decode(ids[self.begins_document[piece] :], clean_up_tokenization_spaces=False)
-                (folder / f"{piece}.txt").write_text(text, encoding="utf-8", newline="")
+                (folder / f"{piece}.txt").write_text(str(text), encoding="utf-8", newline="")
 
     def pieces(self, start: int) -> range:
         """Return the pieces in which the tokens of the block lie that begins at a token."""
@@ -166,7 +166,8 @@ def starts_of(run: Run, step: int) -> np.ndarray:
 
 def copy_of(model: GolfForCausalLM, attention: str) -> GolfForCausalLM:
     """Return a model of its own with the same weights, uncompiled, in fp32."""
-    twin = GolfForCausalLM(copy.deepcopy(model.config)).to(model.device)
+    with model.device:
+        twin = GolfForCausalLM(copy.deepcopy(model.config))
     twin.load_state_dict(model.state_dict())
     twin.set_attn_implementation(attention)
     return twin.train()

@@ -90,9 +90,7 @@ def measure(name: str) -> dict[str, Any]:
     import torch
 
     from hfgolf.measure.memory import run_memory
-    from hfgolf.measure.plan import golf_config
-    from hfgolf.model.causal_blocks import attend_fastest
-    from hfgolf.model.modeling_golf import GolfForCausalLM
+    from hfgolf.model.build import build_golf
     from hfgolf.optim.groups import build_optimizer
 
     vocabulary, on_cpu, on_gpu, options = CASES[name]
@@ -106,10 +104,7 @@ def measure(name: str) -> dict[str, Any]:
     meter = Meter(device.type == "cuda")
 
     with device:
-        model = GolfForCausalLM(golf_config(config, vocabulary)).train()
-    attend_fastest(model, device, precision, sequence)
-    if config.model.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        model = build_golf(config, vocabulary, device.type).train()
     measured = {"weights": meter.grown()}
     optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
     optimizer.create_state()

@@ -15,6 +15,7 @@ _PUBLIC_NAMES = {
     "RunConfig": "hfgolf.config",
     "UserError": "hfgolf.errors",
     "load_config": "hfgolf.command_line",
+    "training_memory": "hfgolf.measure.memory",
     "train": "hfgolf.train.loop",
 }
 __all__ = sorted([*_PUBLIC_NAMES, "__version__"])

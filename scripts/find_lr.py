@@ -8,12 +8,8 @@ train with. Leaves nothing else behind.
 import argparse
 import dataclasses
 import json
-import multiprocessing
 import os
-import signal
-import sys
 from pathlib import Path
-from types import FrameType
 
 from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
@@ -36,8 +32,6 @@ def main() -> None:
     rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
     _check_output(arguments.output)
     resolved = load_config(of_run)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
 
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import run_metadata
@@ -108,12 +102,6 @@ def _check_output(path: Path) -> None:
         raise UserError(f"--output: {path} is no picture; allowed: a name that ends in .{', .'.join(kinds)}.")
     if not os.access(path.absolute().parent, os.W_OK):
         raise UserError(f"--output: cannot write to {path.absolute().parent}; choose another folder, or make it.")
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:  # nor a loader's worker
-        print(f"error: stopped by {signal.Signals(number).name}; nothing was written.", file=sys.stderr)
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

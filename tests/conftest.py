@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the Hub; what talks to a loopback Hub says so itself
 os.environ.setdefault("WANDB_MODE", "offline")
 
-SHARED = Path(__file__).parents[2] / "shared"
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"
 
 
 def _reset_accelerate() -> None:
@@ -64,11 +67,46 @@ def run() -> Callable[[list[str]], Path]:
     return train_
 
 
+class Said(NamedTuple):
+    """How a script ended and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """Return a function that runs a script in this process, as a person would from the command line."""
+
+    def run_(name: str, *arguments: object) -> Said:
+        monkeypatch.setattr(sys, "argv", [f"scripts/{name}", *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with pytest.raises(SystemExit) as exit_:
+                runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return Said(int(exit_.value.code or 0), *capsys.readouterr())
+
+    return run_
+
+
 @pytest.fixture(autouse=True, scope="session")
 def quiet() -> None:
     from hfgolf.train.console import quiet_libraries
 
     quiet_libraries()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def coarse_pictures() -> None:
+    """Each run draws its report; in this process with few dots, which is quicker."""
+    from hfgolf.report import figures
+
+    figures.DPI = 20
 
 
 @pytest.fixture(scope="session")

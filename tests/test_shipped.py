@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,18 +24,6 @@ SHRUNK = {
     "train.max_minutes": "null",
     "train.eval_tokens": 500,
 }
-
-
-def script(name: str, *arguments: object) -> None:
-    """Run a script in this process, as a person would from the command line."""
-    before = sys.argv
-    sys.argv = [f"scripts/{name}", *map(str, arguments)]
-    try:
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
-    finally:
-        sys.argv = before
-    assert not exit_.value.code
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
@@ -65,13 +51,11 @@ def test_a_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_train_says_so_when_the_run_is_complete(reset_accelerate, tiny_run, capsys):
+def test_train_says_so_when_the_run_is_complete(reset_accelerate, tiny_run, run_script):
     options = tiny_run(train__mixed_precision="null", batch__micro_batch_size="auto", train__compile="auto")
-    script("train.py", *options)
-    first = capsys.readouterr().out
+    first = run_script("train.py", *options).out
     reset_accelerate()
-    script("train.py", *options)
-    second = capsys.readouterr().out
+    second = run_script("train.py", *options).out
     assert "tiny is complete; another --run.name" in second
     assert "step 1/" in first and "step 1/" not in second
     for line in ("validation loss", "bits per byte", "tokens/s", "sample", "run folder", "AutoModelForCausalLM"):

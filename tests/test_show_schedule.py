@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,20 +13,13 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def show(tmp_path: Path, run_script: Callable[..., Any]) -> Callable[..., str]:
     """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
 
     def run(*arguments: object, fails: bool = False) -> str:
-        before = sys.argv
         picture = tmp_path / "schedule.png"
-        sys.argv = ["scripts/show_schedule.py", *map(str, arguments), "--output", str(picture)]
-        try:
-            with pytest.raises(SystemExit) as exit_:
-                runpy.run_path(str(ROOT / "scripts" / "show_schedule.py"), run_name="__main__")
-        finally:
-            sys.argv = before
-        said = capsys.readouterr()
-        assert (exit_.value.code == 2) == fails
+        said = run_script("show_schedule.py", *arguments, "--output", picture)
+        assert said.status == (2 if fails else 0)
         assert picture.is_file() != fails
         if not fails:
             assert picture.read_bytes().startswith(b"\x89PNG")

@@ -150,7 +150,7 @@ def device_name(device: torch.device) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    models = (" ".join(line.partition(":")[2].split()) for line in lines if line.startswith("model name"))
     return next(models, platform.processor() or platform.machine())
 
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -33,8 +32,7 @@ from hfgolf.measure.memory import (
     free_memory_bytes,
     run_memory,
 )
-from hfgolf.model.causal_blocks import attend_fastest
-from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer, parameter_groups
 
@@ -117,20 +115,10 @@ class Length:
     dollars: float | None
 
 
-def golf_config(config: RunConfig, vocabulary: int, **token_ids: Any) -> GolfConfig:
-    """Return the model's own config. vocabulary: entries; token_ids: bos_token_id and the like."""
-    shape: dict[str, Any] = {k.split(".")[1]: v for k, v in config.flat().items() if k.startswith("model.")}
-    shape.pop("gradient_checkpointing")
-    limit = config.batch.sequence_length
-    return GolfConfig(vocab_size=vocabulary, max_position_embeddings=limit, **shape, **token_ids)
-
-
 def meta_model(config: RunConfig, vocabulary: int, device: str) -> GolfForCausalLM:
     """Build the model of a config, its precision decided, without its weights, as it would attend on a device."""
     with torch.device("meta"):
-        model = GolfForCausalLM(golf_config(config, vocabulary))
-    attend_fastest(model, torch.device(device), config.train.mixed_precision, config.batch.sequence_length)
-    return model
+        return build_golf(config, vocabulary, device)
 
 
 def look_at_data(config: RunConfig) -> Data:
@@ -187,10 +175,7 @@ def measured_speed(config: RunConfig, vocabulary: int, micro_batch_size: int, ma
     """
     device, precision, length = torch.device(machine.device), config.train.mixed_precision, config.batch.sequence_length
     with device:
-        model = GolfForCausalLM(golf_config(config, vocabulary)).train()
-    attend_fastest(model, device, precision, length)
-    if config.model.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        model = build_golf(config, vocabulary, machine.device).train()
     optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
     ids = torch.randint(vocabulary, (micro_batch_size, length), device=device)
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16

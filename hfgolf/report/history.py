@@ -48,7 +48,7 @@ class Evaluation(NamedTuple):
     val_tokens: int | None
     """Of which it is the mean; losses of other tokens do not compare."""
     train_level: float
-    """History.level then."""
+    """The training loss then, a median over LEVEL_STEPS or as many as there were."""
 
 
 class History:
@@ -117,7 +117,8 @@ class History:
                 self.first_loss = step.loss
         recent = [self.steps[-i].loss for i in range(1, 1 + min(LEVEL_STEPS, len(self.steps)))]
         recent = [loss for loss in recent if math.isfinite(loss)]
-        self.level = float(np.median(recent)) if len(recent) >= LEVEL_STEPS // 2 else math.nan
+        median = float(np.median(recent)) if recent else math.nan
+        self.level = median if len(recent) >= LEVEL_STEPS // 2 else math.nan
         self.lowest_level = min(self.lowest_level, self.level)
         if row.get("epoch"):
             self.epochs_per_step = row["epoch"] / row["step"]
@@ -127,9 +128,7 @@ class History:
         self._session_has_begun = True
         if row.get("val_loss") is not None:
             averaged = row.get("val_loss_ema") if self.settings["optim.ema_export"] else None
-            self.evaluations.append(
-                Evaluation(row["step"], averaged or row["val_loss"], row.get("val_tokens"), self.level)
-            )
+            self.evaluations.append(Evaluation(row["step"], averaged or row["val_loss"], row.get("val_tokens"), median))
 
     def _add_skip(self, skip: Line) -> None:
         step = skip["step"]

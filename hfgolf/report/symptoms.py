@@ -167,6 +167,7 @@ class Spikes:
 
 
 RISE = 1.2  # of the lowest level so far
+LEAST_RISE = 0.1  # nats a token; of next to nothing a fifth is nothing
 RISE_FROM_START = 1.1  # of the first loss: nothing does worse than guessing for long
 
 
@@ -185,7 +186,8 @@ class Divergence:
         if history.level < self._lowest:
             self._lowest, self._lowest_step = history.level, history.step
         start = math.inf if restored_at else history.first_loss
-        if not history.level > min(RISE * self._lowest, RISE_FROM_START * start):
+        high = max(RISE * self._lowest, self._lowest + LEAST_RISE)
+        if not history.level > min(high, RISE_FROM_START * start):
             return None
         was, at = min((self._lowest, self._lowest_step), (start, 1))
         saw = f"the training loss is {history.level:.4g} in the median now, and was {was:.4g} at step {at}"

@@ -24,6 +24,7 @@ import torch
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import join_words
 from hfgolf.errors import UserError
+from hfgolf.measure import flops
 from hfgolf.optim.muon import fast_product_dtype
 from hfgolf.redact import is_secret_name, redact, redact_values
 
@@ -134,7 +135,7 @@ def hardware() -> dict[str, Any]:
     """Return a fingerprint of this machine: device, cores, memory, operating system."""
     fingerprint: dict[str, Any] = {
         "device": device_name(),
-        "cpu": _cpu_name(),
+        "cpu": flops.device_name(torch.device("cpu")),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -146,7 +147,7 @@ def hardware() -> dict[str, Any]:
 
 def device_name() -> str:
     """Return the accelerator's name, or the CPU's."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+    return flops.device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def git_commit() -> str | None:
@@ -214,15 +215,6 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 def _environment_variables() -> dict[str, str]:
     names = [name for name in sorted(os.environ) if _VARIABLES.match(name) and not is_secret_name(name)]
     return {name: os.environ[name] for name in names}
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.split(":")[1].split())
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

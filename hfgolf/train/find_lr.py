@@ -10,9 +10,7 @@ import dataclasses
 import logging
 import math
 import random
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +26,8 @@ from hfgolf.errors import UserError
 from hfgolf.optim.lr_finder import Sweep, has_diverged, suggest
 from hfgolf.train.checkpointer import leaves
 from hfgolf.train.loop import train_step
-from hfgolf.train.setup import Run, set_up
+from hfgolf.train.scratch import scratch_run
+from hfgolf.train.setup import Run
 from hfgolf.train.tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -42,18 +41,10 @@ def find_lr(resolved: ResolvedConfig, rates: list[float]) -> list[Sweep]:
     rates: the learning rates to try, as `sweep_rates` makes them. Raises UserError as set_up and sweep_run do. Call it
     in every process that `accelerate launch` started; all return the same.
     """
-    folder = tempfile.mkdtemp(prefix="find_lr-")
-    try:
-        resolved = resolved.resolve(
-            "find_lr", run__output_dir=folder, train__resume=None, track__trackers=[], hub__push=False
-        )
-        if "train.compile" not in resolved.sources:
-            resolved = resolved.resolve("find_lr", train__compile=False)  # so few steps do not earn it back
-        run = set_up(resolved)
-        run.checkpoints.wait()
+    # so few steps do not earn the compilation back
+    values = {} if "train.compile" in resolved.sources else {"train__compile": False}
+    with scratch_run(resolved, "find_lr", **values) as run:
         return sweep_run(run, rates)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep_run(run: Run, rates: list[float]) -> list[Sweep]:

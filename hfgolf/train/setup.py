@@ -29,8 +29,7 @@ from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
 from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes, run_memory
-from hfgolf.model.causal_blocks import attend_fastest
-from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
@@ -275,23 +274,10 @@ def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: Reso
 
 
 def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> GolfForCausalLM:
-    shape = {k.split(".")[1]: v for k, v in config.flat().items() if k.startswith("model.")}
-    checkpointing = shape.pop("gradient_checkpointing")
-    eos = tokens.tokenizer.eos_token_id
-    golf = GolfConfig(
-        vocab_size=len(tokens.tokenizer),
-        max_position_embeddings=config.batch.sequence_length,
-        bos_token_id=eos,
-        eos_token_id=eos,
-        pad_token_id=eos,
-        **shape,
-    )
-    model = GolfForCausalLM(golf)
-    attend_fastest(model, device, config.train.mixed_precision, config.batch.sequence_length)
-    if checkpointing:
-        model.activation_checkpointing_enable()  # non-reentrant
+    vocab_size, eos = len(tokens.tokenizer), tokens.tokenizer.eos_token_id
+    model = build_golf(config, vocab_size, device.type, bos_token_id=eos, eos_token_id=eos, pad_token_id=eos)
     parameters = sum(p.numel() for p in model.parameters())
-    logger.info("model: %s parameters, vocabulary %s", f"{parameters:,}", f"{golf.vocab_size:,}")
+    logger.info("model: %s parameters, vocabulary %s", f"{parameters:,}", f"{vocab_size:,}")
     return model
 
 

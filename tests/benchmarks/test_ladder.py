@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -113,23 +111,15 @@ def test_a_tokenizer_that_does_not_come_back_to_its_tokens_is_no_rung(ladder, ti
     assert first.step is None and first.skipped.startswith("this tokenizer does not make the same tokens")
 
 
-def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    return int(exit_.value.code or 0)
-
-
 @pytest.mark.parametrize("max_grad_norm", ["null", 0.1])
-def test_the_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, capsys, max_grad_norm):
+def test_the_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, run_script, max_grad_norm):
     """With SGD: the other rules hardly notice the size of a gradient, so that of accumulated ones might be wrong."""
     options = {"optim__name": "sgd", "optim__learning_rate": 0.5, "train__max_grad_norm": max_grad_norm}
     options |= {"schedule__warmup_steps": 4, "model__dropout": 0.1, "batch__micro_batch_size": 4}
     arguments = tiny_run(**options)
     output = tmp_path / "ladder"
-    assert script(monkeypatch, *arguments, "--output", output, "--repetitions", 1, "--losses", 3) == 0
-    said = capsys.readouterr().out
+    status, said, error = run_script("ladder.py", *arguments, "--output", output, "--repetitions", 1, "--losses", 3)
+    assert status == 0, error
     rows = json.loads((output / "ladder.json").read_text())["rungs"]
     assert (output / "ladder.png").read_bytes().startswith(b"\x89PNG")
     assert all(row["rung"] in said for row in rows) and len(rows) == 8
@@ -150,9 +140,9 @@ def test_the_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, capsys, ma
         ),
     ],
 )
-def test_a_mistake_is_one_line(tiny_run, tmp_path, monkeypatch, capsys, options, message):
+def test_a_mistake_is_one_line(tiny_run, tmp_path, monkeypatch, run_script, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    assert script(monkeypatch, *tiny_run(), *options) == 2
-    error = capsys.readouterr().err
+    status, _, error = run_script("ladder.py", *tiny_run(), *options)
+    assert status == 2
     assert error.count("\n") == 1 and message in error

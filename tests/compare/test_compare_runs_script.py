@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import statistics
 import subprocess
 import sys
@@ -17,14 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def compare_runs(monkeypatch, capsys):
+def compare_runs(run_script):
     """Return a function that runs the script in this process and returns its exit status and what it printed."""
 
     def script(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(ROOT / "scripts" / "compare_runs.py"), run_name="__main__")
-        return int(exit_.value.code or 0), capsys.readouterr().err
+        said = run_script("compare_runs.py", *arguments)
+        return said.status, said.err
 
     return script
 

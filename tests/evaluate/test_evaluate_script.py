@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import runpy
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
 
 
 @pytest.fixture
-def evaluate(monkeypatch, capsys):
+def evaluate(run_script):
     """Run the script; returns (exit status, what it printed, its error)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        printed = capsys.readouterr()
-        return int(exit_.value.code or 0), printed.out, printed.err
-
-    return run
+    return partial(run_script, "evaluate.py")
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,11 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 
 
 @pytest.fixture
-def generate(build_model, tokenizer, tmp_path, monkeypatch, capsys):
+def generate(build_model, tokenizer, tmp_path, run_script):
     """Run the script on a model with learned positions; returns (exit status, what it printed, its error)."""
     build_model(position_embedding="learned").save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--model", str(tmp_path / "model"), *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        printed = capsys.readouterr()
-        return int(exit_.value.code or 0), printed.out, printed.err
-
-    return run
+    return partial(run_script, "generate.py", "--model", tmp_path / "model")
 
 
 def test_samples_are_numbered_by_seed(generate):

@@ -21,7 +21,8 @@ from hfgolf.measure.memory import (
     run_memory,
     training_memory,
 )
-from hfgolf.measure.plan import golf_config, meta_model
+from hfgolf.measure.plan import meta_model
+from hfgolf.model.build import build_golf
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -245,9 +246,7 @@ def test_too_little_memory_is_one_line():
 def test_the_prediction_is_what_a_gpu_allocates(checkpointing):
     config = gpu_config(tokens_per_step=16 * 1024).replace(model__gradient_checkpointing=checkpointing)
     with torch.device("cuda"):
-        model = GolfForCausalLM(golf_config(config, 50_257)).train()
-    if checkpointing:
-        model.activation_checkpointing_enable()
+        model = build_golf(config, 50_257, "cuda").train()
     optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
     optimizer.create_state()
     torch.cuda.reset_peak_memory_stats()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from hfgolf.measure.plan import (
     parameter_parts,
     run_length,
 )
-from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.model.build import build_golf
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config", str(ROOT / "configs" / "small.yaml"), "--train.mixed_precision=no"]
@@ -53,7 +51,7 @@ def plan_of(config: RunConfig, machine: Machine = CPU) -> plan.Plan:
 @pytest.mark.parametrize("options", [[], ["--model.tie_word_embeddings=false", "--model.use_bias=true"]])
 def test_every_parameter_is_in_one_part_and_under_one_rule(options):
     config = config_of(*options, "--model.position_embedding=learned")
-    planned, whole = plan_of(config), GolfForCausalLM(plan.golf_config(config, 4096))
+    planned, whole = plan_of(config), build_golf(config, 4096, "cpu")
     assert sum(planned.parameters.values()) == sum(planned.rules.values()) == whole.num_parameters()
     assert planned.parameters["embedding"] == (4096 + 256) * 256
     assert planned.parameters["head"] == (4096 * 256 if options else 0)
@@ -182,17 +180,14 @@ def test_what_is_not_counted_says_why(tiny_run, monkeypatch):
 
 
 @pytest.fixture
-def script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def script(run_script: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
     monkeypatch.setattr("hfgolf.measure.flops.highest_measured_peak", lambda device, dtype: 1e12)
 
     def run(*arguments: object, fails: bool = False) -> str:
-        monkeypatch.setattr(sys, "argv", ["scripts/plan.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(ROOT / "scripts" / "plan.py"), run_name="__main__")
-        said = capsys.readouterr()
-        assert bool(exit_.value.code) == fails, said.err
-        assert not fails or (exit_.value.code == 2 and said.err.count("\n") == 1)
+        said = run_script("plan.py", *arguments)
+        assert said.status == (2 if fails else 0), said.err
+        assert not fails or said.err.count("\n") == 1
         return said.err if fails else said.out
 
     return run

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,19 +96,12 @@ def test_a_gpu_has_a_roof_and_no_large_product_is_above_it():
         assert 0 < row["reached"] < 1.3 or row["bound_by"] == "memory"
 
 
-def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    return int(exit_.value.code or 0)
-
-
-def test_the_script_writes_a_picture_and_the_figures(tiny_run, tmp_path, monkeypatch, capsys):
+def test_the_script_writes_a_picture_and_the_figures(tiny_run, tmp_path, monkeypatch, run_script):
     monkeypatch.setattr(roofline_module, "PRODUCT_SIZES", {"cpu": (64,)})
     monkeypatch.setattr(roofline_module, "MOST_STREAM_ELEMENTS", 2**12)
     monkeypatch.setattr(roofline_module, "LEAST_SECONDS", 0.01)
-    assert script(monkeypatch, *tiny_run(), "--output", tmp_path / "roofline") == 0
-    said = capsys.readouterr().out
+    status, said, error = run_script("roofline.py", *tiny_run(), "--output", tmp_path / "roofline")
+    assert status == 0, error
     record = json.loads((tmp_path / "roofline" / "roofline.json").read_text())
     assert (tmp_path / "roofline" / "roofline.png").read_bytes().startswith(b"\x89PNG")
     assert len(record["operations"]) == 8 and all(row["operation"] in said for row in record["operations"])
@@ -127,9 +118,9 @@ def test_the_script_writes_a_picture_and_the_figures(tiny_run, tmp_path, monkeyp
         (["--output", "file"], "--output: cannot write to file (File exists); choose another folder."),
     ],
 )
-def test_a_mistake_is_one_line(tiny_run, tmp_path, monkeypatch, capsys, options, message):
+def test_a_mistake_is_one_line(tiny_run, tmp_path, monkeypatch, run_script, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    assert script(monkeypatch, *tiny_run(), *options) == 2
-    error = capsys.readouterr().err
+    status, _, error = run_script("roofline.py", *tiny_run(), *options)
+    assert status == 2
     assert error.count("\n") == 1 and message in error

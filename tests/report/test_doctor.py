@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import runpy
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -442,28 +440,15 @@ def test_of_a_long_log_a_sample(tmp_path, monkeypatch):
     assert [finding.symptom for finding in examine(folder)[0]] == ["early plateau"]
 
 
-@pytest.fixture
-def script(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
-    """Return a function that runs scripts/doctor.py in this process: exit status, stdout, stderr."""
-
-    def run_script(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["doctor.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(ROOT / "scripts" / "doctor.py"), run_name="__main__")
-        return int(exit_.value.code or 0), *capsys.readouterr()
-
-    return run_script
-
-
-def test_the_script(script, tmp_path):
+def test_the_script(run_script, tmp_path):
     well, sick = write(tmp_path / "well", log(range(1, 101))), write(tmp_path / "sick", SICK["nan"])
     (finding,) = told(SICK["nan"])
-    assert script(well) == (0, f"{well}: all is well (100 steps)\n", "")
-    status, out, _ = script(well, sick)
+    assert run_script("doctor.py", well) == (0, f"{well}: all is well (100 steps)\n", "")
+    status, out, _ = run_script("doctor.py", well, sick)
     assert status == 1 and out.splitlines()[0] == f"{well}: all is well (100 steps)"
     assert f"{sick}: 1 finding (10 steps)\n\nstep 11: immediate NaN\n  saw    {finding.saw}\n  causes 1. " in out
     assert out.endswith(f"  try    {finding.options}\n")
-    status, out, _ = script("--json", well, sick)
+    status, out, _ = run_script("doctor.py", "--json", well, sick)
     as_json = json.loads(json.dumps(vars(finding)))
     assert (status, json.loads(out)) == (1, {str(well): [], str(sick): [as_json]})
 
@@ -480,10 +465,10 @@ def test_the_script(script, tmp_path):
         (lambda folder: write(folder, [], "no JSON\n"), "holds no row; the run has logged nothing yet."),
     ],
 )
-def test_what_is_no_run_is_one_line(script, tmp_path, make, problem):
+def test_what_is_no_run_is_one_line(run_script, tmp_path, make, problem):
     folder = tmp_path / "run"
     make(folder)
-    status, out, error = script(folder)
+    status, out, error = run_script("doctor.py", folder)
     assert (status, out) == (2, "") and error.startswith(f"error: {folder}") and error.endswith(f"{problem}\n")
     assert error.count("\n") == 1
     with pytest.raises(UserError):

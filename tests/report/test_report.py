@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import runpy
+import signal
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -188,19 +189,25 @@ def test_a_report_that_fails_stops_no_run(run, tiny_run, monkeypatch, caplog):
     assert (path / "summary.json").exists() and "](loss.png)" not in (path / "model" / "README.md").read_text()
 
 
-def test_a_run_that_a_signal_stopped_has_its_report(folder, tiny_run, tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    path = folder([*rows(), event("stopped", 600, signal="SIGTERM")], name="runs/tiny")
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        (lambda: signal.raise_signal(signal.SIGTERM), SystemExit, "Stopped by SIGTERM at step 4; it can be resumed."),
+        (lambda: 1 / 0, ZeroDivisionError, "Not complete: it is still running, or died after its last row"),
+    ],
+)
+def test_a_run_that_ends_early_has_its_report(run, tiny_run, tmp_path, monkeypatch, fault, error, says):
+    real = loop.train_step
 
-    def stop(resolved):
-        raise SystemExit(143)
+    def step(run_, total_steps):
+        if run_.state.step == 3:
+            fault()
+        return real(run_, total_steps)
 
-    monkeypatch.setattr(loop, "train", stop)
-    monkeypatch.setattr(sys, "argv", ["train.py", *tiny_run()])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
-    assert exit_.value.code == 143
-    assert "Stopped by SIGTERM at step 600" in Page(path / "report.html").text
+    monkeypatch.setattr(loop, "train_step", step)
+    with pytest.raises(error):
+        run(tiny_run())
+    assert says in Page(tmp_path / "runs" / "tiny" / "report.html").text
 
 
 def test_the_page_needs_nothing_beside_it(folder):

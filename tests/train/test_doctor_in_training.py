@@ -16,25 +16,33 @@ from typing import Any
 import pytest
 import torch
 
-import hfgolf
 from hfgolf.command_line import load_config
 from hfgolf.data.batches import MicroBatches, block_starts, evaluation_windows
 from hfgolf.errors import UserError
 from hfgolf.evaluate import loss
 from hfgolf.report.doctor import examine
 from hfgolf.report.finding import Finding
-from hfgolf.train import conclusion, loop, stopwatch
+from hfgolf.train import loop, stopwatch
 
-# text that is not as easily learned as that of the other tests
-TEXT = {"data__files": Path(hfgolf.__file__).parent / "train" / "*.py", "train__eval_tokens": 1000}
-AT_THE_END = TEXT | {"train__eval_every_steps": 1000, "train__save_every_steps": 1000}
+AT_THE_END = {"train__eval_every_steps": 1000, "train__save_every_steps": 1000}
 Install = Callable[[Callable[[Any], None]], None]
 
 
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To draw it takes longer than these runs."""
-    monkeypatch.setattr(conclusion, "report_run", lambda *arguments: None)
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 70 kB that are not as easily learned as the text of the other tests: words by chance, some more often."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices("etaoinshrdlucmfwypvbgk", k=chance.randint(1, 9))) for _ in range(2000)]
+    drawn = chance.choices(words, [1 / rank for rank in range(1, 2001)], k=12_000)
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(drawn))
+    return path
+
+
+@pytest.fixture
+def tiny_run(tiny_run, text):
+    """Return the command line of a tiny run on that text."""
+    return lambda **options: tiny_run(**{"data__files": text, "train__eval_tokens": 1000} | options)
 
 
 def findings(folder: Path) -> list[Finding]:
@@ -63,7 +71,7 @@ def with_batches(edit_run: Install, change: Callable[[Iterator[Any]], Iterator[A
 
 def test_a_healthy_run_is_told_nothing(run, tiny_run, caplog):
     with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(train__max_steps=120, train__eval_every_steps=20, train__log_every_steps=5, **TEXT))
+        folder = run(tiny_run(train__max_steps=120, train__eval_every_steps=20, train__log_every_steps=5))
     assert findings(folder) == []
     assert not [line for line in caplog.messages if line.startswith("doctor")]
 
@@ -121,10 +129,10 @@ def test_an_order_of_the_data_that_begins_anew(run, tiny_run, edit_run):
 def test_a_text_that_is_learned_by_heart(run, tiny_run, tmp_path):
     noise = random.Random(0)
     text = tmp_path / "noise.txt"
-    text.write_text("".join(noise.choices("abcdefghijklmnop", k=1200)))
-    options = {"train__max_steps": 120, "train__eval_every_steps": 10, "train__save_every_steps": 1000}
+    text.write_text("".join(noise.choices("abcdefghijklmnop", k=600)))
+    options = {"train__max_steps": 90, "train__eval_every_steps": 10, "train__save_every_steps": 1000}
     finding = the_finding(run(tiny_run(data__files=text, model__hidden_size=64, **options)))
-    assert finding.symptom == "validation loss rising"
+    assert (finding.symptom, finding.step) == ("validation loss rising", 10)  # where it was lowest
     assert "too small for this model" in finding.causes[0]
     assert finding.fix == {"train.patience_evals": 3, "model.dropout": 0.1, "optim.weight_decay": 0.2}
 
@@ -137,16 +145,16 @@ def test_a_restore_that_brings_back_something_else(run, tiny_run, edit_run):
 
     edit_run(disturb)
     options = {"schedule__name": "constant", **AT_THE_END}
-    run(tiny_run(train__max_steps=30, **options))
-    folder = run(tiny_run(train__max_steps=45, train__resume="latest", **options))
+    run(tiny_run(train__max_steps=60, **options))
+    folder = run(tiny_run(train__max_steps=75, train__resume="latest", **options))
     finding = the_finding(folder)
-    assert (finding.symptom, finding.step) == ("divergence after a restore", 30)
+    assert (finding.symptom, finding.step) == ("divergence after a restore", 60)
     assert "state that is not that of the weights" in finding.causes[0] and finding.fix == {"train.resume": "best"}
 
 
 def test_a_block_that_no_step_survives(run, tiny_run, spoil_gradients, tmp_path):
     text = tmp_path / "short.txt"
-    text.write_text("it is the same block that goes wrong in each of the epochs. " * 100)
+    text.write_text("it is the same block that goes wrong in each of the epochs. " * 200)
     runs: list[Any] = []
 
     def holds_token_550(step: int) -> bool:
@@ -154,9 +162,9 @@ def test_a_block_that_no_step_survives(run, tiny_run, spoil_gradients, tmp_path)
         return bool(((starts <= 550) & (starts + 32 > 550)).any())
 
     runs = spoil_gradients(holds_token_550)
-    folder = run(tiny_run(**AT_THE_END | {"data__files": text}, train__max_steps=70, train__log_every_steps=10))
+    folder = run(tiny_run(**AT_THE_END | {"data__files": text}, train__max_steps=150, train__log_every_steps=10))
     finding = the_finding(folder)
-    bad = [step + 1 for step in range(70) if holds_token_550(step)]
+    bad = [step + 1 for step in range(150) if holds_token_550(step)]
     assert (finding.symptom, finding.step) == ("NaN on specific tokens", bad[0])
     assert f"({', '.join(map(str, bad[:3]))})" in finding.saw
     first, last = map(int, re.search(r"read the train tokens (\d+) to (\d+)", finding.saw).groups())
@@ -176,7 +184,7 @@ def test_targets_that_are_the_inputs(run, tiny_run, monkeypatch):
 
     monkeypatch.setattr(MicroBatches, "__getitem__", not_shifted)
     monkeypatch.setattr(loss, "evaluation_windows", not_shifted_either)
-    finding = the_finding(run(tiny_run(train__max_steps=80, train__eval_every_steps=20, **TEXT)))
+    finding = the_finding(run(tiny_run(train__max_steps=80, train__eval_every_steps=20)))
     assert finding.symptom == "near-zero loss" and "on validation at step" in finding.saw
     assert "targets that are the inputs" in finding.causes[0]
 

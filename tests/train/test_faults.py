@@ -71,11 +71,9 @@ def test_fifty_kills_leave_no_trace(tiny_run, tmp_path):
     for kill in range(50):
         left_over = partial_folders(checkpoints)
         process = start(killed, tmp_path / "killed.txt", pause_seconds=0.03)
-        if kill % 2:
-            delay = moments.uniform(0, 0.01)
+        if kill % 4:  # else in setting up, perhaps
             wait_for_a_save(checkpoints, left_over)
-        else:
-            delay = moments.uniform(0, 0.7)
+        delay = moments.uniform(0, 0.01 if kill % 2 else 0.4)
         time.sleep(delay)
         assert process.is_alive(), f"before kill {kill}: {(tmp_path / 'killed.txt').read_text()}"
         process.kill()
@@ -93,7 +91,8 @@ def test_fifty_kills_leave_no_trace(tiny_run, tmp_path):
     assert not list(checkpoints.glob("abandoned-*")) and not list(checkpoints.glob(".partial-*"))
     one, other = tmp_path / "runs" / "straight", checkpoints.parent
     assert losses(other) == losses(one) and len(losses(one)) == 200
-    assert [row["val_loss"] for row in rows(other)] == [row["val_loss"] for row in rows(one)]
+    evaluations, expected = ([row["val_loss"] for row in rows(f) if "event" not in row] for f in (other, one))
+    assert evaluations == expected
     assert differences(checkpoints / "latest", one / "checkpoints" / "latest") == []
 
 

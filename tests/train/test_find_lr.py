@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import random
-import runpy
 import signal
 import subprocess
 import sys
@@ -149,27 +148,15 @@ def test_the_suggestion_keeps_the_ratio_of_the_embeddings():
     assert alone["optim.embedding_learning_rate"] == pytest.approx(1.5 * alone["optim.learning_rate"], rel=0.05)
 
 
-def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Run the script in this process and return its exit status."""
-    monkeypatch.setattr(sys, "argv", ["find_lr.py", *map(str, arguments)])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return int(exit_.value.code or 0)
-
-
 def test_the_script_prints_what_the_config_takes_and_leaves_two_files(
-    temporary, tiny_run, tmp_path, monkeypatch, capsys
+    temporary, tiny_run, tmp_path, monkeypatch, run_script
 ):
     monkeypatch.chdir(temporary)
     before = sorted(tmp_path.rglob("*"))
     arguments = tiny_run(optim__embedding_learning_rate=0.02, train__cpu_threads=1)
-    assert script(monkeypatch, "--output", "rates.png", "--steps", 30, *arguments) == 0
-    suggestion = capsys.readouterr().out.splitlines()[-1].split()
+    status, out, error = run_script("find_lr.py", "--output", "rates.png", "--steps", 30, *arguments)
+    assert status == 0, error
+    suggestion = out.splitlines()[-1].split()
     optim = load_config([*arguments, *suggestion]).config.optim
     results = json.loads((temporary / "rates.json").read_text())
     assert results["suggestion"] == {
@@ -200,16 +187,16 @@ def test_the_script_prints_what_the_config_takes_and_leaves_two_files(
         (["--optim.adamw_learning_rate", "1e30"], "train: loss or gradient are not finite at"),
     ],
 )
-def test_a_mistake_is_one_line(temporary, tiny_run, monkeypatch, capsys, options, message):
+def test_a_mistake_is_one_line(temporary, tiny_run, monkeypatch, run_script, options, message):
     monkeypatch.chdir(temporary)
-    assert script(monkeypatch, *tiny_run(), *options) == 2
-    error = capsys.readouterr().err
+    status, _, error = run_script("find_lr.py", *tiny_run(), *options)
+    assert status == 2
     assert error.count("\n") == 1 and message in error
     assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_a_sweep_is_one_line_and_leaves_nothing(temporary, tiny_run, monkeypatch, capsys, number):
+def test_a_signal_in_a_sweep_is_one_line_and_leaves_nothing(temporary, tiny_run, monkeypatch, run_script, number):
     monkeypatch.chdir(temporary)
     real = find_lr_module.train_step
 
@@ -220,8 +207,8 @@ def test_a_signal_in_a_sweep_is_one_line_and_leaves_nothing(temporary, tiny_run,
         return real(run, total_steps)
 
     monkeypatch.setattr(find_lr_module, "train_step", train_step)
-    assert script(monkeypatch, *tiny_run()) == 128 + number
-    error = capsys.readouterr().err
+    status, _, error = run_script("find_lr.py", *tiny_run())
+    assert status == 128 + number
     assert error == f"error: stopped by {number.name}; nothing was written.\n"
     assert list(temporary.iterdir()) == []
 

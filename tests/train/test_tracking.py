@@ -6,6 +6,8 @@ import json
 import logging
 import math
 import struct
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,38 +44,53 @@ def test_tensorboard_gets_what_the_file_gets(run, tiny_run):
     assert set(events.Tags()["scalars"]) == known | {"train/loss_of_step", "train/grad_norm_of_step"}
 
 
-def wandb_records(folder: Path) -> list[Any]:
-    """Return what wandb wrote of all the sessions of a run.
+def wandb_records(folder: Path, sessions: int) -> list[Any]:
+    """Return what wandb wrote of the sessions of a run; it goes on writing a while after they have ended."""
+    until = time.monotonic() + 30
+    records: list[Any] = []
+    while sum(record.WhichOneof("record_type") == "exit" for record in records) < sessions:
+        assert time.monotonic() < until
+        records = [record for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")) for record in read(path)]
+    return records
 
-    Its files are logs as LevelDB writes them, after 7 bytes of its own: blocks of 32 KiB of records, each with 4 bytes
-    of checksum, 2 of length and a kind: whole, first, middle or last part.
+
+def read(path: Path) -> Iterator[Any]:
+    """Yield the records of a file of wandb's, which is a log as LevelDB writes it, after 7 bytes of its own.
+
+    Blocks of 32 KiB hold records, each with 4 bytes of checksum, 2 of length and a kind: whole, first, middle or last.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    records = []
-    for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
-        data, place, message = path.read_bytes(), 7, b""
-        while place < len(data):
-            left = 32768 - place % 32768
-            if left < 7:  # too little for a record: the next block
-                place += left
-                continue
-            length, kind = struct.unpack_from("<HB", data, place + 4)
-            message += data[place + 7 : place + 7 + length]
-            place += 7 + length
-            if kind in (1, 4):
-                records.append(Record.FromString(message))
-                message = b""
-    return records
+    data, place, message = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:  # too little for a record: the next block
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        if place + 7 + length > len(data):
+            return  # it is being written
+        message += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield Record.FromString(message)
+            message = b""
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("event") == kind]
 
 
 @pytest.mark.slow
 def test_wandb_gets_what_the_file_gets_and_a_resumed_run_goes_on_in_it(run, tiny_run, monkeypatch, tmp_path):
     options = {"track__trackers": "[wandb]", "track__offline": "true", "schedule__name": "constant"}
-    options |= {"train__eval_every_steps": 2, "optim__learning_rate": 0.0123}
+    options |= {"train__eval_every_steps": 2, "optim__learning_rate": 0.0123, "train__sample_tokens": 4}
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "wandb"))  # copies of artifacts, else in the home folder
     run(tiny_run(**options, train__max_steps=4, train__save_every_steps=2))
+    time.sleep(1)  # wandb names what it writes by the second
     folder = run(tiny_run(**options, train__max_steps=6, train__resume="latest"))
-    records = wandb_records(folder)
+    records = wandb_records(folder, sessions=2)
     starts = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert {start.run_id for start in starts} == {json.loads((folder / STATE).read_text())["wandb_id"]}
     config = {item.key: json.loads(item.value_json) for start in starts for item in start.config.update}
@@ -90,6 +107,13 @@ def test_wandb_gets_what_the_file_gets_and_a_resumed_run_goes_on_in_it(run, tiny
         assert sent.items() >= numbers.items() - {("train/step", row["step"])}
     assert [values["step"] for values in history if "train/loss_of_step" in values] == [1, 2, 3, 4, 5, 6]
     assert [values["step"] for values in history if "event/resumed" in values] == [4]
+    samples = [row["text"] for row in events(folder, "sample")]
+    assert len(samples) == 3 == len({values["step"] for values in history if "event/sample" in values})
+    assert [values["event/sample"] for values in history if "event/sample" in values] == samples
+    artifacts = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
+    assert [artifact.type for artifact in artifacts] == ["report", "report"]
+    (entry,) = artifacts[-1].manifest.contents
+    assert entry.path == "report.html" and Path(entry.local_path).read_text() == (folder / "report.html").read_text()
 
 
 @pytest.mark.slow
