@@ -22,7 +22,7 @@ from hfgolf.config import RunConfig, TokenizerConfig
 from hfgolf.data.pieces import ROWS_PER_BATCH, PieceWriter, num_text_bytes
 from hfgolf.data.tokenizer import Encoder, build_encoder, build_tokenizer
 from hfgolf.errors import UserError
-from hfgolf.measure.plan import golf_config
+from hfgolf.model.build import golf_config
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 if TYPE_CHECKING:
