@@ -42,12 +42,12 @@ class TokenStream:
 
 def open_stream(path: Path, is_in_memory: bool = False) -> TokenStream:
     """Map the tokens of a split from its Arrow file, or copy them into memory."""
-    tokens = _read_arrow(path)["input_ids"].to_numpy(zero_copy_only=True)
+    tokens = np.from_dlpack(_read_arrow(path)["input_ids"])  # to_numpy would import pandas
     if is_in_memory:
         tokens = tokens.copy()
         tokens.flags.writeable = False
     pieces = _read_arrow(pieces_path(path))
-    piece_tokens, piece_bytes = (pieces[name].to_numpy(zero_copy_only=True) for name in ("num_tokens", "num_bytes"))
+    piece_tokens, piece_bytes = (np.from_dlpack(pieces[name]) for name in ("num_tokens", "num_bytes"))
     return TokenStream(tokens, piece_tokens, piece_bytes, path, is_in_memory)
 
 

@@ -41,6 +41,7 @@ from hfgolf.train.clock import most_steps
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.environment import (
     device_name,
+    keep_freed_memory,
     resolve_precision,
     run_metadata,
     seed_everything,
@@ -181,7 +182,10 @@ def set_up(resolved: ResolvedConfig) -> Run:
     accelerator = _build_accelerator(resolved.config)
     config = resolved.config
     folder = run_folder(config)
-    threads = set_cpu_threads(config.train.cpu_threads, _local_processes()) if accelerator.device.type == "cpu" else 0
+    threads = 0
+    if accelerator.device.type == "cpu":
+        threads = set_cpu_threads(config.train.cpu_threads, _local_processes())
+        keep_freed_memory()
     check_resume(folder.checkpoints, config.train.resume)
     stated_size = config.batch.micro_batch_size
     config.batch.accumulation_steps(1 if stated_size == "auto" else stated_size, accelerator.num_processes)  # or raise

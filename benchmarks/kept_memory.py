@@ -1,0 +1,93 @@
+"""What it gives a CPU that freed memory is kept for the next step, instead of handed back to the kernel.
+
+    python benchmarks/kept_memory.py --output benchmarks/results/kept_memory_cpu.json
+
+Trains models of 10.7 M and 5 M parameters, compiled, in a process of its own for each repetition, in turns with and
+without train/environment.keep_freed_memory(). Page faults are those of a step; each has the kernel clear 4 KiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+SHAPES = {
+    "characters": (
+        "--tokenizer.kind=byte --model.hidden_size=384 --model.num_hidden_layers=6 --model.num_attention_heads=6"
+        " --batch.micro_batch_size=16"
+    ).split(),
+    "small": [],
+}
+STEPS = 10
+
+
+def child(shape: str, keeps: bool) -> dict[str, float]:
+    """Return the median seconds and the page faults of a step, and the peak of the process in bytes."""
+    from hfgolf.command_line import load_config
+    from hfgolf.train import setup
+    from hfgolf.train.console import quiet_libraries
+    from hfgolf.train.loop import train_step
+    from hfgolf.train.scratch import scratch_run
+
+    quiet_libraries()
+    if not keeps:
+        setup.keep_freed_memory = lambda: None
+    seconds, faults = [], []
+    options = ["--train.max_steps=1000", "--train.compile=true", *SHAPES[shape]]
+    with scratch_run(load_config(options), "benchmark") as run:
+        for _ in range(4 + STEPS):
+            before, started_at = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, time.perf_counter()
+            train_step(run, math.inf)
+            run.state.step += 1
+            seconds.append(time.perf_counter() - started_at)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": median(seconds[4:]), "faults": median(faults[4:]), "peak_bytes": peak}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5, help="processes of each kind (5)")
+    parser.add_argument("--output", type=Path, help="JSON with all measurements")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(child(arguments.child[0], arguments.child[1] == "kept")))
+        return
+
+    import torch
+
+    from hfgolf.train.environment import git_commit, hardware
+
+    results: list[dict[str, Any]] = []
+    print(f"{'':<12}{'':<10}{'ms a step':>11}{'from':>8}{'to':>8}{'faster':>8}{'page faults':>13}{'peak':>10}")
+    for shape in SHAPES:
+        runs: dict[str, list[dict[str, float]]] = {"returned": [], "kept": []}
+        for _ in range(arguments.repetitions):
+            for kind, rows in runs.items():
+                command = [sys.executable, __file__, "--child", shape, kind]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                rows.append(json.loads(done.stdout.splitlines()[-1]))
+        for kind, rows in runs.items():
+            faster = median(a["seconds"] / b["seconds"] for a, b in zip(runs["returned"], rows, strict=True))
+            times = [1e3 * row["seconds"] for row in rows]
+            faults, peak = (median(row[key] for row in rows) for key in ("faults", "peak_bytes"))
+            line = f"{shape:<12}{kind:<10}{median(times):>11,.1f}{min(times):>8,.1f}{max(times):>8,.1f}{faster:>8.2f}"
+            print(f"{line}{faults:>13,.0f}{peak / 1e6:>7,.0f} MB")
+            results.append({"shape": shape, "freed": kind, "faster": faster, "runs": rows})
+    if arguments.output:
+        versions = {"torch": torch.__version__, "hfgolf": git_commit()}
+        record = {"hardware": hardware(), "versions": versions, "threads": torch.get_num_threads(), "results": results}
+        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
