@@ -35,7 +35,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     import torch
     from accelerate import Accelerator
 
-    from hfgolf.measure.plan import golf_config
+    from hfgolf.model.build import golf_config
     from hfgolf.model.modeling_golf import GolfForCausalLM
     from hfgolf.optim.ema import Ema, ema_decay
     from hfgolf.optim.groups import build_optimizer

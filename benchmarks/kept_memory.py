@@ -20,10 +20,13 @@ from statistics import median
 from typing import Any
 
 SHAPES = {
-    "characters": (
-        "--tokenizer.kind=byte --model.hidden_size=384 --model.num_hidden_layers=6 --model.num_attention_heads=6"
-        " --batch.micro_batch_size=16"
-    ).split(),
+    "characters": [
+        "--tokenizer.kind=byte",
+        "--model.hidden_size=384",
+        "--model.num_hidden_layers=6",
+        "--model.num_attention_heads=6",
+        "--batch.micro_batch_size=16",
+    ],
     "small": [],
 }
 STEPS = 10
