@@ -42,6 +42,17 @@ Encoded = tuple[np.ndarray, list[int]]
 Encoder = Callable[[list[str]], Encoded]
 
 
+class TooFewEntriesError(UserError):
+    """The train part does not give a BPE vocabulary of the size wanted, only one of `reached` entries."""
+
+    def __init__(self, wanted: int, reached: int) -> None:
+        self.reached = reached
+        super().__init__(
+            f"tokenizer.vocab_size: {wanted} is larger than the corpus allows; its train part gives {reached} entries;"
+            f" set {reached} or less, or add text."
+        )
+
+
 def build_tokenizer(
     config: TokenizerConfig, corpus_identity: dict[str, Any], train_pieces: Callable[[], Dataset], folder: Path
 ) -> PreTrainedTokenizerFast:
@@ -200,8 +211,5 @@ def _train_bpe(pieces: Dataset, vocab_size: int) -> Tokenizer:
     _log.info("trained a BPE tokenizer on %.1f MB in %.1f s", num_text_bytes(sample) / 1e6, seconds)
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
-        raise UserError(
-            f"tokenizer.vocab_size: {vocab_size} is larger than the corpus allows;"
-            f" its train part gives {reached} entries; set {reached} or less, or add text."
-        )
+        raise TooFewEntriesError(vocab_size, reached)
     return tokenizer

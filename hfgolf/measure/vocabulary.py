@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 
 from hfgolf.config import RunConfig, TokenizerConfig
 from hfgolf.data.pieces import ROWS_PER_BATCH, PieceWriter, num_text_bytes
-from hfgolf.data.tokenizer import Encoder, build_encoder, build_tokenizer
+from hfgolf.data.tokenizer import Encoder, TooFewEntriesError, build_encoder, build_tokenizer
 from hfgolf.errors import UserError
 from hfgolf.model.build import golf_config
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -118,11 +117,8 @@ def measure_vocabulary(
     tokenizer_config = TokenizerConfig("byte") if size == NUM_BYTES else TokenizerConfig("bpe", size)
     try:
         tokenizer = build_tokenizer(tokenizer_config, {}, lambda: sample.train, folder)
-    except UserError as error:
-        reached = re.search(r"gives (\d+) entries", str(error))  # the number is nowhere else
-        if not reached:
-            raise
-        return int(reached[1])
+    except TooFewEntriesError as error:
+        return error.reached
     tokens, characters, seconds, is_exact = 0, 0, 0.0, True
     for texts, encoded, batch_seconds in _encode(sample.held_out, build_encoder(tokenizer, tokenizer_config.kind)):
         tokens += sum(map(len, encoded))
