@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,19 +20,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a compilation costs and saves, rounded against compiling. Measured for the model of configs/small.yaml on 2 CPU
-# cores: 15 to 41 s, and steps of 0.54 s instead of 0.61 s (8 x 256 tokens, best of several).
-COMPILE_SECONDS = 60.0
-SAVED_SHARE_OF_TIME = 0.12
+# What a compilation costs, and by precision what it saves and the MFU without it; rounded against compiling. Measured
+# for the model of configs/small.yaml on 2 CPU cores: 35 s, 9 s where torch's cache has it from an earlier run; in bf16
+# (AVX512-BF16) a step of 0.33 s instead of 0.56 s, in fp32 (another CPU) of 0.54 s instead of 0.61 s.
+COMPILE_SECONDS = 40.0
+SAVED_SHARE_OF_TIME = {"no": 0.12, "bf16": 0.4, "fp16": 0.4}
+UNCOMPILED_MFU = {"no": 0.6, "bf16": 0.3, "fp16": 0.3}
 
 
-def should_compile(choice: bool | str, device: torch.device, expected_seconds: float) -> tuple[bool, str]:
-    """Decide train.compile and say why. expected_seconds: of the whole training, uncompiled."""
+def should_compile(
+    choice: bool | str, device: torch.device, precision: str, seconds_at_peak: float, most_seconds: float = math.inf
+) -> tuple[bool, str]:
+    """Decide train.compile and say why.
+
+    seconds_at_peak: of the whole training, were its MFU 1; most_seconds: after which it ends in any case.
+    """
     if choice != "auto":
         return bool(choice), "train.compile says so"
     if not has_compiler(device):
         return False, "there is no compiler for this device"
-    saved = expected_seconds * SAVED_SHARE_OF_TIME
+    saved = min(seconds_at_peak / UNCOMPILED_MFU[precision], most_seconds) * SAVED_SHARE_OF_TIME[precision]
     if saved < COMPILE_SECONDS:
         return False, f"about {saved:.0f} s saved would not pay for about {COMPILE_SECONDS:.0f} s of compiling"
     return True, f"about {saved:.0f} s saved pay for about {COMPILE_SECONDS:.0f} s of compiling"

@@ -57,8 +57,6 @@ from hfgolf.train.tracking import Tracker, check_trackers
 
 logger = logging.getLogger(__name__)
 
-EXPECTED_MFU = 0.6  # uncompiled, of configs/small.yaml on 2 CPU cores; only used to judge whether compiling pays
-
 
 @dataclass
 class Run:
@@ -345,8 +343,13 @@ def _rehearse(run: Run) -> None:
     """Run a forward and backward pass ahead of time: to compile and, on a GPU, to see whether the micro-batch fits."""
     train, accelerator = run.config.train, run.accelerator
     tokens = (run.most_steps - run.state.step) * run.config.batch.tokens_per_step
-    seconds = min(tokens * run.meter.flops_per_second_of_peak / EXPECTED_MFU, 60 * (train.max_minutes or math.inf))
-    compiling, reason = should_compile(train.compile, accelerator.device, seconds)
+    compiling, reason = should_compile(
+        train.compile,
+        accelerator.device,
+        str(train.mixed_precision),
+        seconds_at_peak=tokens * run.meter.flops_per_second_of_peak,
+        most_seconds=60 * (train.max_minutes or math.inf),
+    )
     logger.info("compile: %s, because %s", "yes" if compiling else "no", reason)
     on_gpu = accelerator.device.type == "cuda"
 
