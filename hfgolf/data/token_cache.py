@@ -68,10 +68,10 @@ def load_tokens(data: DataConfig, tokenizer_config: TokenizerConfig) -> TokenCac
     corpus = load_corpus(data)
     cache_dir = cache_folder(data)
     tokenizer = find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")  # a large one takes long
-    found = _find(corpus, tokenizer_config, cache_dir, tokenizer)
+    found = find_cache(corpus, tokenizer_config, cache_dir, tokenizer)
     if found is None:
         with FileLock(cache_dir / "build.lock"):  # built by another process while this one waited?
-            found = _find(corpus, tokenizer_config, cache_dir, tokenizer)
+            found = find_cache(corpus, tokenizer_config, cache_dir, tokenizer)
             if found is None:
                 return _open_cache(*_build(corpus, tokenizer_config, cache_dir, tokenizer), data, is_hit=False)
     tokens = _open_cache(*found, data, is_hit=True)
@@ -79,7 +79,7 @@ def load_tokens(data: DataConfig, tokenizer_config: TokenizerConfig) -> TokenCac
     return tokens
 
 
-def _find(
+def find_cache(
     corpus: Corpus, config: TokenizerConfig, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> tuple[Path, PreTrainedTokenizerFast] | None:
     """Return (folder, tokenizer) of the cache that serves, None if there is none. tokenizer: where it is known."""

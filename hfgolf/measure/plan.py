@@ -134,7 +134,7 @@ def look_at_data(config: RunConfig) -> Data:
         if 0 < num_bytes <= MOST_CHEAP_BYTES:
             tokens = token_cache.load_tokens(config.data, tokenizer)
             return Data(len(tokens.tokenizer), len(tokens.train), len(tokens.val))
-        found = token_cache._find(corpus, tokenizer, cache_folder(config.data))
+        found = token_cache.find_cache(corpus, tokenizer, cache_folder(config.data))
         reason = "not tokenised yet" + (f": {num_bytes / 1e6:,.0f} MB of text" if listed else "")
     except UserError as error:
         reason = str(error)

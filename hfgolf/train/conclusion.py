@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import statistics
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,9 +128,8 @@ def push_in_training(run: Run) -> None:
     if not run.accelerator.is_main_process:
         return
     folder = run.folder.path / "model-in-training"
-    averaged = run.ema.applied() if run.ema is not None and run.config.optim.ema_export else nullcontext()
     try:
-        with averaged:
+        with run.exported_weights():
             export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
     except (OSError, SafetensorError) as error:
         logger.warning("nothing pushed at step %d: %s", run.state.step, one_line(error))

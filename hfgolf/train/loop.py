@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -192,8 +192,7 @@ def write_sample(run: Run) -> None:
     tokens, accelerator = run.config.train.sample_tokens, run.accelerator
     if tokens is None or not accelerator.is_main_process or accelerator.distributed_type == DistributedType.FSDP:
         return  # sharded weights are on no process
-    averaged = run.ema.applied() if run.ema is not None and run.config.optim.ema_export else nullcontext()
-    with run.stopwatch.of("evaluate"), uncompiled(run.raw_model), averaged:
+    with run.stopwatch.of("evaluate"), uncompiled(run.raw_model), run.exported_weights():
         text = generate_text(run.raw_model, run.tokens.tokenizer, max_new_tokens=tokens, seed=run.config.run.seed)
     run.tracker.event("sample", run.state, text=text)
 

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +157,10 @@ class Run:
             size,
             self.accumulation_steps,
         )
+
+    def exported_weights(self) -> AbstractContextManager[None]:
+        """Give the model, for a while, the weights that would be exported now: the averaged ones under ema_export."""
+        return self.ema.applied() if self.ema is not None and self.config.optim.ema_export else nullcontext()
 
     def evaluate(self, budget_tokens: int | None = None) -> Evaluation:
         """Evaluate the model as it is on the first `budget_tokens` of the validation part, or on all of it."""
