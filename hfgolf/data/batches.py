@@ -123,8 +123,8 @@ class MicroBatches(Dataset[Batch]):
         starts = starts[start : start + self.micro_batch_size]
         block = gather(self.stream.tokens, starts, self.sequence_length)
         return {
-            "input_ids": block[:, :-1].contiguous(),
-            "shift_labels": block[:, 1:].contiguous(),
+            "input_ids": _copied(block[:, :-1]),
+            "shift_labels": _copied(block[:, 1:]),
             "sample_hash": torch.tensor(sample_hash(starts)),
         }
 
@@ -228,4 +228,9 @@ def evaluation_windows(
         places = starts[:, None] + np.arange(sequence_length + 1)
         block = torch.from_numpy(stream.tokens[np.minimum(places, num_targets)].astype(np.int64))
         labels = block[:, 1:].masked_fill(torch.from_numpy(places[:, 1:] > num_targets), IGNORE_INDEX)
-        yield {"input_ids": block[:, :-1].contiguous(), "shift_labels": labels}
+        yield {"input_ids": _copied(block[:, :-1]), "shift_labels": labels}
+
+
+def _copied(tokens: torch.Tensor) -> torch.Tensor:
+    # contiguous() lets a single row keep the stride it was cut with, and torch would compile the model anew for it
+    return tokens.clone(memory_format=torch.contiguous_format)

@@ -147,7 +147,7 @@ def block_bytes(model: GolfConfig, sequence: int, half: bool, device: str) -> tu
         span = min(sequence, QUERIES_PER_BLOCK)
         copies = (sequence / span + 1) / 2  # of the values, and of keys that are only a view: those a block attends to
         kept += int(operand * width * (copies if is_turned else 1 + 2 * copies))
-        kept += heads * (sequence + span) // 2 * (6 + (model.attention_dropout > 0))  # fp32 softmax, 16-bit weights
+        kept += heads * (sequence + span) // 2 * (operand + (1 + operand) * (model.attention_dropout > 0))
     elif model.attention_dropout and on_cpu:
         kept += heads * sequence * 12  # torch has no fused attention with dropout for CPUs
     elif is_turned and (half or on_cpu):

@@ -39,16 +39,17 @@ def attend_fastest(model: PreTrainedModel, device: torch.device, precision: str 
 def causal_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
     """Return softmax(query @ key.T * scaling, causal) @ value, (B, H, T, D); all three have that shape.
 
-    The softmax is in fp32; scores are in the operands' dtype. dropout: rate on the attention weights.
+    Scores and weights are kept in the operands' dtype, the softmax between them computes in fp32: in bf16 a third of
+    the memory that fp32 weights beside their bf16 copy take, and faster. dropout: rate on the weights.
     """
     outputs = []
     for start in range(0, query.shape[2], QUERIES_PER_BLOCK):
         queries = query[:, :, start : start + QUERIES_PER_BLOCK]
         end = start + queries.shape[2]
-        scores = (queries @ key[:, :, :end].mT).float() * scaling
+        scores = queries @ key[:, :, :end].mT * scaling
         places = torch.arange(end, device=query.device)
         scores = scores.masked_fill(places > places[start:, None], float("-inf"))
-        weights = apply_dropout(scores.softmax(dim=-1).to(value.dtype), dropout)
+        weights = apply_dropout(scores.softmax(dim=-1), dropout)
         outputs.append(weights @ value[:, :, :end])
     return torch.cat(outputs, dim=2)
 

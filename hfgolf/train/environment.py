@@ -34,7 +34,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "h
 # What changes what a run computes, how fast, or where it reads and writes.
 _VARIABLES = re.compile(
     r"(HFGOLF|ACCELERATE|FSDP|HF|TRANSFORMERS|TOKENIZERS|WANDB|SLURM|TORCH\w*|PYTORCH|TRITON)_"
-    r"|(CUDA|CUBLAS|CUDNN|NCCL|GLOO|OMP|MKL|KMP|OPENBLAS)_|NVIDIA_(TF32_OVERRIDE|VISIBLE_DEVICES)$"
+    r"|(CUDA|CUBLAS|CUDNN|NCCL|GLOO|OMP|MKL|KMP|OPENBLAS|THP)_|NVIDIA_(TF32_OVERRIDE|VISIBLE_DEVICES)$"
     r"|((LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|CC|CXX|LD_PRELOAD|PYTHONHASHSEED)$"
 )
 
@@ -102,12 +102,14 @@ def set_cpu_threads(threads: int | str, local_processes: int) -> int:
     return number
 
 
-def keep_freed_memory() -> None:
-    """Have the C library keep what is freed for the next step; glibc, where it is another one nothing happens.
+def tune_memory() -> None:
+    """Have freed memory kept for the next step, and large tensors lie in pages of 2 MB; before the first tensor.
 
-    By default it hands large blocks back at once, and in the next step the kernel has to find and clear the same memory
-    again: 6 % of a step on two cores (benchmarks/kept_memory.py). The peak of the process stays what it was.
+    By default glibc hands large blocks back at once, and in the next step the kernel has to find and clear the same
+    memory again; where it is another C library nothing happens. Pages of 4 KB cost the more look-ups the larger the
+    model is; the variable is torch's, and a person's own value stays (benchmarks/kept_memory.py).
     """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_MAX, 0)

@@ -42,11 +42,11 @@ from hfgolf.train.clock import most_steps
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.environment import (
     device_name,
-    keep_freed_memory,
     resolve_precision,
     run_metadata,
     seed_everything,
     set_cpu_threads,
+    tune_memory,
     uncommitted_changes,
 )
 from hfgolf.train.guard import halve_until_it_fits, is_out_of_memory
@@ -188,7 +188,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     threads = 0
     if accelerator.device.type == "cpu":
         threads = set_cpu_threads(config.train.cpu_threads, _local_processes())
-        keep_freed_memory()
+        tune_memory()
     check_resume(folder.checkpoints, config.train.resume)
     stated_size = config.batch.micro_batch_size
     config.batch.accumulation_steps(1 if stated_size == "auto" else stated_size, accelerator.num_processes)  # or raise

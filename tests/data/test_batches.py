@@ -104,6 +104,25 @@ def test_targets_are_the_inputs_one_token_ahead(stream):
         assert torch.equal(batch["shift_labels"], (batch["input_ids"] + 1) % len(stream.tokens))  # token i is i
 
 
+def test_a_batch_of_one_sequence_has_the_strides_of_any_other(stream):
+    loader = build_loader(
+        stream,
+        sequence_length=T,
+        micro_batch_size=1,
+        accumulation=1,
+        rank=0,
+        world=1,
+        seed=7,
+        start_step=0,
+        end_step=1,
+        num_workers=0,
+    )
+    (batch,) = loader
+    (window, *_) = evaluation_windows(stream, T, None, batch_size=1)
+    strides = {tensor.stride() for tensor in (batch["input_ids"], batch["shift_labels"], window["input_ids"])}
+    assert strides == {(T, 1)}  # with others, torch would compile the model a second time
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_global_batches_do_not_depend_on_processes_or_accumulation(stream, world, accumulation):
