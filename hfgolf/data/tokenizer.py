@@ -95,10 +95,12 @@ def build_encoder(tokenizer: PreTrainedTokenizerFast, kind: str) -> Encoder:
     """
     if kind == "byte":
         return _encode_bytes
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, to be changed:
-    backend.no_padding()
-    backend.no_truncation()
-    backend.encode_special_tokens = True
+    backend = tokenizer.backend_tokenizer
+    if backend.padding or backend.truncation:  # which a tokenizer is saved with: it keeps them
+        backend = Tokenizer.from_str(backend.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+    backend.encode_special_tokens = True  # transformers sets it anew at each of its own calls
 
     def encode(texts: list[str]) -> Encoded:
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)

@@ -74,6 +74,22 @@ def test_an_encoder_gives_what_the_tokenizer_gives(tmp_path, kind, awkward):
     assert ids.tolist() == list(itertools.chain.from_iterable(rows))
 
 
+def test_an_encoder_leaves_the_tokenizer_as_it_is(tmp_path):
+    tokenizer = build("bpe", tmp_path)
+    tokenizer.split_special_tokens = False  # as of a pretrained one
+    backend = tokenizer.backend_tokenizer
+    backend.enable_padding(length=50)
+    backend.enable_truncation(3)
+    before = tokenizer_sha256(tokenizer)
+    ids, num_ids = build_encoder(tokenizer, "bpe")([TEXT, END_OF_TEXT])
+    assert num_ids[0] > 50 and num_ids[1] > 1 and len(ids) == sum(num_ids)  # whole, and no more than it has
+    assert tokenizer_sha256(tokenizer) == before
+    backend.no_padding()
+    backend.no_truncation()
+    build_encoder(tokenizer, "bpe")([TEXT])
+    assert tokenizer(END_OF_TEXT)["input_ids"] == [tokenizer.eos_token_id]
+
+
 def test_char_has_one_token_for_each_character_seen(tmp_path):
     tokenizer = build("char", tmp_path)
     ids = tokenizer(TEXT)["input_ids"]
