@@ -219,6 +219,8 @@ def _match(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
             raise UserError(
                 f"{key}: no file matches {pattern!r} (seen from {Path.cwd()}); name a file, a glob or a URL."
             )
+        if glob.has_magic(pattern):  # an empty file is a mistake where it is named, but not among many
+            matches = [path for path in matches if os.path.getsize(path)] or matches
         urls.update({Path(path).resolve(): "" for path in matches})
     local = [path.parent for path, url in urls.items() if not url]
     root = os.path.commonpath(local) if local else ""

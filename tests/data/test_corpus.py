@@ -98,6 +98,15 @@ def serving(folder: Path) -> Iterator[str]:
             thread.join()
 
 
+def test_a_glob_leaves_empty_files_out(tmp_path, write, files_config):
+    write("a.txt", "some text")
+    write("b.txt", "")
+    documents = read(files_config(f"{tmp_path}/text/*", split="contiguous", val_fraction=0.3), tmp_path)
+    assert documents == {"train": ["some t"], "val": ["ext"]}
+    (tmp_path / "text" / "a.txt").unlink()
+    assert "b.txt is empty" in fails(files_config(f"{tmp_path}/text/*"), tmp_path)
+
+
 def test_url_is_downloaded_once(tmp_path, write, files_config, awkward):
     write("a.txt.gz", gzip.compress(awkward.encode()))
     write("rows.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
