@@ -1,5 +1,5 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test [ARGS="-k muon"]
-# make bench-cpu | make bench-gpu [ARGS="--only train_throughput"]
+# make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only train_throughput"
 PYTHON ?= python3
 VENV := .venv
 CONFIG ?= configs/small.yaml

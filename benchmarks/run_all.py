@@ -1,4 +1,4 @@
-"""Run every benchmark that has figures for this device, one after another, and write docs/benchmarks.md.
+"""Run every benchmark that has figures for this device, and the scripts that profile, and write docs/benchmarks.md.
 
     python benchmarks/run_all.py                  (or: make bench-cpu)
     python benchmarks/run_all.py --device cuda    (or: make bench-gpu)
@@ -14,40 +14,79 @@ import ast
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 PAGE = ROOT / "docs" / "benchmarks.md"
-NO_BENCHMARKS = ("ladder", "run_all")  # the ladder is climbed by scripts/ladder.py
+NO_BENCHMARKS = ("ladder", "machine", "run_all")  # the ladder is climbed by scripts/ladder.py
 ONLY_ON_CPU = ("cpu_kernels", "data_loading", "large_corpus", "tokenize_text")
 SUFFIXES = {"cpu": "cpu", "cuda": "gpu"}
+SMALL = ("--config", "configs/small.yaml")
+GPT2_124M = (
+    *("--config", "configs/fineweb_124m.yaml", "--data.source=python_stdlib", "--tokenizer.kind=bpe"),
+    *("--tokenizer.vocab_size=50257", "--batch.tokens_per_step=16384", "--batch.micro_batch_size=16"),
+)
+SCRIPTS = {
+    "cpu": {
+        "ladder": ("ladder", *SMALL),
+        "profile_small": ("profile_step", *SMALL, "--train.compile=false"),
+        "profile_small_compiled": ("profile_step", *SMALL, "--train.compile=true"),
+        "roofline": ("roofline", *SMALL),
+    },
+    "cuda": {
+        "ladder": ("ladder", *SMALL),
+        "profile_124m": ("profile_step", *GPT2_124M, "--train.compile=false"),
+        "profile_124m_compiled": ("profile_step", *GPT2_124M, "--train.compile=true"),
+        "roofline": ("roofline", *GPT2_124M),
+    },
+}
+"""For each device, measurements that a script of scripts/ makes: its name and options."""
+WRITTEN_BY = {"profile_step": "profile.json"}
 
 
 def names(device: str) -> list[str]:
     """Return the benchmarks that have figures for a device."""
     others = NO_BENCHMARKS if device == "cpu" else NO_BENCHMARKS + ONLY_ON_CPU
-    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in others)
+    return sorted([path.stem for path in FOLDER.glob("*.py") if path.stem not in others] + [*SCRIPTS[device]])
 
 
 def run(name: str, device: str) -> bool:
     """Run a benchmark, showing what it prints, and keep that in its JSON; say whether it went well."""
-    script, output = FOLDER / f"{name}.py", FOLDER / "results" / f"{name}_{SUFFIXES[device]}.json"
-    command = [sys.executable, "-u", str(script), "--output", str(output)]
-    if "--device" in script.read_text():  # the others take the GPU where there is one
-        command += ["--device", device]
-    print(f"\n{name}", flush=True)
+    output = FOLDER / "results" / f"{name}_{SUFFIXES[device]}.json"
+    if name in SCRIPTS[device]:
+        script, *options = SCRIPTS[device][name]
+        with tempfile.TemporaryDirectory() as folder:
+            printed = show([str(ROOT / "scripts" / f"{script}.py"), *options, "--output", folder])
+            if printed is None:
+                return False
+            measured = json.loads((Path(folder) / WRITTEN_BY.get(script, f"{script}.json")).read_text())
+        metadata = measured["metadata"]
+        versions = {"torch": metadata["packages"]["torch"], "hfgolf": metadata["commit"]}
+        measured |= {"hardware": metadata["hardware"], "versions": versions}
+    else:
+        path = FOLDER / f"{name}.py"
+        takes_device = "--device" in path.read_text()  # the others take the GPU where there is one
+        printed = show([str(path), "--output", str(output), *(("--device", device) if takes_device else ())])
+        if printed is None:
+            return False
+        measured = json.loads(output.read_text())
+    output.write_text(json.dumps(measured | {"printed": printed}, indent=1) + "\n")
+    return True
+
+
+def show(command: list[str]) -> str | None:
+    """Run a Python script, showing what it prints; return that, None where it fails."""
+    print(f"\n{Path(command[0]).stem}", flush=True)
     printed = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-u", *command]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             printed.append(line)
-    if process.returncode:
-        return False
-    measured = json.loads(output.read_text()) | {"printed": "".join(printed).strip("\n")}
-    output.write_text(json.dumps(measured, indent=1) + "\n")
-    return True
+    return None if process.returncode else "".join(printed).strip("\n")
 
 
 def page() -> str:
@@ -63,10 +102,16 @@ def page() -> str:
         lines += ["", f"## {title}"] if printed else []
         for path, measured in printed.items():
             name = path.stem.removesuffix(f"_{suffix}")
-            what = str(ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))).splitlines()[0]
-            lines += ["", f"### {name}", "", what, "", f"{machine(measured)}.", "", "```text"]
+            what = str(ast.get_docstring(ast.parse(source(name).read_text()))).splitlines()[0].split(": python ")[0]
+            lines += ["", f"### {name}", "", f"{what.rstrip('.')}.", "", f"{machine(measured)}.", "", "```text"]
             lines += [*measured["printed"].splitlines(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def source(name: str) -> Path:
+    """Return the script that makes a measurement."""
+    scripts = {name: script for of_device in SCRIPTS.values() for name, (script, *_) in of_device.items()}
+    return ROOT / "scripts" / f"{scripts[name]}.py" if name in scripts else FOLDER / f"{name}.py"
 
 
 def machine(measured: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import importlib.util
 import json
 import math
@@ -28,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -59,6 +60,12 @@ class Arm:
     optimizer: str = "adamw"
     is_gpt2: bool = True
     """Whether the model is GPT-2, and so the same as Trainer's."""
+    checkpoints: bool = False
+    """Whether the activations are computed again in the backward pass."""
+    inductor: dict[str, bool] = field(default_factory=dict)
+    """Settings of torch's compiler, by their names in torch._inductor.config."""
+    uses_tf32: bool = False
+    only_on_gpu: bool = False
 
 
 ARMS = {
@@ -71,14 +78,19 @@ ARMS = {
     "hfgolf_muon": Arm("hfgolf", optimizer="muon"),
     "hfgolf_own_block": Arm("hfgolf", is_gpt2=False),
     "hfgolf_own_block_muon": Arm("hfgolf", optimizer="muon", is_gpt2=False),
+    "hfgolf_checkpointing": Arm("hfgolf", checkpoints=True),
+    "hfgolf_tf32": Arm("hfgolf", "no", is_compiled=False, uses_tf32=True, only_on_gpu=True),
+    "hfgolf_max_autotune": Arm("hfgolf", inductor={"max_autotune": True}, only_on_gpu=True),
+    "hfgolf_cuda_graphs": Arm("hfgolf", inductor={"triton.cudagraphs": True}, only_on_gpu=True),
     "litgpt": Arm("litgpt", is_gpt2=False),
 }
-LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon")
+LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_checkpointing")
 SHAPES = {
     "cpu": {
         "characters": Shape(6, 384, 6, 256, 16, "byte", 257),
         "small": Shape(5, 256, 4, 256, 16, "bpe", 4096),
         "gpt2_124m": Shape(12, 768, 12, 1024, 1, "bpe", 50_257, LARGE_ON_CPU),
+        "gpt2_124m_x4": Shape(12, 768, 12, 1024, 4, "bpe", 50_257, LARGE_ON_CPU[1:3] + LARGE_ON_CPU[4:]),
     },
     "cuda": {
         "characters": Shape(6, 384, 6, 256, 16, "byte", 257),
@@ -100,7 +112,7 @@ BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.0  # Trainer would decay the embeddings, too
 MAX_GRAD_NORM = 1.0
 # How far the losses of the first steps may lie apart, in nats a token, where model and optimizer are the same: in fp32,
-# and where one of them computes in bf16. A step moves them by more than that.
+# and where one of them computes in bf16 or TF32. A step moves them by more than that.
 TOLERANCES = {"no": 2e-3, "bf16": 5e-2}
 
 
@@ -185,6 +197,10 @@ def run_arm(job: Job, connection: Connection) -> None:
         import torch
 
         torch.set_num_threads(job.threads)
+        if job.arm.uses_tf32:
+            torch.set_float32_matmul_precision("high")
+        if job.arm.inductor:
+            importlib.import_module("torch._inductor.config").load_config(job.arm.inductor)
         turns = Turns(connection, job.device, job.threads)
         {"hfgolf": train_hfgolf, "trainer": train_trainer, "litgpt": train_litgpt}[job.arm.program](job, turns)
     except Exception as error:
@@ -219,6 +235,7 @@ def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
         "model.num_hidden_layers": shape.layers,
         "model.hidden_size": shape.width,
         "model.num_attention_heads": shape.heads,
+        "model.gradient_checkpointing": str(arm.checkpoints).lower(),
         "batch.sequence_length": shape.context,
         "batch.tokens_per_step": tokens,
         "batch.micro_batch_size": shape.sequences,
@@ -450,7 +467,8 @@ def compare(rows: dict[str, dict[str, Any]], warmup_steps: int) -> None:
     for name in same[1:]:
         pairs = zip(ready[name]["losses"][:warmup_steps], ready[same[0]]["losses"][:warmup_steps], strict=True)
         off_by = max(abs(loss - first) for loss, first in pairs)
-        precision = "no" if ARMS[name].precision == ARMS[same[0]].precision == "no" else "bf16"
+        are_exact = all(ARMS[arm].precision == "no" and not ARMS[arm].uses_tf32 for arm in (name, same[0]))
+        precision = "no" if are_exact else "bf16"
         if not off_by <= TOLERANCES[precision]:
             raise ValueError(f"{name}: its losses lie {off_by:.4f} nats a token from those of {same[0]}")
 
@@ -521,9 +539,9 @@ def main() -> None:
     results = []
     for name in arguments.shapes or SHAPES[device]:
         shape = SHAPES[device][name]
-        arms = arguments.arms or list(shape.arms or ARMS)
+        arms = arguments.arms or shape.arms or [arm for arm in ARMS if device == "cuda" or not ARMS[arm].only_on_gpu]
         shape = dataclasses.replace(shape, sequences=arguments.sequences or shape.sequences)
-        rows = measure(shape, device, arms, threads, arguments.warmup_steps, steps, arguments.repetitions)
+        rows = measure(shape, device, list(arms), threads, arguments.warmup_steps, steps, arguments.repetitions)
         print(f"\n{name}: {shape.sequences} x {shape.context} tokens a step, {threads} threads")
         show(rows, shape, device)
         results.append({"shape": name, **dataclasses.asdict(shape), "arms": rows})

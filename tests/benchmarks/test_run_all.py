@@ -21,11 +21,21 @@ print("as fast as", getattr(arguments, "device", "it is"))
 about = {{"hardware": {{"device": "Abacus", "cores": 9}}, "versions": {{"torch": "3.0"}}}}
 open(arguments.output, "w").write(json.dumps(about | {{"seconds": 1}}))
 '''
+SCRIPT = '''"""Profile a step: python scripts/profile_step.py
+
+More of it.
+"""
+import json, sys
+*options, folder = sys.argv[1:]
+print("made with", *options)
+metadata = {"hardware": {"device": "Slide rule"}, "packages": {"torch": "2.9"}, "commit": "abc"}
+open(f"{folder}/profile.json", "w").write(json.dumps({"mfu": 0.5, "metadata": metadata}))
+'''
 
 
 @pytest.fixture
 def run_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """Return run_all in a folder with three benchmarks, one of which fails."""
+    """Return run_all in a folder with three benchmarks, one of which fails, and a script."""
     monkeypatch.syspath_prepend(str(ROOT))
     module = importlib.import_module("benchmarks.run_all")
     (tmp_path / "results").mkdir()
@@ -34,6 +44,10 @@ def run_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     (tmp_path / "cpu_kernels.py").write_text(BENCHMARK.format(name="kernels", device=takes_device))
     (tmp_path / "broken.py").write_text("raise SystemExit(3)")
     (tmp_path / "ladder.py").touch()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "profile_step.py").write_text(SCRIPT)
+    scripts = {"cpu": {"profile_tiny": ("profile_step", "--train.max_steps=1")}, "cuda": {}}
+    monkeypatch.setattr(module, "SCRIPTS", scripts)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "FOLDER", tmp_path)
     monkeypatch.setattr(module, "PAGE", tmp_path / "page.md")
@@ -48,7 +62,9 @@ def test_the_benchmarks_of_a_device_are_run_and_their_figures_kept(run_all, tmp_
     assert kept["printed"] == "as fast as cpu" and kept["seconds"] == 1
     page = (tmp_path / "page.md").read_text()
     kernels = "Time of kernels.\n\nAbacus, 9 cores, torch 3.0.\n\n```text\nas fast as cpu\n```\n"
-    assert f"## CPU\n\n### cpu_kernels\n\n{kernels}\n### saving\n" in page
+    profile = "Profile a step.\n\nSlide rule, ? cores, torch 2.9, hfgolf abc.\n\n```text\n"
+    profile += "made with --train.max_steps=1 --output\n```\n"
+    assert f"## CPU\n\n### cpu_kernels\n\n{kernels}\n### profile_tiny\n\n{profile}\n### saving\n" in page
     assert "## GPU" not in page and "ladder" not in page
 
     assert run_all.names("cuda") == ["broken", "saving"]
