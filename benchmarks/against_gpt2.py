@@ -9,13 +9,14 @@ that of a process of its own for each. The loss of both is printed, so that one 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from machine import about, forget_peak, held_bytes, peak_bytes, write
 
 SHAPES = {
     "characters": {"n_embd": 384, "n_layer": 6, "n_head": 6, "vocab_size": 257, "n_positions": 256, "batch": 16},
@@ -55,30 +56,20 @@ def make_step(model: Any, shape: dict[str, int], device: str) -> Any:
     return step
 
 
-def peak_bytes(name: str, shape: str, device: str) -> int:
+def step_bytes(name: str, shape: str, device: str) -> int:
     command = [sys.executable, __file__, "--child", name, "--shape", shape, "--device", device]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
 def child(name: str, shape: dict[str, int], device: str) -> int:
     """Return what three steps add, at their peak, to the memory of a process that holds the models."""
-    import torch
-
+    on_gpu = device == "cuda"
     step = make_step(build(shape, device)[name], shape, device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of resident memory starts anew
-        before = resident_bytes("VmRSS")
+    forget_peak(on_gpu)
+    before = held_bytes(on_gpu)
     for _ in range(3):
         step()
-    return (torch.cuda.max_memory_allocated() if device == "cuda" else resident_bytes("VmHWM")) - before
-
-
-def resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    return peak_bytes(on_gpu) - before
 
 
 def main() -> None:
@@ -94,9 +85,6 @@ def main() -> None:
         return
 
     import torch
-    import transformers
-
-    from hfgolf.train.environment import git_commit, hardware
 
     results = []
     print(f"{'shape':<16}{'transformers':>14}{'hfgolf':>10}{'ratio':>8}{'memory of a step (MB)':>24}")
@@ -113,15 +101,14 @@ def main() -> None:
                 seconds[who].append(time.perf_counter() - started_at)
         median = {who: statistics.median(times) for who, times in seconds.items()}
         ratio = statistics.median(a / b for a, b in zip(seconds["transformers"], seconds["hfgolf"], strict=True))
-        memory = {who: peak_bytes(who, name, arguments.device) for who in steps}
+        memory = {who: step_bytes(who, name, arguments.device) for who in steps}
         results.append({"shape": name, **shape, "losses": losses, "seconds": seconds, "ratio": ratio, "bytes": memory})
         megabytes = f"{memory['transformers'] / 1e6:,.0f} / {memory['hfgolf'] / 1e6:,.0f}"
         print(f"{name:<16}{median['transformers']:>12.3f} s{median['hfgolf']:>8.3f} s{ratio:>8.2f}{megabytes:>24}")
         print(f"{'':<16}loss {losses['transformers']:.6f} and {losses['hfgolf']:.6f}")
     if arguments.output:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hfgolf": git_commit()}
-        about = {"hardware": hardware(), "versions": versions, "threads": torch.get_num_threads()}
-        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        where = about("torch", "transformers", threads=torch.get_num_threads())
+        write(arguments.output, where, results=results)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python benchmarks/checkpoint.py --output benchmarks/results/checkpoint_gpu.json    # where there is a GPU
 
 The models, optimizers and averages of two configs, after a step's worth of state and without any data. A checkpoint is
-written as a run waits for it at its end (copy, files, hashes, fsync, rename; what that costs a run that goes on is in
+written as a run waits for it at its end (files, hashes, fsync, rename; what that costs a run that goes on is in
 saving.py) and loaded as train.resume does: hashes first. torch.save writes model and optimizer into one file; what is
 loaded goes into model and optimizer on both sides. "its hashes" is SHA-256 of the checkpoint's files by itself. The
 repetitions are interleaved in one process, the ratios those of the pairs; what is loaded was written just before, so
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -23,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import about, write
 
 from hfgolf.command_line import load_config
 
@@ -143,10 +144,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
-    import torch
-
     from hfgolf.train.console import quiet_libraries
-    from hfgolf.train.environment import git_commit, hardware
 
     quiet_libraries()
     results = []
@@ -155,12 +153,7 @@ def main() -> None:
             results.append(measure(model, Path(folder), arguments.repetitions))
         show(results[-1])
     if arguments.output:
-        about = {
-            "hardware": hardware(),
-            "versions": {"torch": torch.__version__, "hfgolf": git_commit()},
-            "load": os.getloadavg()[0],
-        }
-        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        write(arguments.output, about("torch", load=os.getloadavg()[0]), results=results)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ modeling_golf.py.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import about, write
 
 TOKENS, HEADS, HEAD_SIZE = 4096, 4, 64
 
@@ -30,8 +31,6 @@ def main() -> None:
 
     import torch
 
-    from hfgolf.train.environment import git_commit, hardware
-
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         for work, length in [("dropout", 0), *(("attention", length) for length in arguments.lengths)]:
@@ -44,8 +43,7 @@ def main() -> None:
             shown = "".join(f"{n:>15} {median(t) * 1e3:6.1f} ms {ratios[n]:5.2f}x" for n, t in seconds.items())
             print(f"{name:<9} {work} {length or '':<5}{shown}", flush=True)
     if arguments.output:
-        about = {"hardware": hardware(), "versions": {"torch": torch.__version__, "hfgolf": git_commit()}}
-        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        write(arguments.output, about("torch"), results=results)
 
 
 def attention(length: int, dtype: Any) -> tuple[dict[str, Callable], list[Any]]:

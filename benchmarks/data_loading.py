@@ -12,7 +12,6 @@ counts in training is that a batch takes far less than a step, and with workers 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -20,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import about, write
 
 PLACES = ("memory map", "RAM")
 WORKERS = (0, 2)
@@ -104,23 +105,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
-    import numpy as np
-    import torch
-
-    from hfgolf.train.environment import git_commit, hardware
-
     with tempfile.TemporaryDirectory() as folder:
         rates = measure(arguments, Path(folder))
     show(rates)
     if arguments.output:
-        about = {
-            "hardware": hardware(),
-            "versions": {"torch": torch.__version__, "numpy": np.__version__, "hfgolf": git_commit()},
-            "cores": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg()[0],
-            "shape": {name: getattr(arguments, name) for name in ("tokens", "micro_batch_size", "sequence_length")},
-        }
-        arguments.output.write_text(json.dumps(about | {"batches_per_second": rates}, indent=1) + "\n")
+        shape = {name: getattr(arguments, name) for name in ("tokens", "micro_batch_size", "sequence_length")}
+        where = about("torch", "numpy", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
+        write(arguments.output, where, shape=shape, batches_per_second=rates)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ of it but their share of the caches.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import about, write
 
 MODELS: dict[str, dict[str, Any]] = {
     "small": {"n_embd": 256, "n_layer": 5, "n_head": 4, "vocab_size": 4096},
@@ -112,8 +113,6 @@ def main() -> None:
     import torch
     import transformers
 
-    from hfgolf.train.environment import git_commit, hardware
-
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
@@ -125,15 +124,8 @@ def main() -> None:
     for model in [arguments.model] if arguments.model else MODELS:
         results += measure(model, arguments.device, arguments.new_tokens, arguments.repetitions)
     if arguments.output:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hfgolf": git_commit()}
-        about = {
-            "hardware": hardware(),
-            "versions": versions,
-            "threads": torch.get_num_threads(),
-            "load": os.getloadavg()[0],
-            "dtype": "fp32" if arguments.device == "cpu" else "bf16",
-        }
-        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        where = about("torch", "transformers", threads=torch.get_num_threads(), load=os.getloadavg()[0])
+        write(arguments.output, where, dtype="fp32" if arguments.device == "cpu" else "bf16", results=results)
 
 
 if __name__ == "__main__":

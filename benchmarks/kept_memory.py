@@ -1,9 +1,10 @@
-"""What it gives a CPU that freed memory is kept for the next step, instead of handed back to the kernel.
+"""What it gives a CPU that freed memory is kept for the next step, and that large tensors lie in large pages.
 
     python benchmarks/kept_memory.py --output benchmarks/results/kept_memory_cpu.json
 
-Trains models of 10.7 M and 5 M parameters, compiled, in a process of its own for each repetition, in turns with and
-without train/environment.keep_freed_memory(). Page faults are those of a step; each has the kernel clear 4 KiB.
+Trains models of 10.7 M, 5 M and 124 M parameters, compiled, in a process of its own for each repetition, in turns as
+the C library and torch do by themselves ("returned"), with freed memory kept ("kept") and with pages of 2 MB as well
+("large pages"): the last is what train/environment.tune_memory() sets. Page faults are those of a step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -18,6 +20,8 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import about, write
 
 SHAPES = {
     "characters": [
@@ -28,11 +32,22 @@ SHAPES = {
         "--batch.micro_batch_size=16",
     ],
     "small": [],
+    "gpt2_124m": [
+        "--tokenizer.vocab_size=50257",
+        "--model.hidden_size=768",
+        "--model.num_hidden_layers=12",
+        "--model.num_attention_heads=12",
+        "--batch.sequence_length=1024",
+        "--batch.tokens_per_step=1024",
+        "--optim.name=adamw",
+        "--optim.learning_rate=3e-4",
+    ],
 }
+KINDS = ("returned", "kept", "large pages")
 STEPS = 10
 
 
-def child(shape: str, keeps: bool) -> dict[str, float]:
+def child(shape: str, kind: str) -> dict[str, float]:
     """Return the median seconds and the page faults of a step, and the peak of the process in bytes."""
     from hfgolf.command_line import load_config
     from hfgolf.train import setup
@@ -41,8 +56,9 @@ def child(shape: str, keeps: bool) -> dict[str, float]:
     from hfgolf.train.scratch import scratch_run
 
     quiet_libraries()
-    if not keeps:
-        setup.keep_freed_memory = lambda: None
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1" if kind == "large pages" else "0"
+    if kind == "returned":
+        setup.tune_memory = lambda: None
     seconds, faults = [], []
     options = ["--train.max_steps=1000", "--train.compile=true", *SHAPES[shape]]
     with scratch_run(load_config(options), "benchmark") as run:
@@ -58,22 +74,20 @@ def child(shape: str, keeps: bool) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5, help="processes of each kind (5)")
+    parser.add_argument("--repetitions", type=int, default=3, help="processes of each kind (3)")
     parser.add_argument("--output", type=Path, help="JSON with all measurements")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(child(arguments.child[0], arguments.child[1] == "kept")))
+        print(json.dumps(child(*arguments.child)))
         return
 
     import torch
 
-    from hfgolf.train.environment import git_commit, hardware
-
     results: list[dict[str, Any]] = []
-    print(f"{'':<12}{'':<10}{'ms a step':>11}{'from':>8}{'to':>8}{'faster':>8}{'page faults':>13}{'peak':>10}")
+    print(f"{'':<12}{'':<13}{'ms a step':>11}{'from':>8}{'to':>8}{'faster':>8}{'page faults':>13}{'peak':>10}")
     for shape in SHAPES:
-        runs: dict[str, list[dict[str, float]]] = {"returned": [], "kept": []}
+        runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         for _ in range(arguments.repetitions):
             for kind, rows in runs.items():
                 command = [sys.executable, __file__, "--child", shape, kind]
@@ -83,13 +97,11 @@ def main() -> None:
             faster = median(a["seconds"] / b["seconds"] for a, b in zip(runs["returned"], rows, strict=True))
             times = [1e3 * row["seconds"] for row in rows]
             faults, peak = (median(row[key] for row in rows) for key in ("faults", "peak_bytes"))
-            line = f"{shape:<12}{kind:<10}{median(times):>11,.1f}{min(times):>8,.1f}{max(times):>8,.1f}{faster:>8.2f}"
+            line = f"{shape:<12}{kind:<13}{median(times):>11,.1f}{min(times):>8,.1f}{max(times):>8,.1f}{faster:>8.2f}"
             print(f"{line}{faults:>13,.0f}{peak / 1e6:>7,.0f} MB")
             results.append({"shape": shape, "freed": kind, "faster": faster, "runs": rows})
     if arguments.output:
-        versions = {"torch": torch.__version__, "hfgolf": git_commit()}
-        record = {"hardware": hardware(), "versions": versions, "threads": torch.get_num_threads(), "results": results}
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+        write(arguments.output, about("torch", threads=torch.get_num_threads()), results=results)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from machine import about, write
+
 _LINES_AT_ONCE = 100_000
 
 
@@ -110,17 +112,8 @@ def main() -> None:
         measured = measure(arguments.gigabytes, arguments.vocab_size, Path(folder))
     show(measured)
     if arguments.output:
-        import tokenizers
-
-        from hfgolf.train.environment import git_commit, hardware
-
-        about = {
-            "hardware": hardware(),
-            "versions": {"tokenizers": tokenizers.__version__, "hfgolf": git_commit()},
-            "cores": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg()[0],
-        }
-        arguments.output.write_text(json.dumps(about | measured, indent=1) + "\n")
+        where = about("tokenizers", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
+        write(arguments.output, where, **measured)
 
 
 if __name__ == "__main__":

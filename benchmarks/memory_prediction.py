@@ -7,18 +7,19 @@ Two optimizer steps of two micro-batches each, on random tokens, for the model o
 GPT-2's size: its own block, and the modern one. Each case has a process of its own. Measured is, on a GPU, what torch's
 allocator gave out; on a CPU (Linux) the private memory of the process beyond that before the model was built. "by
 default" is the same peak where glibc keeps freed blocks of less than 32 MB, as it does unless MALLOC_MMAP_THRESHOLD_ is
-set: memory that no tensor holds. The copies that a save makes are in none of them.
+set: memory that no tensor holds.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
+
+from machine import about, forget_peak, held_bytes, peak_bytes, write
 
 from hfgolf.command_line import load_config
 
@@ -61,11 +62,7 @@ def main() -> None:
         rows.append(row)
         print(describe(row), flush=True)
     if arguments.output:
-        from hfgolf.train import environment
-
-        versions = {"torch": environment._version("torch"), "hfgolf": environment.git_commit()}
-        written = {"hardware": environment.hardware(), "versions": versions, "cases": rows}
-        arguments.output.write_text(json.dumps(written, indent=1) + "\n")
+        write(arguments.output, about("torch"), cases=rows)
 
 
 def in_a_process(name: str, variables: dict[str, str]) -> dict[str, Any]:
@@ -125,7 +122,6 @@ def measure(name: str) -> dict[str, Any]:
     measured["peak"] = meter.peak()
 
     predicted = dataclasses.asdict(run_memory(config, model, batch, 1, device.type))
-    predicted["peak"] -= predicted["snapshot"]
     predicted["activations"] += 4 * vocabulary * config.model.hidden_size  # the head's gradient, which the loss keeps
     if not config.model.gradient_checkpointing:
         predicted["activations"] += predicted["casts"]
@@ -141,36 +137,26 @@ def measure(name: str) -> dict[str, Any]:
 
 
 class Meter:
-    """Bytes that the process took on its device since the meter was built."""
+    """Bytes that the process took on its device since the meter was built; on a CPU those it shares with no other."""
 
-    def __init__(self, is_on_gpu: bool) -> None:
-        self._is_on_gpu = is_on_gpu
-        if not is_on_gpu:
-            Path("/proc/self/clear_refs").write_text("5")  # what importing took for a while is no peak of training
-        self._before = self._last = self._now()
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        forget_peak(on_gpu)  # what importing took for a while is no peak of training
+        self._before = self._last = self._private(held_bytes(on_gpu))
 
     def grown(self) -> int:
         """Return the bytes since the last time."""
-        before, self._last = self._last, self._now()
+        before, self._last = self._last, self._private(held_bytes(self._on_gpu))
         return self._last - before
 
     def peak(self) -> int:
         """Return the most bytes there ever were."""
+        return self._private(peak_bytes(self._on_gpu)) - self._before
+
+    def _private(self, num_bytes: int) -> int:
         import psutil
-        import torch
 
-        if self._is_on_gpu:
-            return torch.cuda.max_memory_allocated() - self._before
-        lines = Path("/proc/self/status").read_text().splitlines()
-        highest = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-        return highest - psutil.Process().memory_info().shared - self._before
-
-    def _now(self) -> int:
-        import psutil
-        import torch
-
-        memory = psutil.Process().memory_info()
-        return torch.cuda.memory_allocated() if self._is_on_gpu else memory.rss - memory.shared
+        return num_bytes if self._on_gpu else num_bytes - psutil.Process().memory_info().shared
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ of it but their share of the caches.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from machine import about, forget_peak, held_bytes, peak_bytes, write
 
 MODELS = {"small": {"width": 256, "layers": 5}, "gpt2_124m": {"width": 768, "layers": 12}}
 MUON = {
@@ -90,7 +91,7 @@ def state_bytes(optimizer: Any) -> int:
     return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
 
 
-def peak_bytes(name: str, model: str, device: str) -> int:
+def step_bytes(name: str, model: str, device: str) -> int:
     command = [sys.executable, __file__, "--child", name, "--model", model, "--device", device]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
@@ -110,21 +111,11 @@ def child(name: str, model: str, device: str) -> int:
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = param.kept
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of resident memory starts anew
-        before = resident_bytes("VmRSS")
-    already = state_bytes(optimizer)
+    on_gpu = device == "cuda"
+    forget_peak(on_gpu)
+    before, already = held_bytes(on_gpu), state_bytes(optimizer)
     optimizer.step()
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident_bytes("VmHWM")
-    return max(0, peak - before - (state_bytes(optimizer) - already))
-
-
-def resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    return max(0, peak_bytes(on_gpu) - before - (state_bytes(optimizer) - already))
 
 
 def measure(model: str, device: str, repetitions: int) -> dict[str, Any]:
@@ -154,7 +145,7 @@ def measure(model: str, device: str, repetitions: int) -> dict[str, Any]:
         "seconds": seconds,
         "flops": flops,
         "state_bytes": {name: state_bytes(optimizer) for name, optimizer in optimizers.items()},
-        "step_bytes": {name: peak_bytes(name, model, device) for name in optimizers},
+        "step_bytes": {name: step_bytes(name, model, device) for name in optimizers},
     }
 
 
@@ -190,8 +181,6 @@ def main() -> None:
 
     import torch
 
-    from hfgolf.train.environment import git_commit, hardware
-
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     results = []
@@ -199,13 +188,8 @@ def main() -> None:
         results.append(measure(model, arguments.device, arguments.repetitions))
         show(results[-1])
     if arguments.output:
-        about = {
-            "hardware": hardware(),
-            "versions": {"torch": torch.__version__, "hfgolf": git_commit()},
-            "threads": torch.get_num_threads(),
-            "load": os.getloadavg()[0],
-        }
-        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        where = about("torch", threads=torch.get_num_threads(), load=os.getloadavg()[0])
+        write(arguments.output, where, results=results)
 
 
 if __name__ == "__main__":

@@ -4,21 +4,23 @@
     python benchmarks/saving.py --output benchmarks/results/saving_gpu.json    # where there is a GPU
 
 Trains configs/small.yaml's model in a temporary folder, in short steps. A blocking save is one that the loop waits for:
-copy, files, hashes, fsync, rename. A save in the background costs the loop the copy, and whatever slows down the steps
-that run beside the write. The look at the gradient is compared with steps that never wait for the device. Everything is
-interleaved in one process; the ratios are those of the pairs.
+files, hashes, fsync, rename. A save in the background costs the loop its beginning (on a GPU, the copy to the host) and
+whatever holds up the steps beside it: the thread's work, and the first update, which waits until the files are written.
+The look at the gradient is compared with steps that never wait for the device. Everything is interleaved in one
+process; the ratios are those of the pairs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import about, write
 
 from hfgolf.command_line import load_config
 
@@ -43,13 +45,13 @@ def main() -> None:
         measured = measure([f"--{key}={value}" for key, value in options.items()] + others, arguments.repetitions)
     show(measured)
     if arguments.output:
-        arguments.output.write_text(json.dumps(measured, indent=1) + "\n")
+        write(arguments.output, about("torch"), **measured)
 
 
 def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
     import torch
 
-    from hfgolf.train import environment, loop
+    from hfgolf.train import loop
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.setup import set_up
 
@@ -78,7 +80,7 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
         run.checkpoints.wait()
         return time.perf_counter() - started_at
 
-    run.checkpoints.wait()  # for the memory of the copies
+    run.checkpoints.wait()  # for the memory of a GPU's copies
     steps(3)
     blocking_save()
     number = 1 + math.ceil(blocking_save() / (steps(5) / 5))  # a write ends within so many
@@ -87,7 +89,7 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
         run.state.step += 1  # or the save would find its folder there
         row = {"steps": steps(number), "blocking_save": blocking_save()}
         run.state.step += 1
-        row |= {"copy": save(), "steps_beside_a_save": steps(number)}
+        row |= {"begin": save(), "steps_beside_a_save": steps(number)}
         run.checkpoints.wait()
         row["steps_again"] = steps(number)
         read_off, loop.read_off = loop.read_off, lambda *scalars: [1.0] * len(scalars)
@@ -98,8 +100,6 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
     if failures:
         raise SystemExit(f"error: {failures[0]}")
     return {
-        "hardware": environment.hardware(),
-        "versions": {"torch": torch.__version__, "hfgolf": environment.git_commit()},
         "parameters": run.raw_model.num_parameters(),
         "checkpoint_bytes": sum(p.stat().st_size for p in (run.folder.checkpoints / "latest").resolve().iterdir()),
         "tokens_per_step": run.config.batch.tokens_per_step,
@@ -116,9 +116,9 @@ def show(measured: dict[str, Any]) -> None:
     print(f"{'a step':<34}{median(plain) / steps * 1e3:10.1f} ms   ({steps} of them beside a save)")
     print(f"{'blocking save':<34}{median(row['blocking_save'] for row in rows) * 1e3:10.1f} ms")
     for name, costs in (
-        ("the loop stands still for", [row["copy"] for row in rows]),
+        ("the loop stands still for", [row["begin"] for row in rows]),
         ("steps beside the write take longer", beside),
-        ("together", [row["copy"] + extra for row, extra in zip(rows, beside, strict=True)]),
+        ("together", [row["begin"] + extra for row, extra in zip(rows, beside, strict=True)]),
     ):
         shares = [cost / row["blocking_save"] for cost, row in zip(costs, rows, strict=True)]
         print(f"{name:<34}{median(costs) * 1e3:10.1f} ms   {median(shares):6.1%} of a blocking save")

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from machine import about, write
+
 ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "scripts" / "train.py")
 COMMANDS = {
@@ -54,17 +56,8 @@ def main() -> None:
                 seconds.setdefault(name, []).append(took)
     show(seconds, cpu_seconds, first)
     if arguments.output:
-        import torch
-
-        from hfgolf.train.environment import git_commit, hardware
-
-        about = {
-            "hardware": hardware(),
-            "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "hfgolf": git_commit()},
-            "load": os.getloadavg()[0],
-        }
-        record = about | {"without_cached_tokens": first, "seconds": seconds, "cpu_seconds": cpu_seconds}
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+        where = about("python", "torch", load=os.getloadavg()[0])
+        write(arguments.output, where, without_cached_tokens=first, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def time_run(config: str, folder: Path, name: str) -> dict[str, float]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import os
 import tempfile
 import time
@@ -23,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import about, write
 
 VOCABULARIES = {"byte": 257, "bpe 4,096": 4096, "bpe 50,257": 50257}
 TEXTS = ("python", "torch")
@@ -98,23 +99,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
-    import tokenizers
-
-    from hfgolf.train.environment import git_commit, hardware
-
     results = []
     for name, text in itertools.product(arguments.tokenizers or VOCABULARIES, arguments.texts or TEXTS):
         with tempfile.TemporaryDirectory() as folder:
             results.append(measure(name, text, Path(folder), arguments.repetitions))
         show(results[-1])
     if arguments.output:
-        about = {
-            "hardware": hardware(),
-            "versions": {"tokenizers": tokenizers.__version__, "hfgolf": git_commit()},
-            "cores": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg()[0],
-        }
-        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        where = about("tokenizers", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
+        write(arguments.output, where, results=results)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import importlib
 import importlib.util
-import json
 import math
 import multiprocessing
 import os
@@ -34,6 +33,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import about, forget_peak, peak_bytes, write
 
 
 @dataclass(frozen=True)
@@ -169,25 +170,6 @@ class Turns:
         if forgets_peak:
             forget_peak(self._on_gpu)
         self._started_at = self._clock()
-
-
-def peak_bytes(on_gpu: bool) -> int:
-    """Return the most memory since forget_peak()."""
-    if on_gpu:
-        import torch
-
-        return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-def forget_peak(on_gpu: bool) -> None:
-    if on_gpu:
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of resident memory starts anew
 
 
 def run_arm(job: Job, connection: Connection) -> None:
@@ -527,11 +509,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON with all measurements")
     arguments = parser.parse_args()
 
-    import torch
-    import transformers
-
-    from hfgolf.train.environment import git_commit, hardware
-
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # or Trainer would share the batch out
     device = arguments.device
     threads = arguments.threads or len(os.sched_getaffinity(0))
@@ -546,10 +523,9 @@ def main() -> None:
         show(rows, shape, device)
         results.append({"shape": name, **dataclasses.asdict(shape), "arms": rows})
     if arguments.output:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "hfgolf": git_commit()}
         clock = "process time" if device == "cpu" and threads == 1 else "wall clock"
-        about = {"hardware": hardware(), "versions": versions, "threads": threads, "steps": steps, "clock": clock}
-        arguments.output.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+        described = about("torch", "transformers", threads=threads, steps=steps, clock=clock)
+        write(arguments.output, described, results=results)
 
 
 if __name__ == "__main__":

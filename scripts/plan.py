@@ -27,7 +27,6 @@ ITEMS = {
     "optimizer": "optimizer state",
     "ema": "average of the weights",
     "buckets": "DDP's buckets",
-    "snapshot": "copies that saves write",
     "casts": "weights in 16 bits",
     "activations": "activations",
     "loss": "loss, in chunks of logits",
@@ -106,11 +105,12 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     """Return the config with its precision decided, and the machine that it is planned for."""
     from hfgolf.measure.flops import DEVICES, find_device
     from hfgolf.measure.plan import machine_of, this_machine
-    from hfgolf.train.environment import resolve_precision, set_cpu_threads
+    from hfgolf.train.environment import resolve_precision, set_cpu_threads, tune_memory
 
     if name is None:
         config = resolve_precision(resolved).config
         set_cpu_threads(config.train.cpu_threads, processes)  # as the run would, before anything is measured
+        tune_memory()
         return config, this_machine(str(config.train.mixed_precision), processes)
     device = find_device(name)
     if device is None:

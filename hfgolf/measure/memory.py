@@ -42,8 +42,6 @@ class TrainingMemory:
     """The moving average of the weights."""
     buckets: int
     """The gradients once more, where DDP exchanges them."""
-    snapshot: int
-    """The copies that a save in the background writes from; on a GPU they are in the host's memory."""
     casts: int
     """The weights in 16 bits: autocast keeps them during the forward pass, autograd for the backward pass."""
     activations: int
@@ -89,7 +87,7 @@ def training_memory(
     if optimizer == "muon":
         state += 4 * (parameters - matrix_parameters)
     average = weights if ema else 0
-    half, on_cpu = precision != "no", device == "cpu"
+    half = precision != "no"
     casts = 2 * matrix_parameters if half else 0
 
     tokens, width, layers = batch * sequence, model.hidden_size, model.num_hidden_layers
@@ -111,14 +109,13 @@ def training_memory(
     update = _orthogonalization_bytes(model, device) if optimizer == "muon" else 0
     if cautious_weight_decay:  # the matrices as they were, and twice their change
         update = 4 * matrix_parameters + max(update, 8 * matrix_parameters)
-    snapshot = weights + state + average if on_cpu else 0
     buckets = weights if processes > 1 else 0
     casts_in_backward = casts // layers if gradient_checkpointing else casts  # those of the block recomputed
     in_pass = activations + max(casts + loss, casts_in_backward + backward) + (gradients if accumulates else 0)
-    peak = weights + state + average + snapshot + buckets + max(in_pass, gradients + update)
+    peak = weights + state + average + buckets + max(in_pass, gradients + update)
     return TrainingMemory(
-        weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, snapshot=snapshot,
-        casts=casts, activations=activations, loss=loss, backward=backward, update=update, peak=peak,
+        weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, casts=casts,
+        activations=activations, loss=loss, backward=backward, update=update, peak=peak,
     )  # fmt: skip
 
 

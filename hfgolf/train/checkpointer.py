@@ -1,7 +1,9 @@
 """Saving the whole state of a run while it goes on, and loading it to the last bit.
 
-Owns what lies in a checkpoint: the files of accelerate's save_state, written from a copy in memory by a thread, so that
-the loop waits for the copy only. Does not know when to save, nor which checkpoint is the right one (checkpoint.py).
+Owns what lies in a checkpoint: the files of accelerate's save_state. A thread writes them while the run computes the
+next gradients; the next update waits until they are written, but not until they are hashed and on the disk. A GPU's
+tensors are copied to the host first, so that no update waits. Does not know when to save, nor which checkpoint is the
+right one (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -72,7 +75,9 @@ class Checkpointer:
         self._description = description(model.config)
         self._is_replicated = accelerator.distributed_type in _REPLICATED
         self._copies: dict[tuple[str, ...], Tensor] = {}
-        self._has_copies = False
+        self._is_read = Event()
+        self._is_read.set()
+        optimizer.optimizer.register_step_pre_hook(self._wait_until_read)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[Any] | None = None
         self._failures: list[str] = []
@@ -82,7 +87,7 @@ class Checkpointer:
             accelerator.register_load_state_pre_hook(self._load_weights)
 
     def save(self, is_best: bool) -> None:
-        """Copy the state and write `step-NNNNNN` in the background; all ranks call it together.
+        """Begin to write `step-NNNNNN` in the background; all ranks call it together.
 
         A save that fails (a full disk) leaves the earlier checkpoints alone and shows up in `failures`. Weights that
         are not finite are not saved, and show up there too.
@@ -96,12 +101,10 @@ class Checkpointer:
         write = self._contents() if self._is_replicated else self._save_sharded()
         if self._accelerator.is_main_process:
             self._write = self._thread.submit(self._commit, step, write, is_best)
-            if not self._has_copies:
-                self.wait()  # what is written are the tensors that the next step changes
 
     def reserve(self) -> None:
-        """Take the memory for the copies, in the background: at the first save its page faults would cost the loop."""
-        if self._is_replicated and self._accelerator.is_main_process:
+        """Take the host's memory for the copies of a GPU's tensors, in the background: to pin it takes time."""
+        if self._is_replicated and self._accelerator.is_main_process and self._accelerator.device.type == "cuda":
             self._write = self._thread.submit(self._copy_all, self._tensors())
 
     def wait(self) -> None:
@@ -124,6 +127,7 @@ class Checkpointer:
 
         Raises UserError where a file holds something else, or more than data: nothing in it is ever executed.
         """
+        self.wait()
         accelerator = self._accelerator
         own = checkpoint / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
         rates = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
@@ -180,13 +184,17 @@ class Checkpointer:
         return contents
 
     def _contents(self) -> Callable[[Path], None]:
-        """Copy all there is to save and return what writes it; every rank takes part, with its random generators."""
+        """Return what writes all there is to save; every rank takes part, with its random generators."""
         accelerator = self._accelerator
         random_states = gather_object([_random_states(accelerator.step)])
         state = json.dumps(self._state.state_dict(), indent=1)
-        contents = self._copy_all(self._tensors()) if accelerator.is_main_process else {}
-        if accelerator.device.type == "cuda":
-            torch.cuda.synchronize()  # the copies are under way
+        contents = self._tensors() if accelerator.is_main_process else {}
+        copies = self._copy_all(contents) if accelerator.device.type == "cuda" else None
+        if copies is not None:
+            contents = copies
+            torch.cuda.synchronize()  # they are under way
+        elif accelerator.is_main_process:
+            self._is_read.clear()  # what is written are the tensors that the next update changes
         if accelerator.scaler is not None:
             contents[SCALER_NAME] = accelerator.scaler.state_dict()
         contents |= {f"{RNG_STATE_NAME}_{rank}.pkl": states for rank, states in enumerate(random_states)}
@@ -201,6 +209,10 @@ class Checkpointer:
             (folder / STATE_NAME).write_text(state)
 
         return write
+
+    def _wait_until_read(self, *of_step: Any) -> None:
+        """Wait until no save needs the tensors any more; the optimizer calls it before each update."""
+        self._is_read.wait()
 
     def _save_sharded(self) -> Callable[[Path], None]:
         """Have accelerate save what is spread over the ranks: no rank could copy all of it."""
@@ -217,19 +229,16 @@ class Checkpointer:
 
         return write
 
-    def _copy_all(self, contents: dict[str, Any]) -> dict[str, Any]:
-        """Copy the tensors into memory that is kept for the next save; where there is no room, return what came.
-
-        New memory costs its page faults: 20 times the copy itself, measured on a CPU.
-        """
+    def _copy_all(self, contents: dict[str, Any]) -> dict[str, Any] | None:
+        """Copy a GPU's tensors into memory that is kept for the next save; None where there is no room for it."""
         num_bytes = sum(leaf.nbytes for _, leaf in leaves(contents) if isinstance(leaf, Tensor))
-        self._has_copies = bool(self._copies) or psutil.virtual_memory().available > 2 * num_bytes
+        if not self._copies and psutil.virtual_memory().available < 2 * num_bytes:
+            return None
         try:
-            return self._copy(contents) if self._has_copies else contents
-        except RuntimeError:  # what torch raises where a GPU's host memory can't be pinned
+            return self._copy(contents)
+        except RuntimeError:  # what torch raises where the host's memory can't be pinned
             self._copies.clear()
-            self._has_copies = False
-            return contents
+            return None
 
     def _copy(self, tree: Any, path: tuple[str, ...] = ()) -> Any:
         if isinstance(tree, dict):
@@ -240,7 +249,7 @@ class Checkpointer:
             return tree
         copy = self._copies.get(path)
         if copy is None or copy.shape != tree.shape or copy.dtype != tree.dtype:
-            copy = self._copies[path] = torch.empty(tree.shape, dtype=tree.dtype, pin_memory=tree.is_cuda)
+            copy = self._copies[path] = torch.empty(tree.shape, dtype=tree.dtype, pin_memory=True)
         return copy.copy_(tree, non_blocking=True)
 
     def _commit(self, step: int, write: Callable[[Path], None], is_best: bool) -> None:
@@ -248,6 +257,7 @@ class Checkpointer:
         try:
             partial = begin_checkpoint(self._folder, step)
             write(partial)
+            self._is_read.set()
             checkpoint = commit_checkpoint(partial, step, self._description, self._accelerator.num_processes)
             self.saved_step = step
             if is_best:
@@ -258,6 +268,8 @@ class Checkpointer:
                 shutil.rmtree(partial, ignore_errors=True)
             reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides the disk's
             self._failures.append(f"checkpoint of step {step} not written: {one_line(reason)[:200]}")
+        finally:
+            self._is_read.set()
 
 
 def _load_ema(ema: Ema, file: Path) -> None:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def throughput(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("benchmarks.train_throughput")
 
 

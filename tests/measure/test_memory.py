@@ -82,7 +82,6 @@ def test_the_modern_block_by_hand():
         ({"processes": 2}, True),
         ({"ema": True}, True),
         ({"optimizer": "adamw"}, True),
-        ({"device": "cpu"}, True),
         ({"cautious_weight_decay": True, "sequence": 16}, True),
     ],
 )

@@ -8,9 +8,9 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -424,18 +424,26 @@ def test_best_goes_back_with_the_run(run, tiny_run, tmp_path, reset_accelerate):
     assert other.state.step == 3 and other.state.best_step == 0, "the best of another run is not in this folder"
 
 
-def test_without_room_for_a_copy_a_save_waits_for_its_write(run, tiny_run, monkeypatch):
-    """What the thread writes are the weights themselves then: the next step must not change them before it is done."""
+def test_an_update_waits_until_a_save_has_read_what_it_changes(run, tiny_run, monkeypatch):
+    """What the thread writes are the weights and the optimizer's state themselves."""
     straight = run(tiny_run(run__name="straight"))
-    monkeypatch.setattr(checkpointer.psutil, "virtual_memory", lambda: SimpleNamespace(available=0, total=2**30))
-    real_save, copied = checkpointer.Checkpointer.save, []
+    write = checkpointer.save_file
 
-    def save(self: Any, is_best: bool) -> None:
-        real_save(self, is_best)
-        copied.append((self._copies, self._write))
+    def write_late(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.3)  # as long as many steps
+        write(*arguments, **options)
 
-    monkeypatch.setattr(checkpointer.Checkpointer, "save", save)
-    crowded = run(tiny_run(run__name="crowded", batch__micro_batch_size=8, data__in_memory="false"))
-    assert copied == [({}, None)] * 2
+    monkeypatch.setattr(checkpointer, "save_file", write_late)
+    late = run(tiny_run(run__name="late", batch__micro_batch_size=8, data__in_memory="false"))
     for name in ("step-000003", "step-000006"):
-        assert differences(crowded / "checkpoints" / name, straight / "checkpoints" / name) == []
+        assert differences(late / "checkpoints" / name, straight / "checkpoints" / name) == []
+
+
+def test_a_save_that_fails_lets_the_updates_go_on(run, tiny_run, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpointer, "save_file", fail)
+    folder = run(tiny_run())
+    assert list((folder / "checkpoints").glob("step-*")) == []
+    assert (folder / "summary.json").exists()

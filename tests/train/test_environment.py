@@ -295,13 +295,13 @@ def test_accelerate_launch_trains_with_what_it_was_told_and_with_all_cores(tiny_
 
 
 @pytest.mark.slow
-def test_a_failing_compiler_falls_back_with_one_line(run, tiny_run, monkeypatch, caplog):
+def test_a_failing_compiler_falls_back_with_one_line(run, tiny_run, caplog):
     import torch._inductor.config
 
     eager = run(tiny_run(run__name="eager", train__max_steps=3))
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    compiled = run(tiny_run(run__name="compiled", train__max_steps=3, train__compile="true"))
+    # not by monkeypatch: it would end by deleting the settings, for the tests that follow, too
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        compiled = run(tiny_run(run__name="compiled", train__max_steps=3, train__compile="true"))
     lines = [line for line in caplog.messages if line.startswith("compile: failed, going on without")]
     assert len(lines) == 1 and "\n" not in lines[0]
     losses = [[json.loads(row)["train_loss"] for row in (f / "metrics.jsonl").open()] for f in (eager, compiled)]
@@ -344,9 +344,16 @@ def test_freed_memory_is_there_for_the_next_step():
         "kept = [faults() for _ in range(8)]\n"
         "print(min(returned), sorted(kept)[4])\n"  # the heap may have to grow a second time
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=without_large_pages()
+    )
     returned, kept = map(int, done.stdout.split())
     assert returned > 1000 and kept < 100
+
+
+def without_large_pages() -> dict[str, str]:
+    """Return this environment as it was before any test set up a run."""
+    return {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
 
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -364,5 +371,7 @@ def test_large_tensors_lie_in_large_pages():
         "pages = Path('/proc/self/smaps_rollup').read_text()\n"
         "print(pages.split('AnonHugePages:')[1].split()[0])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=without_large_pages()
+    )
     assert int(done.stdout) > 0.9 * 2**16  # kB, of 64 MB
