@@ -7,6 +7,7 @@ is measured. The memory is a GPU's as torch's allocator gave it out, or the resi
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import platform
 from pathlib import Path
@@ -22,8 +23,10 @@ def about(*packages: str, **facts: Any) -> dict[str, Any]:
 
 
 def version(package: str) -> str:
-    # its own word: the metadata of a wheel may lack torch's +cu130
-    return platform.python_version() if package == "python" else importlib.import_module(package).__version__
+    if package == "python":
+        return platform.python_version()
+    # its own word, where it has one: the metadata of a wheel may lack torch's +cu130
+    return getattr(importlib.import_module(package), "__version__", None) or importlib.metadata.version(package)
 
 
 def write(path: Path, about: dict[str, Any], **figures: Any) -> None:

@@ -524,7 +524,8 @@ def main() -> None:
         results.append({"shape": name, **dataclasses.asdict(shape), "arms": rows})
     if arguments.output:
         clock = "process time" if device == "cpu" and threads == 1 else "wall clock"
-        described = about("torch", "transformers", threads=threads, steps=steps, clock=clock)
+        packages = ["torch", "transformers", *(["litgpt"] if importlib.util.find_spec("litgpt") else [])]
+        described = about(*packages, threads=threads, steps=steps, clock=clock)
         write(arguments.output, described, results=results)
 
 
