@@ -25,6 +25,10 @@ NO_BENCHMARKS = ("ladder", "machine", "run_all")  # the ladder is climbed by scr
 ONLY_ON_CPU = ("cpu_kernels", "data_loading", "large_corpus", "tokenize_text")
 SUFFIXES = {"cpu": "cpu", "cuda": "gpu"}
 SMALL = ("--config", "configs/small.yaml")
+CHARACTERS = (
+    *("--tokenizer.kind=byte", "--model.num_hidden_layers=6", "--model.hidden_size=384"),
+    *("--model.num_attention_heads=6", "--batch.micro_batch_size=16"),
+)
 GPT2_124M = (
     *("--config", "configs/fineweb_124m.yaml", "--data.source=python_stdlib", "--tokenizer.kind=bpe"),
     *("--tokenizer.vocab_size=50257", "--batch.tokens_per_step=16384", "--batch.micro_batch_size=16"),
@@ -32,6 +36,7 @@ GPT2_124M = (
 SCRIPTS = {
     "cpu": {
         "ladder": ("ladder", *SMALL),
+        "profile_characters": ("profile_step", *SMALL, *CHARACTERS, "--train.compile=true"),
         "profile_small": ("profile_step", *SMALL, "--train.compile=false"),
         "profile_small_compiled": ("profile_step", *SMALL, "--train.compile=true"),
         "roofline": ("roofline", *SMALL),
