@@ -1,6 +1,6 @@
 """Time of what the model does its own way on a CPU, beside torch's: causal attention, and dropout.
 
-    python benchmarks/cpu_kernels.py --output benchmarks/results/cpu_kernels.json
+    python benchmarks/cpu_kernels.py --output benchmarks/results/cpu_kernels_cpu.json
 
 Forward and backward over 4,096 tokens of 4 heads of 64, compiled as when training a small model; the repetitions are
 interleaved in one process and the ratios are those of the pairs. Attention: SDPA, plain products, and

@@ -7,9 +7,9 @@ Every arm is a process of its own that runs its own loop: hfgolf's train_step() 
 Trainer.train(), litgpt's fit() in short. They train on the same tokens in the same order, from the same weights where
 they have the same model, with AdamW, dropout 0 and clipping, and neither log, evaluate nor save. They take turns: a few
 steps of one while the others wait, then the next, so that a machine whose speed drifts slows all of them. "faster" is
-the median over the rounds of the time that the fastest arm of Trainer took in the same round; that the losses agree
-shows that they do the same work. The memory is the peak during the steps after the first ones: of the process on a CPU
-(Linux), libraries and all, and of torch's allocator on a GPU.
+the median over the rounds of the time that Trainer's fastest arm took in the same round, or the first arm where none is
+of Trainer; that the losses agree shows that they do the same work. The memory is the peak during the steps after the
+first ones: of the process on a CPU (Linux), libraries and all, and of torch's allocator on a GPU.
 
 On a CPU with --threads 1 the time is that of the process, not the clock's: other programs on the machine take nothing
 of it but their share of the caches.
@@ -86,6 +86,9 @@ ARMS = {
     "litgpt": Arm("litgpt", is_gpt2=False),
 }
 LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_checkpointing")
+BESIDE_TRAINER = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_own_block_muon", "litgpt")
+SETTINGS = ("hfgolf_fp32", *(name for name, arm in ARMS.items() if arm.only_on_gpu), "hfgolf_bf16")
+SETTINGS += ("hfgolf_bf16_compiled", "hfgolf_checkpointing")
 SHAPES = {
     "cpu": {
         "characters": Shape(6, 384, 6, 256, 16, "byte", 257),
@@ -96,8 +99,9 @@ SHAPES = {
     "cuda": {
         "characters": Shape(6, 384, 6, 256, 16, "byte", 257),
         "small": Shape(5, 256, 4, 256, 16, "bpe", 4096),
-        "gpt2_124m": Shape(12, 768, 12, 1024, 16, "bpe", 50_257),
-        "gpt2_350m": Shape(24, 1024, 16, 1024, 8, "bpe", 50_257),
+        "gpt2_124m": Shape(12, 768, 12, 1024, 16, "bpe", 50_257, BESIDE_TRAINER),
+        "gpt2_350m": Shape(24, 1024, 16, 1024, 8, "bpe", 50_257, BESIDE_TRAINER[:-1]),
+        "gpt2_124m_settings": Shape(12, 768, 12, 1024, 8, "bpe", 50_257, SETTINGS),
     },
 }
 GPT2_BLOCK = {
@@ -431,7 +435,7 @@ def take_turns(
 
 
 def compare(rows: dict[str, dict[str, Any]], warmup_steps: int) -> None:
-    """Add to each arm its medians: step_seconds, "faster" and "memory" beside the fastest arm of Trainer, by rounds.
+    """Add to each arm its medians: step_seconds, "faster" and "memory" beside Trainer's fastest arm, or the first arm.
 
     Raises ValueError where an arm with the same model and optimizer has other losses in its first steps: it does other
     work.
@@ -440,8 +444,8 @@ def compare(rows: dict[str, dict[str, Any]], warmup_steps: int) -> None:
     for row in ready.values():
         row["step_seconds"] = median(row["seconds"])
     theirs = [row for name, row in ready.items() if ARMS[name].program == "trainer"]
-    if theirs:
-        best = min(theirs, key=lambda row: row["step_seconds"])
+    if ready:
+        best = min(theirs or [*ready.values()][:1], key=lambda row: row["step_seconds"])
         for row in ready.values():
             row["faster"] = median(a / b for a, b in zip(best["seconds"], row["seconds"], strict=True))
             row["memory"] = row["peak_bytes"] / best["peak_bytes"]

@@ -142,8 +142,7 @@ def block_bytes(model: GolfConfig, sequence: int, half: bool, device: str) -> tu
     kept += operand * width  # attended, for o_proj
     if blocks:
         span = min(sequence, QUERIES_PER_BLOCK)
-        copies = (sequence / span + 1) / 2  # of the values, and of keys that are only a view: those a block attends to
-        kept += int(operand * width * (copies if is_turned else 1 + 2 * copies))
+        kept += operand * width * (1 if is_turned else 3)  # copies of the values, and of what else is only a view
         kept += heads * (sequence + span) // 2 * (operand + (1 + operand) * (model.attention_dropout > 0))
     elif model.attention_dropout and on_cpu:
         kept += heads * sequence * 12  # torch has no fused attention with dropout for CPUs

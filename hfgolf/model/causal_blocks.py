@@ -42,6 +42,7 @@ def causal_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, dro
     Scores and weights are kept in the operands' dtype, the softmax between them computes in fp32: in bf16 a third of
     the memory that fp32 weights beside their bf16 copy take, and faster. dropout: rate on the weights.
     """
+    key, value = key.contiguous(), value.contiguous()  # or each block would copy its part of them, and keep that
     outputs = []
     for start in range(0, query.shape[2], QUERIES_PER_BLOCK):
         queries = query[:, :, start : start + QUERIES_PER_BLOCK]
