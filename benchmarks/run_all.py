@@ -14,7 +14,6 @@ import ast
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +62,13 @@ def run(name: str, device: str) -> bool:
     output = FOLDER / "results" / f"{name}_{SUFFIXES[device]}.json"
     if name in SCRIPTS[device]:
         script, *options = SCRIPTS[device][name]
-        with tempfile.TemporaryDirectory() as folder:
-            printed = show([str(ROOT / "scripts" / f"{script}.py"), *options, "--output", folder])
-            if printed is None:
-                return False
-            measured = json.loads((Path(folder) / WRITTEN_BY.get(script, f"{script}.json")).read_text())
+        folder = f"runs/benchmarks/{name}"
+        printed = show([f"scripts/{script}.py", *options, "--output", folder])
+        if printed is None:
+            return False
+        measured = json.loads((ROOT / folder / WRITTEN_BY.get(script, f"{script}.json")).read_text())
         metadata = measured["metadata"]
+        metadata.pop("environment", None)  # which names folders of this machine
         versions = {"torch": metadata["packages"]["torch"], "hfgolf": metadata["commit"]}
         measured |= {"hardware": metadata["hardware"], "versions": versions}
     else:

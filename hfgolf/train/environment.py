@@ -106,8 +106,8 @@ def tune_memory() -> None:
     """Have freed memory kept for the next step, and large tensors lie in pages of 2 MB; before the first tensor.
 
     By default glibc hands large blocks back at once, and in the next step the kernel has to find and clear the same
-    memory again; where it is another C library nothing happens. Pages of 4 KB cost the more look-ups the larger the
-    model is; the variable is torch's, and a person's own value stays (benchmarks/kept_memory.py).
+    memory again; where it is another C library nothing happens. Large pages cost fewer look-ups and some memory; the
+    variable is torch's, and a person's own value stays. What each brings is in benchmarks/kept_memory.py.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(OSError, AttributeError):

@@ -25,8 +25,9 @@ SCRIPT = '''"""Profile a step: python scripts/profile_step.py
 
 More of it.
 """
-import json, sys
+import json, os, sys
 *options, folder = sys.argv[1:]
+os.makedirs(folder)
 print("made with", *options)
 metadata = {"hardware": {"device": "Slide rule"}, "packages": {"torch": "2.9"}, "commit": "abc"}
 open(f"{folder}/profile.json", "w").write(json.dumps({"mfu": 0.5, "metadata": metadata}))

@@ -10,6 +10,7 @@ import torch
 
 from hfgolf.data.batches import (
     IGNORE_INDEX,
+    MicroBatches,
     block_starts,
     build_loader,
     device_prefetch,
@@ -105,19 +106,7 @@ def test_targets_are_the_inputs_one_token_ahead(stream):
 
 
 def test_a_batch_of_one_sequence_has_the_strides_of_any_other(stream):
-    loader = build_loader(
-        stream,
-        sequence_length=T,
-        micro_batch_size=1,
-        accumulation=1,
-        rank=0,
-        world=1,
-        seed=7,
-        start_step=0,
-        end_step=1,
-        num_workers=0,
-    )
-    (batch,) = loader
+    batch = MicroBatches(stream, T, micro_batch_size=1, accumulation=1, rank=0, world=1, seed=7)[0]
     (window, *_) = evaluation_windows(stream, T, None, batch_size=1)
     strides = {tensor.stride() for tensor in (batch["input_ids"], batch["shift_labels"], window["input_ids"])}
     assert strides == {(T, 1)}  # with others, torch would compile the model a second time
