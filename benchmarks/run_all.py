@@ -83,7 +83,7 @@ def run(name: str, device: str) -> bool:
 
 
 def show(command: list[str]) -> str | None:
-    """Run a Python script, showing what it prints; return that, None where it fails."""
+    """Run a Python script, showing what it prints; return that with ~ for the home folder, None where it fails."""
     print(f"\n{Path(command[0]).stem}", flush=True)
     printed = []
     command = [sys.executable, "-u", *command]
@@ -91,7 +91,7 @@ def show(command: list[str]) -> str | None:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             printed.append(line)
-    return None if process.returncode else "".join(printed).strip("\n")
+    return None if process.returncode else "".join(printed).strip("\n").replace(str(Path.home()), "~")
 
 
 def page() -> str:
