@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import importlib.util
 import math
 import multiprocessing
@@ -86,6 +85,7 @@ ARMS = {
     "litgpt": Arm("litgpt", is_gpt2=False),
 }
 LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_checkpointing")
+LARGEST_ON_CPU = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_checkpointing")
 BESIDE_TRAINER = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_own_block_muon", "litgpt")
 SETTINGS = ("hfgolf_fp32", *(name for name, arm in ARMS.items() if arm.only_on_gpu), "hfgolf_bf16")
 SETTINGS += ("hfgolf_bf16_compiled", "hfgolf_checkpointing")
@@ -94,7 +94,7 @@ SHAPES = {
         "characters": Shape(6, 384, 6, 256, 16, "byte", 257),
         "small": Shape(5, 256, 4, 256, 16, "bpe", 4096),
         "gpt2_124m": Shape(12, 768, 12, 1024, 1, "bpe", 50_257, LARGE_ON_CPU),
-        "gpt2_124m_x4": Shape(12, 768, 12, 1024, 4, "bpe", 50_257, LARGE_ON_CPU[1:3] + LARGE_ON_CPU[4:]),
+        "gpt2_124m_x4": Shape(12, 768, 12, 1024, 4, "bpe", 50_257, LARGEST_ON_CPU),
     },
     "cuda": {
         "characters": Shape(6, 384, 6, 256, 16, "byte", 257),
@@ -186,7 +186,9 @@ def run_arm(job: Job, connection: Connection) -> None:
         if job.arm.uses_tf32:
             torch.set_float32_matmul_precision("high")
         if job.arm.inductor:
-            importlib.import_module("torch._inductor.config").load_config(job.arm.inductor)
+            from torch._inductor import config
+
+            config.load_config(job.arm.inductor)
         turns = Turns(connection, job.device, job.threads)
         {"hfgolf": train_hfgolf, "trainer": train_trainer, "litgpt": train_litgpt}[job.arm.program](job, turns)
     except Exception as error:

@@ -86,7 +86,9 @@ def test_an_encoder_leaves_the_tokenizer_as_it_is(tmp_path):
     assert tokenizer_sha256(tokenizer) == before
     backend.no_padding()
     backend.no_truncation()
+    before = tokenizer_sha256(tokenizer)
     build_encoder(tokenizer, "bpe")([TEXT])
+    assert tokenizer_sha256(tokenizer) == before
     assert tokenizer(END_OF_TEXT)["input_ids"] == [tokenizer.eos_token_id]
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -437,6 +438,16 @@ def test_an_update_waits_until_a_save_has_read_what_it_changes(run, tiny_run, mo
     late = run(tiny_run(run__name="late", batch__micro_batch_size=8, data__in_memory="false"))
     for name in ("step-000003", "step-000006"):
         assert differences(late / "checkpoints" / name, straight / "checkpoints" / name) == []
+
+
+def test_without_room_a_gpus_tensors_are_not_copied(tiny_run, monkeypatch):
+    """They are written as a CPU's are then, while the next update waits."""
+    checkpoints = setup.set_up(load_config(tiny_run())).checkpoints
+    monkeypatch.setattr(checkpointer.Checkpointer, "_copy", lambda self, contents: contents)
+    tensors = checkpoints._tensors()
+    assert checkpoints._copy_all(tensors) is tensors
+    monkeypatch.setattr(checkpointer.psutil, "virtual_memory", lambda: SimpleNamespace(available=0, total=2**30))
+    assert checkpoints._copy_all(tensors) is None
 
 
 def test_a_save_that_fails_lets_the_updates_go_on(run, tiny_run, monkeypatch):
