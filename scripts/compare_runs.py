@@ -44,8 +44,9 @@ def main() -> None:
     from hfgolf.compare.markdown import to_markdown
     from hfgolf.compare.outcome import group_by_arm, read_outcome, read_outcomes
     from hfgolf.compare.plot import draw
+    from hfgolf.durable import write_text
     from hfgolf.train.console import show_log
-    from hfgolf.train.run_folder import RunFolder, replace_text
+    from hfgolf.train.run_folder import RunFolder
 
     show_log(is_main_process=True)
     try:
@@ -61,8 +62,8 @@ def main() -> None:
         outcomes, failures = read_outcomes(planned, failed)
         comparison = compare_experiment(experiment, command, outcomes, failures)
     results, page = output_dir / comparison.name, to_markdown(comparison)
-    replace_text(Path(f"{results}.json"), comparison.to_json())
-    replace_text(Path(f"{results}.md"), page)
+    write_text(Path(f"{results}.json"), comparison.to_json())
+    write_text(Path(f"{results}.md"), page)
     draw(comparison, outcomes, Path(f"{results}.png"), experiment)
     logging.getLogger("hfgolf").info("\n%s\nwrote %s.json, .md and .png", page, results)
 

@@ -33,10 +33,10 @@ def main() -> None:
     _check_output(arguments.output)
     resolved = load_config(of_run)
 
+    from hfgolf.durable import write_text
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import run_metadata
     from hfgolf.train.find_lr import find_lr, suggested_values
-    from hfgolf.train.run_folder import replace_text
     from hfgolf.train.signals import follow_launcher
 
     is_main_process = os.environ.get("RANK", "0") == "0"
@@ -58,7 +58,7 @@ def main() -> None:
     numbers = arguments.output.with_suffix(".json")
     try:
         draw(sweeps, values, f"{resolved.config.run.name}, {resolved.config.optim.name}", arguments.output)
-        replace_text(numbers, json.dumps(results, indent=1))
+        write_text(numbers, json.dumps(results, indent=1))
     except OSError as error:
         raise UserError(f"--output: cannot write {error.filename} ({error.strerror}); choose another.") from None
     print(f"wrote {arguments.output} and {numbers}\n\nsuggestion: {RULE}")

@@ -41,9 +41,9 @@ def main() -> None:
     import torch
 
     from benchmarks.ladder import build_rungs, check_losses, climb
+    from hfgolf.durable import write_text
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import device_name, run_metadata
-    from hfgolf.train.run_folder import replace_text
     from hfgolf.train.scratch import scratch_run, writable_folder
 
     show_log(True)
@@ -58,7 +58,7 @@ def main() -> None:
         rows = climb(rungs, arguments.losses, arguments.repetitions)
     check_losses(rows)
     record = {"rungs": rows, "threads": torch.get_num_threads(), "metadata": run_metadata(run.resolved)}
-    replace_text(folder / "ladder.json", json.dumps(record, indent=1))
+    write_text(folder / "ladder.json", json.dumps(record, indent=1))
     draw(rows, f"{run.config.run.name} on {device_name()}", folder / "ladder.png")
     print(f"\n{table(rows)}\nwrote {folder / 'ladder.png'} and {folder / 'ladder.json'}")
 

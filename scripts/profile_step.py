@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.command_line import load_config, run_command
+from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 
 
@@ -34,7 +35,7 @@ def main() -> None:
 
     from hfgolf.train.console import show_log
     from hfgolf.train.profile_step import profile_run
-    from hfgolf.train.run_folder import replace_text, run_folder
+    from hfgolf.train.run_folder import run_folder
     from hfgolf.train.scratch import scratch_run, writable_folder
     from hfgolf.train.signals import follow_launcher
 
@@ -47,7 +48,7 @@ def main() -> None:
         record = profile_run(run, arguments.steps, trace)
     if not is_main_process:
         return
-    replace_text(folder / "profile.json", json.dumps(record, indent=1))
+    write_text(folder / "profile.json", json.dumps(record, indent=1))
     print(f"\n{describe(record)}\nwrote {folder / 'profile.json'} and {trace}")
 
 

@@ -41,12 +41,12 @@ def main() -> None:
 
     import torch
 
+    from hfgolf.durable import write_text
     from hfgolf.measure.flops import training_flops_per_token
     from hfgolf.measure.roofline import measure_roofline, place, step_operations
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import device_name, run_metadata
     from hfgolf.train.profile_step import timed_steps
-    from hfgolf.train.run_folder import replace_text
     from hfgolf.train.scratch import scratch_run, writable_folder
 
     show_log(True)
@@ -70,7 +70,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "metadata": run_metadata(run.resolved),
     }
-    replace_text(folder / "roofline.json", json.dumps(record, indent=1))
+    write_text(folder / "roofline.json", json.dumps(record, indent=1))
     draw(roofline, rows, step, f"{config.run.name} on {device_name()}", folder / "roofline.png")
     print(f"\n{table(roofline, rows, step)}\nwrote {folder / 'roofline.png'} and {folder / 'roofline.json'}")
 

@@ -50,10 +50,10 @@ def main() -> None:
     resolved = load_config(of_run)
 
     from hfgolf.data.pieces import num_text_bytes
+    from hfgolf.durable import write_text
     from hfgolf.measure.vocabulary import measure_vocabulary, write_sample
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import run_metadata
-    from hfgolf.train.run_folder import replace_text
     from hfgolf.train.scratch import writable_folder
 
     show_log(True)
@@ -84,8 +84,8 @@ def main() -> None:
         f" {model.num_hidden_layers} layers deep. Speed is that of {os.cpu_count()} cores."
     )
     page = f"# Vocabularies\n\n{about}\n\n{markdown(rows, arguments.context)}\n\n![Vocabularies](vocabulary.png)\n"
-    replace_text(folder / "vocabulary.json", json.dumps(record, indent=1))
-    replace_text(folder / "vocabulary.md", page)
+    write_text(folder / "vocabulary.json", json.dumps(record, indent=1))
+    write_text(folder / "vocabulary.md", page)
     draw(rows, f"{model.hidden_size} wide, {model.num_hidden_layers} layers", folder / "vocabulary.png")
     print(f"\n{about}\n\n{table(rows, arguments.context)}\nwrote vocabulary.md, .json and .png in {folder}")
 

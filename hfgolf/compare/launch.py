@@ -18,9 +18,9 @@ from typing import NoReturn
 from hfgolf.command_line import one_line
 from hfgolf.compare.experiment import PlannedRun
 from hfgolf.config import join_words
+from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.train.environment import resolve_precision
-from hfgolf.train.run_folder import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def run_missing(runs: Sequence[PlannedRun], train_script: Path, jobs: int) -> di
                 if process.returncode:
                     failures[run.name] = _last_words(run)
                     if process.returncode in _FAILED and run.folder.config.exists():  # else it had not begun
-                        replace_text(_failure(run), failures[run.name])
+                        write_text(_failure(run), failures[run.name])
                 end = f"failed: {failures[run.name]}" if process.returncode else "is complete"
                 done = len(missing) - len(waiting) - len(under_way)
                 progress = _progress(done, len(missing), time.perf_counter() - started_at)

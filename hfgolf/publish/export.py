@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig
 
+from hfgolf.durable import replace_folder
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def export_model(
     (partial / "README.md").write_text(card, encoding="utf-8")
     for picture in pictures:
         shutil.copyfile(picture, partial / picture.name)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    replace_folder(partial, folder)
 
 
 def _generation_config(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from pathlib import Path
@@ -20,6 +19,7 @@ from accelerate.utils import broadcast_object_list
 
 from hfgolf.command_line import one_line
 from hfgolf.config import join_words
+from hfgolf.durable import sync
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ def commit_checkpoint(partial: Path, step: int, model: dict[str, Any], processes
     }
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in (*files, partial / _MANIFEST, partial):
-        _sync(path)
+        sync(path)
     set_aside(final)
     partial.rename(final)
-    _sync(folder)
+    sync(folder)
     point(folder / "latest", final)
     return final
 
@@ -263,12 +263,3 @@ def _sha256(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Have the file or folder on the disk before what follows."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hfgolf.command_line import one_line
+from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
@@ -26,7 +27,7 @@ from hfgolf.train.checkpoint import read_manifest
 from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
-from hfgolf.train.run_folder import RunFolder, replace_text
+from hfgolf.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from hfgolf.train.setup import Run
@@ -69,7 +70,7 @@ def conclude(run: Run) -> dict[str, Any]:
             pictures = [picture] if picture.is_file() else []
             card = model_card(run.config, summary, pictures)
             export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
-            replace_text(run.folder.summary, json.dumps(summary, indent=1))
+            write_text(run.folder.summary, json.dumps(summary, indent=1))
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); checkpoints hold"

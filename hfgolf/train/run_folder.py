@@ -155,13 +155,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that is whole at every moment, whatever happens to the process."""
-    partial = path.with_name(f".partial-{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def run_folder(config: RunConfig) -> RunFolder:
     """Return the folder of the run that a config describes."""
     return RunFolder(Path(config.run.output_dir) / str(config.run.name))

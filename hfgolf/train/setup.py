@@ -24,6 +24,7 @@ from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
 from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
@@ -51,7 +52,7 @@ from hfgolf.train.environment import (
 )
 from hfgolf.train.guard import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.meter import Meter
-from hfgolf.train.run_folder import RunFolder, replace_text, run_folder
+from hfgolf.train.run_folder import RunFolder, run_folder
 from hfgolf.train.state import TrainState
 from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.tracking import Tracker, check_trackers
@@ -336,12 +337,12 @@ def write_description(run: Run) -> None:
     for change in folder.changed_keys(run.resolved) if folder.config.exists() else []:
         logger.info("changed since the run began: %s", change)
     folder.summary.unlink(missing_ok=True)  # the run is no longer complete
-    replace_text(folder.config, run.resolved.to_yaml())
-    replace_text(folder.metadata, json.dumps(run_metadata(run.resolved), indent=1))
+    write_text(folder.config, run.resolved.to_yaml())
+    write_text(folder.metadata, json.dumps(run_metadata(run.resolved), indent=1))
     patch = uncommitted_changes()
     folder.uncommitted.unlink(missing_ok=True)
     if patch:
-        replace_text(folder.uncommitted, patch)
+        write_text(folder.uncommitted, patch)
 
 
 def _rehearse(run: Run) -> None:

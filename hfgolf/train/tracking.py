@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfgolf.command_line import one_line
+from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.redact import redact, redact_values
-from hfgolf.train.run_folder import replace_text
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -218,7 +218,7 @@ def _drop_rows_after(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if _outlives(line, step)]
     if len(kept) < len(lines):
-        replace_text(path, "".join(line + "\n" for line in kept))
+        write_text(path, "".join(line + "\n" for line in kept))
 
 
 def _outlives(line: str, step: int) -> bool:

@@ -263,7 +263,7 @@ def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplo
         real_save(run_)
         look(run_)
 
-    monkeypatch.setattr(checkpoint_module, "_sync", failing)
+    monkeypatch.setattr(checkpoint_module, "sync", failing)
     monkeypatch.setattr(loop, "save", save)
     with caplog.at_level(logging.INFO, "hfgolf"):
         run(tiny_run(train__save_every_steps=2, train__eval_every_steps=99, train__keep_last=1))

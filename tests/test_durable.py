@@ -1,0 +1,58 @@
+"""Durable writes: the final name never holds half of anything, and what is there is on the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hfgolf.durable import replace_folder, write_text
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Return the list that each fsync and rename from here on goes to, by the name of the file or folder."""
+    seen: list[tuple[str, str]] = []
+    fsync, replace, rename = os.fsync, os.replace, os.rename
+
+    def record_fsync(descriptor: int) -> None:
+        seen.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append(("rename", Path(b).name)), replace(a, b))[1])
+    monkeypatch.setattr(os, "rename", lambda a, b: (seen.append(("rename", Path(b).name)), rename(a, b))[1])
+    return seen
+
+
+def test_a_file_is_synced_before_it_has_its_name_and_the_name_afterwards(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    write_text(tmp_path / "note.txt", "fünf")
+    assert (tmp_path / "note.txt").read_bytes() == "fünf".encode()
+    assert calls == [("sync", ".partial-note.txt"), ("rename", "note.txt"), ("sync", tmp_path.name)]
+
+
+def test_a_write_that_fails_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "note.txt", "old")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(tmp_path / "note.txt", "new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"note.txt": "old"}
+
+
+def test_a_folder_is_synced_whole_before_it_has_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    for name, text in (("model", "old"), (".partial-model", "new")):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "weights").write_text(text)
+    replace_folder(tmp_path / ".partial-model", tmp_path / "model")
+    assert (tmp_path / "model" / "sub" / "weights").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    named = calls.index(("rename", "model"))
+    assert calls[:named].count(("sync", "weights")) == calls[:named].count(("sync", "sub")) == 1
+    assert calls[named + 1 :] == [("sync", tmp_path.name)]
