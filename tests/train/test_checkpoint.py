@@ -246,7 +246,7 @@ def test_retention_keeps_the_newest_and_what_is_pointed_at(tmp_path):
 
 def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplog):
     """At whatever call to the disk it fails: nothing is deleted before the new checkpoint is complete."""
-    real_sync, seen = checkpoint_module._sync, {}
+    real_sync, seen = checkpoint_module.sync, {}
 
     def failing(path: Path) -> None:
         if "step-000004" in path.parent.name:
