@@ -6,6 +6,8 @@ Importing this package imports neither torch nor transformers; the public names 
 from importlib import import_module
 from typing import Any
 
+from hfgolf import train as train  # callable; the loop loads when it is called
+
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
@@ -16,12 +18,15 @@ _PUBLIC_NAMES = {
     "UserError": "hfgolf.errors",
     "load_config": "hfgolf.command_line",
     "training_memory": "hfgolf.measure.memory",
-    "train": "hfgolf.train.loop",
 }
-__all__ = sorted([*_PUBLIC_NAMES, "__version__"])
+__all__ = sorted([*_PUBLIC_NAMES, "__version__", "train"])
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module 'hfgolf' has no attribute '{name}'")
     return getattr(import_module(_PUBLIC_NAMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC_NAMES})

@@ -1,7 +1,7 @@
 """From `--config file.yaml --section.key value` to a checked RunConfig, and from a user's mistake to one clear line.
 
-Owns the parsing, the source of every value (default, file, command line, accelerate, auto) and the wrapper that every
-script runs in. jsonargparse does the typing and `--help`; what it cannot do is here: naming the nearest key and
+Owns the parsing, the source of every value (default, file, command line, code, accelerate, auto) and the wrapper that
+every script runs in. jsonargparse does the typing and `--help`; what it cannot do is here: naming the nearest key and
 saying in one line what is allowed. Imports nothing heavy before it is needed.
 """
 
@@ -33,10 +33,18 @@ KEY_TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config and, for each "section.key", its source: default, file, command line, accelerate or auto."""
+    """A config and, for each "section.key", its source: default, file, command line, code, accelerate or auto."""
 
     config: RunConfig
     sources: dict[str, str]
+
+    @classmethod
+    def from_code(cls, config: RunConfig) -> ResolvedConfig:
+        """Return a config that Python code built; what differs from the defaults is from there."""
+        if config.run.name is None:
+            config = config.replace(run__name="default")
+        defaults = RunConfig().flat()
+        return cls(config, {key: "code" for key, value in config.flat().items() if value != defaults[key]})
 
     def resolve(self, source: str, **values: Any) -> ResolvedConfig:
         """Return a copy in which each `section__key=value` was decided by `source`."""

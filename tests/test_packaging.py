@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "train": {"data", "model", "optim", "measure", "evaluate", "publish", "report"},
     "compare": {"data", "model", "optim", "measure", "evaluate", "publish", "report", "train"},
 }
-BASE = {"config", "errors", "command_line", "redact"}
+BASE = {"config", "errors", "command_line", "redact", "durable"}
 
 
 def pins() -> dict[str, str]:
@@ -87,11 +87,34 @@ def test_importing_hfgolf_imports_no_torch():
     assert done.stdout.strip() == "hfgolf []"
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import hfgolf",
+        "import hfgolf; hfgolf.train; import hfgolf.train.stopwatch",
+        "import hfgolf.train.stopwatch",
+        "from hfgolf.train.stopwatch import Stopwatch; import hfgolf",
+    ],
+)
+def test_train_can_be_called_whatever_was_imported_first(imports):
+    """A function of that name was replaced by the package as soon as a module of the package was imported."""
+    program = f"""{imports}
+import inspect, pickle
+from hfgolf import train
+assert train is hfgolf.train and pickle.loads(pickle.dumps(train)) is train
+import hfgolf.train.stopwatch
+assert train is hfgolf.train and hfgolf.train.stopwatch.Stopwatch
+print(*inspect.signature(train).parameters, "train" in dir(hfgolf))"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("config True", "")
+
+
 def test_the_public_names_are_there():
     import hfgolf
 
     for name in hfgolf.__all__:
         assert getattr(hfgolf, name)
+    assert set(hfgolf.__all__) <= set(dir(hfgolf))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = hfgolf.nothing
 

@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import hfgolf
 from hfgolf.errors import UserError
 from hfgolf.optim import muon
 from hfgolf.report.metrics import read_rows
 from hfgolf.train import loop, setup
 from hfgolf.train.loop import due
+from hfgolf.train.run_folder import run_folder
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = [
@@ -74,6 +76,15 @@ def test_a_run_writes_what_it_promises(run, tiny_run, capsys):
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["seed"] == 1337 and metadata["packages"]["torch"] == torch.__version__
     assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_training_from_python(tiny_run):
+    """What the package offers: a command line or a RunConfig, a summary back."""
+    resolved = hfgolf.load_config(tiny_run(train__max_steps=2, run__name="by_hand"))
+    summary = hfgolf.train(resolved.config)
+    folder = run_folder(resolved.config).path
+    assert summary["step"] == 2 and (folder / "model" / "model.safetensors").is_file()
+    assert "max_steps: 2  # code" in (folder / "config.yaml").read_text()
 
 
 def test_accumulation_is_exact(run, tiny_run, monkeypatch):
