@@ -40,6 +40,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     from hfgolf.model.modeling_golf import GolfForCausalLM
     from hfgolf.optim.ema import Ema, ema_decay
     from hfgolf.optim.groups import build_optimizer
+    from hfgolf.train.checkpoint import newest_first
     from hfgolf.train.checkpointer import Checkpointer
     from hfgolf.train.state import TrainState
 
@@ -85,12 +86,11 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
             ema.load_state_dict(content["ema"])
 
     def hashes() -> None:
-        for path in latest.iterdir():
+        for path in newest_first(folder / "checkpoints")[0].iterdir():
             with path.open("rb") as file:
                 hashlib.file_digest(file, "sha256")
 
     checkpoints.reserve()
-    latest = folder / "checkpoints" / "latest"
     calls = {"write": write, "torch.save": torch_save, "load": load, "torch.load": torch_load, "its hashes": hashes}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repetition in range(repetitions + 1):
@@ -105,7 +105,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     return {
         "model": model,
         "parameters": golf.num_parameters(),
-        "checkpoint_bytes": sum(path.stat().st_size for path in latest.iterdir()),
+        "checkpoint_bytes": sum(path.stat().st_size for path in newest_first(folder / "checkpoints")[0].iterdir()),
         "plain_bytes": plain.stat().st_size,
         "seconds": seconds,
     }

@@ -52,6 +52,7 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
     import torch
 
     from hfgolf.train import loop
+    from hfgolf.train.checkpoint import newest_first
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.setup import set_up
 
@@ -101,7 +102,7 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
         raise SystemExit(f"error: {failures[0]}")
     return {
         "parameters": run.raw_model.num_parameters(),
-        "checkpoint_bytes": sum(p.stat().st_size for p in (run.folder.checkpoints / "latest").resolve().iterdir()),
+        "checkpoint_bytes": sum(p.stat().st_size for p in newest_first(run.folder.checkpoints)[0].iterdir()),
         "tokens_per_step": run.config.batch.tokens_per_step,
         "steps": number,
         "seconds": rows,

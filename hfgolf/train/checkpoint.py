@@ -1,8 +1,9 @@
 """Checkpoints as folders that are whole or not there, and the choice among them.
 
-Owns the layout `checkpoints/step-000300`, the links `latest` and `best`, the manifest and the retention. A checkpoint
-is written to a hidden folder, synced, and renamed, so that a reader never sees half of one. Does not know when to save
-(loop.py), nor what is in the files (checkpointer.py).
+Owns the layout `checkpoints/step-000300`, the manifest and the retention. A checkpoint is written to a hidden folder,
+synced, and renamed, so that a reader never sees half of one. The latest is the one with the highest step, the best is
+what the train states say; the links `latest` and `best` are only for people, because not every copy and file system
+keeps links. Does not know when to save (loop.py), nor what else is in the files (checkpointer.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
+STATE_NAME = "train_state.json"  # not a registered object: accelerate unpickles those, which can run code
 _MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
@@ -81,10 +85,10 @@ def clean_up(folder: Path) -> None:
 
 
 def retain(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints; what `latest` or `best` points at stays."""
-    pinned = {(folder / link).resolve() for link in ("latest", "best")}
+    """Delete all but the newest `keep_last` checkpoints and the best one."""
+    best = best_checkpoint(folder)
     for checkpoint in newest_first(folder)[keep_last:]:
-        if checkpoint.resolve() not in pinned:
+        if checkpoint != best:
             hidden = checkpoint.with_name(f".partial-{checkpoint.name}")  # killed half-way, it must not look whole
             shutil.rmtree(hidden, ignore_errors=True)
             checkpoint.rename(hidden)
@@ -92,11 +96,21 @@ def retain(folder: Path, keep_last: int) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to its sibling `target`, in one atomic step."""
+    """Make `link` a relative symbolic link to its sibling `target`, in one atomic step; without a link if that fails.
+
+    A folder in its place, which a copy that followed the link has made, is set aside.
+    """
     temporary = link.with_name(f".{link.name}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    temporary.replace(link)
+    try:
+        if link.is_dir() and not link.is_symlink():
+            set_aside(link)
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target.name)
+        temporary.replace(link)
+    except (OSError, NotImplementedError) as error:  # a file system, or a Windows account, without links
+        logger.debug("no link %s: %s", link, error)
+        with suppress(OSError):
+            link.unlink()  # none is better than a wrong one
 
 
 def set_aside(checkpoint: Path) -> None:
@@ -113,12 +127,20 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def check_resume(folder: Path, which: str | None) -> None:
-    """Raise UserError where train.resume names what is not there: a first look, before any work."""
-    path = _path(folder, which) if which else None
-    there = newest_first(folder)
-    if (which == "latest" and not there) or (which not in (None, "auto", "latest") and not (path and path.is_dir())):
-        names = join_words(sorted(checkpoint.name for checkpoint in there)) or "none"
-        raise UserError(f"train.resume: there is no checkpoint {path} (checkpoints in {folder}: {names}).")
+    """Raise UserError, before any work, if the checkpoints can't be reached or train.resume names none of them."""
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(
+            f"run.output_dir: {folder} leads to {os.readlink(folder)}, which is not there; mount that disk, or remove"
+            " the link to begin anew."
+        )
+    if which in (None, "auto"):
+        return
+    path = _find(folder, which)
+    if path is None or not path.is_dir():
+        names = join_words(sorted(checkpoint.name for checkpoint in newest_first(folder))) or "none"
+        raise UserError(
+            f"train.resume: there is no checkpoint {path or folder / which} (checkpoints in {folder}: {names})."
+        )
 
 
 def choose_checkpoint(accelerator: Accelerator, folder: Path, which: str, model: dict[str, Any]) -> Path | None:
@@ -194,7 +216,7 @@ def _choose(folder: Path, which: str, model: dict[str, Any]) -> Path | None:
         if chosen is None:
             return None
     else:
-        chosen = _path(folder, which).resolve()
+        chosen = (_find(folder, which) or folder / which).resolve()
         try:
             verify(chosen, model)
         except Rejected as rejected:
@@ -203,11 +225,11 @@ def _choose(folder: Path, which: str, model: dict[str, Any]) -> Path | None:
     for other in newest_first(folder):
         if _step(other) >= step and other.resolve() != chosen.resolve():
             set_aside(other)
-    for link in (folder / "latest", folder / "best"):
-        if link.is_symlink() and not link.exists():
-            link.unlink()
-    if chosen.resolve().parent == folder.resolve():
-        point(folder / "latest", chosen)
+    for name, target in (("latest", next(iter(newest_first(folder)), None)), ("best", best_checkpoint(folder))):
+        if target is not None:
+            point(folder / name, target)
+        elif (folder / name).is_symlink():
+            (folder / name).unlink()
     return chosen
 
 
@@ -226,8 +248,13 @@ def _newest_valid(folder: Path, which: str, model: dict[str, Any]) -> Path | Non
     return None
 
 
-def _path(folder: Path, which: str) -> Path:
-    return folder / which if which in ("auto", "latest", "best") else Path(which)
+def _find(folder: Path, which: str) -> Path | None:
+    """Return what train.resume means by latest, best or a path; None if there is no latest or best."""
+    if which == "latest":
+        return next(iter(newest_first(folder)), None)
+    if which == "best":
+        return best_checkpoint(folder)
+    return Path(which)
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -235,6 +262,19 @@ def newest_first(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=_step, reverse=True)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint of the lowest validation loss among those in a folder, as their train states say.
+
+    The newest state knows it, unless the save of that step failed: then an older one does. None if none does.
+    """
+    for checkpoint in newest_first(folder):
+        with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+            best = step_folder(folder, json.loads((checkpoint / STATE_NAME).read_text())["best_step"])
+            if best.is_dir():
+                return best
+    return None
 
 
 def _step(checkpoint: Path) -> int:

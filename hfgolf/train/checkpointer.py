@@ -34,6 +34,7 @@ from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.train.checkpoint import (
+    STATE_NAME,
     begin_checkpoint,
     choose_checkpoint,
     commit_checkpoint,
@@ -47,7 +48,6 @@ from hfgolf.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-STATE_NAME = "train_state.json"  # not a registered object: accelerate unpickles those, which can run code
 EMA_NAME = "ema.safetensors"
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -151,8 +151,6 @@ class Checkpointer:
         best = step_folder(checkpoint.parent, self._state.best_step)
         if checkpoint.resolve().parent != self._folder.resolve() or not best.exists():  # of another run, or abandoned
             self._state.best_val_loss, self._state.best_step = float("inf"), 0
-        elif accelerator.is_main_process:
-            point(self._folder / "best", best)  # it may have moved on since
         accelerator.step = 0  # counts micro-batches, and a step may have another number of them now
         if states is None and accelerator.num_processes == read_manifest(checkpoint)["processes"]:
             raise UserError(f"train.resume: {own} is missing; choose an earlier checkpoint.")

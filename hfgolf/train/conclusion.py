@@ -23,7 +23,7 @@ from hfgolf.report.metrics import read_metrics
 from hfgolf.report.record import read_run
 from hfgolf.report.report import write_report
 from hfgolf.report.wording import duration
-from hfgolf.train.checkpoint import read_manifest
+from hfgolf.train.checkpoint import best_checkpoint, newest_first, read_manifest
 from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
@@ -148,8 +148,9 @@ def _take_best_weights(run: Run) -> int:
     averaged = run.config.optim.ema_export
     name = EMA_NAME if averaged else WEIGHTS_NAME
     sick = first_not_finite(run.raw_model.named_parameters())
-    links = ["best"] * (run.state.best_step != run.state.step) + ["latest"] * (sick is not None)
-    files = [run.folder.checkpoints / link / name for link in links]
+    best = best_checkpoint(run.folder.checkpoints) if run.state.best_step != run.state.step else None
+    latest = newest_first(run.folder.checkpoints)[:1] if sick else []
+    files = [checkpoint / name for checkpoint in (best, *latest) if checkpoint is not None]
     file = next((file for file in files if file.exists()), None)
     if file:
         weights, step = load_file(file), read_manifest(file.parent)["step"]  # best_step, unless its save failed

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hfgolf.report.metrics import read_rows
+from hfgolf.train.checkpoint import newest_first
 from hfgolf.train.checkpointer import EMA_NAME, STATE_NAME, WEIGHTS_NAME, leaves
 from hfgolf.train.run_folder import RunFolder
 
@@ -71,7 +72,7 @@ def evidence(run: RunFolder) -> dict[str, Contents]:
             found["validation losses"].setdefault(f"step {row['step']}", []).extend(values)
     summary = json.loads(run.summary.read_text())  # on the whole validation part
     found["validation losses"].setdefault(f"step {summary['step']}", []).append(summary["val_loss"])
-    checkpoint = run.checkpoints / "latest"
+    checkpoint = newest_first(run.checkpoints)[0]
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"):
         name = str(path.relative_to(checkpoint))
         found[_NAMES.get(name, name.removesuffix(".pkl").replace("_", " "))] = {

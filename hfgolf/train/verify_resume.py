@@ -28,6 +28,7 @@ import torch
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.errors import UserError
 from hfgolf.report.metrics import read_rows
+from hfgolf.train.checkpoint import newest_first
 from hfgolf.train.evidence import compare, evidence, table, verdict
 from hfgolf.train.run_folder import RunFolder
 
@@ -182,7 +183,7 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
     step_seconds = statistics.median(
         row["data_seconds"] + row["compute_seconds"] for row in read_rows(straight.metrics)
     )
-    most_files = len(list((straight.checkpoints / "latest").iterdir()))
+    most_files = len(list(newest_first(straight.checkpoints)[0].iterdir()))
     saves_to_hit, killed_at = 0, 0
     for number in range(1, plan.kills + 2):
         is_killed = False

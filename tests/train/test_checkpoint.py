@@ -52,10 +52,12 @@ from hfgolf.train.checkpoint import (
 MODEL = {"hidden_size": 8}
 
 
-def commit(folder: Path, step: int, content: str = "weights") -> Path:
-    """Write a checkpoint of one small file."""
+def commit(folder: Path, step: int, content: str = "weights", best_step: int = 0) -> Path:
+    """Write a checkpoint of one small file and, if there is a best step, the state that says so."""
     partial = begin_checkpoint(folder, step)
     (partial / "model").write_text(content)
+    if best_step:
+        (partial / "train_state.json").write_text(json.dumps({"best_step": best_step}))
     return commit_checkpoint(partial, step, MODEL, processes=1)
 
 
@@ -203,7 +205,7 @@ def test_one_line_names_every_rejected_checkpoint(tmp_path):
 @pytest.mark.parametrize("which", ["best", "a path"])
 def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(tmp_path, which):
     for step in (3, 6, 9):
-        commit(tmp_path, step)
+        commit(tmp_path, step, best_step=min(step, 6))
     point(tmp_path / "best", tmp_path / "step-000006")
     which = str(tmp_path / "step-000006") if which == "a path" else which
     flip_a_bit(tmp_path / "step-000006" / "model")
@@ -234,14 +236,13 @@ def test_auto_begins_anew_only_where_there_is_nothing(tmp_path):
     assert choose(tmp_path, "auto") is None
 
 
-def test_retention_keeps_the_newest_and_what_is_pointed_at(tmp_path):
+def test_retention_keeps_the_newest_and_the_best(tmp_path):
     for step in (1, 2, 3, 4, 5, 1_000_000):  # by number, not by name
-        commit(tmp_path, step)
-    point(tmp_path / "best", tmp_path / "step-000002")
-    point(tmp_path / "latest", tmp_path / "step-000003")
+        commit(tmp_path, step, best_step=2)
+    point(tmp_path / "best", tmp_path / "step-000003")  # an old link, on a file system that makes no new one
     retain(tmp_path, 2)
-    assert valid_steps(tmp_path) == [2, 3, 5, 1_000_000]
-    assert names(tmp_path) == ["best", "latest", "step-000002", "step-000003", "step-000005", "step-1000000"]
+    assert valid_steps(tmp_path) == [2, 5, 1_000_000]
+    assert names(tmp_path) == ["best", "latest", "step-000002", "step-000005", "step-1000000"]
 
 
 def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplog):
