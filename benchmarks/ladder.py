@@ -161,7 +161,8 @@ def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, prec
 def starts_of(run: Run, step: int) -> np.ndarray:
     """Return the tokens at which the blocks of a step begin."""
     batch = run.config.batch
-    return block_starts(run.config.run.seed, step, batch.sequences_per_step, run.num_blocks, batch.sequence_length)
+    positions = step * batch.sequences_per_step + np.arange(batch.sequences_per_step)
+    return block_starts(run.config.run.seed, positions, run.num_blocks, batch.sequence_length)
 
 
 def copy_of(model: GolfForCausalLM, attention: str) -> GolfForCausalLM:

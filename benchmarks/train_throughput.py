@@ -379,7 +379,8 @@ def write_tokens(shape: Shape, num_steps: int, path: Path) -> None:
     if len(tokens.tokenizer) != shape.vocabulary:
         raise SystemExit(f"error: the tokenizer has {len(tokens.tokenizer)} entries, not {shape.vocabulary}.")
     blocks = num_blocks(len(tokens.train), shape.context)
-    starts = [block_starts(config.run.seed, step, shape.sequences, blocks, shape.context) for step in range(num_steps)]
+    positions = np.arange(num_steps * shape.sequences).reshape(num_steps, shape.sequences)
+    starts = [block_starts(config.run.seed, of_step, blocks, shape.context) for of_step in positions]
     np.save(path, gather(tokens.train.tokens, np.concatenate(starts), shape.context).numpy())
 
 

@@ -1,6 +1,7 @@
 """From a token stream to batches: which block a step reads, the DataLoader, the copy to the device, evaluation windows.
 
-Owns the order of the data as a pure function of (seed, step). Does not know text, tokenizers or files.
+Owns the order of the data: a pure function of the seed and of how many blocks have been read. Does not know text,
+tokenizers or files.
 
 B batch, T time (sequence_length). A block is T + 1 tokens: T inputs and their T targets. The blocks of an epoch lie end
 to end, so that each token is a target once, but for the few that make no whole block. In the first epoch they begin at
@@ -10,8 +11,9 @@ the last block may then go around the end of the stream, where the end of text t
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -24,6 +26,8 @@ from hfgolf.errors import UserError
 
 Batch = dict[str, torch.Tensor]
 IGNORE_INDEX = -100
+Ranges = Sequence[Sequence[int]]
+"""Positions in the stream as [start, end) ranges."""
 
 
 class Stream(Protocol):
@@ -47,26 +51,35 @@ def num_blocks(num_tokens: int, sequence_length: int) -> int:
     return (num_tokens - 1) // sequence_length
 
 
-def block_starts(seed: int, step: int, blocks_per_step: int, num_blocks: int, sequence_length: int) -> np.ndarray:
-    """Return the tokens at which the (blocks_per_step,) blocks of the global batch of `step` begin.
+def stream_positions(first: int, count: int, excluded: Ranges = ()) -> np.ndarray:
+    """Return the positions of the next `count` blocks after `first` have been read, (count,) int64.
 
-    A pure function of its arguments. The order is a new permutation each epoch, laid end to end; a step may straddle
-    two epochs or more.
+    A position counts blocks from the start of the first epoch and never ends: the epochs lie end to end.
+    excluded: positions [start, end) that nobody reads, disjoint and in order; what follows them moves up.
     """
-    positions = step * blocks_per_step + np.arange(blocks_per_step)
+    positions = first + np.arange(count)
+    for start, end in excluded:
+        positions[positions >= start] += end - start
+    return positions
+
+
+def as_ranges(positions: np.ndarray) -> list[list[int]]:
+    """Return ascending positions as the fewest [start, end) ranges; plain integers, so that they fit in JSON."""
+    parts = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return [[int(part[0]), int(part[-1]) + 1] for part in parts if len(part)]
+
+
+def block_starts(seed: int, positions: np.ndarray, num_blocks: int, sequence_length: int) -> np.ndarray:
+    """Return the tokens at which the blocks at `positions` begin, (blocks,) int64; a pure function of its arguments.
+
+    Each epoch is a new permutation of the `num_blocks` blocks.
+    """
     epochs, places = np.divmod(positions, num_blocks)
-    starts = np.empty(blocks_per_step, np.int64)
+    starts = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
         is_here = epochs == epoch
         starts[is_here] = _epoch(seed, int(epoch), num_blocks, sequence_length)[places[is_here]]
     return starts
-
-
-def data_step(step: int, left_out: Collection[int]) -> int:
-    """Return which step's batch the update after `step` updates reads: the step-th of those that are not left out."""
-    for number in sorted(left_out):
-        step += number <= step
-    return step
 
 
 def sample_hash(starts: np.ndarray) -> int:
@@ -89,38 +102,20 @@ def _epoch(seed: int, epoch: int, num_blocks: int, sequence_length: int) -> np.n
 
 
 class MicroBatches(Dataset[Batch]):
-    """The micro-batches of one rank: item n is number n % accumulation of step n // accumulation.
+    """Micro-batches by the positions of their blocks: `dataset[positions]`, as `_Order` yields them.
 
-    An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}, the labels already
-    one token ahead, the hash that of the blocks it was made of.
-    Over ranks and accumulation the items of a step are its global batch, each block once.
+    An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}. The labels are one
+    token ahead already; the hash is of the blocks.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        sequence_length: int,
-        micro_batch_size: int,
-        accumulation: int,
-        rank: int,
-        world: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, stream: Stream, sequence_length: int, seed: int) -> None:
         self.stream = stream
         self.sequence_length = sequence_length
-        self.micro_batch_size = micro_batch_size
-        self.accumulation = accumulation
-        self.rank = rank
-        self.world = world
         self.seed = seed
         self.num_blocks = num_blocks(len(stream.tokens), sequence_length)
 
-    def __getitem__(self, item: int) -> Batch:
-        step, part = divmod(item, self.accumulation)
-        start = (part * self.world + self.rank) * self.micro_batch_size
-        blocks_per_step = self.accumulation * self.world * self.micro_batch_size
-        starts = block_starts(self.seed, step, blocks_per_step, self.num_blocks, self.sequence_length)
-        starts = starts[start : start + self.micro_batch_size]
+    def __getitem__(self, positions: np.ndarray) -> Batch:
+        starts = block_starts(self.seed, positions, self.num_blocks, self.sequence_length)
         block = gather(self.stream.tokens, starts, self.sequence_length)
         return {
             "input_ids": _copied(block[:, :-1]),
@@ -136,18 +131,26 @@ def gather(tokens: np.ndarray, starts: np.ndarray, sequence_length: int) -> torc
 
 
 @dataclass(frozen=True)
-class _Items:
-    """The numbers of the items that the steps [start, end) read, in order."""
+class _Order:
+    """The positions of each micro-batch that one rank reads, in order, from the block after the first `blocks_read`.
 
-    start: int
-    end: int
+    Over ranks and accumulation, the micro-batches of a step are its global batch: each block once.
+    """
+
+    blocks_read: int
+    num_steps: int
+    micro_batch_size: int
     accumulation: int
-    left_out: tuple[int, ...]
+    rank: int
+    world: int
+    excluded: Ranges
 
-    def __iter__(self) -> Iterator[int]:
-        for step in range(self.start, self.end):
-            first = data_step(step, self.left_out) * self.accumulation
-            yield from range(first, first + self.accumulation)
+    def __iter__(self) -> Iterator[np.ndarray]:
+        shape = self.accumulation, self.world, self.micro_batch_size
+        blocks_per_step = math.prod(shape)
+        for step in range(self.num_steps):
+            positions = stream_positions(self.blocks_read + step * blocks_per_step, blocks_per_step, self.excluded)
+            yield from positions.reshape(shape)[:, self.rank]
 
 
 def build_loader(
@@ -159,24 +162,24 @@ def build_loader(
     rank: int,
     world: int,
     seed: int,
-    start_step: int,
-    end_step: int,
-    left_out: Collection[int] = (),
+    num_steps: int,
+    blocks_read: int = 0,
+    excluded: Ranges = (),
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Batch]:
-    """Return the loader of this rank's micro-batches of the steps [start_step, end_step), in order.
+    """Return the loader of this rank's micro-batches for `num_steps` steps, in order.
 
-    left_out: steps whose batches nobody reads; those after them move up (`data_step`).
-    Raises UserError where the stream is shorter than one block.
+    blocks_read: blocks that earlier steps have read, over all ranks; the loader goes on from there.
+    excluded: as for stream_positions. Raises UserError if the stream is shorter than one block.
     """
-    dataset = MicroBatches(stream, sequence_length, micro_batch_size, accumulation, rank, world, seed)
+    order = _Order(blocks_read, num_steps, micro_batch_size, accumulation, rank, world, excluded)
     # not a server that forks them, Linux's default from Python 3.14 on: it would outlive a killed run, and they with it
     context = "fork" if num_workers and sys.platform == "linux" else None
     return DataLoader(
-        dataset,
+        MicroBatches(stream, sequence_length, seed),
         batch_size=None,  # an item is a batch already
-        sampler=_Items(start_step, end_step, accumulation, tuple(left_out)),
+        sampler=order,
         num_workers=num_workers,
         multiprocessing_context=context,
         pin_memory=pin_memory,

@@ -32,7 +32,8 @@ class SameBatches:
         if not history.new_steps or not history.epochs_per_step <= 1:
             return None
         for new, number in zip(history.new_steps, history.latest.get("sample_hashes", ()), strict=False):
-            self._look_at(new.step, number, history)
+            steps_left = history.step + 1 - new.step  # of the row, this one included
+            self._look_at(new.step, number, history.epoch - steps_left * history.epochs_per_step, history)
         if len(self._again) < IN_A_ROW:
             return None
         step = self._again[0][0]
@@ -45,12 +46,10 @@ class SameBatches:
         fix = {"data.num_workers": 0} if history.settings["data.num_workers"] else {}
         return Finding("same batches again", step, saw, causes, fix)
 
-    def _look_at(self, step: int, number: str, history: History) -> None:
-        data_step = step - 1
-        for left_out in history.left_out:
-            data_step += left_out <= data_step
-        epoch = math.floor(data_step * history.epochs_per_step + SEAM)
-        if (data_step + 1) * history.epochs_per_step - SEAM > epoch + 1:
+    def _look_at(self, step: int, number: str, begins_at: float, history: History) -> None:
+        """Take in the hash of a step. begins_at: where in the data it began, in epochs."""
+        epoch = math.floor(begins_at + SEAM)
+        if begins_at + history.epochs_per_step - SEAM > epoch + 1:
             return  # of two epochs
         if epoch != self._epoch or len(self._seen) >= KEPT_HASHES:
             self._epoch, self._seen = epoch, {}

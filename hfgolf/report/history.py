@@ -51,6 +51,13 @@ class Evaluation(NamedTuple):
     """The training loss then, a median over LEVEL_STEPS or as many as there were."""
 
 
+class Place(NamedTuple):
+    """Where in the data a row ended."""
+
+    step: int
+    epoch: float
+
+
 class History:
     """The config of a run, its past and its latest line."""
 
@@ -70,14 +77,14 @@ class History:
         """The training loss now, a median over LEVEL_STEPS; NaN before half of them are there."""
         self.lowest_level = math.inf
         self.epochs_per_step = math.nan
+        """Of the latest row's steps."""
+        self._places: deque[Place] = deque(maxlen=KEPT)
         self.skips: deque[list[Line]] = deque(maxlen=100)
         """Steps that were not finite, those in a row together."""
         self.restore: Line | None = None
         """The last event that went back to a checkpoint."""
         self.out_of_memory: Line | None = None
         """The last event of that name."""
-        self.left_out: list[int] = []
-        """Batches that rollbacks leave out, by the step they would be of."""
         self._would_follow: set[int] = set()
         """Steps that would be in a row with the last skipped one."""
         self._session_has_begun = False
@@ -86,6 +93,11 @@ class History:
     def step(self) -> int:
         """Updates completed, by the last row."""
         return self.steps[-1].step if self.steps else 0
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training blocks, by the last row; NaN if no row says."""
+        return self._places[-1].epoch if self._places else math.nan
 
     def losses(self, after: int, up_to: float = math.inf) -> list[float]:
         """Return the finite losses of the steps after < step <= up_to, as far as they are kept."""
@@ -120,8 +132,7 @@ class History:
         median = float(np.median(recent)) if recent else math.nan
         self.level = median if len(recent) >= LEVEL_STEPS // 2 else math.nan
         self.lowest_level = min(self.lowest_level, self.level)
-        if row.get("epoch"):
-            self.epochs_per_step = row["epoch"] / row["step"]
+        self._add_place(Place(row["step"], row.get("epoch") or 0.0))
         if self._session_has_begun:
             values = _numbers([row.get(name) for name in Interval._fields[1:]])
             self.intervals.append(Interval(row["step"], *values))
@@ -129,6 +140,13 @@ class History:
         if row.get("val_loss") is not None:
             averaged = row.get("val_loss_ema") if self.settings["optim.ema_export"] else None
             self.evaluations.append(Evaluation(row["step"], averaged or row["val_loss"], row.get("val_tokens"), median))
+
+    def _add_place(self, place: Place) -> None:
+        """Note how much of an epoch each of the row's steps read; 0 and NaN say nothing."""
+        before = self._places[-1] if self._places else Place(0, 0.0)
+        if place.step > before.step and place.epoch > before.epoch:
+            self.epochs_per_step = (place.epoch - before.epoch) / (place.step - before.step)
+            self._places.append(place)
 
     def _add_skip(self, skip: Line) -> None:
         step = skip["step"]
@@ -143,11 +161,10 @@ class History:
     def _go_back(self, event: Line) -> None:
         """Forget the steps after the checkpoint: they did not happen, or will be made again."""
         self.restore = event
-        self.left_out = event.get("left_out_steps", self.left_out)
         last_skip = self.skips[-1][-1]["step"] if self.skips else None
         self._would_follow = {event["step"] + 1} if last_skip == event.get("from_step", -1) else set()
         kept: deque[Any]
-        for kept in (self.steps, self.intervals, self.evaluations):
+        for kept in (self.steps, self.intervals, self.evaluations, self._places):
             while kept and kept[-1].step > event["step"]:
                 kept.pop()
         if event["event"] == "resumed":  # another process, perhaps on another machine

@@ -275,7 +275,7 @@ def validation_rises(history: History) -> Finding | None:
     saw = (
         f"the validation loss rose from {best.val_loss:.4g} at step {best.step} to {now.val_loss:.4g} at step"
         f" {now.step}, while the training loss fell from {best.train_level:.4g} to {now.train_level:.4g}"
-        f" (epoch {now.step * history.epochs_per_step:.2g})"
+        f" (epoch {history.epoch:.2g})"
     )
     causes = ("a text too small for this model and so many epochs", "too little regularisation")
     fix = {
@@ -294,7 +294,7 @@ def near_zero_loss(history: History) -> Finding | None:
     if not history.level < NEAR_ZERO or not history.new_steps:
         return None
     evaluation = history.evaluations[-1] if history.evaluations else None
-    epoch = history.step * history.epochs_per_step
+    epoch = history.epoch
     if epoch > 1 if evaluation is None else evaluation.val_loss >= NEAR_ZERO:
         return None
     validation = f" and {evaluation.val_loss:.3g} on validation at step {evaluation.step}" if evaluation else ""

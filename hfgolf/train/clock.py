@@ -11,22 +11,25 @@ from torch import distributed
 
 from hfgolf.optim.schedule import projected_steps
 from hfgolf.train.signals import Signals
+from hfgolf.train.state import TrainState
 
 if TYPE_CHECKING:
     from hfgolf.config import BatchConfig, TrainConfig
     from hfgolf.train.setup import Run
 
 
-def most_steps(train: TrainConfig, batch: BatchConfig, blocks: int) -> float:
-    """Return the steps after which max_steps, max_tokens or max_epochs end a run; infinity where only the clock does.
+def most_steps(train: TrainConfig, batch: BatchConfig, blocks: int, state: TrainState | None = None) -> float:
+    """Return the steps after which max_steps, max_tokens or max_epochs end a run; infinity if only the clock does.
 
-    blocks: sequences in an epoch.
+    blocks: sequences in an epoch. state: of a run that goes on; its tokens and blocks count, whatever batch read them.
     """
+    state = state or TrainState()
     steps = float(train.max_steps or math.inf)
     if train.max_tokens:
-        steps = min(steps, math.ceil(train.max_tokens / batch.tokens_per_step))
+        steps = min(steps, state.step + math.ceil((train.max_tokens - state.tokens) / batch.tokens_per_step))
     if train.max_epochs:
-        steps = min(steps, math.ceil(train.max_epochs * (blocks * batch.sequence_length) / batch.tokens_per_step))
+        left = train.max_epochs * blocks - state.blocks
+        steps = min(steps, state.step + math.ceil(left / batch.sequences_per_step))
     return steps
 
 

@@ -47,7 +47,7 @@ def conclude(run: Run) -> dict[str, Any]:
         "is_best": step == run.state.best_step,
         "skipped_steps": run.state.skipped_steps,
         "rollbacks": run.state.rollbacks,
-        "tokens": run.state.step * run.config.batch.tokens_per_step,
+        "tokens": run.state.tokens,
         "val_loss": evaluation.loss,
         "val_perplexity": evaluation.perplexity,
         "val_bits_per_byte": evaluation.bits_per_byte,

@@ -129,7 +129,8 @@ def _losses(run: Run, step: int, key: str, rates: list[float], at_rest: list[flo
 def _trial(run: Run, step: int) -> Run:
     """Return the same run at `step`, without an end, at its peak learning rates after a warmup over the lead-in."""
     resolved = run.resolved.resolve("find_lr", schedule__warmup_steps=LEAD_IN_STEPS)
-    state = dataclasses.replace(run.state, step=step, learning_rate_scale=1.0)
+    blocks = step * run.config.batch.sequences_per_step
+    state = dataclasses.replace(run.state, step=step, blocks=blocks, learning_rate_scale=1.0)
     trial = dataclasses.replace(
         run, resolved=resolved, state=state, ema=None, tracker=_Silent(), most_steps=math.inf, has_begun=True
     )
@@ -142,7 +143,7 @@ def _step(trial: Run) -> float:
     """Make a step of the loop and return its loss, the mean over all processes; NaN where it made no update."""
     accelerator = trial.accelerator
     result = train_step(trial, math.inf)
-    trial.state.step += 1
+    trial.state.count_step(trial.config.batch)
     is_skipped = result.sick_parameter is not None and accelerator.scaler is None  # a scaler skips while it adapts
     loss = torch.tensor(math.nan if is_skipped else result.loss, device=accelerator.device)
     return accelerator.reduce(loss, "mean").item()

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 
 from hfgolf.command_line import one_line
-from hfgolf.data.batches import block_starts, data_step
+from hfgolf.data.batches import as_ranges, block_starts, stream_positions
 from hfgolf.errors import UserError
 from hfgolf.train.checkpoint import newest_first, set_aside
 from hfgolf.train.meter import StepResult
@@ -50,8 +51,8 @@ class Guard:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._in_a_row: list[int] = []
-        """Data steps of the updates skipped since the last good one."""
+        self._in_a_row: list[np.ndarray] = []
+        """Positions of the blocks of each update skipped since the last good one."""
         self._suspect: Path | None = None
         """The checkpoint of the last rollback, until a good step follows: its weights may be what is wrong."""
 
@@ -68,13 +69,12 @@ class Guard:
         scaler = run.accelerator.scaler
         if scaler is not None and scaler.get_scale() > 1:
             return False  # fp16: the scale is too large yet, and has been lowered
-        step = run.state.step - 1  # the number of updates before this one
         run.state.skipped_steps += 1
-        self._in_a_row.append(data_step(step, run.state.left_out_steps))
-        blocks = self._blocks(self._in_a_row[-1])
+        self._in_a_row.append(self._positions_read())
+        blocks = self._block_starts(self._in_a_row[-1])
         diagnosis = (
-            f"step {step + 1}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), first in"
-            f" {result.sick_parameter}, blocks from tokens {_short(blocks)}"
+            f"step {run.state.step}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), "
+            f"first in {result.sick_parameter}, blocks from tokens {_short(blocks)}"
         )
         run.tracker.event(
             "skipped_step",
@@ -113,35 +113,39 @@ class Guard:
             raise UserError(f"train: {diagnosis}; there is no checkpoint to go back to: {advice}.")
         before = run.state.step
         skipped, rollbacks = run.state.skipped_steps, run.state.rollbacks + 1
-        left_out = run.state.left_out_steps
+        excluded = run.state.excluded_blocks
         scale = run.state.learning_rate_scale * train.rollback_learning_rate_factor
         run.checkpoints.load(checkpoint)
-        # those before the checkpoint are behind it anyway: to leave them out would move good ones up, past it
-        following = data_step(run.state.step, left_out)
-        left_out = sorted({*left_out, *(step for step in self._in_a_row if step >= following)})
+        # those before the checkpoint are behind it anyway: to exclude them would move good ones up, past it
+        following = stream_positions(run.state.blocks, 1, excluded)[0]
+        skipped_positions = np.concatenate(self._in_a_row)
+        excluded = sorted(excluded + as_ranges(skipped_positions[skipped_positions >= following]))
         run.state.skipped_steps, run.state.rollbacks = skipped, rollbacks
-        run.state.left_out_steps, run.state.learning_rate_scale = left_out, scale
+        run.state.excluded_blocks, run.state.learning_rate_scale = excluded, scale
         self._in_a_row.clear()
         self._suspect = checkpoint
         run.start_batches()
         run.tracker.rewind(run.state.step)
-        run.tracker.event("rollback", run.state, from_step=before, left_out_steps=left_out, learning_rate_scale=scale)
+        run.tracker.event("rollback", run.state, from_step=before, excluded_blocks=excluded, learning_rate_scale=scale)
         logger.info(
-            "rollback %d of %d: from step %d to %s; learning rates times %g, %d batches left out",
+            "rollback %d of %d: from step %d to %s; learning rates times %g, %d blocks excluded",
             rollbacks,
             train.max_rollbacks,
             before,
             checkpoint.name,
             scale,
-            len(left_out),
+            sum(end - start for start, end in excluded),
         )
 
-    def _blocks(self, step: int) -> list[int]:
-        """Return the tokens at which the blocks of a step begin."""
+    def _positions_read(self) -> np.ndarray:
+        """Return the positions of the blocks that the last update read."""
+        state, count = self._run.state, self._run.config.batch.sequences_per_step
+        return stream_positions(state.blocks - count, count, state.excluded_blocks)
+
+    def _block_starts(self, positions: np.ndarray) -> list[int]:
+        """Return the tokens at which blocks begin."""
         config = self._run.config
-        batch, num_blocks = config.batch, self._run.num_blocks
-        starts = block_starts(config.run.seed, step, batch.sequences_per_step, num_blocks, batch.sequence_length)
-        return starts.tolist()
+        return block_starts(config.run.seed, positions, self._run.num_blocks, config.batch.sequence_length).tolist()
 
 
 def is_out_of_memory(error: Exception) -> bool:

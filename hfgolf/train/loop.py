@@ -74,7 +74,7 @@ def run_steps(run: Run, clock: Clock) -> None:
     run.meter.restart()
     while not (clock.is_over() or should_stop_early(run)):
         result = train_step(run, clock.total_steps())
-        run.state.step += 1
+        run.state.count_step(run.config.batch)
         run.meter.add(result)
         clock.tick()
         if guard.look_at(result):
@@ -156,7 +156,7 @@ def describe(run: Run) -> dict[str, Any]:
     return {
         "step": step,
         "epoch": run.epoch,
-        "tokens": step * run.config.batch.tokens_per_step,
+        "tokens": run.state.tokens,
         **run.meter.row(run.accelerator.reduce),
         "val_loss": None,
         "val_bits_per_byte": None,

@@ -110,11 +110,11 @@ class Run:
 
     @property
     def epoch(self) -> float:
-        """Passes over the training blocks so far."""
-        return self.state.step * self.config.batch.sequences_per_step / self.num_blocks
+        """Passes over the training blocks so far, excluded blocks counted as passed."""
+        return int(self.state.next_positions(1)[0]) / self.num_blocks
 
     def start_batches(self) -> None:
-        """Let the data begin at the present step: at the start, after a rollback, for another micro-batch."""
+        """Let the data go on from the blocks read so far: at the start, after a rollback, for another micro-batch."""
         config, accelerator = self.config, self.accelerator
         loader = build_loader(
             self.tokens.train,
@@ -124,9 +124,9 @@ class Run:
             rank=accelerator.process_index,
             world=accelerator.num_processes,
             seed=config.run.seed,
-            start_step=self.state.step,
-            end_step=int(min(self.most_steps, 10**9)),
-            left_out=self.state.left_out_steps,
+            num_steps=int(min(self.most_steps, 10**9)) - self.state.step,
+            blocks_read=self.state.blocks,
+            excluded=self.state.excluded_blocks,
             num_workers=config.data.num_workers,
             pin_memory=accelerator.device.type == "cuda",
         )
@@ -201,7 +201,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     seed_everything(config.run.seed, config.train.deterministic)
     with accelerator.local_main_process_first():
         tokens = load_tokens(config.data, config.tokenizer)
-    num_blocks(len(tokens.train), config.batch.sequence_length)  # or raise
+    blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
     tokens.tokenizer.model_max_length = config.batch.sequence_length
     raw_model = _build_model(config, tokens, accelerator.device)
     resolved = _settle_batch(resolved, raw_model, accelerator)
@@ -243,7 +243,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
         tracker=Tracker(accelerator, config, folder.path, state),
         rounds=Rounds(folder.metrics, config.flat()),
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
-        most_steps=most_steps(config.train, config.batch, num_blocks(len(tokens.train), config.batch.sequence_length)),
+        most_steps=most_steps(config.train, config.batch, blocks_per_epoch, state),
     )
     if state.step:
         run.tracker.event("resumed", state)

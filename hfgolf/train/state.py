@@ -6,16 +6,25 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from hfgolf.config import BatchConfig
+from hfgolf.data.batches import stream_positions
+
 
 @dataclass
 class TrainState:
     """The loop's memory, saved in every checkpoint as plain Python (accelerate loads it with weights_only).
 
-    Data position, learning rate and momentum are functions of `step` and of these, so they are not here.
+    Learning rate, momentum and the next batch are functions of these and of the config.
     """
 
     step: int = 0
     """Optimizer updates completed, skipped ones included."""
+    tokens: int = 0
+    """Training tokens that these updates read."""
+    blocks: int = 0
+    """Blocks of the present text that they read: the position in the data. `excluded_blocks` are not among them."""
     elapsed_seconds: float = 0.0
     """Seconds of training so far, over all the sessions of the run."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -32,12 +41,22 @@ class TrainState:
     """Steps without an update, because the gradient was not finite."""
     rollbacks: int = 0
     """Times the run went back to its last good checkpoint."""
-    left_out_steps: list[int] = field(default_factory=list)
-    """Batches, by the step they would be of, that a rollback decided to leave out."""
+    excluded_blocks: list[list[int]] = field(default_factory=list)
+    """Positions [start, end) of the data that a rollback excluded; disjoint and in order."""
     learning_rate_scale: float = 1.0
     """What rollbacks made of the learning rates: a factor on all of them."""
     wandb_id: str | None = None
     """So that a resumed run continues its wandb run."""
+
+    def count_step(self, batch: BatchConfig) -> None:
+        """Note an update: one more step, and the global batch that it read."""
+        self.step += 1
+        self.tokens += batch.tokens_per_step
+        self.blocks += batch.sequences_per_step
+
+    def next_positions(self, count: int) -> np.ndarray:
+        """Return the positions of the next `count` blocks of the data, (count,) int64."""
+        return stream_positions(self.blocks, count, self.excluded_blocks)
 
     def judge(self, val_loss: float, min_improvement: float) -> None:
         """Note an evaluation at the present step: is it the best, and did it improve enough to go on."""

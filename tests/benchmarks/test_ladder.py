@@ -45,8 +45,8 @@ def test_all_rungs_read_the_blocks_of_training(ladder, tiny_run, tmp_path, corpu
     assert torch.equal(texts.read(blocks), expected)
     assert torch.equal(ladder.from_disk(stream.path, length)(blocks), expected)
     assert torch.equal(ladder.from_memory(stream.tokens, length)(blocks), expected)
-    item = MicroBatches(stream, length, 4, 1, 0, 1, seed=7)[0]
-    first = ladder.block_starts(7, 0, 4, num_blocks, length)
+    item = MicroBatches(stream, length, seed=7)[np.arange(4)]
+    first = ladder.block_starts(7, np.arange(4), num_blocks, length)
     assert torch.equal(ladder.vectorised(stream.tokens, length)(first)[:, :-1], item["input_ids"])
 
 

@@ -11,6 +11,7 @@ import torch
 from hfgolf.data.batches import (
     IGNORE_INDEX,
     MicroBatches,
+    as_ranges,
     block_starts,
     build_loader,
     device_prefetch,
@@ -18,6 +19,7 @@ from hfgolf.data.batches import (
     evaluation_windows,
     gather,
     num_blocks,
+    stream_positions,
 )
 from hfgolf.errors import UserError
 
@@ -45,8 +47,8 @@ def load(stream, *, world=1, accumulation=1, start_step=0, end_step=5, num_worke
             rank=rank,
             world=world,
             seed=seed,
-            start_step=start_step,
-            end_step=end_step,
+            num_steps=end_step - start_step,
+            blocks_read=start_step * 36,
             num_workers=num_workers,
         )
         for rank in range(world)
@@ -56,15 +58,17 @@ def load(stream, *, world=1, accumulation=1, start_step=0, end_step=5, num_worke
 
 
 def test_each_epoch_reads_each_block_once_in_a_new_order():
-    steps = np.concatenate([block_starts(1, step, 10, 67, T) for step in range(67)])  # 10 epochs, most straddle none
+    steps = np.concatenate(
+        [block_starts(1, 10 * step + np.arange(10), 67, T) for step in range(67)]
+    )  # 10 epochs, most straddle none
     epochs = steps.reshape(10, 67)
     assert all(sorted(epoch // T) == list(range(67)) for epoch in epochs)
     assert len({tuple(epoch // T) for epoch in epochs}) == 10
-    assert not np.array_equal(block_starts(2, 0, 10, 67, T), block_starts(1, 0, 10, 67, T))
+    assert not np.array_equal(block_starts(2, np.arange(10), 67, T), block_starts(1, np.arange(10), 67, T))
 
 
 def test_each_epoch_but_the_first_cuts_the_stream_elsewhere():
-    offsets = [set(block_starts(1, epoch, 67, 67, 1000) % 1000) for epoch in range(20)]
+    offsets = [set(block_starts(1, 67 * epoch + np.arange(67), 67, 1000) % 1000) for epoch in range(20)]
     assert offsets[0] == {0} and all(len(of_epoch) == 1 for of_epoch in offsets)
     assert len(set.union(*offsets)) > 15
 
@@ -72,17 +76,37 @@ def test_each_epoch_but_the_first_cuts_the_stream_elsewhere():
 def test_the_last_block_goes_around_the_end_of_the_stream():
     tokens = np.arange(20, dtype=np.uint16)
     assert gather(tokens, np.array([0, 15]), 8).tolist() == [[*range(9)], [15, 16, 17, 18, 19, 0, 1, 2, 3]]
-    starts = block_starts(seed=3, step=4, blocks_per_step=2, num_blocks=2, sequence_length=8)  # the fifth epoch
+    starts = block_starts(seed=3, positions=np.array([8, 9]), num_blocks=2, sequence_length=8)  # the fifth epoch
     assert sorted(gather(tokens, starts, 8)[:, 1:].flatten().tolist()) == sorted((min(starts) + 1 + np.arange(16)) % 20)
 
 
 def test_a_step_may_hold_several_epochs():
-    assert sorted(block_starts(1, 0, 9, 3, T) // T) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert sorted(block_starts(1, np.arange(9), 3, T) // T) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_order_is_the_same_in_every_version_of_hfgolf():
-    starts = block_starts(1337, 3, 6, 20, T)
-    assert starts.tolist() == block_starts(1337, 0, 24, 20, T)[18:].tolist() == STARTS
+    starts = block_starts(1337, 18 + np.arange(6), 20, T)
+    assert starts.tolist() == block_starts(1337, np.arange(24), 20, T)[18:].tolist() == STARTS
+
+
+def test_excluded_blocks_are_passed_over_and_all_others_come_once_in_order():
+    excluded = [[3, 5], [5, 6], [9, 11]]
+    assert stream_positions(0, 8, excluded).tolist() == [0, 1, 2, 6, 7, 8, 11, 12]
+    assert stream_positions(4, 3, excluded).tolist() == [7, 8, 11]
+    assert as_ranges(stream_positions(0, 8, excluded)) == [[0, 3], [6, 9], [11, 13]]
+    assert as_ranges(np.array([], np.int64)) == []
+
+
+def test_a_loader_goes_on_after_the_blocks_read_whatever_the_batch_was(stream):
+    """Two steps of 36 blocks, then steps of 12: no block is read twice or passed over."""
+    small = build_loader(
+        stream, sequence_length=T, micro_batch_size=6, accumulation=2, rank=0, world=1, seed=7, num_steps=6,
+        blocks_read=72, excluded=[[80, 83]],
+    )  # fmt: skip
+    read = torch.cat([batch["input_ids"] for batch in small])
+    positions = [*range(72, 80), *range(83, 147)]
+    starts = block_starts(7, np.array(positions), num_blocks(len(stream.tokens), T), T)
+    assert torch.equal(read, gather(stream.tokens, starts, T)[:, :-1])
 
 
 STARTS = [0, 8, 156, 68, 132, 148]
@@ -97,8 +121,7 @@ def test_targets_are_the_inputs_one_token_ahead(stream):
         rank=0,
         world=1,
         seed=0,
-        start_step=0,
-        end_step=40,
+        num_steps=40,
     ):
         for name in ("input_ids", "shift_labels"):
             assert batch[name].shape == (4, T) and batch[name].dtype == torch.int64
@@ -106,7 +129,7 @@ def test_targets_are_the_inputs_one_token_ahead(stream):
 
 
 def test_a_batch_of_one_sequence_has_the_strides_of_any_other(stream):
-    batch = MicroBatches(stream, T, micro_batch_size=1, accumulation=1, rank=0, world=1, seed=7)[0]
+    batch = MicroBatches(stream, T, seed=7)[np.array([0])]
     (window, *_) = evaluation_windows(stream, T, None, batch_size=1)
     strides = {tensor.stride() for tensor in (batch["input_ids"], batch["shift_labels"], window["input_ids"])}
     assert strides == {(T, 1)}  # with others, torch would compile the model a second time
@@ -129,7 +152,7 @@ def test_workers_give_the_same_batches(stream):
 
 def test_prefetch_keeps_order_and_count(stream):
     loader = build_loader(
-        stream, sequence_length=T, micro_batch_size=2, accumulation=1, rank=0, world=1, seed=0, start_step=0, end_step=5
+        stream, sequence_length=T, micro_batch_size=2, accumulation=1, rank=0, world=1, seed=0, num_steps=5
     )
     plain = [batch["input_ids"] for batch in loader]
     assert torch.equal(
@@ -152,8 +175,7 @@ def test_prefetch_to_a_gpu(stream, pin_memory):
         rank=0,
         world=1,
         seed=0,
-        start_step=0,
-        end_step=50,
+        num_steps=50,
         pin_memory=pin_memory,
     )
     for there, here in zip(device_prefetch(loader, "cuda"), loader, strict=True):

@@ -211,6 +211,9 @@ def test_a_run_ends_at_the_first_of_its_limits():
     assert steps(max_epochs=1) == 13  # 100 blocks, the last step goes on into the next epoch
     assert [steps(max_steps=n, max_tokens=1024, max_epochs=1) for n in (3, 9)] == [3, 4]
     assert steps(max_tokens=10**6, max_epochs=1, max_minutes=1) == 13
+    half_way = TrainState(step=4, tokens=4 * 512, blocks=4 * 16)  # at twice the tokens a step
+    assert clock.most_steps(TrainConfig(max_tokens=4096), batch, 100, half_way) == 4 + 8
+    assert clock.most_steps(TrainConfig(max_epochs=1), batch, 100, half_way) == 4 + 5  # 36 blocks are left
 
 
 def test_max_tokens_ends_the_run(run, tiny_run):

@@ -254,7 +254,7 @@ def test_steps_that_a_rollback_repeats_are_not_the_same_batches_again():
     def moved(step: int) -> str:
         return str(step + 3 * (step > 12))
 
-    rollback = {"step": 10, "event": "rollback", "from_step": 20, "left_out_steps": [12, 13, 14]}
+    rollback = {"step": 10, "event": "rollback", "from_step": 20, "excluded_blocks": [[24, 30]]}
     assert symptoms([*log(range(1, 21)), rollback, *log(range(11, 101), sample_hash=moved)]) == []
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from hfgolf.data.batches import data_step
 from hfgolf.train import environment, loop, setup
 
 SPOILT_PARAMETER = "model.layers.0.mlp.up_proj.weight"
@@ -43,7 +42,7 @@ def spoil_gradients(edit_run: Callable[[Callable[[Any], None]], None]) -> Callab
 
         def spoil(run: Any) -> None:
             def hook(gradient: torch.Tensor) -> torch.Tensor:
-                bad = is_bad(data_step(run.state.step, run.state.left_out_steps))
+                bad = is_bad(run.state.next_positions(1)[0] // run.config.batch.sequences_per_step)
                 return gradient * math.nan if bad else gradient
 
             run.raw_model.get_parameter(SPOILT_PARAMETER).register_hook(hook)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,7 +159,7 @@ def test_a_block_that_no_step_survives(run, tiny_run, spoil_gradients, tmp_path)
     runs: list[Any] = []
 
     def holds_token_550(step: int) -> bool:
-        starts = block_starts(1337, step, 8, runs[0].num_blocks, 32)
+        starts = block_starts(1337, 8 * step + np.arange(8), runs[0].num_blocks, 32)
         return bool(((starts <= 550) & (starts + 32 > 550)).any())
 
     runs = spoil_gradients(holds_token_550)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -52,7 +53,10 @@ def hashes(folder: Path) -> list[str]:
 
 def hashes_of(data_steps: list[int], num_blocks: int) -> list[str]:
     """Return the hash of each step's batch in a tiny run of default seed, 8 sequences a step."""
-    return [f"{sample_hash(block_starts(1337, step, 8, num_blocks, 32)) % 2**64:016x}" for step in data_steps]
+    return [
+        f"{sample_hash(block_starts(1337, 8 * step + np.arange(8), num_blocks, 32)) % 2**64:016x}"
+        for step in data_steps
+    ]
 
 
 def losses(folder: Path) -> list[float]:
@@ -91,7 +95,7 @@ def test_a_step_with_a_nan_changes_nothing_and_is_named(run, tiny_run, spoil_gra
     assert [row["grad_norm"] is None for row in rows(folder)] == [False, True, False, True, False, False]
     assert [(row["event"], row["step"]) for row in events(folder)] == [("skipped_step", 2), ("skipped_step", 4)]
     for event, data_step in zip(events(folder), (1, 3), strict=True):
-        blocks = block_starts(1337, data_step, 8, runs[0].num_blocks, 32).tolist()
+        blocks = block_starts(1337, 8 * data_step + np.arange(8), runs[0].num_blocks, 32).tolist()
         assert (event["block_starts"], event["first_parameter"]) == (blocks, BAD)
         lines = [line for line in caplog.messages if line.startswith(f"step {data_step + 1}: the gradient is not")]
         assert len(lines) == 1
@@ -113,6 +117,7 @@ def test_too_many_in_a_row_go_back_and_are_left_out(
     run, tiny_run, spoil_gradients, caplog, save_every, back_at, left_out
 ):
     """Every other batch comes once and in order, also after a resume, which remembers all of it."""
+    excluded = [[8 * left_out[0], 8 * (left_out[-1] + 1)]]
     runs = spoil_gradients(lambda step: step in (1, 4, 5, 6))
     options = {
         "schedule__name": "constant",
@@ -129,10 +134,10 @@ def test_too_many_in_a_row_go_back_and_are_left_out(
     assert [row["learning_rate"] for row in rows(straight)] == [0.02] * back_at + [0.01] * (12 - back_at)
     (event,) = [event for event in events(straight) if event["event"] == "rollback"]
     assert (event["step"], event["from_step"]) == (back_at, 7)
-    assert (event["left_out_steps"], event["learning_rate_scale"]) == (left_out, 0.5)
-    line = f"rollback 1 of 3: from step 7 to step-{back_at:06d}; learning rates times 0.5, {len(left_out)} batches left"
+    assert (event["excluded_blocks"], event["learning_rate_scale"]) == (excluded, 0.5)
+    line = f"rollback 1 of 3: from step 7 to step-{back_at:06d}; learning rates times 0.5, {8 * len(left_out)} blocks"
     assert len([message for message in caplog.messages if message.startswith(line)]) == 1
-    expected = {"left_out_steps": left_out, "learning_rate_scale": 0.5, "rollbacks": 1, "skipped_steps": 4}
+    expected = {"excluded_blocks": excluded, "learning_rate_scale": 0.5, "rollbacks": 1, "skipped_steps": 4}
     assert {key: saved_state(straight)[key] for key in expected} == expected
 
     run(tiny_run(run__name="broken", train__max_steps=10, **options))
@@ -148,11 +153,11 @@ def test_a_nan_at_every_step_ends_after_the_last_rollback_with_a_diagnosis(run, 
         run(tiny_run(train__max_skipped_steps=2, train__max_rollbacks=2, train__save_every_steps=2, **NO_EVALUATION))
     message = str(error.value)
     assert "\n" not in message
-    starts = block_starts(1337, 7, 8, runs[0].num_blocks, 32)[:6]  # 2 to 5 have been left out
+    starts = block_starts(1337, 56 + np.arange(8), runs[0].num_blocks, 32)[:6]  # 2 to 5 have been left out
     blocks = ", ".join(map(str, starts))
     assert message.startswith("train: step 4: the gradient is not finite")
     assert f"first in {BAD}, blocks from tokens {blocks} and 2 more; 2 rollbacks did not help: lower optim" in message
-    assert runs[0].state.left_out_steps == [2, 3, 4, 5]
+    assert runs[0].state.excluded_blocks == [[16, 32], [32, 48]]
     assert runs[0].state.learning_rate_scale == 0.25
 
 
@@ -274,7 +279,6 @@ DRIVER = """
 import math, os, sys
 import torch
 from hfgolf.command_line import load_config, run_command
-from hfgolf.data.batches import data_step
 from hfgolf.train import checkpointer, loop
 
 real_set_up, real_conclude = loop.set_up, loop.conclude
@@ -282,7 +286,7 @@ real_set_up, real_conclude = loop.set_up, loop.conclude
 def set_up(resolved):
     run = real_set_up(resolved)
     def hook(gradient):
-        bad = data_step(run.state.step, run.state.left_out_steps) in (1, 4, 5)
+        bad = run.state.next_positions(1)[0] // 8 in (1, 4, 5)
         return gradient * math.nan if bad and os.environ["RANK"] == "1" else gradient
     run.raw_model.get_parameter("model.layers.0.mlp.up_proj.weight").register_hook(hook)
     return run

@@ -136,7 +136,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str, bool]] = {
         False,
     ),
     "the step": (with_state(step=5), "at step 6: train state (step)", False),
-    "the batches left out": (with_state(left_out_steps=[3]), "at step 6: train state (left_out_steps.0)", False),
+    "the blocks excluded": (with_state(excluded_blocks=[[3, 5]]), "at step 6: train state (excluded_blocks.0.0", False),
 }
 
 
