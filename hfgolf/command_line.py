@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import math
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import yaml
 
-from hfgolf.config import RunConfig, join_words
+from hfgolf.config import RunConfig, join_words, shortened
 from hfgolf.errors import UserError
 from hfgolf.redact import redact, redact_values
 
@@ -29,6 +30,7 @@ SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
     f"{section}.{key}": kind for section, cls in SECTIONS.items() for key, kind in typing.get_type_hints(cls).items()
 }
+_MOST_VALUES = 100_000  # in a config
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
     arguments = _one_token_an_option(list(sys.argv[1:] if argv is None else argv))
     stated = dict(a[2:].split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
     path = stated.pop("config", None)
-    from_file = read_yaml(path) if path else {}
+    from_file = {} if path is None else read_yaml(path)
     from_command_line = {key.removesuffix("+"): value for key, value in stated.items() if key != "print_config"}
     for where, keys in ((path, from_file), ("the command line", from_command_line)):
         for key in keys:
@@ -81,7 +83,7 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
         arguments = [f"--config={_to_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
     try:
         sections = parser.parse_args(arguments)
-    except (argparse.ArgumentError, argparse.ArgumentTypeError, TypeError, ValueError) as error:
+    except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
         raise _explain(error, from_command_line, from_file, path) from None
     for key, value in from_file.items():  # jsonargparse lets a null pass for any type
         if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
@@ -93,14 +95,12 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a config file as {"section.key": value}; raises UserError where it is missing or not YAML in sections."""
-    if not Path(path).is_file():
+    """Read a config file as {"section.key": value}; raises UserError if it is missing or not YAML in sections."""
+    if not os.path.isfile(path):
         there = join_words(sorted(str(file) for file in Path("configs").glob("*.yaml")))
-        raise UserError(f"--config: there is no file {path}" + (f"; there are {there}." if there else "."))
-    try:
-        sections = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config: {path} is not YAML: {one_line(error)}.") from None
+        kind = " but a folder" if os.path.isdir(path) else ""
+        raise UserError(f"--config: there is no file {path}{kind}" + (f"; there are {there}." if there else "."))
+    sections = load_yaml(path, f"--config: {path}") or {}
     if not isinstance(sections, dict):
         raise UserError(f"--config: {path} must hold sections ({join_words(SECTIONS)}).")
     flat: dict[str, Any] = {}
@@ -109,11 +109,29 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             raise UserError(f"{path}: unknown section {section}; did you mean {_nearest(str(section), SECTIONS)}?")
         if not isinstance(keys, dict | None):
             raise UserError(
-                f"{path}: {section}: {keys!r} is not allowed; allowed: keys, as `{section}: {{key: value}}`."
+                f"{path}: {section}: {shortened(keys)} is not allowed; allowed: keys, as `{section}: {{key: value}}`."
             )
         flat |= {f"{section}.{key}": value for key, value in (keys or {}).items()}
     # YAML 1.1 reads a bare `no` as false
     return {key: "no" if value is False and "no" in _choices(key) else value for key, value in flat.items()}
+
+
+def load_yaml(path: str | Path, where: str, loader: type[Any] = yaml.SafeLoader) -> Any:
+    """Return what a YAML file holds. where: what names it in an error line.
+
+    Raises UserError for a file that cannot be read, is not YAML, says a key twice, or grows without end by its aliases.
+    """
+    try:
+        document = loader(Path(path).read_text(encoding="utf-8"))
+        node = document.get_single_node()
+        _check_nodes(node, {})
+        return None if node is None else document.construct_document(node)
+    except OSError as error:
+        raise UserError(f"{where} cannot be read ({error.strerror}).") from None
+    except RecursionError:
+        raise UserError(f"{where} is not a config: it is nested too deeply.") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, a 13th month, 5,000 digits
+        raise UserError(f"{where} is not YAML: {one_line(error)}.") from None
 
 
 def run_command(main: Callable[[], int | None]) -> None:
@@ -132,6 +150,23 @@ def run_command(main: Callable[[], int | None]) -> None:
 def one_line(error: object) -> str:
     """Return a message without line breaks and without its final full stop."""
     return " ".join(str(error).split()).rstrip(".")
+
+
+def _check_nodes(node: yaml.Node | None, sizes: dict[int, float]) -> float:
+    """Return the values below a node, each alias as often as it is used. sizes: those that are known, by id."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf  # until it is known: an alias to what holds it
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        keys = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                line = pairs[number][0].start_mark.line + 1
+                raise yaml.YAMLError(f"{key} is there twice, the second time in line {line}")
+        inner = [*sum(pairs, ())] if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
+        sizes[id(node)] = 1 + sum(_check_nodes(value, sizes) for value in inner)
+        if sizes[id(node)] > _MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES:,} values")
+    return sizes[id(node)]
 
 
 def _build_parser(description: str) -> Any:
@@ -195,13 +230,15 @@ def _explain(
     error: Exception, from_command_line: dict[str, str], from_file: dict[str, Any], path: str | None
 ) -> UserError:
     """Turn jsonargparse's message into one line: where, key, value, what is allowed."""
+    if isinstance(error, RecursionError):
+        return UserError("the command line: a value is nested too deeply.")
     match = re.search(r'key "([\w.]+)"', str(error))
     if not match or match[1] not in KEY_TYPES:
         return UserError(f"{one_line(error)}.")
     key = match[1]
     where = "the command line" if key in from_command_line else path
     value = from_command_line.get(key, from_file.get(key))
-    return UserError(f"{where}: {key}: {value!r} is not allowed; allowed: {_describe(KEY_TYPES[key])}.")
+    return UserError(f"{where}: {key}: {shortened(value)} is not allowed; allowed: {_describe(KEY_TYPES[key])}.")
 
 
 def _describe(kind: Any) -> str:

@@ -7,29 +7,54 @@ what they cause; imports nothing heavy, so that `--help` is quick.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hfgolf.errors import UserError
 
+_MOST = 10**15  # below the integers that a double skips, and products of two stay finite in fp32
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+
 
 def _require(key: str, value: object, is_allowed: bool, allowed: str) -> None:
     if not is_allowed:
-        raise UserError(f"{key}: {value!r} is out of range; allowed: {allowed}.")
+        raise UserError(f"{key}: {shortened(value)} is out of range; allowed: {allowed}.")
 
 
-def _require_positive(section: str, config: object, *names: str) -> None:
+def _require_positive(section: str, config: object, *names: str, most: int | None = None) -> None:
     for name in names:
         value = getattr(config, name)
-        _require(f"{section}.{name}", value, value is None or value > 0, "a number above 0")
+        allowed = "a number above 0" + (f", up to {most}" if most else "")
+        _require(f"{section}.{name}", value, value is None or 0 < value <= (most or math.inf), allowed)
 
 
 def _require_not_negative(section: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         _require(f"{section}.{name}", value, value is None or value >= 0, "0 or more")
+
+
+def _require_sane(key: str, value: object) -> None:
+    """Refuse what no key can use, and what would end much later in an overflow or an encoding error."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            _require_sane(key, item)
+    elif isinstance(value, str):
+        is_text = "\0" not in value and value == value.encode("utf-8", "ignore").decode()
+        _require(key, value, is_text, "text in UTF-8, without NUL")
+    elif isinstance(value, int | float) and key != "run.seed":
+        _require(key, value, abs(value) <= _MOST, f"numbers up to {_MOST:g}")
+
+
+def shortened(value: object) -> str:
+    """Return a value as an error line shows it: its repr, cut in the middle if it is long."""
+    return _SHORT.repr(value)
 
 
 def join_words(words: Iterable[Any], last: str = ", ") -> str:
@@ -57,11 +82,14 @@ class RunSection:
     """Dollars an hour for the whole machine, for the cost in the report; null: not known."""
 
     def __post_init__(self) -> None:
-        _require_not_negative("run", self, "seed", "price_per_hour")
+        _require("run.seed", self.seed, 0 <= self.seed < 2**63, "0 to 9223372036854775807")
+        _require_not_negative("run", self, "price_per_hour")
         name = self.name
         _require(
             "run.name", name, name is None or re.fullmatch(r"\w[\w.-]*", name) is not None, "letters, digits, . _ -"
         )
+        is_short = name is None or len(name.encode()) <= 200  # a file's name has 255 at most
+        _require("run.name", name, is_short, "up to 200 bytes")
 
 
 @dataclass(frozen=True)
@@ -100,7 +128,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "a number between 0 and 1")
         _require_positive("data", self, "max_documents")
-        _require_not_negative("data", self, "num_workers")
+        _require("data.num_workers", self.num_workers, 0 <= self.num_workers <= 1024, "0 to 1024")
         if self.source == "files" and not self.files:
             raise UserError("data.files is empty while data.source is files; name at least one path, glob or URL.")
         if self.source == "hub" and not self.hub_name:
@@ -168,8 +196,9 @@ class ModelSection:
     """Recompute the blocks' activations in the backward pass: less memory, about a third more compute."""
 
     def __post_init__(self) -> None:
-        _require_positive("model", self, "hidden_size", "num_hidden_layers", "num_attention_heads")
-        _require_positive("model", self, "num_key_value_heads", "intermediate_size", "logit_soft_cap")
+        _require_positive("model", self, "hidden_size", "intermediate_size", "num_attention_heads", most=2**17)
+        _require_positive("model", self, "num_hidden_layers", most=1000)
+        _require_positive("model", self, "num_key_value_heads", "logit_soft_cap")
         for name in ("dropout", "attention_dropout"):
             rate = getattr(self, name)
             _require(f"model.{name}", rate, 0 <= rate < 1, "0 up to, but not including, 1")
@@ -203,8 +232,9 @@ class BatchConfig:
     """Sequences a process runs at once; auto: the most that memory rules allow."""
 
     def __post_init__(self) -> None:
-        _require("batch.sequence_length", self.sequence_length, self.sequence_length >= 2, "2 or more")
-        _require_positive("batch", self, "tokens_per_step")
+        length = self.sequence_length
+        _require("batch.sequence_length", length, 2 <= length <= 2**24, "2 to 16777216")
+        _require_positive("batch", self, "tokens_per_step", most=2**40)
         if self.micro_batch_size != "auto":
             _require_positive("batch", self, "micro_batch_size")
         if self.tokens_per_step % self.sequence_length:
@@ -221,8 +251,11 @@ class BatchConfig:
 
     def micro_batch_sizes(self, num_processes: int) -> list[int]:
         """Return the sequences a process may run at once, ascending: those that divide its share of a step evenly."""
-        sequences = self.sequences_per_step
-        return [n for n in range(1, sequences // num_processes + 1) if sequences % (n * num_processes) == 0]
+        share, rest = divmod(self.sequences_per_step, num_processes)
+        if rest:
+            return []
+        small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
+        return sorted({*small, *(share // n for n in small)})
 
     def accumulation_steps(self, micro_batch_size: int, num_processes: int) -> int:
         """Return the micro-batches each process runs in one optimizer step.
@@ -397,7 +430,8 @@ class TrainConfig:
     """Deterministic kernels on GPUs (slower); on one CPU process a run is always repeatable."""
 
     def __post_init__(self) -> None:
-        _require_positive("train", self, "max_steps", "max_tokens", "max_epochs", "max_minutes", "max_grad_norm")
+        _require_positive("train", self, "max_steps", most=10**9)
+        _require_positive("train", self, "max_tokens", "max_epochs", "max_minutes", "max_grad_norm")
         _require_positive("train", self, "log_every_steps")
         _require_positive("train", self, "eval_every_steps", "eval_tokens", "sample_tokens")
         _require_positive("train", self, "save_every_steps", "save_every_minutes")
@@ -406,7 +440,7 @@ class TrainConfig:
         factor = self.rollback_learning_rate_factor
         _require("train.rollback_learning_rate_factor", factor, 0 < factor <= 1, "above 0, up to 1")
         if self.cpu_threads != "auto":
-            _require_positive("train", self, "cpu_threads")
+            _require_positive("train", self, "cpu_threads", most=1024)
         if all(limit is None for limit in (self.max_steps, self.max_tokens, self.max_epochs, self.max_minutes)):
             raise UserError(
                 "train: the run has no end; set one of train.max_steps, train.max_tokens, train.max_epochs,"
@@ -461,6 +495,10 @@ class RunConfig:
     train: TrainConfig = field(default_factory=lambda: TrainConfig(max_steps=1000))
     track: TrackConfig = field(default_factory=TrackConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+
+    def __post_init__(self) -> None:
+        for key, value in self.flat().items():
+            _require_sane(key, value)
 
     def flat(self) -> dict[str, Any]:
         """Return the config as {"section.key": value}."""

@@ -14,8 +14,10 @@ import pytest
 
 from hfgolf.command_line import KEY_TYPES, SECTIONS, load_config, run_command
 from hfgolf.errors import UserError
+from hfgolf.train.run_folder import run_folder
 
 ROOT = Path(__file__).parents[1]
+LEVELS = "abcdefghi"
 ENDS = ["--train.max_steps", "10"]
 
 
@@ -121,6 +123,53 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
         ),
         (["--run.name", "../up"], "run.name: '../up' is out of range; allowed: letters, digits, . _ -."),
         (["stray"], "unrecognized arguments: stray."),
+        (
+            ["--train.max_steps", "1e400"],
+            "the command line: train.max_steps: '1e400' is not allowed; allowed: a whole number or null.",
+        ),
+        (
+            ["--train.max_steps", str(10**18)],
+            "train.max_steps: 1000000000000000000 is out of range; allowed: a number above 0, up to 1000000000.",
+        ),
+        (["--train.max_minutes", ".inf"], "train.max_minutes: inf is out of range; allowed: numbers up to 1e+15."),
+        (["--train.max_epochs", "1e308"], "train.max_epochs: 1e+308 is out of range; allowed: numbers up to 1e+15."),
+        (["--optim.learning_rate", ".nan"], "optim.learning_rate: nan is out of range; allowed: a number above 0."),
+        (["--optim.weight_decay", ".inf"], "optim.weight_decay: inf is out of range; allowed: numbers up to 1e+15."),
+        (
+            ["--optim.betas", "[.nan, 0.9]"],
+            "optim.betas: (nan, 0.9) is out of range; allowed: two numbers from 0 to below 1.",
+        ),
+        (
+            ["--run.seed", str(2**64)],
+            "run.seed: 18446744073709551616 is out of range; allowed: 0 to 9223372036854775807.",
+        ),
+        (
+            ["--model.hidden_size", str(10**9)],
+            "model.hidden_size: 1000000000 is out of range; allowed: a number above 0, up to 131072.",
+        ),
+        (
+            ["--model.num_hidden_layers", str(10**9)],
+            "model.num_hidden_layers: 1000000000 is out of range; allowed: a number above 0, up to 1000.",
+        ),
+        (
+            ["--batch.sequence_length", str(10**12)],
+            "batch.sequence_length: 1000000000000 is out of range; allowed: 2 to 16777216.",
+        ),
+        (
+            ["--batch.tokens_per_step", str(10**15)],
+            "batch.tokens_per_step: 1000000000000000 is out of range; allowed: a number above 0, up to 1099511627776.",
+        ),
+        (["--data.num_workers", "1000000"], "data.num_workers: 1000000 is out of range; allowed: 0 to 1024."),
+        (["--run.name", "x" * 300], f"run.name: '{'x' * 47}...{'x' * 48}' is out of range; allowed: up to 200 bytes."),
+        (
+            ["--run.output_dir", "a\0b"],
+            "run.output_dir: 'a\\x00b' is out of range; allowed: text in UTF-8, without NUL.",
+        ),
+        (
+            ["--run.output_dir", "\udcff"],
+            "run.output_dir: '\\udcff' is out of range; allowed: text in UTF-8, without NUL.",
+        ),
+        (["--optim.learning_rate", "[" * 5000 + "]" * 5000], "the command line: a value is nested too deeply."),
     ],
 )
 def test_a_mistake_is_one_clear_line(arguments, message):
@@ -149,6 +198,75 @@ def test_a_mistake_in_the_file_is_one_clear_line(config_file, text, message):
     with pytest.raises(UserError, match=r"^[^\n]+$") as error:
         load_config(["--config", config_file(text)])
     assert message in str(error.value)
+
+
+def _bomb(levels: int) -> str:
+    """Each level holds ten of the level below, by aliases."""
+    lines = [
+        f"{name}: &{name} [{','.join([below] * 10)}]"
+        for below, name in zip(["x", *(f"*{name}" for name in LEVELS)], LEVELS[:levels], strict=False)
+    ]
+    return "\n".join(lines)
+
+
+HOSTILE_FILES: dict[str, tuple[str | bytes, str]] = {
+    "a key twice": ("train:\n  max_steps: 5\n  max_steps: 6", "max_steps is there twice, the second time in line 3."),
+    "a section twice": ("train: {max_steps: 5}\ntrain: {}", "train is there twice, the second time in line 2."),
+    "an alias bomb": (_bomb(9), "its aliases make more than 100,000 values."),
+    "an alias to itself": ("data: &a\n  files: *a", "its aliases make more than 100,000 values."),
+    "deep lists": ("[" * 100_000, "nested too deeply."),
+    "deep mappings": ("data: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply."),
+    "a nested value": ("data: {files: [[[[[a]]]]]}", "data.files: [[[[['a']]]]] is not allowed; allowed: a list"),
+    "binary junk": (bytes(range(256)), "is not YAML: 'utf-8' codec can't decode"),
+    "a NUL": ("train: {max_steps: 5}\0", "is not YAML: unacceptable character"),
+    "UTF-16": ("train: {max_steps: 5}".encode("utf-16"), "is not YAML: 'utf-8' codec can't decode"),
+    "a thirteenth month": ("run: {name: 2020-13-45}", "is not YAML: month must be in 1..12."),
+    "5,000 digits": (f"train: {{max_steps: {'9' * 5000}}}", "is not YAML: Exceeds the limit"),
+    "300 digits": (f"train: {{max_steps: {'9' * 300}}}", "is out of range; allowed: a number above 0"),
+    "two documents": ("train: {max_steps: 5}\n---\n", "is not YAML: expected a single document"),
+    "a list as a key": ("? [a, b]\n: c", "is not YAML"),
+    "Python's tags": ("run: {name: !!python/object/apply:os.system [echo]}", "could not determine a constructor"),
+    "lone surrogates": (
+        'run: {output_dir: "\\ud800"}\ntrain: {max_steps: 1}',
+        "found invalid Unicode character escape code",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_FILES)
+def test_a_hostile_file_is_one_clear_line(name, tmp_path):
+    content, message = HOSTILE_FILES[name]
+    path = tmp_path / "hostile.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=r"^[^\n]{,600}$") as error:
+        load_config(["--config", str(path)])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (".", "there is no file . but a folder"),
+        ("x" * 5000, "there is no file xxx"),
+        ("", "there is no file "),
+        ("/proc/self/mem", "/proc/self/mem cannot be read (Input/output error)."),
+    ],
+)
+def test_a_config_that_is_no_readable_file_is_one_clear_line(path, message):
+    with pytest.raises(UserError, match=r"^[^\n]+$") as error:
+        load_config(["--config", path])
+    assert message in str(error.value)
+
+
+def test_aliases_that_repeat_a_value_are_fine(config_file):
+    text = "optim: {learning_rate: &rate 0.5, adamw_learning_rate: *rate}\ntrain: {max_steps: 5}"
+    assert load_config(["--config", config_file(text)]).config.optim.adamw_learning_rate == 0.5
+
+
+def test_a_home_folder_is_not_a_folder_named_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = load_config([*ENDS, "--run.output_dir", "~/runs", "--run.name", "x"]).config
+    assert run_folder(config).path == Path("/home/somebody/runs/x")
 
 
 def test_a_missing_file_names_those_there_are(monkeypatch):

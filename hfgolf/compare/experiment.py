@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config, one_line
-from hfgolf.config import join_words
+from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config, load_yaml
+from hfgolf.config import join_words, shortened
 from hfgolf.errors import UserError
 from hfgolf.train.run_folder import RunFolder, run_folder
 
@@ -137,12 +137,8 @@ def _differs(experiment: Experiment, key: str, value: str) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"there is no definition {path}; name one, such as benchmarks/experiments/muon_vs_adamw.yaml.")
-    try:
-        # every scalar a text: `no`, `1e-3` and 0.10 stay what was written
-        parts = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is not YAML: {one_line(error)}.") from None
-    parts = _mapping(path, "a definition", parts)
+    # every scalar a text: `no`, `1e-3` and 0.10 stay what was written
+    parts = _mapping(path, "a definition", load_yaml(path, str(path), yaml.BaseLoader))
     for part in parts:
         if part not in _PARTS:
             raise UserError(f"{path}: unknown key {part}; did you mean {_nearest(part, _PARTS)}?")
@@ -153,7 +149,9 @@ def _mapping(path: Path, where: str, value: Any) -> dict[str, Any]:
     if value in (None, "", "null"):
         return {}
     if not isinstance(value, dict):
-        raise UserError(f"{path}: {where}: {value} is not allowed; allowed: keys with values, as `key: value`.")
+        raise UserError(
+            f"{path}: {where}: {shortened(value)} is not allowed; allowed: keys with values, as `key: value`."
+        )
     return value
 
 
@@ -176,7 +174,9 @@ def _text(path: Path, where: str, key: str, value: Any) -> str:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return f"[{', '.join(value)}]"
     if not isinstance(value, str):
-        raise UserError(f"{path}: {where}: {key}: {value} is not allowed; allowed: a value, or a list of them.")
+        raise UserError(
+            f"{path}: {where}: {key}: {shortened(value)} is not allowed; allowed: a value, or a list of them."
+        )
     return value or "null"
 
 
@@ -190,7 +190,9 @@ def _grids(path: Path, value: Any, arms: list[str]) -> dict[str, dict[str, list[
         for key, values in _mapping(path, f"grid.{name}", axes).items():
             where = f"grid.{name}" if name in arms else "grid"
             if not isinstance(values, list) or not values:
-                raise UserError(f"{path}: {where}: {key}: {values} is not allowed; allowed: a list of values.")
+                raise UserError(
+                    f"{path}: {where}: {key}: {shortened(values)} is not allowed; allowed: a list of values."
+                )
             _check_keys(f"{path}: {where}", [key])
             for arm in expanded:
                 grids.setdefault(arm, {})[key] = [_text(path, where, key, value) for value in values]
@@ -203,7 +205,9 @@ def _seeds(path: Path, value: Any) -> list[int]:
     except (TypeError, ValueError):
         seeds = []
     if not isinstance(value, list) or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise UserError(f"{path}: seeds: {value} is not allowed; allowed: a list of different numbers, as [1, 2, 3].")
+        raise UserError(
+            f"{path}: seeds: {shortened(value)} is not allowed; allowed: a list of different numbers, as [1, 2, 3]."
+        )
     return seeds
 
 

@@ -157,4 +157,4 @@ def _plain(value: Any) -> Any:
 
 def run_folder(config: RunConfig) -> RunFolder:
     """Return the folder of the run that a config describes."""
-    return RunFolder(Path(config.run.output_dir) / str(config.run.name))
+    return RunFolder(Path(config.run.output_dir).expanduser() / str(config.run.name))

@@ -105,14 +105,15 @@ def test_the_definition_that_the_readme_shows_can_be_run(definition, tmp_path, m
 
 ARMS = "arms: {a: {}}\nseeds: [1]\n"
 MISTAKES = {
-    "no YAML": ("arms: [", "question.yaml: is not YAML: "),
+    "no YAML": ("arms: [", "question.yaml is not YAML: "),
+    "a key twice": ("seeds: [1]\nseeds: [2]", "is not YAML: seeds is there twice, the second time in line 2."),
     "no mapping": ("- a", "question.yaml: a definition: ['a'] is not allowed; allowed: keys with values"),
     "an unknown key": (ARMS + "sed: [1]", "question.yaml: unknown key sed; did you mean seeds?"),
     "no arms": ("seeds: [1]", "question.yaml: arms: there are none; write at least one"),
     "no seeds": ("arms: {a: {}}", "question.yaml: seeds: None is not allowed; allowed: a list of different numbers"),
     "a seed twice": ("arms: {a: {}}\nseeds: [1, 1]", "seeds: ['1', '1'] is not allowed"),
     "a seed that is no number": ("arms: {a: {}}\nseeds: [one]", "seeds: ['one'] is not allowed"),
-    "a seed alone": ("arms: {a: {}}\nseeds: 12", "seeds: 12 is not allowed"),
+    "a seed alone": ("arms: {a: {}}\nseeds: 12", "seeds: '12' is not allowed"),
     "a name no folder can have": ("arms: {a/b: {}}\nseeds: [1]", "arms: 'a/b' is not allowed as a name"),
     "a key that is none": (
         "arms: {a: {optim.learning_rat: 1}}\nseeds: [1]",
@@ -125,7 +126,7 @@ MISTAKES = {
     ),
     "what the experiment decides": (ARMS + "common: {run.seed: 1}", "common: run.seed is decided by the experiment"),
     "a grid of no arm": (ARMS + "grid: {b: {optim.eps: [1]}}", "grid: b is neither an arm (a) nor a key"),
-    "an axis of one": (ARMS + "grid: {a: {optim.eps: 1}}", "grid.a: optim.eps: 1 is not allowed; allowed: a list"),
+    "an axis of one": (ARMS + "grid: {a: {optim.eps: 1}}", "grid.a: optim.eps: '1' is not allowed; allowed: a list"),
     "an axis that is none": (ARMS + "grid: {a: {optim.epps: [1]}}", "grid.a: unknown key optim.epps; did you mean"),
     "no such baseline": (ARMS + "baseline: b", "question.yaml: baseline: there is no arm b; allowed: a."),
     "values under base": (ARMS + "base: {optim.name: sgd}", "base: {'optim.name': 'sgd'} is not allowed"),
