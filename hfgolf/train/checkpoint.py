@@ -174,7 +174,7 @@ def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, A
             raise Rejected(f"format {version}, this hfgolf reads {FORMAT_VERSION}")
         if not all(isinstance(manifest[key], int) for key in ("step", "processes")):
             raise TypeError
-        if _STEP_FOLDER.fullmatch(checkpoint.name) and _step(checkpoint) != manifest["step"]:
+        if _STEP_FOLDER.fullmatch(checkpoint.name) and step_of(checkpoint) != manifest["step"]:
             raise Rejected(f"{_MANIFEST} is of step {manifest['step']}")
         for name, expected in files.items():
             _verify_file(checkpoint, name, expected["bytes"], expected["sha256"])
@@ -191,6 +191,16 @@ def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, A
         changes = ", ".join(f"{key} {saved.get(key)} -> {model.get(key)}" for key in changed)
         raise Rejected(f"another model ({changes}); restore these keys or start a new run.name")
     return manifest
+
+
+def verified_file(checkpoint: Path, name: str) -> Path:
+    """Return the path of one file of a checkpoint, checked against the manifest; Rejected if it is not as saved."""
+    try:
+        expected = read_manifest(checkpoint)["files"][name]
+        _verify_file(checkpoint, name, expected["bytes"], expected["sha256"])
+    except (KeyError, TypeError):
+        raise Rejected(f"{name} is not in {_MANIFEST}") from None
+    return checkpoint / name
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
@@ -223,7 +233,7 @@ def _choose(folder: Path, which: str, model: dict[str, Any]) -> Path | None:
             raise UserError(f"train.resume: {chosen} is rejected, {rejected}; choose another.") from None
     step = read_manifest(chosen)["step"]
     for other in newest_first(folder):
-        if _step(other) >= step and other.resolve() != chosen.resolve():
+        if step_of(other) >= step and other.resolve() != chosen.resolve():
             set_aside(other)
     for name, target in (("latest", next(iter(newest_first(folder)), None)), ("best", best_checkpoint(folder))):
         if target is not None:
@@ -261,7 +271,7 @@ def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder by their steps, whatever their files' times say."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=_step, reverse=True)
+    return sorted((path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=step_of, reverse=True)
 
 
 def best_checkpoint(folder: Path) -> Path | None:
@@ -277,7 +287,8 @@ def best_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def _step(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint's name says."""
     return int(checkpoint.name.removeprefix("step-"))
 
 

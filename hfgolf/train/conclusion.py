@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -23,7 +24,7 @@ from hfgolf.report.metrics import read_metrics
 from hfgolf.report.record import read_run
 from hfgolf.report.report import write_report
 from hfgolf.report.wording import duration
-from hfgolf.train.checkpoint import best_checkpoint, newest_first, read_manifest
+from hfgolf.train.checkpoint import Rejected, best_checkpoint, newest_first, step_of, verified_file
 from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 def conclude(run: Run) -> dict[str, Any]:
     """Evaluate, export, show and push the best weights of the run; returns the summary, also in summary.json."""
-    step = _take_best_weights(run)
+    step, damaged_best = _take_best_weights(run)
     evaluation = run.whole_evaluations.get(step) or run.evaluate()
     summary: dict[str, Any] = {
         "run": run.config.run.name,
@@ -60,6 +61,8 @@ def conclude(run: Run) -> dict[str, Any]:
         "commit": git_commit(),
         "model": str(run.folder.model),
     }
+    if damaged_best:
+        summary["damaged_best_step"] = damaged_best
     if run.accelerator.is_main_process:
         undo_compilation(run.raw_model)
         summary["sample"] = generate_text(run.raw_model, run.tokens.tokenizer, seed=run.config.run.seed)
@@ -138,32 +141,54 @@ def push_in_training(run: Run) -> None:
     run.hub.push_later(folder, f"step {run.state.step}")
 
 
-def _take_best_weights(run: Run) -> int:
-    """Give the model the weights to export, the best ones of the run; returns the step they are of.
+def _take_best_weights(run: Run) -> tuple[int, int | None]:
+    """Give the model the weights to export: the best of the run, or the last if the best are damaged on the disk.
 
-    Under optim.ema_export the averaged ones. Where the last step was not the best, or left weights that are not finite,
-    they come from a checkpoint. Raises UserError where there is none of them.
+    Under optim.ema_export the averaged ones. If the last are not finite, the newest checkpoint that is whole has them.
+    Returns their step, and the step of the best if those are damaged. Raises UserError if no weights are left.
     """
     run.accelerator.wait_for_everyone()  # the main process has written what all read
     averaged = run.config.optim.ema_export
     name = EMA_NAME if averaged else WEIGHTS_NAME
     sick = first_not_finite(run.raw_model.named_parameters())
-    best = best_checkpoint(run.folder.checkpoints) if run.state.best_step != run.state.step else None
-    latest = newest_first(run.folder.checkpoints)[:1] if sick else []
-    files = [checkpoint / name for checkpoint in (best, *latest) if checkpoint is not None]
-    file = next((file for file in files if file.exists()), None)
+    answer: list[Any] = [None, None]
+    if run.accelerator.is_main_process:
+        answer = list(_find_weights(run, name, sick is None))
+    file, damaged_best = broadcast_object_list(answer)
     if file:
-        weights, step = load_file(file), read_manifest(file.parent)["step"]  # best_step, unless its save failed
-        logger.info("taking the %s weights, of step %d", file.parent.name, step)
+        weights, step = load_file(file), step_of(file.parent)
+        logger.info("taking the weights of step %d", step)
     elif sick:
         raise UserError(
-            f"train: {sick} holds values that are not finite, and there is no checkpoint; nothing is exported. Lower"
-            f" optim.learning_rate (now {run.config.optim.learning_rate:g}), then start anew."
+            f"train: {sick} holds values that are not finite, and there is no whole checkpoint; nothing is exported."
+            f" Lower optim.learning_rate (now {run.config.optim.learning_rate:g}), then start anew."
         )
     else:
         weights, step = run.ema.state_dict() if averaged and run.ema else {}, run.state.step
     run.raw_model.load_state_dict(weights, strict=False)  # tied weights are in the file once
-    return step
+    return step, damaged_best
+
+
+def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int | None]:
+    """Return the checkpoint's file with the weights to export, and the step of the best if those are damaged.
+
+    name: of the file. has_last: the model's own weights will do; then the file may be None, which means these.
+    """
+    folder, state, damaged_best = run.folder.checkpoints, run.state, None
+    best = best_checkpoint(folder) if state.best_step != state.step else None
+    if best is not None:
+        try:
+            return verified_file(best, name), None
+        except Rejected as rejected:
+            damaged_best = step_of(best)
+            instead = f"the last ones, of step {state.step}" if has_last else "the newest that are whole"
+            logger.warning("the best weights, of step %d, are damaged: %s; taking %s", damaged_best, rejected, instead)
+    for checkpoint in [] if has_last else newest_first(folder):
+        try:
+            return verified_file(checkpoint, name), damaged_best
+        except Rejected as rejected:
+            logger.warning("%s is damaged: %s", checkpoint.name, rejected)
+    return None, damaged_best
 
 
 def _median_speed(run: Run) -> float:

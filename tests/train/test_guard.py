@@ -232,7 +232,7 @@ def test_weights_that_end_not_finite_are_not_exported(run, tiny_run, break_weigh
 
 def test_weights_that_end_not_finite_without_a_checkpoint_are_one_line(run, tiny_run, break_weights):
     break_weights(6)
-    with pytest.raises(UserError, match=rf"^train: {BAD} holds values that are not finite, and there is no checkpoint"):
+    with pytest.raises(UserError, match=rf"^train: {BAD} holds values that are not finite, and there is no whole"):
         run(tiny_run(train__save_every_steps="null", **NO_EVALUATION))
 
 
