@@ -13,12 +13,14 @@ import itertools
 import math
 import os
 import re
+import select
 import sys
 import typing
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import yaml
 
@@ -140,11 +142,37 @@ def run_command(main: Callable[[], int | None]) -> None:
         status = main()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {redact(str(error))}", file=sys.stderr)
+            with suppress(OSError):
+                print(f"error: {redact(str(error))}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:  # `| head` has read enough
+        if not is_lost(sys.stdout):
+            raise
+        status = 141  # as a program that SIGPIPE ends
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            is_lost(stream)  # or Python, which flushes them at its end, would exit with 120
     sys.exit(status)
+
+
+def is_lost(stream: TextIO | None) -> bool:
+    """Say whether nobody reads a stream any more (a closed terminal, a pipe's end); it goes nowhere from then on."""
+    if stream is None or not hasattr(select, "poll"):  # Windows
+        return False
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # no file, as in a notebook
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)  # tells of errors alone
+    if not poll.poll(0):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+    return True
 
 
 def one_line(error: object) -> str:

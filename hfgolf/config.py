@@ -410,8 +410,8 @@ class TrainConfig:
     """Tokens that the model writes at each evaluation, for metrics.jsonl, trackers and the report; null: none."""
     save_every_steps: int | None = 500
     """Steps between two checkpoints; null: none by steps. The last step is always saved."""
-    save_every_minutes: float | None = None
-    """Minutes between two checkpoints; null: none by time."""
+    save_every_minutes: float | None = 10.0
+    """Most minutes from one checkpoint to the next; null: none by time."""
     keep_last: int = 2
     """Checkpoints kept beside the best one."""
     resume: str | None = None

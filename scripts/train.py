@@ -4,9 +4,16 @@ import logging
 import os
 
 from hfgolf.command_line import load_config, run_command
+from hfgolf.train.signals import Signals
 
 
 def main() -> None:
+    with Signals() as signals:  # before the imports, which take seconds
+        train_once(signals)
+
+
+def train_once(signals: Signals) -> None:
+    """Train as the command line says, unless that run is complete already."""
     resolved = load_config()  # before torch is imported, so that --help and a wrong key answer at once
     from hfgolf.train.conclusion import show_summary
     from hfgolf.train.console import show_log
@@ -22,7 +29,7 @@ def main() -> None:
         logging.getLogger("hfgolf").info("%s is complete; another --run.name, or no such folder, trains anew", folder)
         show_summary(summary)
         return
-    train(resolved)
+    train(resolved, signals)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ the last block may then go around the end of the stream, where the end of text t
 from __future__ import annotations
 
 import math
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -182,9 +183,17 @@ def build_loader(
         sampler=order,
         num_workers=num_workers,
         multiprocessing_context=context,
+        worker_init_fn=_leave_signals_to_the_trainer,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # an iterator draws from it; from the global one, a resume would shift dropout
     )
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """Let a worker live on when a signal reaches the whole group of processes: the trainer finishes its step first."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def device_prefetch(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:

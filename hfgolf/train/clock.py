@@ -85,8 +85,10 @@ class Clock:
         return state.step >= self._run.most_steps or state.elapsed_seconds >= self._most_seconds
 
     def save_is_due(self) -> bool:
-        """Say, once, whether train.save_every_minutes have passed or somebody asked for a checkpoint."""
-        is_due, self._save_is_due = self._save_is_due, False
-        if is_due:
-            self._saved_at, self._signals.save = time.perf_counter(), 0
-        return is_due
+        """Say whether train.save_every_minutes have passed since the last save, or somebody asked for a checkpoint."""
+        return self._save_is_due
+
+    def note_save(self) -> None:
+        """Count the minutes to the next save from here on; what was asked for is done."""
+        self._saved_at, self._signals.save = time.perf_counter(), 0
+        self._save_is_due = False

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
+from hfgolf.command_line import is_lost
 from hfgolf.redact import redact
 
 if TYPE_CHECKING:
@@ -61,12 +62,22 @@ def format_row(row: dict[str, Any], total_steps: float) -> str:
 
 def show_log(is_main_process: bool) -> None:
     """Print hfgolf's log lines, without secrets, from the main process only; warnings come from every process."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _LogHandler(sys.stdout)
     handler.setFormatter(_RedactingFormatter("%(message)s"))
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if is_main_process else logging.WARNING)
     quiet_libraries()
+
+
+class _LogHandler(logging.StreamHandler[TextIO]):
+    """Falls silent when nobody reads any more (a closed terminal, `| head`), because training goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], OSError):
+            is_lost(self.stream)
+        else:
+            super().handleError(record)
 
 
 class _RedactingFormatter(logging.Formatter):

@@ -28,31 +28,33 @@ from hfgolf.train.console import Console
 from hfgolf.train.guard import Guard, first_sick_gradient, gradient_norm, halve_until_it_fits, should_stop_early
 from hfgolf.train.meter import StepResult
 from hfgolf.train.setup import Run, set_up, write_description
-from hfgolf.train.signals import Signals, follow_launcher
+from hfgolf.train.signals import Signals
 
 logger = logging.getLogger(__name__)
 
 
-def train(resolved: ResolvedConfig) -> dict[str, Any]:
+def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str, Any]:
     """Train as the config says and return the summary: losses, bits per byte, speed, where the model lies.
 
-    Raises UserError for what a person can mend, SystemExit(128 + signal) where SIGTERM or SIGINT ended it after a save.
-    Call it in every process that `accelerate launch` started.
+    signals: entered by the caller before its imports; None: handlers are there from here on, and gone afterwards.
+    Raises UserError for what a person can mend, SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP ended it after a
+    save. Call it in every process that `accelerate launch` started.
     """
-    follow_launcher()
-    run = set_up(resolved)
-    with Signals() as signals:
-        clock = Clock(run, signals)
-        try:
-            run_steps(run, clock)
-        except BaseException:
+    with signals or Signals() as signals:
+        run = set_up(resolved)
+        with signals.noted():
+            clock = Clock(run, signals)
+            try:
+                run_steps(run, clock)
+            except BaseException:
+                settle(run)
+                report_run(run)
+                raise
             settle(run)
-            report_run(run)
-            raise
-        settle(run)
-        if clock.stop_signal:
-            leave(run, clock.stop_signal)
-    return conclude(run)
+            if clock.stop_signal:
+                leave(run, clock.stop_signal)
+            signals.where = "after the last step; the same command with --train.resume auto finishes what is left"
+        return conclude(run)
 
 
 def settle(run: Run) -> None:
@@ -94,6 +96,7 @@ def run_steps(run: Run, clock: Clock) -> None:
                 see_doctor(run)
                 if saving or run.state.best_step == step or should_stop_early(run):
                     save(run)
+                    clock.note_save()
                 report_failed_saves(run)
                 if pushing:
                     push_in_training(run)

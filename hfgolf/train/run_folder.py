@@ -25,7 +25,7 @@ except ImportError:  # Windows: nothing keeps two runs apart there
 
 # What may differ between a run and its continuation without making it another run.
 _FREE_KEYS = {"run.output_dir", "run.price_per_hour", "train.resume", "train.cpu_threads"}
-_FREE_KEYS |= {"data.num_workers", "data.in_memory"}
+_FREE_KEYS |= {"data.num_workers", "data.in_memory", "train.save_every_minutes"}
 _FREE_SECTIONS = ("track.", "hub.")
 
 

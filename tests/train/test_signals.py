@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hfgolf.train.signals import Signals
+from hfgolf.train.signals import Signals, Stopped
 
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "scripts/train.py"]
@@ -31,15 +31,17 @@ ACCELERATE = [
 UNSAVED = {"train__save_every_steps": 10**6, "train__eval_every_steps": 10**6, "model__dropout": 0.1}
 
 
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
 class Started:
     """A process that trains; its output goes to a file."""
 
     def __init__(self, command: list[str], output: Path) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
         self.output_file = output
         with output.open("w") as file:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                command, cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     @property
@@ -77,11 +79,18 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
             started.process.wait()
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def lines(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    table = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [row for row in table if "event" not in row]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in lines(folder) if "event" not in row]
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in lines(folder) if "event" in row]
 
 
 def last_step(folder: Path) -> int:
@@ -118,6 +127,28 @@ def test_stopped_by_sigterm_and_by_sigint_and_continued_it_is_the_run(run, tiny_
         assert [row[name] for row in rows(folder)] == [row[name] for row in rows(straight)]
     after, before = (load_file(path / "checkpoints/latest/model.safetensors") for path in (folder, straight))
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="opens a terminal as Linux does")
+def test_a_closed_terminal_saves_and_ends_with_129(tiny_run, tmp_path):
+    """As when ssh is lost: SIGHUP arrives, and every write to the terminal fails from then on."""
+    folder = tmp_path / "runs" / "tiny"
+    ours, theirs = os.openpty()
+    command = [*PYTHON, *tiny_run(**UNSAVED, train__max_steps=10**5)]
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *command], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT
+    )
+    os.close(theirs)
+    try:
+        while last_step(folder) < 3:
+            assert os.read(ours, 10**5)
+    finally:
+        os.close(ours)
+    assert process.wait(60) == 129
+    step = last_step(folder)
+    assert (folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").is_file()
+    (stopped,) = [row for row in events(folder) if row["event"] == "stopped"]
+    assert (stopped["signal"], stopped["step"]) == ("SIGHUP", step)
 
 
 def test_sigusr1_saves_the_next_step_and_training_goes_on(tiny_run, tmp_path, start):
@@ -188,22 +219,29 @@ def test_all_processes_stop_at_the_same_step(tiny_run, tmp_path, start, target):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
-def test_accelerates_launcher_takes_its_one_process_along(tiny_run, tmp_path, start):
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("launcher", "number"), [(ACCELERATE, signal.SIGTERM), (TORCHRUN, signal.SIGKILL)], ids=["accelerate", "torchrun"]
+)
+def test_processes_whose_launcher_dies_save_and_end(tiny_run, tmp_path, start, launcher, number):
+    """`accelerate launch` passes no SIGTERM on to a single process, and nobody passes a kill -9 on."""
     folder = tmp_path / "runs" / "tiny"
-    started = start([*ACCELERATE, *tiny_run(**UNSAVED, train__max_steps=10**5)])
+    started = start([*launcher, *tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4)])
     started.wait_until(lambda: last_step(folder) > 2)
-    (trainer,) = psutil.Process(started.process.pid).children()
-    started.process.send_signal(signal.SIGTERM)
+    trainers = [
+        child for child in psutil.Process(started.process.pid).children() if "scripts/train.py" in child.cmdline()
+    ]
+    started.process.send_signal(number)
     started.process.wait(60)
     deadline = time.monotonic() + 60
     try:
-        while is_alive(trainer):
+        while any(map(is_alive, trainers)):
             assert time.monotonic() < deadline, started.output
             time.sleep(0.01)
     finally:
-        if is_alive(trainer):
+        for trainer in filter(is_alive, trainers):
             trainer.kill()
+    assert len(trainers) == (2 if launcher is TORCHRUN else 1)
     assert_stopped_at_its_last_row(folder, started.output, "SIGTERM")
 
 
@@ -214,16 +252,53 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_handlers_are_there_for_as_long_as_the_loop_and_count_a_burst_as_one_wish():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    with Signals() as signals:
+ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def test_in_the_loop_a_burst_is_one_wish_and_the_handlers_found_come_back():
+    before = {number: signal.getsignal(number) for number in ALL}
+    with Signals() as signals, pytest.raises(Stopped) as ended, signals, signals.noted():
         assert (signals.stop, signals.save) == (0, 0)
         signal.raise_signal(signal.SIGUSR1)
         assert (signals.stop, signals.save) == (0, 1)
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert signals.stop == signal.SIGINT
-    assert {number: signal.getsignal(number) for number in before} == before
+    assert ended.value.code == 130, "nothing was done about it"
+    assert {number: signal.getsignal(number) for number in ALL} == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_outside_of_the_loop_the_process_ends_at_once_with_one_line(capsys, number):
+    with pytest.raises(SystemExit) as ended, Signals():
+        signal.raise_signal(number)
+        pytest.fail("it went on")
+    assert ended.value.code == 128 + number
+    line = f"stopped by {number.name} before the first step; the same command starts again\n"
+    assert capsys.readouterr().err == line
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.stop == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_sighup_is_no_second_wish(monkeypatch):
+    """A shell and the kernel each send one when a terminal closes; the save in between must come to its end."""
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr("hfgolf.train.signals._ONE_WISH_SECONDS", -1.0)
+    with pytest.raises(Stopped), Signals() as signals, signals.noted():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert ends == []
+        signal.raise_signal(signal.SIGTERM)
+        assert ends == [143]
 
 
 def test_outside_the_main_thread_nothing_is_installed():

@@ -1,0 +1,68 @@
+"""When a checkpoint is due by the clock, or because somebody asked for one."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from hfgolf.config import RunConfig
+from hfgolf.train import clock
+from hfgolf.train.checkpointer import Checkpointer
+from hfgolf.train.signals import Signals
+from hfgolf.train.state import TrainState
+
+
+@pytest.fixture
+def of_run(monkeypatch):
+    """A Clock with the default config, and its `now`, a list of one time."""
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    run = SimpleNamespace(
+        config=RunConfig(),
+        state=TrainState(),
+        accelerator=SimpleNamespace(num_processes=1, is_main_process=True),
+        stopwatch=SimpleNamespace(training_seconds=lambda: 0.0),
+        most_steps=math.inf,
+    )
+    signals = Signals()
+    return SimpleNamespace(clock=clock.Clock(run, signals), now=now, signals=signals)
+
+
+def is_due(of_run, at_seconds):
+    of_run.now[0] = at_seconds
+    of_run.clock.tick()
+    return of_run.clock.save_is_due()
+
+
+def test_by_default_no_more_than_ten_minutes_lie_between_two_saves(of_run):
+    assert not is_due(of_run, 599)
+    assert is_due(of_run, 600)
+    of_run.clock.note_save()
+    assert not is_due(of_run, 1199)
+    of_run.clock.note_save()  # for another reason, such as train.save_every_steps
+    assert not is_due(of_run, 1798)
+    assert is_due(of_run, 1799)
+
+
+def test_who_asks_gets_one_checkpoint(of_run):
+    of_run.signals.save = 1
+    assert is_due(of_run, 1)
+    of_run.clock.note_save()
+    assert not is_due(of_run, 2)
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3, 4]), ("null", [4])])
+def test_a_run_saves_when_the_minutes_have_passed(run, tiny_run, monkeypatch, minutes, steps):
+    saved = []
+    real = Checkpointer.save
+
+    def save(self, **options):
+        saved.append(self._state.step)
+        real(self, **options)
+
+    monkeypatch.setattr(Checkpointer, "save", save)
+    never = {"train__save_every_steps": "null", "train__eval_every_steps": 100}
+    run(tiny_run(train__max_steps=4, train__save_every_minutes=minutes, **never))
+    assert saved == steps

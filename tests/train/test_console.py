@@ -1,0 +1,43 @@
+"""Output that nobody reads any more is no reason to stop, and leaves no traceback."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import pytest
+
+from hfgolf.command_line import run_command
+from hfgolf.train.console import show_log
+
+
+@pytest.fixture
+def closed_pipe():
+    """What a process before `| head -1` writes to in the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        yield stream
+
+
+def test_the_log_falls_silent(closed_pipe, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+    show_log(is_main_process=True)
+    for step in range(3):
+        logging.getLogger("hfgolf").info("step %d", step)
+    assert capsys.readouterr().err == ""
+    closed_pipe.write("whatever a library prints")
+    closed_pipe.flush()
+
+
+def test_a_script_ends_quietly(closed_pipe, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+
+    def main():
+        for _ in range(10**4):
+            print("a line of a report")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    assert (ended.value.code, capsys.readouterr().err) == (141, "")
