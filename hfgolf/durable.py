@@ -1,13 +1,19 @@
-"""Writing files that survive a power cut: a temporary file, fsync, rename, fsync of the folder.
+"""Writing files that survive a power cut, and reading them back with a check.
 
-Owns that sequence, so that whatever is there under its final name is whole. Does not know what the files hold.
+Owns the sequence of a write (a temporary file, fsync, rename, fsync of the folder), so that whatever is there under its
+final name is whole, and what a folder's list of files says: sizes and sha256. Does not know what the files hold.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from hfgolf.command_line import one_line
 
 
 def write_text(path: Path, text: str) -> None:
@@ -59,3 +65,36 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
+    """Return the size and sha256 of files in a folder, by their names in it; plain JSON."""
+    return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in paths}
+
+
+def find_damage(folder: Path, name: str, listed: Any) -> str | None:
+    """Say in what a file is not as it was when `list_files` listed it; None if it is as it was.
+
+    Raises KeyError, TypeError or ValueError if `listed` is not what list_files said of a file.
+    """
+    num_bytes, sha256 = listed["bytes"], listed["sha256"]
+    path = folder / name
+    try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return f"{name} leads out of the folder"
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != num_bytes:
+            return f"{name} has {path.stat().st_size} bytes instead of {num_bytes}"
+        return None if _sha256(path) == sha256 else f"{name} does not match its sha256"
+    except (OSError, RuntimeError) as error:  # a bad sector, a name too long; RuntimeError: links in a ring
+        return f"{name} is not readable ({one_line(error)})"
+
+
+def _sha256(path: Path) -> str:
+    # not mapped: a bad sector would end the process. Large pieces: between two, a save waits for the loop's GIL
+    digest, buffer = hashlib.sha256(), bytearray(min(2**24, path.stat().st_size + 1))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()

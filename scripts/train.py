@@ -23,12 +23,16 @@ def train_once(signals: Signals) -> None:
 
     show_log(is_main_process=os.environ.get("RANK", "0") == "0")
     resolved = resolve_precision(resolved)  # decided, it can be compared with that of a run that is complete
-    summary = run_folder(resolved.config).completed(resolved)
+    folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
+    summary = folder.completed(resolved)
     if summary:
-        folder = run_folder(resolved.config).path
-        logging.getLogger("hfgolf").info("%s is complete; another --run.name, or no such folder, trains anew", folder)
+        logger.info("%s is complete; another --run.name, or no such folder, trains anew", folder.path)
         show_summary(summary)
         return
+    damage = folder.damage(resolved)
+    if damage:
+        logger.warning("%s: %s; making it again from the checkpoints", folder.path, damage)
+        resolved = resolved.resolve("auto", train__resume="auto")
     train(resolved, signals)
 
 

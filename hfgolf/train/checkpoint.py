@@ -8,7 +8,6 @@ keeps links. Does not know when to save (loop.py), nor what else is in the files
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 
 from hfgolf.command_line import one_line
 from hfgolf.config import join_words
-from hfgolf.durable import sync
+from hfgolf.durable import find_damage, list_files, sync
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def commit_checkpoint(partial: Path, step: int, model: dict[str, Any], processes
         "step": step,
         "processes": processes,
         "model": model,
-        "files": {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files},
+        "files": list_files(partial, files),
     }
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in (*files, partial / _MANIFEST, partial):
@@ -177,7 +176,7 @@ def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, A
         if _STEP_FOLDER.fullmatch(checkpoint.name) and step_of(checkpoint) != manifest["step"]:
             raise Rejected(f"{_MANIFEST} is of step {manifest['step']}")
         for name, expected in files.items():
-            _verify_file(checkpoint, name, expected["bytes"], expected["sha256"])
+            _verify_file(checkpoint, name, expected)
         paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     except OSError as error:
         raise Rejected(f"not readable ({one_line(error)})") from None
@@ -196,8 +195,7 @@ def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, A
 def verified_file(checkpoint: Path, name: str) -> Path:
     """Return the path of one file of a checkpoint, checked against the manifest; Rejected if it is not as saved."""
     try:
-        expected = read_manifest(checkpoint)["files"][name]
-        _verify_file(checkpoint, name, expected["bytes"], expected["sha256"])
+        _verify_file(checkpoint, name, read_manifest(checkpoint)["files"][name])
     except (KeyError, TypeError):
         raise Rejected(f"{name} is not in {_MANIFEST}") from None
     return checkpoint / name
@@ -274,6 +272,16 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=step_of, reverse=True)
 
 
+def saved_step(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint that is on the disk, with all its files by name and size; else None."""
+    for checkpoint in newest_first(folder):
+        with suppress(Rejected, OSError, KeyError, TypeError, ValueError, AttributeError):
+            files = read_manifest(checkpoint)["files"].items()
+            if all((checkpoint / name).stat().st_size == listed["bytes"] for name, listed in files):
+                return step_of(checkpoint)
+    return None
+
+
 def best_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint of the lowest validation loss among those in a folder, as their train states say.
 
@@ -292,25 +300,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _verify_file(checkpoint: Path, name: str, num_bytes: int, sha256: str) -> None:
-    path = checkpoint / name
-    try:
-        if not path.resolve().is_relative_to(checkpoint.resolve()):
-            raise Rejected(f"{name} leads out of the folder")
-        if not path.is_file():
-            raise Rejected(f"{name} is missing")
-        if path.stat().st_size != num_bytes:
-            raise Rejected(f"{name} has {path.stat().st_size} bytes instead of {num_bytes}")
-        if _sha256(path) != sha256:
-            raise Rejected(f"{name} does not have the sha256 of {_MANIFEST}")
-    except (OSError, RuntimeError) as error:  # a bad sector, a name too long; RuntimeError: links in a ring
-        raise Rejected(f"{name} is not readable ({one_line(error)})") from None
-
-
-def _sha256(path: Path) -> str:
-    # not mapped: a bad sector would end the process. Large pieces: between two, a save waits for the loop's GIL
-    digest, buffer = hashlib.sha256(), bytearray(min(2**24, path.stat().st_size + 1))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-    return digest.hexdigest()
+def _verify_file(checkpoint: Path, name: str, listed: Any) -> None:
+    damage = find_damage(checkpoint, name, listed)
+    if damage:
+        raise Rejected(damage)

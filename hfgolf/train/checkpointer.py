@@ -81,8 +81,6 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[Any] | None = None
         self._failures: list[str] = []
-        self.saved_step: int | None = None
-        """Step of the last checkpoint that is complete."""
         if self._is_replicated:  # the weights go into the model itself: a wrapper's keys depend on the processes
             accelerator.register_load_state_pre_hook(self._load_weights)
 
@@ -257,7 +255,6 @@ class Checkpointer:
             write(partial)
             self._is_read.set()
             checkpoint = commit_checkpoint(partial, step, self._description, self._accelerator.num_processes)
-            self.saved_step = step
             if is_best:
                 point(self._folder / "best", checkpoint)
             retain(self._folder, self._keep_last)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hfgolf.command_line import one_line
-from hfgolf.durable import write_text
+from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
@@ -24,7 +24,7 @@ from hfgolf.report.metrics import read_metrics
 from hfgolf.report.record import read_run
 from hfgolf.report.report import write_report
 from hfgolf.report.wording import duration
-from hfgolf.train.checkpoint import Rejected, best_checkpoint, newest_first, step_of, verified_file
+from hfgolf.train.checkpoint import Rejected, best_checkpoint, newest_first, saved_step, step_of, verified_file
 from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.environment import device_name, git_commit
@@ -73,11 +73,19 @@ def conclude(run: Run) -> dict[str, Any]:
             pictures = [picture] if picture.is_file() else []
             card = model_card(run.config, summary, pictures)
             export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
+            exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})  # a push edits that
+            summary["files"] = list_files(run.folder.model, exported)
             write_text(run.folder.summary, json.dumps(summary, indent=1))
         except (OSError, SafetensorError) as error:
+            saved = saved_step(run.folder.checkpoints)
+            advice = (
+                "no checkpoint could be written either, so its weights are lost: make room and train anew"
+                if saved is None
+                else f"checkpoints hold step {saved} of {run.state.step}: make room, then the same command with"
+                " --train.resume auto"
+            )
             raise UserError(
-                f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); checkpoints hold"
-                " its weights: make room, then the same command with --train.resume auto."
+                f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); {advice}."
             ) from None
         show_summary(summary)
         run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")

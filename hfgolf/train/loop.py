@@ -21,6 +21,7 @@ from torch import Tensor
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.optim.schedule import apply_schedule
+from hfgolf.train.checkpoint import saved_step
 from hfgolf.train.clock import Clock
 from hfgolf.train.compilation import uncompiled
 from hfgolf.train.conclusion import conclude, push_in_training, report_run
@@ -218,21 +219,22 @@ def save(run: Run) -> None:
 
 
 def report_failed_saves(run: Run) -> None:
-    """Say once of each checkpoint that could not be written why, and that training goes on."""
+    """Say once of each checkpoint that could not be written why, and what there is."""
     for failure in run.checkpoints.failures():
-        logger.info("%s; training goes on, the next save tries again, earlier checkpoints are kept", failure)
+        step = saved_step(run.folder.checkpoints)
+        logger.warning("%s; %s", failure, "there is none" if step is None else f"the newest is of step {step}")
         run.tracker.event("save_failed", run.state, reason=failure)
 
 
 def leave(run: Run, signal_number: int) -> None:
-    """End the process after a signal, once the checkpoint is on the disk; says how to continue."""
-    logger.info(
-        "stopped by %s at step %d; saved up to step %s; the same command with --train.resume auto continues it",
-        signal.Signals(signal_number).name,
-        run.state.step,
-        run.checkpoints.saved_step,
-    )
-    run.tracker.event("stopped", run.state, signal=signal.Signals(signal_number).name)
+    """End the process after a signal, once the save has ended; says how to continue."""
+    name, step = signal.Signals(signal_number).name, saved_step(run.folder.checkpoints)
+    if step is None:
+        logger.info("stopped by %s at step %d; nothing is saved: a resume begins anew", name, run.state.step)
+    else:
+        text = "stopped by %s at step %d; saved up to step %d; the same command with --train.resume auto continues it"
+        logger.info(text, name, run.state.step, step)
+    run.tracker.event("stopped", run.state, signal=name)
     report_run(run)
     run.tracker.finish()
     raise SystemExit(128 + signal_number)

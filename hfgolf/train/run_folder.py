@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from hfgolf.command_line import ResolvedConfig, read_yaml
 from hfgolf.config import RunConfig
+from hfgolf.durable import find_damage
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
 
@@ -144,10 +145,43 @@ class RunFolder:
         ]
 
     def completed(self, resolved: ResolvedConfig) -> dict[str, Any] | None:
-        """Return the summary if this very run is complete already, else None."""
-        if resolved.config.train.resume not in (None, "auto") or not (self.summary.is_file() and self.config.is_file()):
+        """Return the summary if this very run is complete and all that it says of the model is so, else None."""
+        if not self._has_ended(resolved) or self.damage(resolved):
             return None
-        return None if self.changed_keys(resolved) else json.loads(self.summary.read_text())
+        return json.loads(self.summary.read_text()) | {"model": str(self.model)}
+
+    def damage(self, resolved: ResolvedConfig) -> str | None:
+        """Say what is not as it was when this very run ended: its summary, or a file of its model; else None.
+
+        Raises UserError if there is no checkpoint to make it again from.
+        """
+        damage = self._find_damage() if self._has_ended(resolved) else None
+        if damage and not any(self.checkpoints.glob("step-*")):
+            raise UserError(
+                f"run.name: {self.path} holds a run that ended, but {damage}, and there is no checkpoint to make it"
+                " again from; choose another --run.name, or delete that folder."
+            )
+        return damage
+
+    def _has_ended(self, resolved: ResolvedConfig) -> bool:
+        if resolved.config.train.resume not in (None, "auto") or not (self.summary.is_file() and self.config.is_file()):
+            return False
+        return not self.changed_keys(resolved)
+
+    def _find_damage(self) -> str | None:
+        try:
+            summary = json.loads(self.summary.read_text())
+            listed = summary.get("files", {})  # runs of older versions have none
+            if not {"val_loss", "weights", "sample"} <= summary.keys():
+                raise ValueError
+            for name in ("config.json", "model.safetensors"):
+                if not (self.model / name).is_file():
+                    return f"{self.model.name}/{name} is missing"
+            damages = (find_damage(self.model, name, of_file) for name, of_file in listed.items())
+            damage = next(filter(None, damages), None)
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            return f"{self.summary.name} is not readable"
+        return damage and f"{self.model.name}/{damage}"
 
 
 def _plain(value: Any) -> Any:

@@ -31,6 +31,7 @@ from faults import (
 )
 from safetensors.torch import load_file
 
+from hfgolf import durable
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -185,7 +186,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_rejected(tmp_path, monkeypat
     def bad_sector(path: Path) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoint_module, "_sha256", bad_sector)
+    monkeypatch.setattr(durable, "_sha256", bad_sector)
     with pytest.raises(Rejected, match=r"^model is not readable \(.*Input/output error\)$"):
         verify(checkpoint)
 
@@ -196,8 +197,8 @@ def test_one_line_names_every_rejected_checkpoint(tmp_path):
     with pytest.raises(UserError) as error:
         choose(tmp_path, "latest")
     assert str(error.value) == (
-        f"train.resume: no checkpoint in {tmp_path} is valid (step-000009: model does not have the sha256 of"
-        " manifest.json; step-000006: model is missing; step-000003: model has 6 bytes instead of 7)."
+        f"train.resume: no checkpoint in {tmp_path} is valid (step-000009: model does not match its sha256;"
+        " step-000006: model is missing; step-000003: model has 6 bytes instead of 7)."
     )
     assert names(tmp_path) == ["latest", "step-000003", "step-000006", "step-000009"]
 
@@ -209,7 +210,9 @@ def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(tmp_pa
     point(tmp_path / "best", tmp_path / "step-000006")
     which = str(tmp_path / "step-000006") if which == "a path" else which
     flip_a_bit(tmp_path / "step-000006" / "model")
-    with pytest.raises(UserError, match=r"^train.resume: .*step-000006 is rejected, model does not have .*; choose an"):
+    with pytest.raises(
+        UserError, match=r"^train.resume: .*step-000006 is rejected, model does not match .*; choose an"
+    ):
         choose(tmp_path, which)
     assert names(tmp_path) == ["best", "latest", "step-000003", "step-000006", "step-000009"]
 
@@ -271,8 +274,7 @@ def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplo
     assert seen[2] == seen[4] == ["latest", "step-000002"]
     assert seen[6] == ["best", "latest", "step-000006"]
     assert [line for line in caplog.messages if "not written" in line] == [
-        "checkpoint of step 4 not written: [Errno 28] No space left on device; training goes on, the next save tries"
-        " again, earlier checkpoints are kept"
+        "checkpoint of step 4 not written: [Errno 28] No space left on device; the newest is of step 2"
     ]
 
 

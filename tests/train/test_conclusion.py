@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults import before_step, flip_a_bit
+from faults import before_step, flip_a_bit, remove, rows
 from safetensors.torch import load_file
 
 from hfgolf.errors import UserError
-from hfgolf.train import loop
+from hfgolf.train import checkpointer, conclusion, loop
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
 
 
 def cut(file: Path) -> None:
@@ -59,4 +65,74 @@ def test_weights_that_are_not_finite_are_replaced_by_the_newest_whole_ones(run, 
     else:
         with pytest.raises(UserError, match=r"not finite, and there is no whole checkpoint; nothing is exported"):
             run(arguments)
-    assert "step-000004 is damaged: model.safetensors does not have the sha256" in caplog.text
+    assert "step-000004 is damaged: model.safetensors does not match its sha256" in caplog.text
+
+
+def test_a_run_is_complete_only_if_its_summary_and_its_model_are_whole(run, tiny_run, run_script, reset_accelerate):
+    """The same command makes again what is damaged, from the checkpoints, and nothing else."""
+    folder = run(tiny_run())
+
+    def model() -> dict[str, bytes]:
+        drawn = "loss.png"  # over the seconds of this time
+        return {path.name: path.read_bytes() for path in (folder / "model").iterdir() if path.name != drawn}
+
+    before = model()
+    summary, steps = json.loads((folder / "summary.json").read_text()), rows(folder)
+
+    def again() -> str:
+        reset_accelerate()
+        said = run_script("train.py", *tiny_run())
+        assert said.status == 0, said.err
+        return said.out + said.err
+
+    (folder / "model" / "README.md").write_text("as a push or its owner may edit it")
+    assert "is complete" in again()
+    weights = "model.safetensors"
+    for path, damage, reason in (
+        ("summary.json", empty, "summary.json is not readable"),
+        ("summary.json", cut, "summary.json is not readable"),
+        ("summary.json", lambda path: path.write_text("[" * 100_000), "summary.json is not readable"),
+        ("model", shutil.rmtree, "model/config.json is missing"),
+        (f"model/{weights}", remove, f"model/{weights} is missing"),
+        (f"model/{weights}", flip_a_bit, f"model/{weights} does not match its sha256"),
+        ("model/tokenizer.json", empty, "model/tokenizer.json has 0 bytes instead of"),
+    ):
+        damage(folder / path)
+        assert f"{folder}: {reason}" in again()
+        assert model() == before
+        now = json.loads((folder / "summary.json").read_text())
+        assert all(now[key] == summary[key] for key in ("step", "steps", "val_loss"))
+        assert rows(folder) == steps
+
+    shutil.rmtree(folder / "checkpoints")
+    assert "is complete" in again()
+    empty(folder / "summary.json")
+    said = run_script("train.py", *tiny_run())
+    assert said.status == 2 and "summary.json is not readable, and there is no checkpoint" in said.err
+    assert model() == before and rows(folder) == steps
+
+
+def full_disk(*arguments: Any, **options: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("saved", "advice"),
+    [
+        ("all", "checkpoints hold step 6 of 6: make room, then the same command with --train.resume auto."),
+        ("one", "checkpoints hold step 3 of 6: make room, then the same command with --train.resume auto."),
+        ("none", "no checkpoint could be written either, so its weights are lost: make room and train anew."),
+    ],
+)
+def test_what_is_said_of_checkpoints_is_read_from_the_disk(run, tiny_run, monkeypatch, tmp_path, caplog, saved, advice):
+    def fill(run_: Any) -> None:
+        monkeypatch.setattr(checkpointer, "save_file", full_disk)
+
+    actions = {} if saved == "all" else {1 if saved == "none" else 5: fill}
+    monkeypatch.setattr(loop, "train_step", before_step(actions))
+    monkeypatch.setattr(conclusion, "export_model", full_disk)
+    with pytest.raises(UserError, match=r"cannot write the model to .*No space left") as error:
+        run(tiny_run())
+    assert str(error.value).endswith(advice)
+    newest = {"all": [], "one": ["the newest is of step 3"], "none": ["there is none"] * 2}[saved]
+    assert [line.split("; ")[1] for line in caplog.messages if "not written" in line] == newest
