@@ -360,16 +360,17 @@ class OptimConfig:
 class ScheduleConfig:
     """How learning rates and weight decay move over the run, as a share of their peaks."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
-    """linear and cosine fall from the end of the warmup; wsd over the last schedule.warmdown_fraction of the run."""
+    name: Literal["constant", "linear", "cosine", "cosine_warmdown", "wsd"] = "wsd"
+    """linear and cosine fall from the end of the warmup, wsd over the last schedule.warmdown_fraction of the run;
+    cosine_warmdown is cosine, times what falls from 1 to 0 over that last part."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly to its peak."""
     warmdown_fraction: float = 0.4
-    """Share of the run in which wsd falls to the floor."""
+    """Share of the run, at its end, in which wsd falls to the floor and cosine_warmdown to 0."""
     warmdown_shape: Literal["linear", "1-sqrt"] = "linear"
-    """How wsd falls; 1-sqrt: as 1 - sqrt(share of the warmdown done), steep at first."""
+    """How the warmdown falls; 1-sqrt: as 1 - sqrt(share of the warmdown done), steep at first."""
     floor: float = 0.0
-    """Share of the peak at which the schedule ends."""
+    """Share of the peak at which the schedule ends; cosine_warmdown: at which its cosine would."""
     weight_decay: Literal["constant", "linear", "learning_rate"] = "constant"
     """Of optim.weight_decay: it stays, falls linearly to 0 over the run, or is multiplied as the learning rate is."""
 

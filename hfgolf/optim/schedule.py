@@ -22,14 +22,18 @@ def learning_rate_multiplier(step: int, total_steps: float, schedule: ScheduleCo
     `projected_steps(step, progress)`; infinity, as long as there is none, means that nothing falls yet.
 
     The warmup rises as (step + 1) / warmup_steps, so that the first update already moves and update number
-    warmup_steps is at the peak. linear and cosine fall from the end of the warmup to the floor, wsd falls over the
-    last warmdown_fraction of the run: linearly, or as 1 - sqrt of the share of the warmdown that is done (Haegele et
-    al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", arXiv 2405.18392). The floor is
-    where update number total_steps + 1 would be: the last one is a step short of it, and not wasted where the floor
-    is 0. Where a short run's warmup meets its fall, the lower of the two holds.
+    warmup_steps is at the peak. linear and cosine fall from the end of the warmup to the floor. wsd falls to it over
+    the last warmdown_fraction of the run: linearly, or as 1 - sqrt of the share of the warmdown that is done (Haegele
+    et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", arXiv 2405.18392).
+    cosine_warmdown is cosine times that warmdown, so that it ends at 0, whatever the floor. The end is where update
+    number total_steps + 1 would be: the last update is a step short of it, and not wasted if it is at 0. If a short
+    run's warmup meets its fall, the lower of the two holds.
     """
     warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    return min(warmup, schedule.floor + (1 - schedule.floor) * _fall(step, total_steps, schedule))
+    falling = schedule.floor + (1 - schedule.floor) * _fall(step, total_steps, schedule)
+    if schedule.name == "cosine_warmdown":
+        falling *= _warmdown(step, total_steps, schedule)
+    return min(warmup, falling)
 
 
 def _fall(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
@@ -37,13 +41,18 @@ def _fall(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
     if schedule.name == "constant":
         return 1.0
     if schedule.name == "wsd":
-        left = _warmdown_left(step, total_steps, schedule)
-        return left if schedule.warmdown_shape == "linear" else 1 - math.sqrt(1 - left)
+        return _warmdown(step, total_steps, schedule)
     progress = (step - schedule.warmup_steps) / max(1.0, total_steps - schedule.warmup_steps)
     progress = min(1.0, max(0.0, progress))
     if schedule.name == "linear":
         return 1 - progress
     return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _warmdown(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
+    """Return 1 before the last warmdown_fraction of the run, and what falls to 0 over it."""
+    left = _warmdown_left(step, total_steps, schedule)
+    return left if schedule.warmdown_shape == "linear" else 1 - math.sqrt(1 - left)
 
 
 def _warmdown_left(step: int, total_steps: float, schedule: ScheduleConfig) -> float:

@@ -23,11 +23,12 @@ from hfgolf.train import clock
 from hfgolf.train.signals import Signals
 from hfgolf.train.state import TrainState
 
-NAMES = ["constant", "linear", "cosine", "wsd"]
+NAMES = ["constant", "linear", "cosine", "cosine_warmdown", "wsd"]
 SHAPES = {
     "constant": {"name": "constant"},
     "linear": {"name": "linear"},
     "cosine": {"name": "cosine"},
+    "cosine_warmdown": {"name": "cosine_warmdown"},
     "wsd": {"name": "wsd"},
     "wsd, 1-sqrt": {"name": "wsd", "warmdown_shape": "1-sqrt"},
 }
@@ -68,6 +69,9 @@ def test_closed_forms(floor):
     root = multipliers(100, name="wsd", warmup_steps=10, warmdown_fraction=0.4, warmdown_shape="1-sqrt", floor=floor)
     expected = [1, 1, above(1 - math.sqrt(1 / 40)), above(0.5), above(1 - math.sqrt(39 / 40))]
     assert [root[s] for s in (30, 60, 61, 70, 99)] == pytest.approx(expected)
+    both = multipliers(110, name="cosine_warmdown", warmup_steps=10, warmdown_fraction=0.2, floor=floor)
+    assert both[:88] == cosine[:88]
+    assert [both[s] for s in (99, 109)] == pytest.approx([cosine[99] * 0.5, cosine[109] / 22])
     assert multipliers(9, name="constant", floor=floor) == [1.0] * 9
 
 
@@ -86,14 +90,15 @@ def test_rises_then_falls_without_a_jump_between_floor_and_peak(shape, warmup_st
     total = 100
     values = multipliers(total, **settings)
     assert all(0 < value <= 1 for value in values)
-    assert all(value > floor for value in values[warmup_steps:])
+    assert all(value > (0 if shape["name"] == "cosine_warmdown" else floor) for value in values[warmup_steps:])
     of_warmdown = 1 / (fraction * total)
     steepest = max(
         1 / max(warmup_steps, 1) if warmup_steps else 0,
         math.sqrt(of_warmdown) if "warmdown_shape" in shape else of_warmdown,
     )
-    if shape["name"] in ("linear", "cosine") and warmup_steps < total:
-        steepest = max(steepest, math.pi / 2 / (total - warmup_steps))
+    if shape["name"] in ("linear", "cosine", "cosine_warmdown") and warmup_steps < total:
+        of_whole = math.pi / 2 / (total - warmup_steps)
+        steepest = steepest + of_whole if shape["name"] == "cosine_warmdown" else max(steepest, of_whole)
     differences = [after - before for before, after in pairwise(values)]
     assert max(map(abs, differences)) <= steepest + 1e-9
     has_fallen = False
@@ -105,7 +110,7 @@ def test_rises_then_falls_without_a_jump_between_floor_and_peak(shape, warmup_st
 @EVERY_SHAPE
 def test_past_the_end_it_stays_at_the_floor(shape):
     schedule = ScheduleConfig(**shape, warmup_steps=3, floor=0.2)
-    expected = 1.0 if shape["name"] == "constant" else 0.2
+    expected = {"constant": 1.0, "cosine_warmdown": 0.0}.get(shape["name"], 0.2)
     assert [learning_rate_multiplier(step, 10, schedule) for step in (10, 11, 50)] == pytest.approx([expected] * 3)
 
 
@@ -194,6 +199,9 @@ def test_by_the_clock_it_ends_at_the_floor_and_never_rises_again(shape, warmup_s
             continue
         left = last.seconds / (60 * MINUTES)
         most = left / fraction if shape["name"] == "wsd" else left * last.step / (last.step - warmup_steps)
+        if shape["name"] == "cosine_warmdown":
+            assert 0 <= last.multiplier <= (floor + (1 - floor) * most) * left / fraction + 1e-12
+            continue
         assert floor <= last.multiplier <= floor + (1 - floor) * most + 1e-12
         if shape["name"] == "wsd":
             after_warmup = updates[warmup_steps:]
