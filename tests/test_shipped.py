@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hfgolf.report.metrics import read_rows
+
 ROOT = Path(__file__).parents[1]
 SHRUNK = {
     "data.hub_name": "null",
@@ -47,7 +49,7 @@ def test_every_config_takes_two_steps(run, config, tmp_path, corpus_file):
 def test_a_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
     first = run(tiny_run())
     again = run(["--config", str(first / "config.yaml"), "--run.name", "again"])
-    losses = [[json.loads(line)["train_losses"] for line in (f / "metrics.jsonl").open()] for f in (first, again)]
+    losses = [[row["train_losses"] for row in read_rows(f / "metrics.jsonl")] for f in (first, again)]
     assert losses[0] == losses[1]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from hfgolf.report.metrics import read_rows
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,6 +50,13 @@ def test_it_shows_the_corners_of_small(show):
     }
 
 
+def test_it_shows_the_warmdown_of_a_cosine(show):
+    config = ("--config", ROOT / "configs" / "small.yaml", "--schedule.name", "cosine_warmdown")
+    said = cells(show(*config, "--schedule.floor", 0.1, "--schedule.warmdown_fraction", 0.1))
+    assert said["start of warmdown"][:2] == ["136", "90.0%"]
+    assert float(said["last step"][2]) == pytest.approx(0.02 * 0.1 / 15, rel=0.01)  # a 15th of the warmdown is left
+
+
 def test_it_shows_what_the_run_does(show, run, tiny_run):
     """The learning rates of the matrices in metrics.jsonl, in a run whose length follows from the text."""
     options = tiny_run(
@@ -59,7 +67,7 @@ def test_it_shows_what_the_run_does(show, run, tiny_run):
         schedule__warmdown_shape="1-sqrt",
     )
     shown = cells(show(*options))
-    rows = [json.loads(line) for line in (run(options) / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(run(options) / "metrics.jsonl")
     done = {row["step"]: row["learning_rate"] for row in rows}
     assert max(done) == int(shown["last step"][0]) > 8
     assert len(shown) == 5

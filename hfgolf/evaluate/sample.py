@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hfgolf.errors import UserError
 from hfgolf.evaluate.context import evaluation_mode, most_positions
@@ -28,8 +29,9 @@ def generate_text(
     """Return the prompt and its continuation; temperature 0 is greedy, top_k 0 and top_p 1 leave no token out.
 
     The prompt follows a document separator, as every document did in training; without a prompt the model starts a
-    document. Where positions are learned, the text ends with them at the latest. The random generators and the model's
-    mode are left as they were. Raises UserError where the prompt leaves no room for a token, or there is no separator.
+    document. If positions are learned, the text ends with them at the latest. The random generators and the model's
+    mode are left as they were. Raises UserError if the prompt leaves no room for a token, if there is no separator, or
+    if the model's logits are not finite.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("--model: its tokenizer has no eos_token to begin a document with; name a model that has one.")
@@ -49,6 +51,16 @@ def generate_text(
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)),
             pad_token_id=tokenizer.eos_token_id,
+            logits_processor=[
+                _require_finite
+            ],  # multinomial would raise its own on a CPU, and end the process on a GPU
             **sampling,
         )
     return str(tokenizer.decode(output[0, 1:], skip_special_tokens=True))
+
+
+def _require_finite(input_ids: Tensor, logits: Tensor) -> Tensor:
+    """Return the logits, (B, V), if each row has a largest one: NaN and infinity leave nothing to draw from."""
+    if not logits.amax(-1).isfinite().all():
+        raise UserError("The model's logits are not finite, so it can write nothing; take an earlier checkpoint.")
+    return logits

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from hfgolf.command_line import one_line
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
-from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 from hfgolf.report.metrics import read_metrics
@@ -65,7 +64,8 @@ def conclude(run: Run) -> dict[str, Any]:
         summary["damaged_best_step"] = damaged_best
     if run.accelerator.is_main_process:
         undo_compilation(run.raw_model)
-        summary["sample"] = generate_text(run.raw_model, run.tokens.tokenizer, seed=run.config.run.seed)
+        text = run.sample(100)
+        summary |= {} if text is None else {"sample": text}
         summary |= run.stopwatch.row()
         report_run(run, summary)
         try:
@@ -124,7 +124,8 @@ def show_summary(summary: dict[str, Any]) -> None:
     if seconds:
         parts = ", ".join(f"{kind} {duration(value)}" for kind, value in seconds.items() if value)
         logger.info("time             %s: %s", duration(sum(seconds.values())), parts)
-    logger.info("sample           %s", summary["sample"].replace("\n", "\n                 "))
+    if "sample" in summary:
+        logger.info("sample           %s", summary["sample"].replace("\n", "\n                 "))
     folder = RunFolder(Path(summary["model"]).parent)
     logger.info("run folder       %s", folder.path)
     if folder.report.is_file():

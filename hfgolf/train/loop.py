@@ -19,11 +19,9 @@ from accelerate import DistributedType
 from torch import Tensor
 
 from hfgolf.command_line import ResolvedConfig
-from hfgolf.evaluate.sample import generate_text
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.train.checkpoint import saved_step
 from hfgolf.train.clock import Clock
-from hfgolf.train.compilation import uncompiled
 from hfgolf.train.conclusion import conclude, push_in_training, report_run
 from hfgolf.train.console import Console
 from hfgolf.train.guard import Guard, first_sick_gradient, gradient_norm, halve_until_it_fits, should_stop_early
@@ -192,13 +190,14 @@ def validate(run: Run) -> dict[str, Any]:
 
 
 def write_sample(run: Run) -> None:
-    """Let the model write some text, the same for the same weights, and keep it as an event."""
+    """Let the model write some text and keep it as an event."""
     tokens, accelerator = run.config.train.sample_tokens, run.accelerator
     if tokens is None or not accelerator.is_main_process or accelerator.distributed_type == DistributedType.FSDP:
         return  # sharded weights are on no process
-    with run.stopwatch.of("evaluate"), uncompiled(run.raw_model), run.exported_weights():
-        text = generate_text(run.raw_model, run.tokens.tokenizer, max_new_tokens=tokens, seed=run.config.run.seed)
-    run.tracker.event("sample", run.state, text=text)
+    with run.exported_weights():
+        text = run.sample(tokens)
+    if text is not None:
+        run.tracker.event("sample", run.state, text=text)
 
 
 def see_doctor(run: Run) -> None:

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import Tensor, nn
 
-from hfgolf.command_line import ResolvedConfig
+from hfgolf.command_line import ResolvedConfig, one_line
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
 from hfgolf.data.token_cache import TokenCache, load_tokens
@@ -29,6 +29,7 @@ from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.loss import evaluate_loss
+from hfgolf.evaluate.sample import generate_text
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
 from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes, run_memory
 from hfgolf.model.build import build_golf
@@ -40,7 +41,7 @@ from hfgolf.report.doctor import Rounds
 from hfgolf.train.checkpoint import check_resume, clean_up
 from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.clock import most_steps
-from hfgolf.train.compilation import compile_in_place, should_compile
+from hfgolf.train.compilation import compile_in_place, should_compile, uncompiled
 from hfgolf.train.environment import (
     device_name,
     resolve_precision,
@@ -174,6 +175,21 @@ class Run:
                 batch_size=self.micro_batch_size,
                 budget_tokens=budget_tokens,
             )
+
+    def sample(self, max_new_tokens: int) -> str | None:
+        """Return text that the model writes, the same for the same weights; None, with a line, if it can't write any.
+
+        Never raises: no sample is worth a run, and weights that are not finite are the guard's business.
+        """
+        tokenizer, seed = self.tokens.tokenizer, self.config.run.seed
+        try:
+            with self.stopwatch.of("evaluate"), uncompiled(self.raw_model):
+                return generate_text(self.raw_model, tokenizer, max_new_tokens=max_new_tokens, seed=seed)
+        except Exception as error:
+            reason = one_line(error)[:200]
+        logger.warning("no sample at step %d: %s", self.state.step, reason)
+        self.tracker.event("sample_failed", self.state, reason=reason)
+        return None
 
 
 def set_up(resolved: ResolvedConfig) -> Run:

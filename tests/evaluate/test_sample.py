@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -41,6 +43,15 @@ def test_temperature_0_takes_the_likeliest_token_each_time(build_model, tokenize
 def test_a_text_that_spells_a_special_token_is_text(build_model, tokenizer):
     prompt = "é<|endoftext|>"
     assert generate_text(build_model(), tokenizer, prompt, max_new_tokens=1).startswith(prompt)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_are_one_line(build_model, tokenizer, value, temperature):
+    model = build_model()
+    model.lm_head.weight.data.fill_(value)
+    with pytest.raises(UserError, match=r"^The model's logits are not finite, so it can write nothing"):
+        generate_text(model, tokenizer, "ab", max_new_tokens=4, temperature=temperature)
 
 
 def test_learned_positions_end_the_text(build_model, tokenizer):

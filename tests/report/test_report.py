@@ -18,6 +18,7 @@ from hfgolf.errors import UserError
 from hfgolf.report import figures, metrics
 from hfgolf.report.curves import MOST_POINTS, read_curve
 from hfgolf.report.figures import CHARTS, draw_charts, line_look
+from hfgolf.report.metrics import read_rows
 from hfgolf.report.record import final_figures, read_run, seconds_by_kind, status
 from hfgolf.report.report import write_report
 from hfgolf.report.wording import dollars, duration, size
@@ -152,7 +153,7 @@ def test_the_report_at_the_end_of_a_run_tells_its_figures(run, tiny_run, caplog)
     with caplog.at_level(logging.INFO, logger="hfgolf"):
         path = run(tiny_run(run__price_per_hour=3600))
     assert f"report           {path / 'report.html'}" in caplog.text
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").open()]
+    lines = read_rows(path / "metrics.jsonl")
     summary = json.loads((path / "summary.json").read_text())
     page = Page(path / "report.html")
     assert page.figures["validation loss"] == f"{summary['val_loss']:.4f}" == f"{lines[-1]['val_loss']:.4f}"

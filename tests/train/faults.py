@@ -53,10 +53,10 @@ def rewrite_manifest(checkpoint: Path, **changes: Any) -> None:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl without events of a resume, each line of which must be whole."""
+    """Return the rows of metrics.jsonl without resumes and samples; each line must be whole."""
     text = (folder / "metrics.jsonl").read_text()
     assert text.endswith("\n")
-    return [row for row in map(json.loads, text.splitlines()) if row.get("event") != "resumed"]
+    return [row for row in map(json.loads, text.splitlines()) if row.get("event") not in ("resumed", "sample")]
 
 
 def losses(folder: Path) -> list[float]:

@@ -16,6 +16,7 @@ import torch
 
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
+from hfgolf.report.metrics import read_rows
 from hfgolf.train import environment
 from hfgolf.train.compilation import should_compile
 from hfgolf.train.console import show_log
@@ -304,7 +305,7 @@ def test_a_failing_compiler_falls_back_with_one_line(run, tiny_run, caplog):
         compiled = run(tiny_run(run__name="compiled", train__max_steps=3, train__compile="true"))
     lines = [line for line in caplog.messages if line.startswith("compile: failed, going on without")]
     assert len(lines) == 1 and "\n" not in lines[0]
-    losses = [[json.loads(row)["train_loss"] for row in (f / "metrics.jsonl").open()] for f in (eager, compiled)]
+    losses = [[row["train_loss"] for row in read_rows(f / "metrics.jsonl")] for f in (eager, compiled)]
     assert losses[0] == losses[1]
 
 

@@ -343,6 +343,6 @@ def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatc
     said = [message for message in caplog.messages if "metrics.jsonl" in message]
     assert [line.split("metrics.jsonl: ")[1] for line in said] == [
         "not written (No space left on device), kept for the next row",
-        "6 rows are lost (No space left on device)",
+        "8 rows are lost (No space left on device)",
     ]
     assert (folder / "model" / "model.safetensors").is_file()

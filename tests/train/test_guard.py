@@ -43,8 +43,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
+    """Return what went wrong and what was done about it, so no samples."""
     table = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in table if "event" in row]
+    return [row for row in table if row.get("event", "sample") != "sample"]
 
 
 def hashes(folder: Path) -> list[str]:
@@ -186,7 +187,7 @@ def test_a_nan_that_no_scale_helps_is_counted_in_fp16_too(run, tiny_run, fp16_on
 
 @pytest.fixture
 def break_weights(monkeypatch):
-    """Return a function that sets a weight, to infinity, right before the first save at a step."""
+    """Return a function that sets two weights, to infinity, right before the first save at a step."""
 
     def install(at_step: int, value: float = math.inf) -> None:
         real_save = loop.save
@@ -195,7 +196,8 @@ def break_weights(monkeypatch):
         def save(run_: Any) -> None:
             if run_.state.step == at_step and not broken:
                 broken.append(at_step)
-                run_.raw_model.get_parameter(BAD).data[0, 0] = value
+                weight = run_.raw_model.get_parameter(BAD).data
+                weight[0, 0], weight[1, 0] = value, -value  # one of the two is positive, whatever the token
             real_save(run_)
 
         monkeypatch.setattr(loop, "save", save)
@@ -273,6 +275,28 @@ def test_a_checkpoint_that_no_good_step_comes_of_is_left_for_an_earlier_one(run,
     assert "no good step came of step-000004: going further back" in caplog.messages
     assert [row["step"] for row in rows(folder)] == list(range(1, 9))
     assert all(row["grad_norm"] is not None for row in rows(folder))
+
+
+def test_no_sample_stops_a_run(run, tiny_run, break_weights, caplog):
+    """Weights that overflow: the guard goes back, while each sample that can't be drawn is one line."""
+    break_weights(4, 1e38)
+    options = {"train__save_every_steps": 4, "train__max_skipped_steps": 3, "train__max_steps": 8}
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(**options))
+    told = [event["event"] for event in events(folder) if event["event"] in ("sample_failed", "rollback")]
+    assert told == ["sample_failed", "rollback"] * 2  # to step 4, then further back
+    lines = [line for line in caplog.messages if line.startswith("no sample at step 6: The model's logits are not fin")]
+    assert len(lines) == 2
+    assert "sample" in json.loads((folder / "summary.json").read_text())
+
+
+def test_no_sample_stops_the_end_of_a_run(run, tiny_run, break_weights):
+    break_weights(6, 1e38)
+    folder = run(tiny_run())
+    assert events(folder)[-1]["event"] == "sample_failed"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["step"] == 6 and "sample" not in summary
+    assert "A sample, written" not in (folder / "model" / "README.md").read_text()
 
 
 DRIVER = """

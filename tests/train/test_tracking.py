@@ -24,7 +24,7 @@ def test_tensorboard_gets_what_the_file_gets(run, tiny_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = run(tiny_run(track__trackers="[tensorboard]"))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     events = EventAccumulator(str(folder / "hfgolf"))
     events.Reload()
     for column, name in {
@@ -146,7 +146,7 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(run, tiny_run, monk
     with caplog.at_level(logging.WARNING, "hfgolf"):
         folder = run(tiny_run(track__trackers="[tensorboard]"))
     assert caplog.messages.count("tracker dropped, metrics.jsonl goes on: the server is gone") == 1
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 6
+    assert len(read_rows(folder / "metrics.jsonl")) == 6
 
 
 def test_an_unknown_tracker_is_named(run, tiny_run):

@@ -18,6 +18,7 @@ from accelerate.utils import load
 from safetensors.torch import load_file, save_file
 
 from hfgolf.command_line import load_config
+from hfgolf.report.metrics import read_rows
 from hfgolf.train import verify_resume as verify_resume_module
 from hfgolf.train.evidence import compare, evidence, relative_difference, table, verdict
 from hfgolf.train.run_folder import RunFolder
@@ -37,7 +38,7 @@ def with_rows(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[Pat
 
     def apply(folder: Path) -> None:
         path = folder / "metrics.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = read_rows(path)
         change(rows)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
