@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,17 +29,21 @@ def evaluate_loss(
     sequence_length: int,
     batch_size: int,
     budget_tokens: int | None = None,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Evaluate on the stream's first `budget_tokens` tokens (whole pieces of text; None: all), in non-overlapping rows.
 
     model: any causal language model, unwrapped and on the accelerator's device; called eagerly and in evaluation mode,
     and left in the mode it was in. The ranks share the rows; sums of nats are added up, in fp64, so no row counts twice
     (even_batches would).
+
+    before_batch: called before each batch, as often on every rank; what it raises ends the evaluation.
     """
     nats = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     with evaluation_mode(model):
         for batch in evaluation_windows(stream, sequence_length, budget_tokens, batch_size, rank, world):
+            before_batch()
             batch = {name: values.to(accelerator.device) for name, values in batch.items()}
             with accelerator.autocast():
                 nats += summed_nats(model, **batch)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hfgolf.config import BatchConfig, TrainConfig
     from hfgolf.train.setup import Run
 
+_BATCHES_TO_AGREE = 8
+
 
 def most_steps(train: TrainConfig, batch: BatchConfig, blocks: int, state: TrainState | None = None) -> float:
     """Return the steps after which max_steps, max_tokens or max_epochs end a run; infinity if only the clock does.
@@ -33,6 +35,10 @@ def most_steps(train: TrainConfig, batch: BatchConfig, blocks: int, state: Train
     return steps
 
 
+class Interrupted(Exception):
+    """An evaluation that ends before its last batch, on all processes, because one was asked to stop."""
+
+
 class Clock:
     """Measures a run by steps or by the minutes of the main process, and passes on what any process was asked to do.
 
@@ -47,6 +53,7 @@ class Clock:
         self._most_seconds = 60 * (run.config.train.max_minutes or math.inf)
         self._hosts = distributed.new_group(backend="gloo") if run.accelerator.num_processes > 1 else None
         self._save_is_due = False
+        self._batches = 0
         self.stop_signal = 0
         """Number of the signal that ends the run after this step; 0: none."""
         self.tick()
@@ -58,6 +65,18 @@ class Clock:
         seconds, stop, is_due = self._agree(self._seconds(), self._signals.stop, save)
         self._run.state.elapsed_seconds = seconds
         self.stop_signal, self._save_is_due = int(stop), bool(is_due)
+
+    def interrupt(self) -> None:
+        """Raise Interrupted if any process was asked to stop; all call it before each batch of an evaluation.
+
+        They agree every few batches: an all-reduce of the hosts takes some 0.1 ms, and more between machines.
+        """
+        self._batches += 1
+        if not self.stop_signal and (self._hosts is None or self._batches % _BATCHES_TO_AGREE == 0):
+            (stop,) = self._agree(self._signals.stop)
+            self.stop_signal = int(stop)
+        if self.stop_signal:
+            raise Interrupted
 
     def _seconds(self) -> float:
         """Return the seconds of training by this process' stopwatch, which counts on the main process only."""

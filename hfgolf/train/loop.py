@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.train.checkpoint import saved_step
-from hfgolf.train.clock import Clock
+from hfgolf.train.clock import Clock, Interrupted
 from hfgolf.train.conclusion import conclude, push_in_training, report_run
 from hfgolf.train.console import Console
 from hfgolf.train.guard import Guard, first_sick_gradient, gradient_norm, halve_until_it_fits, should_stop_early
@@ -41,8 +42,8 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
     """
     with signals or Signals() as signals:
         run = set_up(resolved)
+        clock = Clock(run, signals)
         with signals.noted():
-            clock = Clock(run, signals)
             try:
                 run_steps(run, clock)
             except BaseException:
@@ -73,7 +74,10 @@ def run_steps(run: Run, clock: Clock) -> None:
     run.has_begun = True
     run.stopwatch.switch("train")
     run.meter.restart()
-    while not (clock.is_over() or should_stop_early(run)):
+    if run.state.unfinished_row is not None:
+        with run.stopwatch.of("other"):
+            report_step(run, clock, console, run.state.unfinished_row, evaluating=True, saving=False)
+    while not (clock.is_over() or clock.stop_signal or should_stop_early(run)):
         result = train_step(run, clock.total_steps())
         run.state.count_step(run.config.batch)
         run.meter.add(result)
@@ -86,22 +90,31 @@ def run_steps(run: Run, clock: Clock) -> None:
         pushing = hub.push and due(step, hub.every_steps, False)
         if evaluating or saving or pushing or due(step, every.log_every_steps, last or step == 1):
             with run.stopwatch.of("other"):
-                row = describe(run)
-                if evaluating:
-                    row |= validate(run)
-                    write_sample(run)
-                run.tracker.log(row | run.stopwatch.row())
-                console.show(row, clock.total_steps())
-                see_doctor(run)
-                if saving or run.state.best_step == step or should_stop_early(run):
-                    save(run)
-                    clock.note_save()
-                report_failed_saves(run)
-                if pushing:
+                report_step(run, clock, console, describe(run), evaluating, saving)
+                if pushing and not clock.stop_signal:
                     push_in_training(run)
-        if clock.stop_signal:
-            break
     console.close()
+
+
+def report_step(run: Run, clock: Clock, console: Console, row: dict[str, Any], evaluating: bool, saving: bool) -> None:
+    """Complete the row of a step by an evaluation, write and show it, and save; each if it is due."""
+    is_saved = run.state.unfinished_row is not None  # by the session before, which was stopped here
+    run.state.unfinished_row = row if evaluating else None
+    try:
+        if evaluating:
+            row = row | validate(run, clock.interrupt)
+            write_sample(run)
+        run.state.unfinished_row = None
+        run.tracker.log(row | run.stopwatch.row())
+        console.show(row, clock.total_steps())
+    except Interrupted:
+        logger.info("the evaluation at step %d is left to the run that continues this one", run.state.step)
+        saving = not is_saved
+    see_doctor(run)
+    if saving or run.state.best_step == run.state.step or should_stop_early(run):
+        save(run)
+        clock.note_save()
+    report_failed_saves(run)
 
 
 def train_step(run: Run, total_steps: float) -> StepResult:
@@ -168,10 +181,10 @@ def describe(run: Run) -> dict[str, Any]:
     }
 
 
-def validate(run: Run) -> dict[str, Any]:
+def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
     """Evaluate on train.eval_tokens of the validation part, the averaged weights too; returns columns of the row."""
     budget = run.config.train.eval_tokens
-    evaluation = run.evaluate(budget)
+    evaluation = run.evaluate(budget, before_batch)
     row = {
         "val_loss": evaluation.loss,
         "val_bits_per_byte": evaluation.bits_per_byte,
@@ -180,7 +193,7 @@ def validate(run: Run) -> dict[str, Any]:
     }
     if run.ema is not None:
         with run.ema.applied():
-            averaged = run.evaluate(budget)
+            averaged = run.evaluate(budget, before_batch)
         row |= {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
         evaluation = averaged if run.config.optim.ema_export else evaluation
     if budget is None:

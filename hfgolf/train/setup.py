@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,8 +164,11 @@ class Run:
         """Give the model, for a while, the weights that would be exported now: the averaged ones under ema_export."""
         return self.ema.applied() if self.ema is not None and self.config.optim.ema_export else nullcontext()
 
-    def evaluate(self, budget_tokens: int | None = None) -> Evaluation:
-        """Evaluate the model as it is on the first `budget_tokens` of the validation part, or on all of it."""
+    def evaluate(self, budget_tokens: int | None = None, before_batch: Callable[[], None] = lambda: None) -> Evaluation:
+        """Evaluate the model as it is on the first `budget_tokens` of the validation part, or on all of it.
+
+        before_batch: may end the evaluation by an exception, on all processes before the same batch.
+        """
         with self.stopwatch.of("evaluate"):
             return evaluate_loss(
                 self.raw_model,
@@ -174,6 +177,7 @@ class Run:
                 sequence_length=self.config.batch.sequence_length,
                 batch_size=self.micro_batch_size,
                 budget_tokens=budget_tokens,
+                before_batch=before_batch,
             )
 
     def sample(self, max_new_tokens: int) -> str | None:

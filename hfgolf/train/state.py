@@ -45,6 +45,8 @@ class TrainState:
     """Positions [start, end) of the data that a rollback excluded; disjoint and in order."""
     learning_rate_scale: float = 1.0
     """What rollbacks made of the learning rates: a factor on all of them."""
+    unfinished_row: dict[str, Any] | None = None
+    """Row of metrics.jsonl whose evaluation a signal cut short: the next session evaluates again, and writes it."""
     wandb_id: str | None = None
     """So that a resumed run continues its wandb run."""
 
@@ -70,5 +72,6 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = {"unfinished_row": None} | state  # not in the first checkpoints
         for key in dataclasses.fields(self):
             setattr(self, key.name, state[key.name])

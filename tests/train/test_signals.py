@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hfgolf.evaluate import loss
+from hfgolf.train import loop, setup
 from hfgolf.train.signals import Signals, Stopped
 
 ROOT = Path(__file__).parents[2]
@@ -164,6 +166,103 @@ def test_sigusr1_saves_the_next_step_and_training_goes_on(tiny_run, tmp_path, st
     started.wait_until(lambda: last_step(folder) > step + 2)
     assert list((folder / "checkpoints").glob("step-*")) == [saved], "one wish is one checkpoint"
     assert "stopped by" not in started.output
+
+
+def test_an_evaluation_ends_at_a_batch_and_the_continued_run_makes_it(run, tiny_run, monkeypatch):
+    """The run that continues has the rows and the best step of one that nobody stopped."""
+    options = {"train__max_steps": 6, "train__eval_every_steps": 3, "train__save_every_steps": 10**6}
+    straight = run(tiny_run(run__name="straight", **options))
+    batches = []
+    real = loss.summed_nats
+
+    def asked_in_the_second_batch(*arguments: Any, **named: Any) -> Any:
+        batches.append(arguments)
+        if len(batches) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments, **named)
+
+    for resume in ("null", "auto"):  # in the evaluation of step 3, then in the same one again
+        batches.clear()
+        with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+            patched.setattr(loss, "summed_nats", asked_in_the_second_batch)
+            run(tiny_run(run__name="stopped", **options, train__resume=resume))
+        assert (ended.value.code, len(batches)) == (143, 2)
+        folder = straight.with_name("stopped")
+        assert [row["step"] for row in rows(folder)] == [1, 2], "there is no row of an evaluation that is not whole"
+        checkpoints = [path for path in (folder / "checkpoints").iterdir() if not path.is_symlink()]
+        assert [path.name for path in checkpoints] == ["step-000003"]
+    run(tiny_run(run__name="stopped", **options, train__resume="auto"))
+    for name in ("step", "train_losses", "val_loss", "val_bits_per_byte"):
+        assert [row[name] for row in rows(folder)] == [row[name] for row in rows(straight)]
+    best = [json.loads((path / "summary.json").read_text())["step"] for path in (folder, straight)]
+    assert best[0] == best[1]
+
+
+@pytest.mark.parametrize("place", ["load_tokens", "_rehearse", "conclude"])
+def test_before_and_after_the_loop_it_ends_at_once_and_the_same_command_goes_on(
+    run, tiny_run, monkeypatch, capsys, place
+):
+    """In tokenizing, in compiling, in the last evaluation and the export."""
+    module = loop if place == "conclude" else setup
+    real = getattr(module, place)
+
+    def asked(*arguments: Any, **named: Any) -> Any:
+        real(*arguments, **named)
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it went on")
+
+    straight = run(tiny_run(run__name="straight"))
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr(module, place, asked)
+        run(tiny_run(run__name="stopped"))
+    assert ended.value.code == 143
+    told = capsys.readouterr().err
+    resume = "auto" if place == "conclude" else "null"
+    assert told.startswith(f"stopped by SIGTERM {'after the last' if resume == 'auto' else 'before the first'} step")
+    folder = run(tiny_run(run__name="stopped", train__resume=resume))
+    assert [row["train_losses"] for row in rows(folder)] == [row["train_losses"] for row in rows(straight)]
+    losses = [json.loads((path / "summary.json").read_text())["val_loss"] for path in (folder, straight)]
+    assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_asked_for_before_the_loop_is_written_after_the_first_step(run, tiny_run, edit_run):
+    edit_run(lambda run: signal.raise_signal(signal.SIGUSR1))
+    folder = run(tiny_run(**UNSAVED, train__max_steps=2))
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
+
+
+IN_AN_EVALUATION = """
+import os, signal, sys
+from pathlib import Path
+from hfgolf.command_line import load_config, run_command
+from hfgolf.evaluate import loss
+from hfgolf.train.loop import train
+
+folder, real, batches = Path(sys.argv.pop(1)), loss.summed_nats, []
+
+def asked_on_one_process(*arguments, **named):
+    batches.append(1)
+    if len(batches) == 3 and os.environ["RANK"] == "1":
+        signal.raise_signal(signal.SIGTERM)
+    (folder / f"batches{os.environ['RANK']}").write_text(f"{len(batches)}")
+    return real(*arguments, **named)
+
+loss.summed_nats = asked_on_one_process
+resolved = load_config(sys.argv[1:])
+run_command(lambda: train(resolved) and None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_all_processes_leave_an_evaluation_at_the_same_batch(tiny_run, tmp_path, start):
+    (tmp_path / "driver.py").write_text(IN_AN_EVALUATION)
+    arguments = tiny_run(**UNSAVED | {"train__eval_every_steps": 3, "batch__micro_batch_size": 1})
+    started = start([*TORCHRUN[:-1], str(tmp_path / "driver.py"), str(tmp_path), *arguments])
+    assert started.process.wait(60) != 0
+    assert [(tmp_path / f"batches{rank}").read_text() for rank in (0, 1)] == ["7", "7"]
+    folder = tmp_path / "runs" / "tiny"
+    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000003"] and last_step(folder) == 2
 
 
 DRIVER = """
