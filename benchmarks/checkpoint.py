@@ -55,7 +55,16 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     decay = ema_decay(config.optim, config.batch.tokens_per_step)
     ema = None if decay is None else Ema(golf.named_parameters(), decay)
     state = TrainState()
-    checkpoints = Checkpointer(accelerator, folder / "checkpoints", golf, optimizer, state, ema, keep_last=1)
+    checkpoints = Checkpointer(
+        accelerator,
+        folder / "checkpoints",
+        golf,
+        optimizer,
+        state,
+        ema,
+        keep_last=1,
+        identity={"config": {}, "corpus": {}},
+    )
     plain = folder / "plain.pt"
 
     def write() -> None:

@@ -417,6 +417,8 @@ class TrainConfig:
     """Checkpoints kept beside the best one."""
     resume: str | None = None
     """auto: go on where the run stopped, or begin it; latest, best or a path: that checkpoint; null starts afresh."""
+    resume_with_other: Literal["data"] | None = None
+    """data: let a resume go on with other text, split, seed or sequence length than before; null: refuse that."""
     patience_evals: int | None = None
     """Stop after so many evaluations without an improvement; null: never. The best weights are exported either way."""
     min_improvement: float = 0.0

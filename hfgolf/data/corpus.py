@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +164,22 @@ def load_corpus(data: DataConfig) -> Corpus:
         listed = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in files if file.split == split]
         identity["files" if split is None else "val_files"] = listed
     return Corpus(identity, data, tuple(files))
+
+
+def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two identities: "field (old -> new)", or "files (a.txt and 2 more)" for lists."""
+    changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    return [_change(name, before.get(name), now.get(name)) for name in changed]
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    if isinstance(before, list) and isinstance(now, list):
+        entries = [entry for entry in now if entry not in before] + [entry for entry in before if entry not in now]
+        names = list(dict.fromkeys(entry[0] for entry in entries))
+        return f"{name} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else name
+    if isinstance(now, dict) or name.endswith("sha256"):
+        return name  # hashes tell nobody anything
+    return f"{name} ({before} -> {now})"
 
 
 def cache_folder(data: DataConfig) -> Path:

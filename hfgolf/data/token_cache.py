@@ -30,7 +30,7 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config import DataConfig, TokenizerConfig
-from hfgolf.data.corpus import SPLITS, Corpus, cache_folder, load_corpus
+from hfgolf.data.corpus import SPLITS, Corpus, cache_folder, identity_changes, load_corpus
 from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes
 from hfgolf.data.token_stream import TokenStream, open_stream, pieces_path, write_arrow
 from hfgolf.data.tokenizer import Encoded, Encoder, build_encoder, build_tokenizer, find_tokenizer, tokenizer_sha256
@@ -55,26 +55,34 @@ class TokenCache:
     tokenizer: PreTrainedTokenizerFast
     path: Path
     is_hit: bool
+    identity: dict[str, Any]
+    """Of the corpus: what changes whenever the text or its split does."""
 
 
-def load_tokens(data: DataConfig, tokenizer_config: TokenizerConfig) -> TokenCache:
+def load_tokens(
+    data: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    corpus: Corpus | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> TokenCache:
     """Return the tokens of the corpus, from the cache where it has them, else tokenised now.
 
     Says which of the two it was, and on a miss what changed, on this module's logger. Processes that ask for
-    the same at once build it once.
+    the same at once build it once. corpus, tokenizer: if they are known already, as those of a run that goes on.
 
     Raises UserError for text, split or tokenizer that do not serve (see corpus and tokenizer).
     """
-    corpus = load_corpus(data)
+    corpus = corpus or load_corpus(data)
     cache_dir = cache_folder(data)
-    tokenizer = find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")  # a large one takes long
+    # once: a large one takes long to load
+    tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
     found = find_cache(corpus, tokenizer_config, cache_dir, tokenizer)
     if found is None:
         with FileLock(cache_dir / "build.lock"):  # built by another process while this one waited?
             found = find_cache(corpus, tokenizer_config, cache_dir, tokenizer)
             if found is None:
-                return _open_cache(*_build(corpus, tokenizer_config, cache_dir, tokenizer), data, is_hit=False)
-    tokens = _open_cache(*found, data, is_hit=True)
+                return _open_cache(*_build(corpus, tokenizer_config, cache_dir, tokenizer), corpus, is_hit=False)
+    tokens = _open_cache(*found, corpus, is_hit=True)
     _log.info("cache hit: %s (%s)", tokens.path, _size(tokens))
     return tokens
 
@@ -174,17 +182,7 @@ def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
     _, name, changed, earlier = min(changes, key=lambda change: change[:2])
     if not changed:
         return f"{name} was damaged"
-    return f"{', '.join(_change(field, earlier, key) for field in changed)} changed since {name}"
-
-
-def _change(field: str, earlier: dict[str, Any], key: dict[str, Any]) -> str:
-    before, now = earlier.get(field), key.get(field)
-    if isinstance(before, list) and isinstance(now, list):
-        names = [entry[0] for entry in now if entry not in before] + [entry[0] for entry in before if entry not in now]
-        return f"{field} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else field
-    if field == "tokenizer_sha256":
-        return field  # the hashes themselves tell nobody anything
-    return f"{field} ({before} -> {now})"
+    return f"{', '.join(identity_changes(earlier, key))} changed since {name}"
 
 
 def _write_split(
@@ -270,7 +268,8 @@ class _Progress:
         _log.info("%s: %.1f MB in %.1f s (%.1f MB/s)", self.name, megabytes, seconds, megabytes / seconds)
 
 
-def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, data: DataConfig, is_hit: bool) -> TokenCache:
+def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, is_hit: bool) -> TokenCache:
+    data = corpus.data
     num_bytes = sum((folder / f"{split}.arrow").stat().st_size for split in SPLITS)
     free_bytes = psutil.virtual_memory().available
     is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
@@ -279,7 +278,7 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, data: DataConf
         where = "copied into memory" if is_in_memory else "memory-mapped"
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
         _log.info("tokens: %s (%s)", where, why)
-    return TokenCache(train, val, tokenizer, folder, is_hit)
+    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity)
 
 
 def _size(tokens: TokenCache) -> str:

@@ -98,7 +98,7 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
         "memory_bytes": _over_rows(max, rows, "memory_bytes"),
         "parameters": summary.get("parameters"),
         "device": summary.get("device") or run.metadata.get("hardware", {}).get("device"),
-        "commit": summary.get("commit") or run.metadata.get("commit"),
+        "commits": summary.get("commits") or [run.metadata["commit"]] if run.metadata.get("commit") else None,
     }
 
 
@@ -116,7 +116,8 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "memory_bytes": ("peak memory", size),
     "parameters": ("parameters", "{:,}".format),
     "device": ("device", str),
-    "commit": ("commit", lambda commit: commit.replace(commit[10:40], "")),  # it may end in -dirty
+    # one may end in -dirty
+    "commits": ("commit", lambda commits: ", then ".join(commit.replace(commit[10:40], "") for commit in commits)),
 }
 """What each final figure is called, and how it is written."""
 

@@ -25,12 +25,11 @@ from hfgolf.durable import find_damage, list_files, sync
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import PreTrainedConfig
+    from accelerate import PartialState
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 STATE_NAME = "train_state.json"  # not a registered object: accelerate unpickles those, which can run code
 _MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
@@ -52,11 +51,8 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
     return partial
 
 
-def commit_checkpoint(partial: Path, step: int, model: dict[str, Any], processes: int) -> Path:
-    """Make what is in `partial` durable and let it appear as `step-NNNNNN`, the latest; returns that path.
-
-    model: what `description` says of the model.
-    """
+def commit_checkpoint(partial: Path, step: int, processes: int) -> Path:
+    """Make what is in `partial` durable and let it appear as `step-NNNNNN`, the latest; returns that path."""
     folder = partial.parent
     final = step_folder(folder, step)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
@@ -64,7 +60,6 @@ def commit_checkpoint(partial: Path, step: int, model: dict[str, Any], processes
         "format": FORMAT_VERSION,
         "step": step,
         "processes": processes,
-        "model": model,
         "files": list_files(partial, files),
     }
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -142,17 +137,16 @@ def check_resume(folder: Path, which: str | None) -> None:
         )
 
 
-def choose_checkpoint(accelerator: Accelerator, folder: Path, which: str, model: dict[str, Any]) -> Path | None:
-    """Return the checkpoint to resume from, checked; all ranks call it and all get the same answer.
+def choose_checkpoint(processes: PartialState, folder: Path, which: str) -> Path | None:
+    """Return the checkpoint to resume from, verified; all ranks call it and all get the same answer.
 
-    which: auto or latest take the newest valid one and name each that they rejected, with the reason (auto: None where
-    there is none at all); best or a path takes that one. The newer ones are set aside: what follows replaces them.
-    Raises UserError where none will do.
+    which: auto or latest take the newest valid one and name each that they rejected, with the reason (auto: None if
+    there is none at all); best or a path takes that one. Changes nothing on the disk. Raises UserError if none will do.
     """
     answer: list[Any] = [None, None]
-    if accelerator.is_main_process:
+    if processes.is_main_process:
         try:
-            answer[0] = _choose(folder, which, model)
+            answer[0] = _choose(folder, which)
         except UserError as error:
             answer[1] = str(error)
     path, complaint = broadcast_object_list(answer)
@@ -161,14 +155,27 @@ def choose_checkpoint(accelerator: Accelerator, folder: Path, which: str, model:
     return path
 
 
-def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Check a checkpoint's files against its manifest, and its model against `model`; return the manifest.
+def make_latest(folder: Path, chosen: Path) -> None:
+    """Set aside the checkpoints in a folder that are newer than the one the run goes on from."""
+    step = read_manifest(chosen)["step"]
+    for other in newest_first(folder):
+        if step_of(other) >= step and other.resolve() != chosen.resolve():
+            set_aside(other)
+    for name, target in (("latest", next(iter(newest_first(folder)), None)), ("best", best_checkpoint(folder))):
+        if target is not None:
+            point(folder / name, target)
+        elif (folder / name).is_symlink():
+            (folder / name).unlink()
+
+
+def verify(checkpoint: Path) -> dict[str, Any]:
+    """Check a checkpoint's files against its manifest; return the manifest.
 
     Raises Rejected with the first thing that is wrong.
     """
     manifest = read_manifest(checkpoint)
     try:
-        version, files, saved = manifest["format"], dict(manifest["files"]), dict(manifest["model"])
+        version, files = manifest["format"], dict(manifest["files"])
         if version != FORMAT_VERSION:
             raise Rejected(f"format {version}, this hfgolf reads {FORMAT_VERSION}")
         if not all(isinstance(manifest[key], int) for key in ("step", "processes")):
@@ -185,10 +192,6 @@ def verify(checkpoint: Path, model: dict[str, Any] | None = None) -> dict[str, A
     inside = {str(path.relative_to(checkpoint)) for path in paths}
     for name in sorted(inside - files.keys() - {_MANIFEST}):
         raise Rejected(f"{name} is not in {_MANIFEST}")
-    if model is not None and saved != model:
-        changed = [key for key in saved | model if saved.get(key) != model.get(key)]
-        changes = ", ".join(f"{key} {saved.get(key)} -> {model.get(key)}" for key in changed)
-        raise Rejected(f"another model ({changes}); restore these keys or start a new run.name")
     return manifest
 
 
@@ -212,41 +215,23 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def description(model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what makes the model this model, and not the versions it was saved with; plain JSON."""
-    config = {key: value for key, value in model_config.to_diff_dict().items() if key != "transformers_version"}
-    return json.loads(json.dumps(config))
-
-
-def _choose(folder: Path, which: str, model: dict[str, Any]) -> Path | None:
+def _choose(folder: Path, which: str) -> Path | None:
     if which in ("auto", "latest"):
-        chosen = _newest_valid(folder, which, model)
-        if chosen is None:
-            return None
-    else:
-        chosen = (_find(folder, which) or folder / which).resolve()
-        try:
-            verify(chosen, model)
-        except Rejected as rejected:
-            raise UserError(f"train.resume: {chosen} is rejected, {rejected}; choose another.") from None
-    step = read_manifest(chosen)["step"]
-    for other in newest_first(folder):
-        if step_of(other) >= step and other.resolve() != chosen.resolve():
-            set_aside(other)
-    for name, target in (("latest", next(iter(newest_first(folder)), None)), ("best", best_checkpoint(folder))):
-        if target is not None:
-            point(folder / name, target)
-        elif (folder / name).is_symlink():
-            (folder / name).unlink()
+        return _newest_valid(folder, which)
+    chosen = (_find(folder, which) or folder / which).resolve()
+    try:
+        verify(chosen)
+    except Rejected as rejected:
+        raise UserError(f"train.resume: {chosen} is rejected, {rejected}; choose another.") from None
     return chosen
 
 
-def _newest_valid(folder: Path, which: str, model: dict[str, Any]) -> Path | None:
+def _newest_valid(folder: Path, which: str) -> Path | None:
     """Return the newest checkpoint that verifies, after a line for each that does not; None: there never was one."""
     reasons = []
     for checkpoint in newest_first(folder):
         try:
-            verify(checkpoint, model)
+            verify(checkpoint)
             return checkpoint
         except Rejected as rejected:
             reasons.append(f"{checkpoint.name}: {rejected}")

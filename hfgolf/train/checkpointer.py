@@ -38,12 +38,13 @@ from hfgolf.train.checkpoint import (
     begin_checkpoint,
     choose_checkpoint,
     commit_checkpoint,
-    description,
+    make_latest,
     point,
     read_manifest,
     retain,
     step_folder,
 )
+from hfgolf.train.identity import RUN_NAME, has_other_data, read_identity
 from hfgolf.train.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Checkpointer:
         state: TrainState,
         ema: Ema | None,
         keep_last: int,
+        identity: dict[str, Any],
     ) -> None:
         self._accelerator = accelerator
         self._folder = folder
@@ -72,7 +74,8 @@ class Checkpointer:
         self._state = state
         self._ema = ema
         self._keep_last = keep_last
-        self._description = description(model.config)
+        self.identity = identity
+        """What makes the run this run (run_identity), for `run.json`."""
         self._is_replicated = accelerator.distributed_type in _REPLICATED
         self._copies: dict[tuple[str, ...], Tensor] = {}
         self._is_read = Event()
@@ -117,12 +120,13 @@ class Checkpointer:
         return failures
 
     def choose(self, which: str) -> Path | None:
-        """Return the checkpoint of this model that `which` (as train.resume) means: see choose_checkpoint."""
-        return choose_checkpoint(self._accelerator, self._folder, which, self._description)
+        """Return the checkpoint that `which` (as train.resume) means: see choose_checkpoint."""
+        return choose_checkpoint(self._accelerator.state, self._folder, which)
 
     def load(self, checkpoint: Path) -> None:
         """Restore everything as it was saved, on this rank; the model and the optimizer stay the same objects.
 
+        Newer checkpoints are set aside: what follows replaces them. Data of another text or order begins anew.
         Raises UserError where a file holds something else, or more than data: nothing in it is ever executed.
         """
         self.wait()
@@ -135,6 +139,8 @@ class Checkpointer:
             if states is not None:
                 self._check_random_states(states, own)
             self._state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
+            if has_other_data(read_identity(checkpoint), self.identity):
+                self._state.begin_data()
             if self._ema is not None:
                 _load_ema(self._ema, checkpoint / EMA_NAME)
         except pickle.UnpicklingError:
@@ -149,6 +155,8 @@ class Checkpointer:
         best = step_folder(checkpoint.parent, self._state.best_step)
         if checkpoint.resolve().parent != self._folder.resolve() or not best.exists():  # of another run, or abandoned
             self._state.best_val_loss, self._state.best_step = float("inf"), 0
+        if accelerator.is_main_process:
+            make_latest(self._folder, checkpoint)
         accelerator.step = 0  # counts micro-batches, and a step may have another number of them now
         if states is None and accelerator.num_processes == read_manifest(checkpoint)["processes"]:
             raise UserError(f"train.resume: {own} is missing; choose an earlier checkpoint.")
@@ -183,7 +191,7 @@ class Checkpointer:
         """Return what writes all there is to save; every rank takes part, with its random generators."""
         accelerator = self._accelerator
         random_states = gather_object([_random_states(accelerator.step)])
-        state = json.dumps(self._state.state_dict(), indent=1)
+        notes = self._notes()
         contents = self._tensors() if accelerator.is_main_process else {}
         copies = self._copy_all(contents) if accelerator.device.type == "cuda" else None
         if copies is not None:
@@ -202,9 +210,14 @@ class Checkpointer:
                 else:
                     with (folder / name).open("wb") as file:  # by name, torch would not say what the disk said
                         torch.save(content, file)
-            (folder / STATE_NAME).write_text(state)
+            _write_notes(notes, folder)
 
         return write
+
+    def _notes(self) -> dict[str, str]:
+        """Return what is saved as JSON, by file name."""
+        contents = {STATE_NAME: self._state.state_dict(), RUN_NAME: self.identity}
+        return {name: json.dumps(content, indent=1) for name, content in contents.items()}
 
     def _wait_until_read(self, *of_step: Any) -> None:
         """Wait until no save needs the tensors any more; the optimizer calls it before each update."""
@@ -212,7 +225,7 @@ class Checkpointer:
 
     def _save_sharded(self) -> Callable[[Path], None]:
         """Have accelerate save what is spread over the ranks: no rank could copy all of it."""
-        accelerator, state = self._accelerator, json.dumps(self._state.state_dict(), indent=1)
+        accelerator, notes = self._accelerator, self._notes()
         shards = self._folder / f".partial-shards-{self._state.step}"
         accelerator.save_state(str(shards))
         accelerator.wait_for_everyone()  # save_state has no barrier of its own at the end
@@ -221,7 +234,7 @@ class Checkpointer:
             for path in shards.iterdir():
                 path.rename(folder / path.name)
             shards.rmdir()
-            (folder / STATE_NAME).write_text(state)
+            _write_notes(notes, folder)
 
         return write
 
@@ -254,7 +267,7 @@ class Checkpointer:
             partial = begin_checkpoint(self._folder, step)
             write(partial)
             self._is_read.set()
-            checkpoint = commit_checkpoint(partial, step, self._description, self._accelerator.num_processes)
+            checkpoint = commit_checkpoint(partial, step, self._accelerator.num_processes)
             if is_best:
                 point(self._folder / "best", checkpoint)
             retain(self._folder, self._keep_last)
@@ -265,6 +278,11 @@ class Checkpointer:
             self._failures.append(f"checkpoint of step {step} not written: {one_line(reason)[:200]}")
         finally:
             self._is_read.set()
+
+
+def _write_notes(notes: dict[str, str], folder: Path) -> None:
+    for name, content in notes.items():
+        (folder / name).write_text(content, encoding="utf-8")
 
 
 def _load_ema(ema: Ema, file: Path) -> None:

@@ -29,14 +29,12 @@ UNCOMPILED_MFU = {"no": 0.6, "bf16": 0.4, "fp16": 0.4}
 
 
 def should_compile(
-    choice: bool | str, device: torch.device, precision: str, seconds_at_peak: float, most_seconds: float = math.inf
+    device: torch.device, precision: str, seconds_at_peak: float, most_seconds: float = math.inf
 ) -> tuple[bool, str]:
-    """Decide train.compile and say why.
+    """Decide train.compile auto and say why.
 
     seconds_at_peak: of the whole training, were its MFU 1; most_seconds: after which it ends in any case.
     """
-    if choice != "auto":
-        return bool(choice), "train.compile says so"
     if not has_compiler(device):
         return False, "there is no compiler for this device"
     saved = min(seconds_at_peak / UNCOMPILED_MFU[precision], most_seconds) * SAVED_SHARE_OF_TIME[precision]

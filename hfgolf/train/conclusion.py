@@ -58,6 +58,7 @@ def conclude(run: Run) -> dict[str, Any]:
         "parameters": run.raw_model.num_parameters(),
         "device": device_name(),
         "commit": git_commit(),
+        "commits": run.folder.commits(),
         "model": str(run.folder.model),
     }
     if damaged_best:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -29,6 +29,9 @@ from hfgolf.errors import UserError
 from hfgolf.measure import flops
 from hfgolf.optim.muon import fast_product_dtype
 from hfgolf.redact import is_secret_name, redact, redact_values
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "wandb", "numpy")
 # What changes what a run computes, how fast, or where it reads and writes.
@@ -46,15 +49,17 @@ _MOST_NEW_FILES = 100  # in a patch; each costs a call of git
 _DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 
 
-def resolve_precision(resolved: ResolvedConfig) -> ResolvedConfig:
-    """Decide train.mixed_precision where it is null: as `accelerate` was told, else bf16 where it is fast, else no.
+def resolve_precision(resolved: ResolvedConfig, of_run: str | None = None) -> ResolvedConfig:
+    """Decide train.mixed_precision if it is null: as `accelerate` was told, else bf16 if it is fast here, else no.
 
+    of_run: what a run that goes on had decided; it comes after what accelerate was told.
     Raises UserError for a precision that accelerate would pass over in silence (fp16 on a CPU) or does not exist here.
     """
     if resolved.config.train.mixed_precision is None:
         told = _precision_told_to_accelerate()
         is_fast = fast_product_dtype(torch.device(_device_type())) == torch.bfloat16
-        source, choice = ("accelerate", told) if told else ("auto", "bf16" if is_fast else "no")
+        choices = {"accelerate": told, "the run so far": of_run, "auto": "bf16" if is_fast else "no"}
+        source, choice = next((source, choice) for source, choice in choices.items() if choice)
         resolved = resolved.resolve(source, train__mixed_precision=choice)
     precision = resolved.config.train.mixed_precision
     if precision not in ("no", "bf16", "fp16") or (precision == "fp16" and _device_type() == "cpu"):
@@ -66,12 +71,17 @@ def resolve_precision(resolved: ResolvedConfig) -> ResolvedConfig:
     return resolved
 
 
-def _device_type() -> str:
+def processes() -> PartialState:
+    """Return which process of how many this is, and its device; known before there is an Accelerator."""
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
     # as Accelerator does it: the first one to ask settles for the process whether there are others
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).device.type
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+
+
+def _device_type() -> str:
+    return processes().device.type
 
 
 def _precision_told_to_accelerate() -> str | None:
@@ -96,10 +106,14 @@ def set_cpu_threads(threads: int | str, local_processes: int) -> int:
 
     `accelerate launch` sets OMP_NUM_THREADS=1 on a machine without a GPU, which would leave the other cores idle.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number = max(1, cores // local_processes) if threads == "auto" else int(threads)
+    number = max(1, cpu_cores() // local_processes) if threads == "auto" else int(threads)
     torch.set_num_threads(number)
     return number
+
+
+def cpu_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tune_memory() -> None:

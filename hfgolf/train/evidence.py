@@ -23,6 +23,7 @@ from torch import Tensor
 from hfgolf.report.metrics import read_rows
 from hfgolf.train.checkpoint import newest_first
 from hfgolf.train.checkpointer import EMA_NAME, STATE_NAME, WEIGHTS_NAME, leaves
+from hfgolf.train.identity import RUN_NAME, comparable
 from hfgolf.train.run_folder import RunFolder
 
 TOLERANCE = 1e-5
@@ -42,6 +43,7 @@ _NAMES = {
     EMA_NAME: "averaged weights",
     f"{OPTIMIZER_NAME}.bin": "optimizer",
     STATE_NAME: "train state",
+    RUN_NAME: "config and text",
 }
 
 Contents = dict[str, Any]
@@ -150,6 +152,8 @@ def _read(path: Path) -> Any:
     if path.name == STATE_NAME:
         state = json.loads(path.read_text())
         return {key: value for key, value in state.items() if key not in ("elapsed_seconds", "seconds", "wandb_id")}
+    if path.name == RUN_NAME:
+        return comparable(json.loads(path.read_text()))
     if path.suffix not in (".bin", ".pkl", ".pt"):
         return path.read_bytes()
     content = load(path, map_location="cpu")

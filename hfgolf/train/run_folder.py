@@ -5,6 +5,7 @@ Owns the names of the files below `runs/NAME`. Refuses to let two different runs
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -15,19 +16,15 @@ from typing import Any, ClassVar
 
 from hfgolf.command_line import ResolvedConfig, read_yaml
 from hfgolf.config import RunConfig
-from hfgolf.durable import find_damage
+from hfgolf.durable import find_damage, write_text
 from hfgolf.errors import UserError
-from hfgolf.redact import redact_values
+from hfgolf.train.checkpoint import newest_first
+from hfgolf.train.identity import changed_keys, differences
 
 try:
     import fcntl
 except ImportError:  # Windows: nothing keeps two runs apart there
     fcntl = None  # type: ignore[assignment]
-
-# What may differ between a run and its continuation without making it another run.
-_FREE_KEYS = {"run.output_dir", "run.price_per_hour", "train.resume", "train.cpu_threads"}
-_FREE_KEYS |= {"data.num_workers", "data.in_memory", "train.save_every_minutes"}
-_FREE_SECTIONS = ("track.", "hub.")
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,11 @@ class RunFolder:
     @property
     def metadata(self) -> Path:
         return self.path / "metadata.json"
+
+    @property
+    def starts(self) -> Path:
+        """A numbered folder for each start of the run, with its config, metadata and patch."""
+        return self.path / "starts"
 
     @property
     def uncommitted(self) -> Path:
@@ -90,16 +92,15 @@ class RunFolder:
             ) from None
         self._lock()
         resume = resolved.config.train.resume
-        if resume not in (None, "auto"):
-            return
-        changed = self.changed_keys(resolved) if self.config.exists() else []
-        if changed:
+        has_checkpoints = bool(newest_first(self.checkpoints))
+        changed = self.changed_keys(resolved) if resume is None or not has_checkpoints else []
+        if resume in (None, "auto") and changed:  # of a checkpoint, its own config decides
             raise UserError(
-                f"run.name: {self.path} holds a run with another config ({'; '.join(changed[:3])}"
-                f"{'; ...' if len(changed) > 3 else ''}); choose another --run.name, delete that folder, or continue"
+                f"run.name: {self.path} holds a run with another config ({', '.join(changed[:3])}"
+                f"{', ...' if len(changed) > 3 else ''}); choose another --run.name, delete that folder, or continue"
                 " that run with these values by --train.resume latest."
             )
-        if resume is None and self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")):
+        if resume is None and has_checkpoints:
             raise UserError(
                 f"run.name: {self.path} holds an unfinished run; --train.resume auto continues it,"
                 " another --run.name starts a new one."
@@ -128,21 +129,15 @@ class RunFolder:
         self._locks[self.path.resolve()] = descriptor
 
     def changed_keys(self, resolved: ResolvedConfig) -> list[str]:
-        """Return "key old -> new" for each value of the run's config that this one changes.
+        """Return "key old -> new" for each value of config.yaml that this run changes; none if it can't be read."""
+        before = self._read_config()
+        return differences(before, resolved, changed_keys(before, resolved)) if before else []
 
-        Values that are decided anew on each machine (source auto) do not count.
-        """
-        before = {**RunConfig().flat(), **read_yaml(self.config)}  # a key younger than the run had its default
-        after = redact_values(resolved.config.flat())
-        return [
-            f"{key} {before[key]} -> {after[key]}"
-            for key in after
-            if key not in _FREE_KEYS
-            and not key.startswith(_FREE_SECTIONS)
-            and after[key] != "auto"
-            and resolved.sources.get(key) != "auto"
-            and _plain(before[key]) != _plain(after[key])
-        ]
+    def _read_config(self) -> dict[str, Any]:
+        try:
+            return read_yaml(self.config)
+        except (UserError, OSError):  # not there, or cut by a power failure: checkpoints hold the config, too
+            return {}
 
     def completed(self, resolved: ResolvedConfig) -> dict[str, Any] | None:
         """Return the summary if this very run is complete and all that it says of the model is so, else None."""
@@ -164,7 +159,7 @@ class RunFolder:
         return damage
 
     def _has_ended(self, resolved: ResolvedConfig) -> bool:
-        if resolved.config.train.resume not in (None, "auto") or not (self.summary.is_file() and self.config.is_file()):
+        if resolved.config.train.resume not in (None, "auto") or not (self.summary.is_file() and self._read_config()):
             return False
         return not self.changed_keys(resolved)
 
@@ -183,10 +178,25 @@ class RunFolder:
             return f"{self.summary.name} is not readable"
         return damage and f"{self.model.name}/{damage}"
 
+    def describe_start(self, config_yaml: str, metadata: dict[str, Any], patch: str | None) -> None:
+        """Keep what one needs to repeat this start of the run, in `starts/NNN`; the run's own folder has the latest."""
+        number = 1 + max((int(path.name) for path in self.starts.glob("[0-9]*")), default=0)
+        start = self.starts / f"{number:03d}"
+        start.mkdir(parents=True)
+        for folder in (start, self.path):
+            write_text(folder / self.config.name, config_yaml)
+            write_text(folder / self.metadata.name, json.dumps(metadata, indent=1))
+            (folder / self.uncommitted.name).unlink(missing_ok=True)
+            if patch:
+                write_text(folder / self.uncommitted.name, patch)
 
-def _plain(value: Any) -> Any:
-    """Return a value as YAML reads it back."""
-    return list(value) if isinstance(value, tuple) else value
+    def commits(self) -> list[str]:
+        """Return the commits of hfgolf that the starts of the run were made with, each once, in order."""
+        found: dict[str, None] = {}
+        for path in sorted(self.starts.glob("*/metadata.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found[str(json.loads(path.read_text())["commit"] or "unknown")] = None
+        return list(found)
 
 
 def run_folder(config: RunConfig) -> RunFolder:

@@ -6,25 +6,28 @@ The order matters: precision and threads before the Accelerator, seeds before th
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from hfgolf.command_line import ResolvedConfig, one_line
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
+from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
-from hfgolf.durable import write_text
+from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
@@ -38,12 +41,14 @@ from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.publish.hub import HubPusher
 from hfgolf.report.doctor import Rounds
-from hfgolf.train.checkpoint import check_resume, clean_up
+from hfgolf.train.checkpoint import check_resume, choose_checkpoint, clean_up
 from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.clock import most_steps
-from hfgolf.train.compilation import compile_in_place, should_compile, uncompiled
+from hfgolf.train.compilation import compile_in_place, has_compiler, should_compile, uncompiled
 from hfgolf.train.environment import (
+    cpu_cores,
     device_name,
+    processes,
     resolve_precision,
     run_metadata,
     seed_everything,
@@ -52,6 +57,7 @@ from hfgolf.train.environment import (
     uncommitted_changes,
 )
 from hfgolf.train.guard import halve_until_it_fits, is_out_of_memory
+from hfgolf.train.identity import check_config, check_text, check_tokenizer, keep_decisions, read_identity, run_identity
 from hfgolf.train.meter import Meter
 from hfgolf.train.run_folder import RunFolder, run_folder
 from hfgolf.train.state import TrainState
@@ -133,6 +139,12 @@ class Run:
         )
         self.batches = iter(device_prefetch(loader, accelerator.device))
 
+    def decide(self, source: str, **values: Any) -> None:
+        """Let `section__key=value` be part of the run from here on, in its checkpoints too."""
+        self.resolved = self.resolved.resolve(source, **values)
+        identity = self.checkpoints.identity
+        identity["config"] |= {key.replace("__", "."): value for key, value in values.items()}
+
     def shrink_micro_batch(self, reason: str) -> None:
         """Halve the micro-batch and accumulate more of them; UserError where that is not possible."""
         batch, accelerator = self.config.batch, self.accelerator
@@ -146,7 +158,7 @@ class Run:
             logger.warning("%s", message)  # from every process, as the one that prints errors may not be this one
             raise UserError(f"{message}.")
         before, size = self.micro_batch_size, smaller[-1]
-        self.resolved = self.resolved.resolve("out of memory", batch__micro_batch_size=size)
+        self.decide("out of memory", batch__micro_batch_size=size)
         accelerator.gradient_accumulation_steps = batch.accumulation_steps(size, accelerator.num_processes)
         accelerator.step = 0  # of micro-batches; those of the broken step do not count
         self.start_batches()
@@ -202,25 +214,28 @@ def set_up(resolved: ResolvedConfig) -> Run:
     Raises UserError, in one line, for whatever a person can mend; nothing earlier is lost by it.
     """
     stopwatch = Stopwatch()
-    resolved = resolve_precision(resolved)
-    accelerator = _build_accelerator(resolved.config)
-    config = resolved.config
-    folder = run_folder(config)
-    threads = 0
-    if accelerator.device.type == "cpu":
-        threads = set_cpu_threads(config.train.cpu_threads, _local_processes())
-        tune_memory()
-    check_resume(folder.checkpoints, config.train.resume)
-    stated_size = config.batch.micro_batch_size
-    config.batch.accumulation_steps(1 if stated_size == "auto" else stated_size, accelerator.num_processes)  # or raise
-    if accelerator.is_main_process:
+    folder = run_folder(resolved.config)
+    check_resume(folder.checkpoints, resolved.config.train.resume)
+    if processes().is_main_process:
         folder.claim(resolved)
         clean_up(folder.checkpoints)
-    _say_environment(accelerator, config, resolved, threads)
+    origin = _find_origin(folder, resolved)
+    resolved = _settle_machine(resolved, origin)
+    accelerator = _build_accelerator(resolved.config)
+    config = resolved.config
+    changed = check_config(origin.name, origin.identity["config"], resolved) if origin else []
+    stated_size = config.batch.micro_batch_size
+    config.batch.accumulation_steps(1 if stated_size == "auto" else stated_size, accelerator.num_processes)  # or raise
+    _say_environment(accelerator, config, resolved)
 
     seed_everything(config.run.seed, config.train.deterministic)
     with accelerator.local_main_process_first():
-        tokens = load_tokens(config.data, config.tokenizer)
+        corpus = load_corpus(config.data)
+        if origin:
+            changed += check_text(origin.name, origin.identity["corpus"], corpus.identity, resolved)
+        tokens = load_tokens(config.data, config.tokenizer, corpus, origin.tokenizer() if origin else None)
+        if origin:
+            check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokenizer_sha256(tokens.tokenizer))
     blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
     tokens.tokenizer.model_max_length = config.batch.sequence_length
     raw_model = _build_model(config, tokens, accelerator.device)
@@ -234,16 +249,18 @@ def set_up(resolved: ResolvedConfig) -> Run:
     state = TrainState()
     decay = ema_decay(config.optim, config.batch.tokens_per_step)
     ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
-    keep_last = config.train.keep_last
-    checkpoints = Checkpointer(accelerator, folder.checkpoints, raw_model, optimizer, state, ema, keep_last)
-    if config.train.resume:
-        checkpoint = checkpoints.choose(config.train.resume)
-        if checkpoint:
-            checkpoints.load(checkpoint)
-            stopwatch.carry_over(state.seconds)
-            logger.info("resumed from %s at step %d", checkpoint, state.step)
-        else:
-            logger.info("nothing to resume yet: the run begins")
+    identity = run_identity(resolved, corpus.identity, tokenizer_sha256(tokens.tokenizer))
+    checkpoints = Checkpointer(
+        accelerator, folder.checkpoints, raw_model, optimizer, state, ema, config.train.keep_last, identity
+    )
+    if origin:
+        checkpoints.load(origin.checkpoint)
+        stopwatch.carry_over(state.seconds)
+        logger.info("resumed from %s at step %d", origin.checkpoint, state.step)
+        if changed:
+            logger.info("changed since then: %s", ", ".join(changed))
+    elif config.train.resume:
+        logger.info("nothing to resume yet: the run begins")
     optimizer.optimizer.create_state()  # before the rehearsal, which asks whether all has room together
     checkpoints.reserve()
 
@@ -265,14 +282,64 @@ def set_up(resolved: ResolvedConfig) -> Run:
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
         most_steps=most_steps(config.train, config.batch, blocks_per_epoch, state),
     )
-    if state.step:
-        run.tracker.event("resumed", state)
+    if origin:
+        run.tracker.event("resumed", state, changed=changed)
+    _settle_compilation(run)
     write_description(run)
     attention = raw_model.config._attn_implementation
     logger.info("attention: %s, q, k and v in %s", attention, attention_dtype(raw_model, accelerator))
     _rehearse(run)
     run.start_batches()
     return run
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The checkpoint that a run goes on from."""
+
+    checkpoint: Path
+    identity: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.name
+
+    def tokenizer(self) -> PreTrainedTokenizerFast | None:
+        """Return the tokenizer that the weights belong to."""
+        if not (self.checkpoint / "tokenizer.json").is_file():
+            return None
+        return PreTrainedTokenizerFast.from_pretrained(self.checkpoint)
+
+
+def _find_origin(folder: RunFolder, resolved: ResolvedConfig) -> _Origin | None:
+    which = resolved.config.train.resume
+    checkpoint = choose_checkpoint(processes(), folder.checkpoints, which) if which else None
+    return _Origin(checkpoint, read_identity(checkpoint)) if checkpoint else None
+
+
+def _settle_machine(resolved: ResolvedConfig, origin: _Origin | None) -> ResolvedConfig:
+    """Decide precision and threads, as the run so far had them if it goes on, and set up this process for them."""
+    before = origin.identity["config"] if origin else {}
+    resolved = resolve_precision(resolved, before.get("train.mixed_precision"))
+    resolved = keep_decisions(resolved, before, partial(_is_possible, resolved))
+    if processes().device.type == "cpu":
+        threads = set_cpu_threads(resolved.config.train.cpu_threads, _local_processes())
+        if resolved.config.train.cpu_threads == "auto":
+            resolved = resolved.resolve("auto", train__cpu_threads=threads)
+        tune_memory()
+    return resolved
+
+
+def _is_possible(resolved: ResolvedConfig, key: str, value: Any) -> bool:
+    """Say whether this machine can do what a run decided elsewhere, or with other tokens a step."""
+    match key:
+        case "train.cpu_threads":
+            return value * _local_processes() <= cpu_cores()
+        case "batch.micro_batch_size":
+            return value in resolved.config.batch.micro_batch_sizes(processes().num_processes)
+        case "train.compile":
+            return not value or has_compiler(processes().device)
+    return True
 
 
 def _build_accelerator(config: RunConfig) -> Accelerator:
@@ -291,10 +358,10 @@ def _local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: ResolvedConfig, threads: int) -> None:
-    processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
-    cores = f", {threads} threads each" if threads else ""
-    logger.info("device: %s, %s%s", device_name(), processes, cores)
+def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: ResolvedConfig) -> None:
+    count = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
+    cores = f", {config.train.cpu_threads} threads each" if accelerator.device.type == "cpu" else ""
+    logger.info("device: %s, %s%s", device_name(), count, cores)
     precision, source = config.train.mixed_precision, resolved.sources["train.mixed_precision"]
     if source == "auto":
         source = "this hardware is fast at it" if precision == "bf16" else "this hardware is not fast at bf16"
@@ -350,33 +417,40 @@ def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Acceler
 
 
 def write_description(run: Run) -> None:
-    """Write config.yaml, metadata.json and, where hfgolf differs from its commit, the patch: what repeats the run."""
+    """Write what repeats this start of the run: config, metadata and, if hfgolf differs from its commit, the patch."""
     if not run.accelerator.is_main_process:
         return
-    folder = run.folder
-    for change in folder.changed_keys(run.resolved) if folder.config.exists() else []:
-        logger.info("changed since the run began: %s", change)
-    folder.summary.unlink(missing_ok=True)  # the run is no longer complete
-    write_text(folder.config, run.resolved.to_yaml())
-    write_text(folder.metadata, json.dumps(run_metadata(run.resolved), indent=1))
-    patch = uncommitted_changes()
-    folder.uncommitted.unlink(missing_ok=True)
-    if patch:
-        write_text(folder.uncommitted, patch)
+    run.folder.summary.unlink(missing_ok=True)  # the run is no longer complete
+    stated = run.resolved.config.replace(
+        train__resume=None, train__resume_with_other=None
+    )  # else it would not repeat it
+    config_yaml = ResolvedConfig(stated, run.resolved.sources).to_yaml()
+    if run.state.step:
+        config_yaml = f"# The run went on from step {run.state.step} with this; starts/ has each start.\n{config_yaml}"
+    run.folder.describe_start(config_yaml, run_metadata(run.resolved), uncommitted_changes())
 
 
-def _rehearse(run: Run) -> None:
-    """Run a forward and backward pass ahead of time: to compile and, on a GPU, to see whether the micro-batch fits."""
-    train, accelerator = run.config.train, run.accelerator
+def _settle_compilation(run: Run) -> None:
+    """Decide train.compile if it is auto."""
+    train = run.config.train
+    if train.compile != "auto":
+        reason = f"{run.resolved.sources.get('train.compile', 'train.compile')} says so"
+        logger.info("compile: %s, because %s", "yes" if train.compile else "no", reason)
+        return
     tokens = (run.most_steps - run.state.step) * run.config.batch.tokens_per_step
     compiling, reason = should_compile(
-        train.compile,
-        accelerator.device,
+        run.accelerator.device,
         str(train.mixed_precision),
         seconds_at_peak=tokens * run.meter.flops_per_second_of_peak,
         most_seconds=60 * (train.max_minutes or math.inf),
     )
+    run.decide("auto", train__compile=compiling)
     logger.info("compile: %s, because %s", "yes" if compiling else "no", reason)
+
+
+def _rehearse(run: Run) -> None:
+    """Run a forward and backward pass ahead of time: to compile and, on a GPU, to see whether the micro-batch fits."""
+    accelerator, compiling = run.accelerator, bool(run.config.train.compile)
     on_gpu = accelerator.device.type == "cuda"
 
     def run_once() -> None:

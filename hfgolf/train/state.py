@@ -60,6 +60,12 @@ class TrainState:
         """Return the positions of the next `count` blocks of the data, (count,) int64."""
         return stream_positions(self.blocks, count, self.excluded_blocks)
 
+    def begin_data(self) -> None:
+        """Begin other data: neither the blocks read nor the validation losses so far are of it."""
+        self.blocks, self.excluded_blocks = 0, []
+        self.best_val_loss, self.best_step = float("inf"), 0
+        self.patience_loss, self.evals_without_improvement = float("inf"), 0
+
     def judge(self, val_loss: float, min_improvement: float) -> None:
         """Note an evaluation at the present step: is it the best, and did it improve enough to go on."""
         if val_loss < self.best_val_loss:

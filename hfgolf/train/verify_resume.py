@@ -85,7 +85,7 @@ def verify_resume(train_script: Path, arguments: list[str], resolved: ResolvedCo
 
 def settings(resolved: ResolvedConfig, steps: int, folder: Path) -> dict[str, Any]:
     """Return what both runs are told on top of the config, by key: short, watched closely, kept to themselves."""
-    told: dict[str, Any] = {
+    return {
         "run.output_dir": folder,
         "train.resume": "auto",
         "train.max_steps": steps,
@@ -101,7 +101,6 @@ def settings(resolved: ResolvedConfig, steps: int, folder: Path) -> dict[str, An
         "track.trackers": "[]",
         "hub.push": "false",
     }
-    return told if "train.compile" in resolved.sources else told | {"train.compile": "false"}
 
 
 class Session:

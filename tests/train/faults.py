@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from hfgolf.command_line import ResolvedConfig, run_command
 from hfgolf.train import loop
 from hfgolf.train.checkpoint import Rejected, verify
+from hfgolf.train.identity import RUN_NAME, comparable
 
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["hfgolf.train.loop", "datasets", "tokenizers", "pyarrow", "transformers.generation"])
@@ -91,6 +92,8 @@ def differences(one: Path, other: Path) -> list[str]:
         if name == "train_state.json":
             a |= {"elapsed_seconds": 0, "seconds": {}}
             b |= {"elapsed_seconds": 0, "seconds": {}}
+        if name == RUN_NAME:
+            a, b = comparable(a), comparable(b)
         if name.startswith("random_states"):
             a["step"] = b["step"] = 0  # accelerate's count of micro-batches
         if not same(a, b):

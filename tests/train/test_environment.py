@@ -269,14 +269,13 @@ def test_another_checkout_around_an_installed_hfgolf_is_not_its_own(repository, 
 
 def test_compiling_must_pay(monkeypatch):
     monkeypatch.setattr("hfgolf.train.compilation.has_compiler", lambda device: True)
-    assert should_compile("auto", CPU, "no", 3600.0)[0]
-    assert not should_compile("auto", CPU, "no", 60.0)[0]
-    assert should_compile("auto", CPU, "bf16", 100.0)[0]  # uncompiled 250 s, of which it saves 50
-    assert not should_compile("auto", CPU, "bf16", 100.0, most_seconds=90.0)[0]
-    assert not should_compile("auto", CPU, "bf16", 20.0)[0]
-    assert should_compile(True, CPU, "no", 0.0)[0]
+    assert should_compile(CPU, "no", 3600.0)[0]
+    assert not should_compile(CPU, "no", 60.0)[0]
+    assert should_compile(CPU, "bf16", 100.0)[0]  # uncompiled 250 s, of which it saves 50
+    assert not should_compile(CPU, "bf16", 100.0, most_seconds=90.0)[0]
+    assert not should_compile(CPU, "bf16", 20.0)[0]
     monkeypatch.setattr("hfgolf.train.compilation.has_compiler", lambda device: False)
-    assert should_compile("auto", CPU, "no", 3600.0) == (False, "there is no compiler for this device")
+    assert should_compile(CPU, "no", 3600.0) == (False, "there is no compiler for this device")
 
 
 @pytest.mark.slow

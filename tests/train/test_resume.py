@@ -225,7 +225,7 @@ def test_resume_from_nothing_is_refused(run, tiny_run):
 
 def test_resume_with_another_model_is_refused(run, tiny_run):
     run(tiny_run())
-    with pytest.raises(UserError, match=r"another model .*hidden_size 32 -> 64.*; restore these keys"):
+    with pytest.raises(UserError, match=r"does not fit this config .*hidden_size 32 -> 64.*; restore these keys"):
         run(tiny_run(train__resume="latest", model__hidden_size=64))
 
 
