@@ -35,14 +35,21 @@ class Repository:
 
 
 class HubServer(ThreadingHTTPServer):
-    """Listens on a free port of 127.0.0.1; `fail_with` makes it answer every request that writes with that status."""
+    """Listens on a free port of 127.0.0.1.
+
+    `fail_with` makes it answer every request that writes to `failing_path` with that status; `never_answers` makes it
+    keep them waiting until `released`.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.daemon_threads = True
         self.repositories: dict[str, Repository] = {}
         self.large_files: dict[str, bytes] = {}
         self.fail_with: int | None = None
         self.failing_path = ""
+        self.never_answers = False
+        self.released = threading.Event()
 
     @property
     def endpoint(self) -> str:
@@ -56,6 +63,7 @@ def serving() -> Iterator[HubServer]:
     try:
         yield server
     finally:
+        server.released.set()
         server.shutdown()
         server.server_close()
 
@@ -105,10 +113,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": f"no such thing: {path}"}, 404)
 
     def _is_failing(self) -> bool:
-        failing = self.server.fail_with is not None and self.server.failing_path in self.path
-        if failing:
+        if self.server.failing_path not in self.path:
+            return False
+        if self.server.never_answers:
+            self.server.released.wait()
+        if self.server.fail_with is not None:
             self._answer({"error": "out of order"}, self.server.fail_with)
-        return failing
+        return self.server.fail_with is not None
 
     def _repository(self, path: str) -> Repository:
         return self.server.repositories["/".join(path.removeprefix("/api/models/").split("/")[:2])]

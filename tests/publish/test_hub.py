@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
-import threading
 
 import huggingface_hub.constants
 import pytest
@@ -22,7 +22,8 @@ def our_hub(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for name, value in {"TOKEN": TOKEN, "ENDPOINT": hub.endpoint, "HUB_OFFLINE": "0", "HUB_DISABLE_XET": "1"}.items():
+        monkeypatch.setenv(f"HF_{name}", value)  # for a process that is started here
     huggingface_hub.close_session()  # the client remembers that it was offline
     yield hub
     huggingface_hub.close_session()
@@ -95,28 +96,50 @@ def test_a_failed_push_is_a_warning_in_a_run(exported, our_hub, caplog):
     assert our_hub.repositories["user/name"].commits == ["step 7"]
 
 
-def test_a_slow_push_is_neither_overtaken_nor_disturbed(exported, monkeypatch):
+def test_a_slow_push_is_neither_overtaken_nor_disturbed(exported, our_hub, caplog):
     """While it reads its folder the next is skipped, a new export may lie in its place, and the last waits for it."""
-    release, pushed = threading.Event(), []
     before = contents(exported)
-
-    def slowly(folder, repo_id, private, message):
-        if message == "first":
-            assert release.wait(30)
-        pushed.append((message, contents(folder)))
-        return "url"
-
-    monkeypatch.setattr(hub_module, "push_folder", slowly)
+    our_hub.never_answers = True
     pusher = HubPusher("user/name", private=False)
-    pusher.push_later(exported, "first")
-    assert not exported.exists()
-    exported.mkdir()
-    (exported / "README.md").write_text("another export")
-    pusher.push_later(exported, "second")
-    release.set()
-    pusher.push_now(exported, "last")
-    assert pushed == [("first", before), ("last", {"README.md": b"another export"})]
+    with caplog.at_level(logging.INFO, logger="hfgolf"):
+        pusher.push_later(exported, "first")
+        assert not exported.exists()
+        shutil.copytree(exported.with_name(".pushing-model"), exported)
+        (exported / "config.json").write_text("{}")
+        pusher.push_later(exported, "second")
+        our_hub.released.set()
+        pusher.push_now(exported, "last")
+    repository = our_hub.repositories["user/name"]
+    assert repository.commits == ["first", "last"], caplog.text
+    assert repository.files["config.json"] == b"{}" != before["config.json"]
     assert list(exported.parent.iterdir()) == [exported]
+
+
+def test_a_hub_that_accepts_and_never_answers_is_given_up(exported, our_hub, monkeypatch, caplog):
+    our_hub.never_answers = True
+    monkeypatch.setattr(hub_module, "_PUSH_SECONDS", 2)
+    pusher = HubPusher("user/name", private=False)
+    pusher.push_now(exported, "step 6")
+    again = f"To try again: python scripts/push_to_hub.py --run {exported.parent} --repo user/name"
+    assert caplog.messages == [f"hub: not pushed: no end within 2 s. {again}"]
+    monkeypatch.setattr(hub_module, "_ANSWER_SECONDS", 0.2)
+    with pytest.raises(UserError, match=r"cannot push to user/name: .*timed? ?out"):
+        push_folder(exported, "user/name", private=False, message="m")
+
+
+def test_only_what_an_export_wrote_is_pushed(exported, our_hub, tmp_path, caplog):
+    before = set(contents(exported))
+    (exported / ".env").write_text("HF_TOKEN=secret")
+    (exported / "notes.json").write_text("{}")
+    (exported / "checkpoints").mkdir()
+    push_folder(exported, "user/name", private=False, message="m")
+    assert set(our_hub.repositories["user/name"].files) == before
+    assert caplog.messages == ["hub: not pushed, because no export writes it: '.env', 'checkpoints', 'notes.json'"]
+    (tmp_path / "private").write_text("what nobody should read")
+    (exported / "vocab.json").symlink_to(tmp_path / "private")
+    with pytest.raises(UserError, match=r"vocab.json is not a file that an export wrote; nothing is pushed"):
+        push_folder(exported, "user/other", private=False, message="m")
+    assert "user/other" not in our_hub.repositories
 
 
 @pytest.mark.slow
