@@ -51,16 +51,17 @@ def generate_text(
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)),
             pad_token_id=tokenizer.eos_token_id,
-            logits_processor=[
-                _require_finite
-            ],  # multinomial would raise its own on a CPU, and end the process on a GPU
+            logits_processor=[_require_finite],
             **sampling,
         )
     return str(tokenizer.decode(output[0, 1:], skip_special_tokens=True))
 
 
 def _require_finite(input_ids: Tensor, logits: Tensor) -> Tensor:
-    """Return the logits, (B, V), if each row has a largest one: NaN and infinity leave nothing to draw from."""
+    """Return the logits, (B, V), if each row has a finite maximum.
+
+    Drawing from anything else raises on a CPU, and on a GPU it is an assertion that no process survives.
+    """
     if not logits.amax(-1).isfinite().all():
         raise UserError("The model's logits are not finite, so it can write nothing; take an earlier checkpoint.")
     return logits
