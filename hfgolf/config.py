@@ -424,7 +424,8 @@ class TrainConfig:
     min_improvement: float = 0.0
     """Nats a token by which the validation loss must fall to count as an improvement."""
     max_skipped_steps: int = 5
-    """Steps in a row whose gradient is not finite that are skipped, before the run goes back to its last checkpoint."""
+    """Steps in a row whose gradient is not finite that are skipped, before the run goes back to its last checkpoint;
+    fp16's search for a loss scale does not count."""
     max_rollbacks: int = 3
     """Times the run may go back; after that it stops with a diagnosis."""
     rollback_learning_rate_factor: float = 0.5

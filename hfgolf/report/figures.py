@@ -50,6 +50,7 @@ _STYLE: dict[Any, Any] = {
 
 EVENTS = {
     "skipped_step": ("x", "✕", "skipped step"),
+    "fp16_overflow": ("1", "▿", "fp16 overflow"),
     "rollback": ("<", "◀", "rollback"),
     "resumed": (">", "▶", "resumed"),
     "out_of_memory": ("s", "■", "out of memory"),

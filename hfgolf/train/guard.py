@@ -57,19 +57,20 @@ class Guard:
         """The checkpoint of the last rollback, until a good step follows: its weights may be what is wrong."""
 
     def look_at(self, result: StepResult) -> bool:
-        """Note the step just made; return True where it was one too many and the run is back at an earlier step.
+        """Note the step just made; return True if it was one too many and the run is back at an earlier step.
 
-        Raises UserError, with a diagnosis, where that has happened train.max_rollbacks times or cannot happen.
+        Raises UserError, with a diagnosis, if that has happened train.max_rollbacks times or cannot happen.
         """
         if result.sick_parameter is None:
             self._in_a_row.clear()
             self._suspect = None
             return False
         run, train = self._run, self._run.config.train
+        run.state.skipped_steps += 1
         scaler = run.accelerator.scaler
         if scaler is not None and scaler.get_scale() > 1:
-            return False  # fp16: the scale is too large yet, and has been lowered
-        run.state.skipped_steps += 1
+            self._tell_overflow(result, scaler.get_scale())  # the search for a scale rolls nothing back
+            return False
         self._in_a_row.append(self._positions_read())
         blocks = self._block_starts(self._in_a_row[-1])
         diagnosis = (
@@ -90,6 +91,17 @@ class Guard:
             return False
         self._roll_back(diagnosis)
         return True
+
+    def _tell_overflow(self, result: StepResult, scale: float) -> None:
+        """Tell of a step that fp16's loss scale made overflow; scale: what the scaler has lowered it to."""
+        run, first = self._run, result.sick_parameter
+        run.tracker.event("fp16_overflow", run.state, first_parameter=first, loss_scale=scale)
+        logger.info(
+            "step %d: fp16 overflow, first in %s; update skipped, the loss scale is %s now",
+            run.state.step,
+            first,
+            f"{scale:,.0f}",
+        )
 
     def _roll_back(self, diagnosis: str) -> None:
         with self._run.stopwatch.of("checkpoint"):

@@ -38,7 +38,7 @@ class TrainState:
     evals_without_improvement: int = 0
     """Evaluations since the last that did."""
     skipped_steps: int = 0
-    """Steps without an update, because the gradient was not finite."""
+    """Steps without an update, because the gradient was not finite; those of fp16's search for a scale included."""
     rollbacks: int = 0
     """Times the run went back to its last good checkpoint."""
     excluded_blocks: list[list[int]] = field(default_factory=list)

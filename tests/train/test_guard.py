@@ -168,13 +168,19 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(run, tiny_run, spoi
         run(tiny_run(train__max_skipped_steps=2))
 
 
-def test_the_scalers_search_for_its_scale_is_no_skipped_step(run, tiny_run, fp16_on_cpu):
+def test_the_scalers_search_for_its_scale_is_told_and_rolls_nothing_back(run, tiny_run, fp16_on_cpu, caplog):
     fp16_on_cpu(2.0**24)
-    folder = run(tiny_run(train__max_steps=20, train__mixed_precision="fp16", train__max_skipped_steps=1))
-    assert any(row["grad_norm"] is None for row in rows(folder)), "a scale of 2^24 overflows fp16"
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(train__max_steps=20, train__mixed_precision="fp16", train__max_skipped_steps=1))
+    skipped = [row["step"] for row in rows(folder) if row["grad_norm"] is None]
+    assert skipped, "a scale of 2^24 overflows fp16"
     assert rows(folder)[-1]["grad_norm"] is not None
-    assert rows(folder)[-1]["skipped_steps"] == 0
-    assert events(folder) == []
+    assert rows(folder)[-1]["skipped_steps"] == len(skipped)
+    assert [(event["event"], event["step"]) for event in events(folder)] == [("fp16_overflow", n) for n in skipped]
+    assert [event["loss_scale"] for event in events(folder)][:2] == [2.0**23, 2.0**22][: len(skipped)]
+    lines = [line for line in caplog.messages if "fp16 overflow" in line]
+    assert len(lines) == len(skipped) and lines[0].endswith("update skipped, the loss scale is 8,388,608 now")
+    assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == len(skipped)
 
 
 def test_a_nan_that_no_scale_helps_is_counted_in_fp16_too(run, tiny_run, fp16_on_cpu, spoil_gradients):
