@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from hfgolf.data.batches import block_starts, gather
 from hfgolf.data.token_cache import TokenCache
-from hfgolf.data.token_stream import open_stream
+from hfgolf.data.token_stream import TokenStream, open_stream
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
@@ -119,9 +119,9 @@ def from_memory(tokens: np.ndarray, sequence_length: int) -> Blocks:
     return read
 
 
-def vectorised(tokens: np.ndarray, sequence_length: int) -> Blocks:
+def vectorised(stream: TokenStream, sequence_length: int) -> Blocks:
     """Read all sequences of a batch at once."""
-    return lambda starts: gather(tokens, starts, sequence_length)
+    return lambda starts: gather(stream, starts, sequence_length)
 
 
 def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, precision: str) -> Callable[[], float]:
@@ -197,7 +197,7 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
     if num_steps * config.batch.sequences_per_step > run.num_blocks:
         raise UserError(f"--repetitions: {num_steps} steps read the text more than once; give more text, or fewer.")
     starts = [starts_of(run, step) for step in range(num_steps)]
-    gathered = vectorised(stream.tokens, length)
+    gathered = vectorised(stream, length)
     texts = TextFiles(run.tokens, length, np.unique(np.concatenate(starts)), folder)
     is_same = torch.equal(texts.read(starts[0]), gathered(starts[0]))
     precision, source = str(config.train.mixed_precision), run.resolved.sources["train.mixed_precision"]

@@ -381,7 +381,7 @@ def write_tokens(shape: Shape, num_steps: int, path: Path) -> None:
     blocks = num_blocks(len(tokens.train), shape.context)
     positions = np.arange(num_steps * shape.sequences).reshape(num_steps, shape.sequences)
     starts = [block_starts(config.run.seed, of_step, blocks, shape.context) for of_step in positions]
-    np.save(path, gather(tokens.train.tokens, np.concatenate(starts), shape.context).numpy())
+    np.save(path, gather(tokens.train, np.concatenate(starts), shape.context).numpy())
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Tokenise the text of a config ahead of its training: python scripts/prepare_data.py --config configs/small.yaml
 
-Takes the options of train.py, which then finds the tokens in the cache. Builds no model and needs no GPU.
+Takes the options of train.py, which then finds the tokens in the cache. Compares the hashes of a cache that is there
+already. Builds no model and needs no GPU.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ def main() -> None:
     started_at = time.perf_counter()
     # from the memory map: nobody trains on them here
     tokens = load_tokens(dataclasses.replace(config.data, in_memory=False), config.tokenizer)
+    tokens.check(wait=True)
     seconds = time.perf_counter() - started_at
     for name, stream in (("train", tokens.train), ("val", tokens.val)):
         num_bytes = stream.num_bytes

@@ -11,13 +11,18 @@ the last block may then go around the end of the stream, where the end of text t
 
 from __future__ import annotations
 
+import atexit
 import math
+import multiprocessing
+import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,10 +34,12 @@ Batch = dict[str, torch.Tensor]
 IGNORE_INDEX = -100
 Ranges = Sequence[Sequence[int]]
 """Positions in the stream as [start, end) ranges."""
+_HAS_SHM = Path("/dev/shm").is_dir()  # through which workers hand over their batches
+_WORKER_SECONDS = 120  # without a batch; the first also waits for the workers to start
 
 
 class Stream(Protocol):
-    """What batches need of a token stream (token_cache.TokenStream has it)."""
+    """What batches need of a token stream (token_stream.TokenStream has it)."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -40,6 +47,7 @@ class Stream(Protocol):
     def piece_tokens(self) -> np.ndarray: ...
     @property
     def piece_bytes(self) -> np.ndarray: ...
+    def read(self, places: np.ndarray) -> np.ndarray: ...
 
 
 def num_blocks(num_tokens: int, sequence_length: int) -> int:
@@ -117,7 +125,7 @@ class MicroBatches(Dataset[Batch]):
 
     def __getitem__(self, positions: np.ndarray) -> Batch:
         starts = block_starts(self.seed, positions, self.num_blocks, self.sequence_length)
-        block = gather(self.stream.tokens, starts, self.sequence_length)
+        block = gather(self.stream, starts, self.sequence_length)
         return {
             "input_ids": _copied(block[:, :-1]),
             "shift_labels": _copied(block[:, 1:]),
@@ -125,10 +133,10 @@ class MicroBatches(Dataset[Batch]):
         }
 
 
-def gather(tokens: np.ndarray, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
+def gather(stream: Stream, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
     """Read (B, T + 1) int64 tokens, row i from starts[i] on, around the end of the stream, in one vectorised read."""
     places = starts[:, None] + np.arange(sequence_length + 1)
-    return torch.from_numpy(tokens.take(places, mode="wrap").astype(np.int64))
+    return torch.from_numpy(stream.read(places).astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -177,11 +185,12 @@ def build_loader(
     order = _Order(blocks_read, num_steps, micro_batch_size, accumulation, rank, world, excluded)
     # not a server that forks them, Linux's default from Python 3.14 on: it would outlive a killed run, and they with it
     context = "fork" if num_workers and sys.platform == "linux" else None
-    return DataLoader(
+    return _Loader(
         MicroBatches(stream, sequence_length, seed),
         batch_size=None,  # an item is a batch already
         sampler=order,
         num_workers=num_workers,
+        timeout=_WORKER_SECONDS if num_workers else 0,
         multiprocessing_context=context,
         worker_init_fn=_leave_signals_to_the_trainer,
         pin_memory=pin_memory,
@@ -189,11 +198,44 @@ def build_loader(
     )
 
 
+class _Loader(DataLoader[Batch]):
+    """A DataLoader whose workers end with the process: they ignore SIGTERM, for which Python would wait forever."""
+
+    def __iter__(self) -> Any:
+        others = set(multiprocessing.active_children())
+        iterator = super().__iter__()
+        for worker in set(multiprocessing.active_children()) - others:
+            atexit.register(_kill_worker, worker)
+        return iterator
+
+
+def _kill_worker(worker: BaseProcess) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call it an error
+    worker.kill()
+
+
 def _leave_signals_to_the_trainer(worker: int) -> None:
     """Let a worker live on when a signal reaches the whole group of processes: the trainer finishes its step first."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def explain_worker(error: BaseException) -> BaseException:
+    """Return the UserError for what a loader worker raised, or for its silent end; any other error is returned itself.
+
+    A worker that is killed raises in the training process wherever that happens to be, not where it asks for a batch.
+    """
+    lines = str(error).splitlines()
+    if isinstance(error, UserError) and len(lines) > 1:  # torch puts the worker's traceback before it
+        return type(error)(lines[-1].partition("Error: ")[2])
+    if isinstance(error, RuntimeError) and lines and lines[0].startswith("DataLoader "):
+        room = f"; /dev/shm has {shutil.disk_usage('/dev/shm').free / 1e6:,.0f} MB free" if _HAS_SHM else ""
+        return UserError(
+            f"data.num_workers: {lines[0].rstrip('. ')}{room}. Set data.num_workers 0, or give the workers more memory"
+            " (docker run --shm-size); --train.resume auto continues from the last checkpoint."
+        )
+    return error
 
 
 def device_prefetch(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
@@ -238,7 +280,7 @@ def evaluation_windows(
     for first in range(rank * batch_size, -(-num_windows // windows_per_batch) * windows_per_batch, windows_per_batch):
         starts = np.arange(first, first + batch_size) * sequence_length
         places = starts[:, None] + np.arange(sequence_length + 1)
-        block = torch.from_numpy(stream.tokens[np.minimum(places, num_targets)].astype(np.int64))
+        block = torch.from_numpy(stream.read(np.minimum(places, num_targets)).astype(np.int64))
         labels = block[:, 1:].masked_fill(torch.from_numpy(places[:, 1:] > num_targets), IGNORE_INDEX)
         yield {"input_ids": _copied(block[:, :-1]), "shift_labels": labels}
 

@@ -183,7 +183,7 @@ def _change(name: str, before: Any, now: Any) -> str:
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """Return data.cache_dir, or its default, created. Raises UserError where it cannot be written."""
+    """Return data.cache_dir, or its default, created. Raises UserError if it is not there and cannot be created."""
     from huggingface_hub.constants import HF_HOME
 
     path = Path(data.cache_dir or Path(HF_HOME) / "hfgolf").expanduser()
@@ -191,8 +191,6 @@ def cache_folder(data: DataConfig) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data.cache_dir: cannot create {path} ({error.strerror}); name a writable folder.") from error
-    if not os.access(path, os.W_OK):
-        raise UserError(f"data.cache_dir: {path} is not writable; name a folder that is.")
     return path
 
 

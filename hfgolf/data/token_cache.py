@@ -10,6 +10,7 @@ end-of-text included) and its raw UTF-8 bytes, so that whoever evaluates some pi
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import shutil
@@ -26,14 +27,17 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
-from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data.corpus import SPLITS, Corpus, cache_folder, identity_changes, load_corpus
+from hfgolf.data.lock import locked
+from hfgolf.data.manifest import NAME as MANIFEST
+from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, read_manifest, write_manifest
 from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes
 from hfgolf.data.token_stream import TokenStream, open_stream, pieces_path, write_arrow
 from hfgolf.data.tokenizer import Encoded, Encoder, build_encoder, build_tokenizer, find_tokenizer, tokenizer_sha256
+from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,6 +47,7 @@ _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 1
 _PROGRESS_SECONDS = 10
 _BATCHES_AT_ONCE = 2
+_VERIFIED_BEFORE_USE_BYTES = 2**27  # a quarter of a second; the hashes of more are compared while training begins
 _RAM_SHARE = 0.25  # of the free memory that in_memory: auto lets the tokens take
 
 
@@ -57,6 +62,16 @@ class TokenCache:
     is_hit: bool
     identity: dict[str, Any]
     """Of the corpus: what changes whenever the text or its split does."""
+    verification: Verification
+
+    def check(self, wait: bool = False) -> None:
+        """Raise DamagedCacheError if the tokens are known not to be those that were written.
+
+        Takes no time: a thread compares the hashes. wait: until it has compared all of them.
+        """
+        problem = self.verification.problem(wait)
+        if problem is not None:
+            raise note_damage(self.path, problem)
 
 
 def load_tokens(
@@ -68,22 +83,51 @@ def load_tokens(
     """Return the tokens of the corpus, from the cache where it has them, else tokenised now.
 
     Says which of the two it was, and on a miss what changed, on this module's logger. Processes that ask for
-    the same at once build it once. corpus, tokenizer: if they are known already, as those of a run that goes on.
+    the same at once build it once. A damaged cache is built again; `TokenCache.check` says of a large one, whose
+    hashes are compared while training begins, whether it is.
 
-    Raises UserError for text, split or tokenizer that do not serve (see corpus and tokenizer).
+    corpus, tokenizer: if they are known already, as those of a run that goes on.
+
+    Raises UserError for text, split or tokenizer that do not serve (see corpus and tokenizer), and for a folder in
+    which a cache would have to be built but cannot be written.
     """
     corpus = corpus or load_corpus(data)
     cache_dir = cache_folder(data)
     # once: a large one takes long to load
     tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
-    found = find_cache(corpus, tokenizer_config, cache_dir, tokenizer)
-    if found is None:
-        with FileLock(cache_dir / "build.lock"):  # built by another process while this one waited?
-            found = find_cache(corpus, tokenizer_config, cache_dir, tokenizer)
-            if found is None:
-                return _open_cache(*_build(corpus, tokenizer_config, cache_dir, tokenizer), corpus, is_hit=False)
-    tokens = _open_cache(*found, corpus, is_hit=True)
+    tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
+    if tokens is None:
+        try:
+            with locked(cache_dir / "build.lock", "builds the token cache"):
+                # built by another process while this one waited?
+                tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
+                if tokens is None:
+                    built = _build(corpus, tokenizer_config, cache_dir, tokenizer)
+                    return _open_cache(*built, corpus, is_hit=False)
+        except OSError as error:
+            raise UserError(
+                f"data.cache_dir: the tokens of this corpus are not in {cache_dir}, and it cannot hold them"
+                f" ({error.strerror or error}); make room there, or name another folder."
+            ) from error
     _log.info("cache hit: %s (%s)", tokens.path, _size(tokens))
+    return tokens
+
+
+def _find_tokens(
+    corpus: Corpus, config: TokenizerConfig, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None
+) -> TokenCache | None:
+    found = find_cache(corpus, config, cache_dir, tokenizer)
+    if found is None:
+        return None
+    try:
+        tokens = _open_cache(*found, corpus, is_hit=True)
+        if sum(path.stat().st_size for path in tokens.path.glob("*.arrow")) <= _VERIFIED_BEFORE_USE_BYTES:
+            tokens.check(wait=True)
+    except (OSError, ValueError) as error:
+        note_damage(found[0], str(error))
+        return None
+    except DamagedCacheError:
+        return None
     return tokens
 
 
@@ -96,12 +140,7 @@ def find_cache(
         return None
     key = _key(corpus, config, tokenizer)
     folder = _folder(cache_dir, key)
-    problem = _problem(folder, key)
-    if problem is None:
-        return folder, tokenizer
-    if folder.exists():
-        _log.info("cache damaged: %s (%s); building it again", folder, problem)
-    return None
+    return (folder, tokenizer) if _problem(folder, key) is None else None
 
 
 def _key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
@@ -123,15 +162,10 @@ def _folder(cache_dir: Path, key: dict[str, Any]) -> Path:
 def _problem(folder: Path, key: dict[str, Any]) -> str | None:
     """Say what is wrong with the cache in `folder`, None if nothing is."""
     try:
-        note = json.loads((folder / "cache.json").read_text("utf-8"))
-        if note["key"] != key:
-            return "cache.json describes another cache"
-        for name, size in note["files"].items():
-            if (folder / name).stat().st_size != size:
-                return f"{name} is not {size} bytes long"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        is_ours = read_manifest(folder).get("key") == key
+    except ValueError as error:
+        return str(error)
+    return None if is_ours else f"{MANIFEST} describes another cache"
 
 
 def _build(
@@ -142,7 +176,9 @@ def _build(
     The caller holds the lock, hence what an earlier build left behind can go.
     """
     building = cache_dir / "building"
-    shutil.rmtree(building, ignore_errors=True)
+    tokens_dir = cache_dir / "tokens"
+    for left_behind in (building, *tokens_dir.glob(".*")):
+        shutil.rmtree(left_behind, ignore_errors=True)
     (cache_dir / "tokenizers").mkdir(exist_ok=True)
     pieces = cache(lambda: corpus.write_pieces(building / "text"))
     try:
@@ -150,38 +186,37 @@ def _build(
             tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
         key = _key(corpus, config, tokenizer)
         folder = _folder(cache_dir, key)
-        _log.info("cache miss: %s", _what_changed(key, cache_dir))
-        tokens_folder = building / "tokens"
-        tokens_folder.mkdir(parents=True)
+        if folder.exists():
+            _log.info("cache damaged: %s (%s); building it again", folder, _problem(folder, key))
+        else:
+            _log.info("cache miss: %s", _what_changed(key, cache_dir))
+        partial = folder.with_name(f".partial-{folder.name}")
+        partial.mkdir(parents=True)
         encode = build_encoder(tokenizer, config.kind)
         for split in SPLITS:
-            _write_split(split, pieces()[split], tokenizer, encode, tokens_folder)
-        files = {path.name: path.stat().st_size for path in sorted(tokens_folder.iterdir())}
-        note = {"key": key, "files": files, "built_at": time.time()}
-        (tokens_folder / "cache.json").write_text(json.dumps(note, indent=1), "utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(exist_ok=True)
-        tokens_folder.rename(folder)
+            _write_split(split, pieces()[split], tokenizer, encode, partial)
+        write_manifest(partial, key=key, built_at=time.time())
+        replace_folder(partial, folder)
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        for left_behind in (building, *tokens_dir.glob(".*")):
+            shutil.rmtree(left_behind, ignore_errors=True)
     return folder, tokenizer
 
 
 def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
     """Name the fields in which `key` differs from the nearest earlier cache."""
     changes = []
-    for path in (cache_dir / "tokens").glob("*/cache.json"):
+    for path in (cache_dir / "tokens").glob(f"*/{MANIFEST}"):
         try:
             earlier = json.loads(path.read_text("utf-8"))["key"]
         except (OSError, ValueError, KeyError):
             continue
         changed = [name for name in {**key, **earlier} if key.get(name) != earlier.get(name)]
-        changes.append((len(changed), path.parent.name, changed, earlier))
+        if changed:  # else a copy under another name
+            changes.append((len(changed), path.parent.name, changed, earlier))
     if not changes:
         return f"nothing cached yet in {cache_dir}"
     _, name, changed, earlier = min(changes, key=lambda change: change[:2])
-    if not changed:
-        return f"{name} was damaged"
     return f"{', '.join(identity_changes(earlier, key))} changed since {name}"
 
 
@@ -199,7 +234,7 @@ def _write_split(
     progress = _Progress(f"tokenising {split}", num_text_bytes(pieces))
     with open(bare, "wb") as file:
         for ids, batch_tokens, batch_bytes in _encode(pieces, tokenizer, encode):
-            ids.astype(dtype).tofile(file)
+            file.write(ids.astype(dtype).data)  # tofile would not say why the disk takes no more
             num_tokens.append(batch_tokens)
             num_bytes.append(batch_bytes)
             progress.add(int(batch_bytes.sum()))
@@ -273,12 +308,14 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
     num_bytes = sum((folder / f"{split}.arrow").stat().st_size for split in SPLITS)
     free_bytes = psutil.virtual_memory().available
     is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
-    train, val = (open_stream(folder / f"{split}.arrow", is_in_memory) for split in SPLITS)
+    manifest = read_manifest(folder)
+    train, val = (open_stream(folder / f"{split}.arrow", is_in_memory, len(tokenizer)) for split in SPLITS)
     if data.in_memory == "auto":
         where = "copied into memory" if is_in_memory else "memory-mapped"
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
         _log.info("tokens: %s (%s)", where, why)
-    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity)
+    verification = Verification(manifest, lambda: itertools.chain(val.hashes(), train.hashes()))
+    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, verification)
 
 
 def _size(tokens: TokenCache) -> str:

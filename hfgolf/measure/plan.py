@@ -140,8 +140,11 @@ def look_at_data(config: RunConfig) -> Data:
         reason = str(error)
     if found:
         folder, known = found
-        train, val = (len(open_stream(Path(folder) / f"{split}.arrow", False)) for split in ("train", "val"))
-        return Data(len(known), train, val)
+        try:
+            train, val = (len(open_stream(Path(folder) / f"{split}.arrow", False)) for split in ("train", "val"))
+            return Data(len(known), train, val)
+        except (OSError, ValueError) as error:
+            reason = f"the token cache is damaged: {error}"
     if tokenizer.kind == "pretrained":
         loaded = find_tokenizer(tokenizer, {}, Path())
         return Data(len(loaded) if loaded else 0, note=reason)

@@ -20,6 +20,8 @@ from accelerate import DistributedType
 from torch import Tensor
 
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.data.batches import explain_worker
+from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.train.checkpoint import saved_step
 from hfgolf.train.clock import Clock, Interrupted
@@ -46,9 +48,14 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
         with signals.noted():
             try:
                 run_steps(run, clock)
-            except BaseException:
+            except BaseException as raised:
+                error = explain_worker(raised)
+                if isinstance(error, DamagedCacheError):
+                    run.tracker.event("damaged_cache", run.state, reason=str(error))
                 settle(run)
                 report_run(run)
+                if error is not raised:
+                    raise error from None
                 raise
             settle(run)
             if clock.stop_signal:
@@ -90,10 +97,13 @@ def run_steps(run: Run, clock: Clock) -> None:
         pushing = hub.push and due(step, hub.every_steps, False)
         if evaluating or saving or pushing or due(step, every.log_every_steps, last or step == 1):
             with run.stopwatch.of("other"):
+                run.tokens.check()  # before what was learned from them is saved
                 report_step(run, clock, console, describe(run), evaluating, saving)
                 if pushing and not clock.stop_signal:
                     push_in_training(run)
     console.close()
+    if not clock.stop_signal:
+        run.tokens.check(wait=True)
 
 
 def report_step(run: Run, clock: Clock, console: Console, row: dict[str, Any], evaluating: bool, saving: bool) -> None:

@@ -41,13 +41,13 @@ def test_all_rungs_read_the_blocks_of_training(ladder, tiny_run, tmp_path, corpu
     starts = np.cumsum(stream.piece_tokens) - stream.piece_tokens
     assert any(start // length * length in blocks for start in starts[1:].tolist())  # one of them lies in two pieces
     texts = ladder.TextFiles(tokens, length, blocks, tmp_path)
-    expected = ladder.vectorised(stream.tokens, length)(blocks)
+    expected = ladder.vectorised(stream, length)(blocks)
     assert torch.equal(texts.read(blocks), expected)
     assert torch.equal(ladder.from_disk(stream.path, length)(blocks), expected)
     assert torch.equal(ladder.from_memory(stream.tokens, length)(blocks), expected)
     item = MicroBatches(stream, length, seed=7)[np.arange(4)]
     first = ladder.block_starts(7, np.arange(4), num_blocks, length)
-    assert torch.equal(ladder.vectorised(stream.tokens, length)(first)[:, :-1], item["input_ids"])
+    assert torch.equal(ladder.vectorised(stream, length)(first)[:, :-1], item["input_ids"])
 
 
 @pytest.fixture

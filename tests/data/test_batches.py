@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,9 +33,17 @@ T = 8
 @pytest.fixture
 def stream():
     """67 blocks and a rest; token i is i, so a batch shows where it was read."""
-    pieces = np.array([100, 1, 49, 200, 190], np.uint32)
+    return stream_of(np.array([100, 1, 49, 200, 190], np.uint32))
+
+
+def stream_of(pieces):
+    """Return a stream of pieces of so many tokens, in which token i is i."""
+    tokens = np.arange(pieces.sum(), dtype=np.uint16)
     return SimpleNamespace(
-        tokens=np.arange(pieces.sum(), dtype=np.uint16), piece_tokens=pieces, piece_bytes=pieces * 3 + 1
+        tokens=tokens,
+        piece_tokens=pieces,
+        piece_bytes=pieces * 3 + 1,
+        read=functools.partial(tokens.take, mode="wrap"),
     )
 
 
@@ -74,10 +86,10 @@ def test_each_epoch_but_the_first_cuts_the_stream_elsewhere():
 
 
 def test_the_last_block_goes_around_the_end_of_the_stream():
-    tokens = np.arange(20, dtype=np.uint16)
-    assert gather(tokens, np.array([0, 15]), 8).tolist() == [[*range(9)], [15, 16, 17, 18, 19, 0, 1, 2, 3]]
+    stream = stream_of(np.array([20]))
+    assert gather(stream, np.array([0, 15]), 8).tolist() == [[*range(9)], [15, 16, 17, 18, 19, 0, 1, 2, 3]]
     starts = block_starts(seed=3, positions=np.array([8, 9]), num_blocks=2, sequence_length=8)  # the fifth epoch
-    assert sorted(gather(tokens, starts, 8)[:, 1:].flatten().tolist()) == sorted((min(starts) + 1 + np.arange(16)) % 20)
+    assert sorted(gather(stream, starts, 8)[:, 1:].flatten().tolist()) == sorted((min(starts) + 1 + np.arange(16)) % 20)
 
 
 def test_a_step_may_hold_several_epochs():
@@ -106,7 +118,7 @@ def test_a_loader_goes_on_after_the_blocks_read_whatever_the_batch_was(stream):
     read = torch.cat([batch["input_ids"] for batch in small])
     positions = [*range(72, 80), *range(83, 147)]
     starts = block_starts(7, np.array(positions), num_blocks(len(stream.tokens), T), T)
-    assert torch.equal(read, gather(stream.tokens, starts, T)[:, :-1])
+    assert torch.equal(read, gather(stream, starts, T)[:, :-1])
 
 
 STARTS = [0, 8, 156, 68, 132, 148]
@@ -148,6 +160,27 @@ def test_resume_is_setting_the_step(stream):
 
 def test_workers_give_the_same_batches(stream):
     assert torch.equal(load(stream, accumulation=2, num_workers=2), load(stream))
+
+
+_END_WITHOUT_CLOSING = """
+import numpy as np
+from types import SimpleNamespace
+from hfgolf.data.batches import build_loader
+tokens = np.arange(1000, dtype=np.uint16)
+stream = SimpleNamespace(tokens=tokens, read=tokens.take)
+shape = dict(sequence_length=8, micro_batch_size=2, accumulation=1, rank=0, world=1, seed=0, num_steps=50)
+batches = iter(build_loader(stream, num_workers=2, **shape))
+next(batches)
+raise ValueError("a mistake in a step")
+"""
+
+
+@pytest.mark.distributed
+def test_a_process_that_fails_is_not_kept_alive_by_its_workers():
+    command = [sys.executable, "-c", _END_WITHOUT_CLOSING]
+    process = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1] == "ValueError: a mistake in a step"
 
 
 def test_prefetch_keeps_order_and_count(stream):

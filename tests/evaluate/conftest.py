@@ -23,6 +23,9 @@ class ListedStream:
     piece_tokens: np.ndarray
     piece_bytes: np.ndarray
 
+    def read(self, places: np.ndarray) -> np.ndarray:
+        return self.tokens[places]
+
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:

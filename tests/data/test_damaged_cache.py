@@ -1,0 +1,191 @@
+"""A cache that is not what was written is built again or refused in one line, and never trusted twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hfgolf.config import TokenizerConfig
+from hfgolf.data import lock, token_cache
+from hfgolf.data.manifest import DamagedCacheError
+from hfgolf.data.token_cache import load_tokens
+from hfgolf.errors import UserError
+
+BYTE = TokenizerConfig(kind="byte")
+
+
+@pytest.fixture
+def data(write, files_config):
+    text = "".join(f"line {number}\n" for number in range(2000))
+    return files_config(write("a.txt", text), val_files=[write("val.txt", text[:5000])], in_memory=False)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Every cache is as one that takes long to hash."""
+    monkeypatch.setattr(token_cache, "_VERIFIED_BEFORE_USE_BYTES", 0)
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "offset"), [("train.arrow", 4000), ("val.arrow", 4000), ("val-pieces.arrow", -20), ("train.arrow", 8)]
+)
+def test_a_file_overwritten_in_place_is_built_again(data, caplog, name, offset):
+    caplog.set_level("INFO", logger="hfgolf")
+    first = load_tokens(data, BYTE)
+    tokens = first.train.tokens.copy()
+    path = first.path / name
+    overwrite(path, offset % path.stat().st_size, b"\1\0" * 5)
+    again = load_tokens(data, BYTE)
+    assert not again.is_hit and caplog.text.count("cache damaged") == 1 and name in caplog.text
+    assert np.array_equal(again.train.tokens, tokens) and load_tokens(data, BYTE).is_hit
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("name", ["train.arrow", "val.arrow"])
+def test_a_large_cache_is_hashed_while_training_begins(data, large, caplog, name, in_memory):
+    caplog.set_level("INFO", logger="hfgolf")
+    data = data.__class__(**{**vars(data), "in_memory": in_memory})
+    load_tokens(data, BYTE).check(wait=True)
+    overwrite(load_tokens(data, BYTE).path / name, 4000, b"\1\0" * 5)
+    tokens = load_tokens(data, BYTE)
+    assert tokens.is_hit
+    with pytest.raises(DamagedCacheError, match=rf"{name} does not have the SHA-256 .* next start builds it again"):
+        tokens.check(wait=True)
+    again = load_tokens(data, BYTE)
+    assert not again.is_hit and "cache damaged" in caplog.text
+    again.check(wait=True)
+
+
+def test_hashes_are_compared_in_a_thread_of_their_own(data, large, monkeypatch):
+    load_tokens(data, BYTE)
+    may_go_on = threading.Event()
+    hashes = token_cache.TokenStream.hashes
+    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: may_go_on.wait() and hashes(stream))
+    tokens = load_tokens(data, BYTE)
+    overwrite(tokens.path / "train.arrow", 4000, b"\1\0" * 5)
+    tokens.check()  # not known yet
+    may_go_on.set()
+    with pytest.raises(DamagedCacheError):
+        tokens.check(wait=True)
+    with pytest.raises(DamagedCacheError):
+        tokens.check()
+
+
+@pytest.mark.parametrize("offset", [0, 8, 100, 300])
+def test_a_damaged_header_of_a_large_cache_is_no_traceback(data, large, offset):
+    overwrite(load_tokens(data, BYTE).path / "train.arrow", offset, b"\xff" * 40)
+    tokens = load_tokens(data, BYTE)
+    if tokens.is_hit:
+        with pytest.raises(DamagedCacheError):
+            tokens.check(wait=True)
+
+
+def test_an_id_that_the_vocabulary_does_not_have_is_one_line(data):
+    tokens = load_tokens(data, BYTE)
+    assert tokens.train.read(np.array([[0, 1], [2, len(tokens.train)]])).shape == (2, 2)
+    overwrite(tokens.train.path, 4000, b"\xff\xff" * 5)  # under the map
+    with pytest.raises(DamagedCacheError, match="holds id 65535, but the vocabulary has 257 entries") as caught:
+        tokens.train.read(np.arange(len(tokens.train)))
+    assert "\n" not in str(caught.value)
+    assert not load_tokens(data, BYTE).is_hit
+
+
+def test_a_file_cut_short_under_the_map_is_one_line(data):
+    tokens = load_tokens(data, BYTE)
+    os.truncate(tokens.train.path, 2000)
+    with pytest.raises(DamagedCacheError, match="cut short"):
+        tokens.train.read(np.arange(len(tokens.train)))
+    assert not load_tokens(data, BYTE).is_hit
+
+
+def test_a_cache_without_hashes_is_built_again(data, caplog):
+    caplog.set_level("INFO", logger="hfgolf")
+    path = load_tokens(data, BYTE).path / "cache.json"
+    note = json.loads(path.read_text())
+    note["files"] = {name: stated["bytes"] for name, stated in note["files"].items()}
+    path.write_text(json.dumps(note))
+    assert not load_tokens(data, BYTE).is_hit and "no hashes" in caplog.text
+    assert load_tokens(data, BYTE).is_hit
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_training_on_damaged_tokens_ends_with_a_line_and_an_event(
+    run, tiny_run, tmp_path, large, monkeypatch, num_workers
+):
+    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: iter(()))  # the ids are read before
+    arguments = tiny_run(data__in_memory="false", data__num_workers=num_workers)
+    run(arguments)
+    (path,) = (tmp_path / "cache").glob("tokens/*/train.arrow")
+    overwrite(path, path.stat().st_size // 2, b"\xff\xff" * (path.stat().st_size // 5))
+    with pytest.raises(UserError, match="holds id 65535") as caught:
+        run([*arguments, "--run.name=again"])
+    assert "\n" not in str(caught.value) and str(path.parent) in str(caught.value)
+    lines = (tmp_path / "runs" / "again" / "metrics.jsonl").read_text().splitlines()
+    (event,) = [row for row in map(json.loads, lines) if row.get("event") == "damaged_cache"]
+    assert event["reason"] == str(caught.value)
+
+
+def test_training_on_tokens_with_a_wrong_hash_ends_before_it_saves(run, tiny_run, tmp_path, large):
+    arguments = tiny_run(data__in_memory="false")
+    run(arguments)
+    (path,) = (tmp_path / "cache").glob("tokens/*/train.arrow")
+    overwrite(path, path.stat().st_size // 2, b"\1\0" * 50)
+    with pytest.raises(DamagedCacheError, match="SHA-256"):
+        run([*arguments, "--run.name=again"])
+    assert not (tmp_path / "runs" / "again" / "model").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(write, files_config):
+    text = "".join(f"line {number}\n" for number in range(200_000))
+    data = files_config(write("a.txt", text), val_files=[write("val.txt", text[:5000])])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        with pytest.raises(UserError, match=r"data.cache_dir: .* File too large") as caught:
+            load_tokens(data, BYTE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    assert [path for path in Path(data.cache_dir).rglob("*") if path.is_file()] == [Path(data.cache_dir, "build.lock")]
+
+
+def test_a_cache_that_cannot_be_written_is_read(data, monkeypatch):
+    load_tokens(data, BYTE)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(token_cache, "locked", refuse)
+    monkeypatch.setattr("hfgolf.durable.write_bytes", refuse)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert load_tokens(data, BYTE).is_hit
+    with pytest.raises(UserError, match=r"data.cache_dir: the tokens of this corpus are not in .*Permission denied"):
+        load_tokens(data, TokenizerConfig(kind="char"))
+
+
+def test_waiting_says_for_whom(data, caplog, monkeypatch):
+    caplog.set_level("INFO", logger="hfgolf")
+    monkeypatch.setattr(lock, "_PATIENCE_SECONDS", 0.05)
+    path = Path(data.cache_dir) / "build.lock"
+    path.parent.mkdir(parents=True)
+    with lock.locked(path, "is a test"):
+        waiting = threading.Thread(target=load_tokens, args=(data, BYTE))
+        waiting.start()
+        while "waiting" not in caplog.text:
+            time.sleep(0.02)
+    waiting.join()
+    assert f"waiting for process {os.getpid()} on " in caplog.text and "builds the token cache" in caplog.text
+    assert not path.with_suffix(".owner").exists() and load_tokens(data, BYTE).is_hit
