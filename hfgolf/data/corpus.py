@@ -16,17 +16,20 @@ import re
 import shutil
 import sysconfig
 import tempfile
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from hfgolf.config import DataConfig
-from hfgolf.data.file_hashes import file_hashes
+from hfgolf.data.file_hashes import file_hashes, file_state
+from hfgolf.data.lock import locked
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
+from hfgolf.durable import sync
 from hfgolf.errors import UserError
 from hfgolf.redact import redact
 
@@ -36,7 +39,8 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val")
 _BLOCK_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1000
-_DOWNLOAD_SECONDS = 60  # without an answer
+_DOWNLOAD_SECONDS = 60  # without an answer, or with less than
+_LEAST_DOWNLOAD_BYTES = 1 << 16
 _TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".zst")
 
@@ -66,6 +70,8 @@ class Corpus:
     identity: dict[str, Any]
     data: DataConfig
     files: tuple[SourceFile, ...] = ()
+    states: dict[Path, list[int]] = field(default_factory=dict)
+    """Of the files, as they were when they were hashed."""
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:
         """Write the documents below `folder` and return {"train": Dataset, "val": Dataset}, memory-mapped.
@@ -82,11 +88,14 @@ class Corpus:
         train, val = (PieceWriter(paths[split]) for split in SPLITS)
         with train, val:
             if self._is_contiguous:
-                self._write_contiguous(train, val)
+                self._write_contiguous(train, val, folder)
             else:
-                for name, split, blocks in self._documents():
+                for name, split, blocks in self._documents(folder):
                     writer = val if (split or self._hashed_split(name)) == "val" else train
                     writer.add_document(blocks)
+        for file in self.files:
+            if file_state(file.path) != self.states[file.path]:
+                raise UserError(f"{file.path} changed while it was read; start again once nobody writes to it.")
         if not train.num_pieces or not val.num_pieces:
             raise UserError(self._empty_split_message("train" if not train.num_pieces else "validation"))
         return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
@@ -101,11 +110,11 @@ class Corpus:
         digest = hashlib.sha256(name.encode()).digest()
         return "val" if int.from_bytes(digest[:8]) < self.data.val_fraction * 2**64 else "train"
 
-    def _write_contiguous(self, train: PieceWriter, val: PieceWriter) -> None:
+    def _write_contiguous(self, train: PieceWriter, val: PieceWriter, scratch: Path) -> None:
         # two passes, over the network too where a dataset is streamed: where to cut depends on all of it
-        num_characters = sum(len(block) for _, _, blocks in self._documents() for block in blocks)
+        num_characters = sum(len(block) for _, _, blocks in self._documents(scratch) for block in blocks)
         num_left = int(num_characters * (1 - self.data.val_fraction))  # of the train part
-        for _, _, blocks in self._documents():
+        for _, _, blocks in self._documents(scratch):
             for block in blocks:
                 train.add(block[:num_left])
                 val.add(block[num_left:])
@@ -113,18 +122,21 @@ class Corpus:
             train.end_document()
             val.end_document()
 
-    def _documents(self) -> Iterator[tuple[str, str | None, Iterable[str]]]:
-        """Yield (name, stated split or None, blocks of its text) for each document, in order."""
+    def _documents(self, scratch: Path) -> Iterator[tuple[str, str | None, Iterable[str]]]:
+        """Yield (name, stated split or None, blocks of its text) for each document, in order.
+
+        scratch: a folder for what must be decompressed first.
+        """
         if self.data.source == "hub":
             documents = _rows(_load_hub(self.data), str(self.data.hub_name), None, self.data.text_column)
         else:
-            documents = itertools.chain.from_iterable(self._read(file) for file in self.files)
+            documents = itertools.chain.from_iterable(self._read(file, scratch) for file in self.files)
         return itertools.islice(documents, self.data.max_documents)
 
-    def _read(self, file: SourceFile) -> Iterator[tuple[str, str | None, Iterable[str]]]:
+    def _read(self, file: SourceFile, scratch: Path) -> Iterator[tuple[str, str | None, Iterable[str]]]:
         kind = _TABLES.get(file.endings[0])
         if kind:
-            with _readable_by_datasets(file) as path:
+            with _readable_by_datasets(file, scratch) as path:
                 yield from _rows(_load_table(path, kind), file.name, file.split, self.data.text_column)
         elif self.data.source != "python_stdlib":
             yield file.name, file.split, _text_blocks(file)
@@ -159,11 +171,15 @@ def load_corpus(data: DataConfig) -> Corpus:
     files = _stdlib_files() if data.source == "python_stdlib" else _named_files(data)
     if any(file.endings[0] in _TABLES for file in files):
         identity["text_column"] = data.text_column
-    hashes = file_hashes((file.path for file in files), cache_folder(data) / "hashes.json")
+    try:
+        states = {file.path: file_state(file.path) for file in files}
+        hashes = file_hashes(states, cache_folder(data) / "hashes.json")
+    except OSError as error:
+        raise UserError(f"data.files: cannot read {error.filename} ({error.strerror}); make it readable.") from error
     for split in (None, "val"):
         listed = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in files if file.split == split]
         identity["files" if split is None else "val_files"] = listed
-    return Corpus(identity, data, tuple(files))
+    return Corpus(identity, data, tuple(files), states)
 
 
 def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -252,17 +268,41 @@ def _download(url: str, key: str, folder: Path) -> Path:
     path = folder / hashlib.sha256(url.encode()).hexdigest()[:16] / name
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{name}.{os.getpid()}.part")
+    unfinished = path.with_name(f".partial-{name}")
     try:
-        with urllib.request.urlopen(url, timeout=_DOWNLOAD_SECONDS) as answer, open(unfinished, "wb") as file:
-            shutil.copyfileobj(answer, file)
-        unfinished.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.parent / "download.lock", f"downloads {redact(url)}"):
+            if not path.exists():  # else another process has downloaded it while this one waited
+                try:
+                    _fetch(url, unfinished)
+                    unfinished.replace(path)
+                    sync(path.parent)
+                finally:
+                    for left_behind in (unfinished, *path.parent.glob(f"{glob.escape(name)}.*.part")):
+                        left_behind.unlink(missing_ok=True)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        unfinished.unlink(missing_ok=True)
         reason = _first_line(error)
-        raise UserError(f"{key}: cannot download {url} ({reason}); check the address and the network.") from error
+        raise UserError(
+            f"{key}: cannot download {redact(url)} to {path.parent} ({reason}); check the address, the"
+            " network and the disk."
+        ) from error
     return path
+
+
+def _fetch(url: str, path: Path) -> None:
+    """Write what `url` answers to a file. Raises OSError if the answer is cut short or trickles."""
+    with urllib.request.urlopen(url, timeout=_DOWNLOAD_SECONDS) as answer, open(path, "wb") as file:
+        checked_at, num_bytes = time.monotonic(), 0
+        while block := answer.read1(_BLOCK_BYTES):
+            file.write(block)
+            num_bytes += len(block)
+            if time.monotonic() - checked_at > _DOWNLOAD_SECONDS:
+                if num_bytes < _LEAST_DOWNLOAD_BYTES:
+                    raise OSError(f"only {num_bytes} bytes came in {_DOWNLOAD_SECONDS} s")
+                checked_at, num_bytes = time.monotonic(), 0
+        if answer.length:  # http.client does not call it an error
+            raise OSError(f"the connection ended {answer.length:,} bytes before the end of the file")
+    sync(path)
 
 
 def _open(file: SourceFile) -> BinaryIO:
@@ -272,9 +312,10 @@ def _open(file: SourceFile) -> BinaryIO:
 
         return cast(BinaryIO, gzip.open(file.path, "rb"))
     if compression == ".zst":
-        import zstandard
+        import pyarrow as pa
 
-        return cast(BinaryIO, zstandard.open(file.path, "rb"))
+        # zstandard's own reader takes a frame that is cut short for whole, and reads the first of several only
+        return cast(BinaryIO, pa.input_stream(str(file.path), compression="zstd"))
     return open(file.path, "rb")
 
 
@@ -308,16 +349,22 @@ def _utf8_text(path: Path) -> str:
 
 
 @contextmanager
-def _readable_by_datasets(file: SourceFile) -> Iterator[Path]:
-    """Give the path of a table, decompressed for a while where `datasets` would not do it in passing."""
+def _readable_by_datasets(file: SourceFile, scratch: Path) -> Iterator[Path]:
+    """Give the path of a table, decompressed in `scratch` for a while if `datasets` would not do it in passing.
+
+    It would not for parquet, and of .zst it reads what is there, though that may be half of the file.
+    """
     ending, compression = file.endings
-    if not compression or ending != ".parquet":
+    if not compression or (ending != ".parquet" and compression != ".zst"):
         yield file.path
         return
-    with tempfile.NamedTemporaryFile(suffix=ending) as plain:
-        with _open(file) as stream:
-            shutil.copyfileobj(stream, plain)
-        plain.flush()
+    with tempfile.NamedTemporaryFile(suffix=ending, dir=scratch) as plain:
+        try:
+            with _open(file) as stream:
+                shutil.copyfileobj(stream, plain)
+            plain.flush()
+        except Exception as error:  # each compression library has its own exceptions for a damaged file
+            raise UserError(f"{file.path} cannot be decompressed ({_first_line(error)}); check the file.") from error
         yield Path(plain.name)
 
 

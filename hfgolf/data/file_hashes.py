@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from hfgolf.durable import write_text
 
 _SETTLED_SECONDS = 2.0  # file systems count time in steps, at the coarsest (FAT) of two seconds
 
@@ -26,15 +28,14 @@ def file_hashes(paths: Iterable[Path], note: Path) -> dict[Path, str]:
     hashes: dict[Path, str] = {}
     new: dict[str, Any] = {}
     for path in paths:
-        status = path.stat()  # before the file is read: what is written meanwhile makes the note wrong, not the hash
-        # the ctime too: `cp -p`, `rsync -t` and `touch -r` set the mtime back, and nothing sets this one
-        state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        # before the file is read: what is written meanwhile makes the note wrong, not the hash
+        state = file_state(path)
         entry = noted.get(str(path))
         if isinstance(entry, list) and entry[:-1] == state:
             hashes[path] = str(entry[-1])
             continue
         # a second write within the clock's step leaves the times as they are
-        is_settled = time.time() - status.st_ctime > _SETTLED_SECONDS
+        is_settled = time.time() - state[2] / 1e9 > _SETTLED_SECONDS
         with open(path, "rb") as file:
             hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()
         if is_settled:
@@ -42,6 +43,13 @@ def file_hashes(paths: Iterable[Path], note: Path) -> dict[Path, str]:
     if new:
         _write(noted | new, note)
     return hashes
+
+
+def file_state(path: Path) -> list[int]:
+    """Return size, times and inode of a file, of which at least one changes when it is written. Raises OSError."""
+    status = path.stat()
+    # the ctime too: `cp -p`, `rsync -t` and `touch -r` set the mtime back, and nothing sets this one
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def _read(note: Path) -> dict[str, Any]:
@@ -53,9 +61,7 @@ def _read(note: Path) -> dict[str, Any]:
 
 
 def _write(content: dict[str, Any], note: Path) -> None:
-    unfinished = note.with_name(f"{note.name}.{os.getpid()}.part")
-    try:  # of two processes that write at once one loses what it added, and hashes it again
-        unfinished.write_text(json.dumps(content), "ascii")
-        unfinished.replace(note)
-    except OSError:  # a full disk: the next start hashes again
-        unfinished.unlink(missing_ok=True)
+    for left_behind in note.parent.glob(f"{note.name}.*.part"):  # by an earlier version that was killed
+        left_behind.unlink(missing_ok=True)
+    with suppress(OSError):  # a full disk, or two processes at once: the next start hashes again
+        write_text(note, json.dumps(content))

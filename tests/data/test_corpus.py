@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -118,6 +121,77 @@ def test_url_is_downloaded_once(tmp_path, write, files_config, awkward):
         assert read(files_config(table, val_files=[val]), tmp_path)["train"] == ["one", "two"]
         assert f"{address}/nothing.txt" in fails(files_config(f"{address}/nothing.txt", val_files=[val]), tmp_path)
     assert read(data, tmp_path)["train"] == [awkward]  # from the copy: the server is gone
+
+
+class ShortAnswer(http.server.BaseHTTPRequestHandler):
+    """Promises 1,000 bytes; sends the first 400 at once, or all of them one by one."""
+
+    trickles = False
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        with contextlib.suppress(OSError):  # nobody listens any more
+            for _ in range(600 if self.trickles else 0):
+                self.wfile.write(b"x")
+                time.sleep(0.01)
+            self.wfile.write(b"x" * 400)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("trickles", "reason"), [(False, "ended 600 bytes before the end"), (True, "only .* bytes came in 0.05 s")]
+)
+def test_a_download_cut_short_is_not_kept(tmp_path, write, files_config, monkeypatch, trickles, reason):
+    monkeypatch.setattr(ShortAnswer, "trickles", trickles)
+    monkeypatch.setattr(corpus_module, "_DOWNLOAD_SECONDS", 0.05 if trickles else 5)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ShortAnswer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.txt"
+        folder = tmp_path / "cache" / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:16]
+        folder.mkdir(parents=True)
+        (folder / "a.txt.123.part").write_text("of a process that was killed")
+        message = fails(files_config(url, val_files=[write("val.txt", "v")]), tmp_path)
+        server.shutdown()
+    assert re.search(reason, message) and url in message
+    assert [path.name for path in folder.iterdir()] == ["download.lock"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_zst_is_read_whole_or_refused(tmp_path, write, files_config, name):
+    texts = [f"{number}: {hashlib.sha256(bytes([number])).hexdigest()}" for number in range(200)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts] if name == "a.jsonl" else texts
+    first, second = "".join(lines[:100]).encode(), "".join(lines[100:]).encode()
+    val = write("val.txt", "validation")
+    frames = zstandard.compress(first) + zstandard.compress(second)
+    documents = read(files_config(write(name + ".zst", frames), val_files=[val]), tmp_path)
+    assert "".join(documents["train"]) == "".join(texts)
+    whole = zstandard.compress(first + second)
+    message = fails(files_config(write(f"cut-{name}.zst", whole[: len(whole) // 2]), val_files=[val]), tmp_path)
+    assert f"cut-{name}.zst" in message and "Truncated" in message
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, write, files_config, name):
+    content = json.dumps({"text": "one"}) + "\n"
+    corpus = load_corpus(files_config(write(name, content), val_files=[write("val.txt", "v")]))
+    time.sleep(0.02)  # more than a step of the file system's clock
+    write(name, content.replace("one", "two"))  # after it was hashed
+    with pytest.raises(UserError, match=rf"{name} changed while it was read"):
+        corpus.write_pieces(tmp_path / "pieces")
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, write, files_config, monkeypatch):
+    path = write("a.txt", "text")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(corpus_module, "file_hashes", refuse)
+    assert f"cannot read {path} (Permission denied)" in fails(files_config(path), tmp_path)
 
 
 def test_hub_name_may_be_a_folder(tmp_path, write):
