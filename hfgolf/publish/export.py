@@ -5,14 +5,19 @@ Owns what lies in that folder. Does not know the run that made the model.
 
 from __future__ import annotations
 
+import copy
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig
+from transformers.dynamic_module_utils import custom_object_save
 
+from hfgolf.command_line import one_line
 from hfgolf.durable import replace_folder
+from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 if TYPE_CHECKING:
@@ -36,12 +41,36 @@ def export_model(
     model.save_pretrained(partial)  # the auto classes of the model's files make it copy them too
     for weights in partial.glob("*.safetensors"):
         shutil.copymode(partial / "config.json", weights)  # safetensors writes files that only their owner can read
-    _generation_config(model, tokenizer).save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    _save_all_but_weights(model, tokenizer, partial)
     (partial / "README.md").write_text(card, encoding="utf-8")
     for picture in pictures:
         shutil.copyfile(picture, partial / picture.name)
     replace_folder(partial, folder)
+
+
+def files_beside_weights(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Return what an exported model has beside its weights and its card, by file name: with it they can be loaded.
+
+    The same bytes for the same model and tokenizer. Raises UserError if there is no room for temporary files.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _save_all_but_weights(model, tokenizer, Path(folder))
+            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    except OSError as error:
+        reason = one_line(error)
+        raise UserError(f"TMPDIR: cannot write temporary files ({reason}); let it name a folder with room.") from None
+
+
+def _save_all_but_weights(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    config = copy.deepcopy(model.config)  # what save_pretrained adds to it is not the model's to keep
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # a config too, its docstring says
+    config.save_pretrained(folder)
+    _generation_config(model, tokenizer).save_pretrained(folder)
+    for key in ("is_local", "local_files_only"):  # else the file would say how this tokenizer was loaded
+        tokenizer.init_kwargs.pop(key, None)
+    tokenizer.save_pretrained(folder)
 
 
 def _generation_config(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

@@ -129,7 +129,7 @@ def check_resume(folder: Path, which: str | None) -> None:
         )
     if which in (None, "auto"):
         return
-    path = _find(folder, which)
+    path = find_checkpoint(folder, which)
     if path is None or not path.is_dir():
         names = join_words(sorted(checkpoint.name for checkpoint in newest_first(folder))) or "none"
         raise UserError(
@@ -218,7 +218,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def _choose(folder: Path, which: str) -> Path | None:
     if which in ("auto", "latest"):
         return _newest_valid(folder, which)
-    chosen = (_find(folder, which) or folder / which).resolve()
+    chosen = (find_checkpoint(folder, which) or folder / which).resolve()
     try:
         verify(chosen)
     except Rejected as rejected:
@@ -241,8 +241,8 @@ def _newest_valid(folder: Path, which: str) -> Path | None:
     return None
 
 
-def _find(folder: Path, which: str) -> Path | None:
-    """Return what train.resume means by latest, best or a path; None if there is no latest or best."""
+def find_checkpoint(folder: Path, which: str) -> Path | None:
+    """Return the checkpoint that latest, best or a path means; None if there is no latest or best."""
     if which == "latest":
         return next(iter(newest_first(folder)), None)
     if which == "best":

@@ -1,6 +1,7 @@
 """Saving the whole state of a run while it goes on, and loading it to the last bit.
 
-Owns what lies in a checkpoint: the files of accelerate's save_state. A thread writes them while the run computes the
+Owns what is in a checkpoint: the files of accelerate's save_state and, unless the weights are sharded, what
+`from_pretrained` needs beside them. A thread writes them while the run computes the
 next gradients; the next update waits until they are written, but not until they are hashed and on the disk. A GPU's
 tensors are copied to the host first, so that no update waits. Does not know when to save, nor which checkpoint is the
 right one (checkpoint.py).
@@ -66,6 +67,7 @@ class Checkpointer:
         ema: Ema | None,
         keep_last: int,
         identity: dict[str, Any],
+        files_beside_weights: dict[str, bytes],
     ) -> None:
         self._accelerator = accelerator
         self._folder = folder
@@ -76,6 +78,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self.identity = identity
         """What makes the run this run (run_identity), for `run.json`."""
+        self._files_beside_weights = files_beside_weights
         self._is_replicated = accelerator.distributed_type in _REPLICATED
         self._copies: dict[tuple[str, ...], Tensor] = {}
         self._is_read = Event()
@@ -202,10 +205,13 @@ class Checkpointer:
         if accelerator.scaler is not None:
             contents[SCALER_NAME] = accelerator.scaler.state_dict()
         contents |= {f"{RNG_STATE_NAME}_{rank}.pkl": states for rank, states in enumerate(random_states)}
+        contents |= self._files_beside_weights
 
         def write(folder: Path) -> None:
             for name, content in contents.items():
-                if name.endswith(".safetensors"):
+                if isinstance(content, bytes):
+                    (folder / name).write_bytes(content)
+                elif name.endswith(".safetensors"):
                     save_file(content, folder / name, metadata={"format": "pt"})
                 else:
                     with (folder / name).open("wb") as file:  # by name, torch would not say what the disk said

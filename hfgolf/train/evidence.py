@@ -46,6 +46,8 @@ _NAMES = {
     RUN_NAME: "config and text",
 }
 
+_STATE_SUFFIXES = (".safetensors", ".bin", ".pkl", ".pt")
+
 Contents = dict[str, Any]
 """By name what is compared bit by bit: tensors and plain Python values."""
 
@@ -77,6 +79,10 @@ def evidence(run: RunFolder) -> dict[str, Contents]:
     checkpoint = newest_first(run.checkpoints)[0]
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"):
         name = str(path.relative_to(checkpoint))
+        if path.suffix not in _STATE_SUFFIXES and name not in (STATE_NAME, RUN_NAME):
+            of_shards = path.parent != checkpoint
+            found.setdefault("shards" if of_shards else "files beside weights", {})[name] = path.read_bytes()
+            continue
         found[_NAMES.get(name, name.removesuffix(".pkl").replace("_", " "))] = {
             leaf: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             for leaf, value in leaves(_read(path))
@@ -154,8 +160,6 @@ def _read(path: Path) -> Any:
         return {key: value for key, value in state.items() if key not in ("elapsed_seconds", "seconds", "wandb_id")}
     if path.name == RUN_NAME:
         return comparable(json.loads(path.read_text()))
-    if path.suffix not in (".bin", ".pkl", ".pt"):
-        return path.read_bytes()
     content = load(path, map_location="cpu")
     if path.name.startswith(RNG_STATE_NAME):
         del content["step"]  # the micro-batches since the process began

@@ -39,6 +39,7 @@ from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
+from hfgolf.publish.export import files_beside_weights
 from hfgolf.publish.hub import HubPusher
 from hfgolf.report.doctor import Rounds
 from hfgolf.train.checkpoint import check_resume, choose_checkpoint, clean_up
@@ -244,6 +245,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
 
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, raw_model.fused_projections())
     logger.info("%s", group_table(optimizer))
+    beside_weights = files_beside_weights(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     torch.manual_seed(config.run.seed + accelerator.process_index)  # from here on dropout, which differs by rank
     state = TrainState()
@@ -251,7 +253,15 @@ def set_up(resolved: ResolvedConfig) -> Run:
     ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
     identity = run_identity(resolved, corpus.identity, tokenizer_sha256(tokens.tokenizer))
     checkpoints = Checkpointer(
-        accelerator, folder.checkpoints, raw_model, optimizer, state, ema, config.train.keep_last, identity
+        accelerator,
+        folder.checkpoints,
+        raw_model,
+        optimizer,
+        state,
+        ema,
+        config.train.keep_last,
+        identity,
+        beside_weights,
     )
     if origin:
         checkpoints.load(origin.checkpoint)

@@ -80,7 +80,9 @@ def is_whole(checkpoint: Path) -> bool:
 def read(file: Path) -> Any:
     if file.suffix == ".safetensors":
         return load_file(file)
-    return json.loads(file.read_text()) if file.suffix == ".json" else load(file)
+    if file.suffix in (".bin", ".pkl", ".pt"):
+        return load(file)
+    return json.loads(file.read_text()) if file.suffix == ".json" else file.read_bytes()
 
 
 def differences(one: Path, other: Path) -> list[str]:

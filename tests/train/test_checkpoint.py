@@ -50,6 +50,16 @@ from hfgolf.train.checkpoint import (
     verify,
 )
 
+STATE_FILES = ["ema.safetensors", "model.safetensors", "optimizer.bin", "random_states_0.pkl", "train_state.json"]
+BESIDE_WEIGHTS = [
+    "config.json",
+    "configuration_golf.py",
+    "generation_config.json",
+    "modeling_golf.py",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+
 
 def commit(folder: Path, step: int, content: str = "weights", best_step: int = 0) -> Path:
     """Write a checkpoint of one small file and, if there is a best step, the state that says so."""
@@ -85,15 +95,7 @@ def test_every_damaged_file_is_named_and_the_checkpoint_before_is_taken(
     options = {"optim__ema_decay": 0.9, "model__dropout": 0.1}
     straight = run(tiny_run(**options))
     whole = straight / "checkpoints" / "step-000006"
-    assert names(whole) == [
-        "ema.safetensors",
-        "manifest.json",
-        "model.safetensors",
-        "optimizer.bin",
-        "random_states_0.pkl",
-        "run.json",
-        "train_state.json",
-    ]
+    assert names(whole) == sorted([*STATE_FILES, *BESIDE_WEIGHTS, "manifest.json", "run.json"])
     reset_accelerate()
     for name in names(whole):
         folder = tmp_path / name
@@ -317,8 +319,8 @@ def test_the_files_are_those_of_accelerate(run, tiny_run, tmp_path, monkeypatch,
     folder = run(arguments)
     for step in (3, 6):
         ours, oracle = folder / "checkpoints" / f"step-{step:06d}", tmp_path / f"oracle-{step}"
-        of_hfgolf = ["train_state.json", "run.json", "manifest.json", "ema.safetensors"]
-        assert names(ours) == sorted([*names(oracle), *of_hfgolf])
+        more = ["train_state.json", "run.json", "manifest.json", "ema.safetensors", *BESIDE_WEIGHTS]
+        assert names(ours) == sorted([*names(oracle), *more])
         assert all(same(read(ours / name), read(oracle / name)) for name in names(oracle))
 
     reset_accelerate()
@@ -393,7 +395,7 @@ def test_a_file_that_holds_something_else_is_one_line(run, tiny_run, reset_accel
     fresh = setup.set_up(load_config([*arguments, "--train.resume=latest"]))
     checkpoint = folder / "checkpoints" / "step-000006"
     accepted = []
-    for name in set(names(checkpoint)) - {"manifest.json"}:
+    for name in STATE_FILES:
         whole = (checkpoint / name).read_bytes()
         for content in (None, b"", b"something else", b"\x80\x04.", pickle.dumps([1, 2]), torch.zeros(2), {}, {"a": 1}):
             if isinstance(content, bytes):

@@ -1,0 +1,39 @@
+"""Export a checkpoint as a model with its card: python scripts/export.py --run runs/small --checkpoint best
+
+A run exports its best weights when it ends; this is for a run that was killed, and for any other checkpoint.
+"""
+
+import argparse
+from pathlib import Path
+
+from hfgolf.command_line import run_command
+from hfgolf.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, type=Path, help="run folder, such as runs/small")
+    parser.add_argument("--checkpoint", help="best, latest or a path (best; latest if nothing was evaluated)")
+    parser.add_argument("--output", type=Path, help="new folder for the model (model/ in the run folder)")
+    arguments = parser.parse_args()
+    if not (arguments.run / "config.yaml").is_file():
+        raise UserError(f"--run: there is no run in {arguments.run}; name the folder of a run, such as runs/small.")
+    if arguments.output is None and (arguments.run / "summary.json").exists():
+        raise UserError(
+            f"--output: {arguments.run} is complete and {arguments.run / 'model'} is its model; name another folder."
+        )
+    if arguments.output is not None and arguments.output.exists():
+        raise UserError(f"--output: {arguments.output} is there already; name a new folder.")
+    output = arguments.output or arguments.run / "model"
+
+    from hfgolf.train.console import quiet_libraries
+    from hfgolf.train.export_checkpoint import export_checkpoint
+    from hfgolf.train.run_folder import RunFolder
+
+    quiet_libraries()
+    step = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, output)
+    print(f"exported step {step} to {output}")
+
+
+if __name__ == "__main__":
+    run_command(main)

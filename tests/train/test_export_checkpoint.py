@@ -1,0 +1,134 @@
+"""A checkpoint is what inference loads, and what export.py makes a model of, whatever ended its run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import before_step, flip_a_bit
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+
+from hfgolf.publish.load import load_exported
+from hfgolf.train import loop
+
+USE = """
+import sys
+sys.modules["hfgolf"] = None  # an import of it fails, installed or not
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, output = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+ids = tokenizer("one and two make", return_tensors="pt")["input_ids"]
+with torch.no_grad():
+    save_file({"logits": model(ids).logits, "ids": ids}, output)
+model.generate(ids, max_new_tokens=2)
+"""
+
+
+class Killed(Exception):
+    pass
+
+
+def die(run_: Any) -> None:
+    raise Killed
+
+
+@pytest.fixture
+def killed(run, tiny_run, monkeypatch, validation_losses):
+    """Return a function that makes a run that is killed after step 6, and whose best step is 3."""
+
+    def make(**options: Any) -> Path:
+        validation_losses([2.0] * (1 + bool(options)) + [2.5])
+        arguments = tiny_run(train__max_steps=9, **options)
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(loop, "train_step", before_step({7: die}))
+            run(arguments)
+        folder = Path(next(a for a in arguments if a.startswith("--run.output_dir=")).split("=")[1]) / "tiny"
+        assert not (folder / "summary.json").exists() and not (folder / "model").exists()
+        return folder
+
+    return make
+
+
+def test_every_checkpoint_loads_where_hfgolf_is_not(killed, tmp_path, run_script, reset_accelerate):
+    folder = killed()
+    best = folder / "checkpoints" / "best"
+    command = [sys.executable, "-I", "-c", USE, str(best), str(tmp_path / "logits.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"HF_HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    theirs = load_file(tmp_path / "logits.safetensors")
+    model, _ = load_exported(str(folder / "checkpoints" / "step-000003"))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs["logits"], model.cpu()(theirs["ids"]).logits)
+    saved = load_file(best / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name].cpu(), saved[name]) for name in saved)
+
+    said = run_script("generate.py", "--model", best, "--prompt", "one and", "--max_new_tokens", 4)
+    assert said.status == 0 and said.out.startswith("one and")
+    reset_accelerate()
+    text = tmp_path / "text.txt"
+    text.write_text("one and two make three.")
+    said = run_script("evaluate.py", "--model", best, "--files", text, "--json")
+    assert said.status == 0 and json.loads(said.out)["loss"] > 0
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_killed_run_gives_the_model_that_its_end_would_have_given(killed, run, tiny_run, run_script, averaged):
+    """From the best checkpoint: the very files, and a card with the figures of that step."""
+    options = {"optim__ema_decay": 0.9, "optim__ema_export": "true"} if averaged else {}
+    folder = killed(**options)
+    said = run_script("export.py", "--run", folder)
+    assert said.status == 0 and said.out == f"exported step 3 to {folder / 'model'}\n", said.err
+    exported = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
+    card = ModelCard(exported.pop("README.md").decode())
+    run(tiny_run(train__max_steps=9, **options, train__resume="auto"))
+    assert json.loads((folder / "summary.json").read_text())["step"] == 3
+    assert {name: (folder / "model" / name).read_bytes() for name in exported} == exported
+
+    metrics = {m["type"]: m["value"] for m in card.data.to_dict()["model-index"][0]["results"][0]["metrics"]}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    row = next(row for row in rows if row["step"] == 3 and "val_loss" in row)
+    assert metrics["loss"] == 2.0 == row["val_loss_ema" if averaged else "val_loss"]
+    of = "the moving average of those" if averaged else "those"
+    assert f"The weights are {of} of step 3, the best by validation loss, of 3 steps and 768 training tokens" in str(
+        card
+    )
+
+
+def test_any_checkpoint_can_be_exported_and_nothing_is_overwritten(killed, run_script, tmp_path):
+    folder = killed()
+    for which, step in (("latest", 6), (folder / "checkpoints" / "step-000003", 3)):
+        output = tmp_path / f"model-{step}"
+        said = run_script("export.py", "--run", folder, "--checkpoint", which, "--output", output)
+        assert said.status == 0 and said.out == f"exported step {step} to {output}\n", said.err
+        weights = load_file(output / "model.safetensors")
+        saved = load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+        assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+    def refused(*arguments: object) -> str:
+        said = run_script("export.py", "--run", folder, *arguments)
+        assert said.status == 2 and said.err.count("\n") == 1
+        return said.err
+
+    assert "is there already; name a new folder" in refused("--output", tmp_path)
+    assert "--output: cannot write to" in refused("--output", folder / "config.yaml" / "model")
+    assert "there is no nothing in" in refused("--checkpoint", "nothing")
+    (folder / "summary.json").write_text("{}")
+    assert "is its model; name another folder" in refused()
+    (folder / "summary.json").unlink()
+    flip_a_bit(folder / "checkpoints" / "step-000003" / "optimizer.bin")
+    assert "step-000003 is damaged, optimizer.bin does not match its sha256" in refused()
+    shutil.rmtree(folder / "checkpoints")
+    assert "it holds none" in refused()
+    (folder / "config.yaml").unlink()
+    assert "--run: there is no run in" in refused()
