@@ -1,7 +1,7 @@
 """What a run writes about itself: metrics.jsonl first, the lines on the terminal, then copies to trackers.
 
-metrics.jsonl is the truth; trackers get all that is in it, under names in groups, and one that fails is dropped with
-one line and never stops a run. The only file that knows wandb.
+metrics.jsonl is the truth; trackers get all that is in it, under names in groups, and one that fails or doesn't answer
+is dropped with one line and never stops a run or holds it up. The only file that knows wandb.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ import json
 import logging
 import math
 import os
+import queue
+import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from hfgolf.command_line import one_line
 from hfgolf.durable import write_text
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WANDB_TIMEOUT_SECONDS = 20  # wandb itself would keep a run without network waiting for 90
+_FINISH_SECONDS = 20  # for the trackers to take what was sent to them
+_MOST_WAITING_CALLS = 1000
 
 
 class Tracker:
@@ -46,6 +54,10 @@ class Tracker:
         self.rewind(state.step)
         if self._tracking:
             self._never_stop(lambda: _start_trackers(accelerator, config, folder, state))
+            self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING_CALLS)
+            # trackers are called from a thread of their own, a daemon: one that does not return keeps nobody waiting
+            self._caller = threading.Thread(target=self._call_trackers, daemon=True, name="trackers")
+            self._caller.start()
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl and send its numbers to the trackers, by its step."""
@@ -66,7 +78,7 @@ class Tracker:
         """Give a file of the run to those trackers that keep files."""
         for tracker in self._accelerator.trackers if self._active and self._tracking else []:
             if tracker.name == "wandb":
-                self._never_stop(partial(tracker.tracker.log_artifact, str(file), f"{kind}-{tracker.tracker.id}", kind))
+                self._call(partial(tracker.tracker.log_artifact, str(file), f"{kind}-{tracker.tracker.id}", kind))
 
     def rewind(self, step: int) -> None:
         """Forget the rows after `step`, which will be written again; what happened is not forgotten."""
@@ -98,9 +110,9 @@ class Tracker:
     def _send(self, values: dict[str, Any], step: int) -> None:
         for tracker in self._accelerator.trackers if self._tracking else []:
             if tracker.name == "wandb":  # whose own steps never go back, as a rollback does
-                self._never_stop(partial(tracker.log, values | {"step": step}))
+                self._call(partial(tracker.log, values | {"step": step}))
             else:
-                self._never_stop(partial(tracker.log, values, step=step))
+                self._call(partial(tracker.log, values, step=step))
 
     def finish(self) -> None:
         """Close the trackers, and the group of processes with them; the last thing that all ranks do together."""
@@ -108,14 +120,41 @@ class Tracker:
         if reason:
             logger.warning("%s: %d rows are lost (%s)", self._path, len(self._unwritten), reason)
         self._accelerator.wait_for_everyone()
+        if self._active and self._tracking:
+            for tracker in self._accelerator.trackers:
+                self._call(tracker.finish)
+            self._call(None)
+            self._caller.join(_FINISH_SECONDS)
+            if self._caller.is_alive():
+                self._drop(f"no answer for {_FINISH_SECONDS} s", is_stuck=True)
+        self._accelerator.trackers = []  # they have ended
         self._never_stop(self._accelerator.end_training)
+
+    def _call(self, call: Callable[[], None] | None) -> None:
+        """Have a tracker called, after the calls before; None is the last one."""
+        if not self._tracking:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._drop(f"no answer while {_MOST_WAITING_CALLS} calls wait", is_stuck=True)
+
+    def _call_trackers(self) -> None:
+        while self._tracking and (call := self._calls.get()):
+            self._never_stop(call)
+
+    def _drop(self, reason: str, is_stuck: bool = False) -> None:
+        if self._tracking:
+            self._tracking = False
+            logger.warning("tracker dropped, metrics.jsonl goes on: %s", reason)
+            if is_stuck and "wandb" in sys.modules:
+                _end_wandb()
 
     def _never_stop(self, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:  # whatever a tracker raises, the run goes on
-            self._tracking = False
-            logger.warning("tracker dropped, metrics.jsonl goes on: %s", one_line(error))
+            self._drop(one_line(error))
 
 
 def by_step(row: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -199,6 +238,18 @@ def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[
         init_timeout=WANDB_TIMEOUT_SECONDS, silent=mode == "offline", x_disable_meta=True, disable_git=True
     )
     return {"mode": mode, "dir": str(folder), "id": state.wandb_id, "resume": "allow", "settings": settings}
+
+
+def _end_wandb() -> None:
+    """End wandb's processes, for which it would wait at exit; what they have not written is in metrics.jsonl."""
+    import wandb
+
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.name().startswith("wandb"):
+                process.kill()
+    with suppress(Exception):  # it finds them gone
+        wandb.teardown()
 
 
 def _wandb_obstacle() -> str | None:

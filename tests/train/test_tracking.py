@@ -6,6 +6,9 @@ import json
 import logging
 import math
 import struct
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from hfgolf.errors import UserError
 from hfgolf.report.metrics import read_rows
 from hfgolf.train import tracking
 
+ROOT = Path(__file__).parents[2]
 STATE = "checkpoints/latest/train_state.json"
 
 
@@ -147,6 +151,57 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(run, tiny_run, monk
         folder = run(tiny_run(track__trackers="[tensorboard]"))
     assert caplog.messages.count("tracker dropped, metrics.jsonl goes on: the server is gone") == 1
     assert len(read_rows(folder / "metrics.jsonl")) == 6
+
+
+@pytest.mark.parametrize("stuck", ["in a call", "for good"])
+def test_a_tracker_that_does_not_answer_holds_nothing_up(run, tiny_run, monkeypatch, caplog, stuck):
+    from accelerate.tracking import TensorBoardTracker
+
+    released = threading.Event()
+    monkeypatch.setattr(TensorBoardTracker, "log", lambda *arguments, **options: released.wait(60))
+    if stuck == "in a call":
+        monkeypatch.setattr(tracking, "_MOST_WAITING_CALLS", 5)
+        reason = "no answer while 5 calls wait"
+    else:
+        monkeypatch.setattr(tracking, "_FINISH_SECONDS", 0.1)
+        reason = "no answer for 0.1 s"
+    with caplog.at_level(logging.WARNING, "hfgolf"):
+        folder = run(tiny_run(track__trackers="[tensorboard]"))
+    released.set()
+    assert [line for line in caplog.messages if "tracker" in line] == [
+        f"tracker dropped, metrics.jsonl goes on: {reason}"
+    ]
+    assert len(read_rows(folder / "metrics.jsonl")) == 6
+    assert (folder / "summary.json").is_file()
+
+
+@pytest.mark.slow
+def test_wandb_whose_process_is_stopped_holds_nothing_up(tiny_run, tmp_path):
+    """It waits for its process in every call, and once more at exit."""
+    program = """
+import os, signal, sys
+import psutil
+from hfgolf.command_line import load_config
+from hfgolf.train import loop, tracking
+
+tracking._FINISH_SECONDS = 1
+real = loop.train_step
+
+def stop_wandb(run, total_steps):
+    for process in psutil.Process().children(recursive=True):
+        if process.name().startswith("wandb"):
+            process.suspend()
+    return real(run, total_steps)
+
+loop.train_step = stop_wandb
+print(loop.train(load_config(sys.argv[1:]))["step"])
+"""
+    command = [sys.executable, "-c", program, *tiny_run(track__trackers="[wandb]", track__offline="true")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()[-1]) == (0, "6"), done.stderr
+    assert "tracker dropped, metrics.jsonl goes on: no answer for 1 s" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "runs" / "tiny" / "summary.json").is_file()
 
 
 def test_an_unknown_tracker_is_named(run, tiny_run):
