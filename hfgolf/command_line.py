@@ -118,6 +118,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return {key: "no" if value is False and "no" in _choices(key) else value for key, value in flat.items()}
 
 
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Return what `read_yaml` does, without keys of another version and values that their key can't have."""
+    return {
+        key: value for key, value in read_yaml(path).items() if key in KEY_TYPES and _has_type(value, KEY_TYPES[key])
+    }
+
+
 def load_yaml(path: str | Path, where: str, loader: type[Any] = yaml.SafeLoader) -> Any:
     """Return what a YAML file holds. where: what names it in an error line.
 
@@ -178,6 +185,20 @@ def is_lost(stream: TextIO | None) -> bool:
 def one_line(error: object) -> str:
     """Return a message without line breaks and without its final full stop."""
     return " ".join(str(error).split()).rstrip(".")
+
+
+def _has_type(value: object, kind: Any) -> bool:
+    """Say whether a value as YAML reads it has a type of the config."""
+    arguments = typing.get_args(kind)
+    if kind in (int, float):
+        return type(value) in (int, kind) and abs(typing.cast(float, value)) < 2**64
+    if not arguments:
+        return isinstance(value, kind)
+    if typing.get_origin(kind) is Literal:
+        return value in arguments
+    if typing.get_origin(kind) in (list, tuple):
+        return isinstance(value, list) and all(_has_type(item, arguments[0]) for item in value)
+    return any(_has_type(value, argument) for argument in arguments)
 
 
 def _check_nodes(node: yaml.Node | None, sizes: dict[int, float]) -> float:

@@ -121,7 +121,7 @@ def _seconds_caveats(runs: list[Outcome]) -> list[str]:
         caveats.append("runs shared the machine with other runs (`--jobs`)")
     if len(_distinct(run.metadata["hardware"] for run in runs)) > 1:
         caveats.append("runs were made on different machines")
-    if len(_distinct(run.config["train.cpu_threads"] for run in runs)) > 1:
+    if len(_distinct(run.config.get("train.cpu_threads") for run in runs)) > 1:
         caveats.append("runs had different numbers of threads")
     return caveats
 
@@ -129,9 +129,11 @@ def _seconds_caveats(runs: list[Outcome]) -> list[str]:
 def _caveats(runs: list[Outcome]) -> list[str]:
     caveats = []
     for run in runs:
-        skipped, rollbacks = run.summary["skipped_steps"], run.summary["rollbacks"]
+        skipped, rollbacks = run.summary.get("skipped_steps"), run.summary.get("rollbacks")
         if skipped or rollbacks:
-            caveats.append(f"{run.path.name} skipped {skipped} steps and went back {rollbacks} times: it was unstable")
+            caveats.append(
+                f"{run.path.name} skipped {skipped or 0} steps and went back {rollbacks or 0} times: it was unstable"
+            )
     return caveats
 
 

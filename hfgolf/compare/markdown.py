@@ -134,8 +134,8 @@ def _grid_remark(grid: str, best: GridBest | None) -> str:
 
 
 def _machine(comparison: Comparison) -> str:
-    machines = [f"{machine['device']}, {machine['cores']} cores" for machine in comparison.hardware]
-    versions = [f"torch {packages['torch']}, hfgolf {packages['hfgolf']}" for packages in comparison.packages]
+    machines = [f"{machine.get('device')}, {machine.get('cores')} cores" for machine in comparison.hardware]
+    versions = [f"torch {packages.get('torch')}, hfgolf {packages.get('hfgolf')}" for packages in comparison.packages]
     commits = [str(commit) for commit in comparison.commits]
     return f"Made on {join_words(machines, last=' and ')}; {join_words(versions)}; commit {join_words(commits)}."
 

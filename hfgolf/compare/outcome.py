@@ -13,17 +13,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfgolf.command_line import one_line
 from hfgolf.compare.differences import Curve, Point
 from hfgolf.compare.experiment import PlannedRun
 from hfgolf.compare.launch import CONCURRENT_RUNS
 from hfgolf.errors import UserError
 from hfgolf.report.metrics import read_rows
+from hfgolf.report.record import read_json, read_summary
 from hfgolf.train.run_folder import RunFolder
 
 # What two runs of one arm may differ in: seed, where they lie, and how the machine goes about them.
 _NOT_OF_THE_ARM = re.compile(
     r"run\.|track\.|hub\.|data\.(cache_dir|num_workers|in_memory)$|train\.(resume|cpu_threads|save_\w+|keep_last)$"
 )
+_METADATA: dict[str, Any] = {
+    "seed": int,
+    "config": dict,
+    "sources": dict,
+    "environment": dict,
+    "hardware": dict,
+    "packages": dict,
+    "commit": str | None,
+}
 
 
 @dataclass(frozen=True)
@@ -60,9 +71,23 @@ def read_outcome(folder: RunFolder) -> Outcome:
     """
     if not (folder.summary.is_file() and folder.metrics.is_file() and folder.metadata.is_file()):
         raise UserError(f"{folder.path} holds no complete run; train it to its end, or leave it out.")
-    summary, metadata = (json.loads(path.read_text(encoding="utf-8")) for path in (folder.summary, folder.metadata))
+    try:
+        return _outcome(folder)
+    except (KeyError, TypeError, OSError) as error:
+        raise UserError(
+            f"{folder.path} is damaged: summary.json, metadata.json or metrics.jsonl lacks something"
+            f" ({type(error).__name__}: {one_line(error)}); train it again, or leave it out."
+        ) from None
+
+
+def _outcome(folder: RunFolder) -> Outcome:
+    summary, metadata, rows = read_summary(folder.summary), read_json(folder.metadata), read_rows(folder.metrics)
+    for key, kind in _METADATA.items():
+        if not isinstance(metadata[key], kind):
+            raise TypeError(f"{key} in metadata.json")
     column = "val_loss_ema" if summary["weights"] == "ema" else "val_loss"
-    rows = read_rows(folder.metrics)
+    if not rows:
+        raise KeyError("rows")
     first, last = rows[0], rows[-1]
     step_seconds = statistics.median(_training_seconds(row) / len(row["train_losses"]) for row in rows)
     before_seconds = first["elapsed_seconds"] - _training_seconds(first)  # the clock begins before compilation

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import one_line, read_yaml
+from hfgolf.command_line import one_line, read_settings
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.report.feed_symptoms import SameBatches, data_bound, throughput_falls
@@ -125,7 +125,10 @@ def examine(folder: Path) -> tuple[list[Finding], Metrics]:
     if not path.is_file():
         problem = "there is no metrics.jsonl in it" if folder.is_dir() else "there is no such folder"
         raise UserError(f"{folder}: {problem}; name the folder of a run, such as runs/small.")
-    metrics = read_metrics(path)
+    try:
+        metrics = read_metrics(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
     if not metrics.rows and not metrics.events:
         raise UserError(f"{path} holds no row; the run has logged nothing yet.")
     doctor = Doctor(_settings(folder))
@@ -150,7 +153,7 @@ def in_order(metrics: Metrics) -> list[Line]:
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     try:
-        return read_yaml(path) if path.is_file() else {}
+        return read_settings(path) if path.is_file() else {}
     except UserError as error:  # of another version, or damaged: the rows are there all the same
         logger.warning("%s; the defaults are taken for it", one_line(error))
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import numpy as np
 MOST_BYTES = 2**26
 """Of a file that is read whole: some 50,000 rows of 10 steps."""
 SAMPLED_ROWS = 20_000
+_OF_EACH_STEP = ("train_losses", "grad_norms")
+_TOO_LARGE = 10**38
 _ALWAYS = (b'"event":', b'"val_tokens":')  # what makes a row worth more than its neighbours
 
 
@@ -24,7 +27,7 @@ class Metrics:
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     broken_lines: int = 0
-    """Lines that are no JSON object with a step: a crash cuts the last one off."""
+    """Lines that are no row and no event: cut off by a crash, or with a value that its key can't have."""
     is_sampled: bool = False
     """The file is so long that only some rows were read: evaluations, events and others evenly spaced."""
 
@@ -55,11 +58,49 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return a row or an event whose values have the types that readers count on, None for any other line."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < _TOO_LARGE:
+        return None
+    if "event" in row:
+        return row if _is_event(row) else None
+    row = {key: _finite(value) for key, value in row.items()}
+    return row if all(_is_column(key, value) for key, value in row.items()) else None
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with null for NaN and infinity, which JSON does not have and Python reads all the same."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_column(key: str, value: Any) -> bool:
+    if key == "sample_hashes":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if key in _OF_EACH_STEP:
+        return isinstance(value, list) and len(value) > 0 and all(map(is_number, value))
+    return is_number(value)
+
+
+def is_number(value: Any) -> bool:
+    """Say whether a value is null, true, false, or a finite number of a size that sums and charts have room for."""
+    return value is None or (isinstance(value, int | float) and abs(value) < _TOO_LARGE)
+
+
+def _is_event(event: dict[str, Any]) -> bool:
+    kind = event["event"]
+    if not isinstance(kind, str):
+        return False
+    if kind == "finding":
+        return isinstance(event.get("symptom"), str)
+    if "block_starts" in event:
+        starts, parameter = event["block_starts"], event.get("first_parameter")
+        return isinstance(starts, list) and all(type(at) is int for at in starts) and isinstance(parameter, str)
+    return True
 
 
 def _sample(path: Path) -> Iterator[bytes]:

@@ -14,11 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import read_yaml
+from hfgolf.command_line import read_settings
 from hfgolf.errors import UserError
 from hfgolf.redact import redact
-from hfgolf.report.metrics import Metrics, read_metrics
+from hfgolf.report.metrics import Metrics, is_number, read_metrics
 from hfgolf.report.wording import dollars, duration, size
+
+_TEXTS = {"run", "weights", "device", "commit", "model", "sample"}
+"""Keys of the summary that hold text; "commits" holds several; all others hold numbers."""
+_YEAR_9999 = 253_370_764_800  # seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,9 @@ def read_run(folder: Path) -> RunRecord:
         metrics=metrics,
         config=_read_config(folder / "config.yaml"),
         config_yaml=_read_text(folder / "config.yaml"),
-        metadata=_read_json(folder / "metadata.json"),
-        summary=_read_json(folder / "summary.json"),
-        profile=_read_json(folder / "profile.json"),
+        metadata=read_json(folder / "metadata.json"),
+        summary=read_summary(folder / "summary.json"),
+        profile=read_json(folder / "profile.json"),
     )
 
 
@@ -81,6 +85,7 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
     not those between them.
     """
     rows, summary = run.metrics.rows, run.summary
+    commit = _text(run.metadata.get("commit"))
     judged: dict[str, Any] = next((row for row in reversed(rows) if row.get("val_loss") is not None), {})
     seconds = seconds_by_kind(run)
     worked = sum(seconds.values()) - seconds["idle"] if seconds else run.last.get("elapsed_seconds")
@@ -97,8 +102,8 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
         "mfu": _over_rows(statistics.median, rows, "mfu"),
         "memory_bytes": _over_rows(max, rows, "memory_bytes"),
         "parameters": summary.get("parameters"),
-        "device": summary.get("device") or run.metadata.get("hardware", {}).get("device"),
-        "commits": summary.get("commits") or [run.metadata["commit"]] if run.metadata.get("commit") else None,
+        "device": summary.get("device") or _text(_mapping(run.metadata.get("hardware")).get("device")),
+        "commits": summary.get("commits") or ([commit] if commit else None),
     }
 
 
@@ -140,7 +145,7 @@ def seconds_by_kind(run: RunRecord) -> dict[str, float]:
     timed = [row for row in run.metrics.rows if row.get("logged_at") is not None]
     if not timed:
         return {}
-    first, last = timed[0], run.summary if "logged_at" in run.summary else timed[-1]
+    first, last = timed[0], timed[-1] if run.summary.get("logged_at") is None else run.summary
     seconds = _worked(last)
     total = last["logged_at"] - first["logged_at"] + sum(_worked(first).values())
     return seconds | {"idle": max(0.0, total - sum(seconds.values()))}
@@ -155,12 +160,16 @@ def status(run: RunRecord) -> str:
     if stopped:
         return f"Stopped by {stopped[-1].get('signal', 'a signal')} at step {step}; it can be resumed."
     at = run.last.get("logged_at")
-    when = f" of {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC" if at is not None else ""
+    when = f" of {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC" if at is not None and at < _YEAR_9999 else ""
     return f"Not complete: it is still running, or died after its last row{when}, step {step}."
 
 
 def _worked(row: dict[str, Any]) -> dict[str, float]:
-    return {key.removeprefix("seconds_"): value for key, value in row.items() if key.startswith("seconds_")}
+    return {
+        key.removeprefix("seconds_"): value
+        for key, value in row.items()
+        if key.startswith("seconds_") and value is not None
+    }
 
 
 def _over_rows(of: Callable[[list[float]], float], rows: list[dict[str, Any]], key: str) -> float | None:
@@ -175,16 +184,34 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, an empty one if there is none or it is broken."""
     try:
         content = json.loads(_read_text(path))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return _mapping(content)
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the summary of a run without values that their keys can't have."""
+    return {
+        key: value
+        for key, value in read_json(path).items()
+        if (isinstance(value, str) if key in _TEXTS else is_number(value))
+    }
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return read_yaml(path)
+        return read_settings(path)
     except UserError:
         return {}

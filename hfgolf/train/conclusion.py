@@ -204,5 +204,5 @@ def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int
 def _median_speed(run: Run) -> float:
     """Return the median of the rows' tokens/s, which leaves warm-up and pauses out; NaN where the rows are lost."""
     rows = read_metrics(run.folder.metrics).rows if run.folder.metrics.is_file() else []
-    speeds = [row["tokens_per_second"] for row in rows]
+    speeds = [speed for row in rows if (speed := row.get("tokens_per_second")) is not None]
     return statistics.median(speeds) if speeds else math.nan
