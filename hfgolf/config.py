@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from hfgolf.errors import UserError
 
-_MOST = 10**15  # below the integers that a double skips, and products of two stay finite in fp32
+_MOST = 10**15  # of whole numbers; doubles hold them all
+_MOST_FLOAT = 1e38  # more is infinite in fp32
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
@@ -49,7 +50,8 @@ def _require_sane(key: str, value: object) -> None:
         is_text = "\0" not in value and value == value.encode("utf-8", "ignore").decode()
         _require(key, value, is_text, "text in UTF-8, without NUL")
     elif isinstance(value, int | float) and key != "run.seed":
-        _require(key, value, abs(value) <= _MOST, f"numbers up to {_MOST:g}")
+        most = _MOST if isinstance(value, int) else _MOST_FLOAT
+        _require(key, value, abs(value) <= most, f"numbers up to {most:g}")
 
 
 def shortened(value: object) -> str:

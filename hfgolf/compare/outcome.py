@@ -85,7 +85,7 @@ def _outcome(folder: RunFolder) -> Outcome:
     for key, kind in _METADATA.items():
         if not isinstance(metadata[key], kind):
             raise TypeError(f"{key} in metadata.json")
-    column = "val_loss_ema" if summary["weights"] == "ema" else "val_loss"
+    column = {"raw": "val_loss", "ema": "val_loss_ema"}[summary["weights"]]
     if not rows:
         raise KeyError("rows")
     first, last = rows[0], rows[-1]

@@ -81,7 +81,7 @@ def _finite(value: Any) -> Any:
 def _is_column(key: str, value: Any) -> bool:
     if key == "sample_hashes":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if key in _OF_EACH_STEP:
+    if key in _OF_EACH_STEP and value is not None:
         return isinstance(value, list) and len(value) > 0 and all(map(is_number, value))
     return is_number(value)
 

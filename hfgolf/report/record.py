@@ -194,11 +194,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return the summary of a run without values that their keys can't have."""
+    """Return the summary of a run, with None for a value that its key can't have."""
     return {
-        key: value
+        key: value if (isinstance(value, str) if key in _TEXTS else is_number(value)) else None
         for key, value in read_json(path).items()
-        if (isinstance(value, str) if key in _TEXTS else is_number(value))
     }
 
 

@@ -76,7 +76,9 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
     counts = Counter(event["event"] for event in run.metrics.events)
     events = [event for event in run.metrics.events if event["event"] in EVENTS.keys() - {"finding"}]
     samples = run.events("sample")[-_MOST_TOLD:]
-    if "sample" in run.summary:  # of the weights that are exported; it goes on where that of their step ends
+    if (
+        run.summary.get("sample") is not None
+    ):  # of the weights that are exported; it goes on where that of their step ends
         last = {"step": run.summary.get("step"), "text": run.summary["sample"]}
         samples = [sample for sample in samples if sample["step"] != last["step"]] + [last]
     page = {

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hfgolf.command_line import one_line
-from hfgolf.durable import write_text
+from hfgolf.durable import write_bytes
 from hfgolf.errors import UserError
 from hfgolf.redact import redact, redact_values
 
@@ -266,18 +266,18 @@ def _drop_rows_after(path: Path, step: int) -> None:
     """Forget the rows of a run that the resumed checkpoint never saw; they will be written again."""
     if not path.is_file():
         return
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     kept = [line for line in lines if _outlives(line, step)]
     if len(kept) < len(lines):
-        write_text(path, "".join(line + "\n" for line in kept))
+        write_bytes(path, b"".join(line + b"\n" for line in kept))
 
 
-def _outlives(line: str, step: int) -> bool:
+def _outlives(line: bytes, step: int) -> bool:
     try:
         row = json.loads(line)
         return "event" in row or row["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False  # a line cut off by a crash
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False  # a line cut off by a crash, or damaged
 
 
 def _json_number(value: Any) -> Any:

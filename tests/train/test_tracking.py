@@ -211,7 +211,7 @@ def test_an_unknown_tracker_is_named(run, tiny_run):
 
 def test_rows_after_the_resumed_step_and_broken_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "train_l')
+    path.write_bytes(b'{"step": 1}\n{"step": \xb2}\n{"step": 2}\n{"step": 3}\n{"step": 4, "train_l')
     tracking._drop_rows_after(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
