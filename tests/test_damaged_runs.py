@@ -37,7 +37,7 @@ EVENTS = [
     {"step": 20, "event": "finding", "symptom": "spike", "saw": "a", "causes": ["a"], "fix": {}},
     {"step": 20, "event": "sample", "text": "a"},
 ]
-SUMMARY = {"weights": "raw", "step": 40, "val_loss": 2.0, "val_tokens": 5, "commit": "a", "seconds_train": 40.0}
+SUMMARY = {"weights": "raw", "step": 40, "val_loss": 2.0, "val_tokens": 5, "commits": ["a"], "seconds_train": 40.0}
 METADATA = {"seed": 1, "config": {}, "sources": {}, "environment": {}, "hardware": {}, "packages": {}, "commit": "a"}
 CONFIG = "train: {max_grad_norm: 1.0, max_steps: 40}\nrun: {price_per_hour: 2.0}\nschedule: {warmup_steps: 5}\n"
 

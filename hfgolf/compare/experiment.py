@@ -13,14 +13,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config, load_yaml
 from hfgolf.config import join_words, shortened
 from hfgolf.errors import UserError
-from hfgolf.train.run_folder import RunFolder, run_folder
+
+if TYPE_CHECKING:
+    from hfgolf.train.run_folder import RunFolder
 
 Settings = dict[str, str]
 """Values by "section.key", as written."""
@@ -68,6 +70,8 @@ class PlannedRun:
 
     @property
     def folder(self) -> RunFolder:
+        from hfgolf.train.run_folder import run_folder  # imports torch, which `--help` need not wait for
+
         return run_folder(self.resolved.config)
 
 

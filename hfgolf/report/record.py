@@ -195,10 +195,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_summary(path: Path) -> dict[str, Any]:
     """Return the summary of a run, with None for a value that its key can't have."""
-    return {
-        key: value if (isinstance(value, str) if key in _TEXTS else is_number(value)) else None
-        for key, value in read_json(path).items()
-    }
+    return {key: value if _is_figure(key, value) else None for key, value in read_json(path).items()}
+
+
+def _is_figure(key: str, value: Any) -> bool:
+    if key == "commits":
+        return isinstance(value, list) and all(isinstance(commit, str) for commit in value)
+    return isinstance(value, str) if key in _TEXTS else is_number(value)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
