@@ -272,7 +272,7 @@ def _drop_rows_after(path: Path, step: int) -> None:
         write_bytes(path, b"".join(line + b"\n" for line in kept))
 
 
-def _outlives(line: bytes, step: int) -> bool:
+def _outlives(line: bytes | str, step: int) -> bool:
     try:
         row = json.loads(line)
         return "event" in row or row["step"] <= step
