@@ -19,10 +19,10 @@ from hfgolf.report.feed_symptoms import SameBatches, data_bound, throughput_fall
 from hfgolf.report.finding import Detector, Finding
 from hfgolf.report.history import History, Line
 from hfgolf.report.metrics import Metrics, read_metrics
+from hfgolf.report.spike_symptoms import NORM_SPIKE, SPIKE, NormSpikes, Spikes
 from hfgolf.report.symptoms import (
-    SPIKE,
     Divergence,
-    Spikes,
+    blow_up,
     constantly_clipped,
     diverged_after_restore,
     early_plateau,
@@ -48,6 +48,8 @@ class Doctor:
             not_finite_on_tokens,
             constantly_clipped,
             Spikes(),
+            NormSpikes(),
+            blow_up,
             Divergence(),
             diverged_after_restore,
             early_plateau,
@@ -72,7 +74,7 @@ class Doctor:
 
 
 def _identity(symptom: str, step: int) -> tuple[str, int | None]:
-    return symptom, step if symptom == SPIKE else None
+    return symptom, step if symptom in (SPIKE, NORM_SPIKE) else None
 
 
 class Rounds:

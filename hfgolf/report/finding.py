@@ -37,11 +37,32 @@ class Finding:
 Detector = Callable[[History], Finding | None]
 
 
+USUAL_LEARNING_RATES = {"muon": 0.02, "adamw": 0.003, "sgd": 0.1}
+"""Peaks that suit small models, as in OptimConfig; the best of benchmarks/experiments are within 3 times of them."""
+UNUSUAL = 10  # times the usual rate: half of what is beyond that would be no better
+
+
+def usual_learning_rates(history: History) -> dict[str, float]:
+    """Return {key: usual peak} of the learning rates that the run's optimizer has."""
+    name = history.settings["optim.name"]
+    as_adamw = name == "muon" and history.settings["optim.update_scale"] == "match_rms_adamw"
+    usual = {"optim.learning_rate": USUAL_LEARNING_RATES["adamw" if as_adamw else name]}
+    if name == "muon":
+        usual["optim.adamw_learning_rate"] = USUAL_LEARNING_RATES["adamw"]
+    if history.settings["optim.embedding_learning_rate"] is not None:
+        usual["optim.embedding_learning_rate"] = 10 * USUAL_LEARNING_RATES["adamw"]  # embeddings like more
+    return usual
+
+
+def most_unusual(history: History) -> float:
+    """Return the peak learning rates over the usual ones, the largest of these ratios."""
+    return max(history.settings[key] / usual for key, usual in usual_learning_rates(history).items())
+
+
 def learning_rates(history: History, factor: float) -> dict[str, Any]:
-    """Return the peak learning rates of the optimizer, times a factor."""
-    others = ["optim.adamw_learning_rate"] if history.settings["optim.name"] == "muon" else []
-    keys = ["optim.learning_rate", *others, "optim.embedding_learning_rate"]
-    return {key: short(factor * rate) for key in keys if (rate := history.settings[key]) is not None}
+    """Return the optimizer's peak learning rates, times a factor; the usual one in place of one far above it."""
+    rates = {key: (history.settings[key], usual) for key, usual in usual_learning_rates(history).items()}
+    return {key: short(usual if rate > UNUSUAL * usual else factor * rate) for key, (rate, usual) in rates.items()}
 
 
 def full_precision(history: History) -> dict[str, Any]:

@@ -7,13 +7,20 @@ thresholds stand above it, each with its reason. It compares medians, so that on
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Any
 
 import numpy as np
 
-from hfgolf.report.finding import Finding, full_precision, learning_rates, robust_sigma, short
-from hfgolf.report.history import LEVEL_STEPS, History, Step
+from hfgolf.report.finding import (
+    UNUSUAL,
+    Finding,
+    full_precision,
+    learning_rates,
+    most_unusual,
+    robust_sigma,
+    short,
+)
+from hfgolf.report.history import LEVEL_STEPS, History
 
 SIGMAS = 6  # robust ones: in healthy runs the loss of a step stood out by up to 5.3
 IN_A_ROW = 3  # the third is no chance any more
@@ -113,57 +120,25 @@ def constantly_clipped(history: History) -> Finding | None:
     return Finding("gradient constantly clipped", step, saw, causes, lower)
 
 
-SPIKE = "isolated loss spike"
-SPIKE_BASE_STEPS = 50
-SPIKE_SHARE = 0.2  # of the usual loss, on top of it; in healthy runs a step reached 0.1
-SPIKE_STEPS = 20  # what lasts longer is no spike
+BLOW_UP = 4  # of the first loss, ln(vocabulary); a batch of nothing but unlikely tokens reached 2.3
 
 
-class Spikes:
-    """Losses that stand out and are back after a few steps; told of the first, the second, the fourth and so on."""
-
-    def __init__(self) -> None:
-        self._base: deque[float] = deque(maxlen=SPIKE_BASE_STEPS)
-        self._spike: list[Step] = []
-        self._count = 0
-
-    def __call__(self, history: History) -> Finding | None:
-        if history.latest is history.restore:
-            self._base.clear()
-            self._spike = []
-        findings = [self._look_at(step, history) for step in history.new_steps if math.isfinite(step.loss)]
-        return next((finding for finding in reversed(findings) if finding), None)
-
-    def _look_at(self, step: Step, history: History) -> Finding | None:
-        base = self._base
-        if len(base) >= LEVEL_STEPS // 2 and step.loss > max(base):
-            usual = float(np.median(base))
-            if step.loss > usual + max(SPIKE_SHARE * usual, SIGMAS * robust_sigma(base)):
-                self._spike.append(step)
-                if len(self._spike) > SPIKE_STEPS:  # the loss has come to stay
-                    base.clear()
-                    base.extend(s.loss for s in self._spike)
-                    self._spike = []
-                return None
-        spike, self._spike = self._spike, []
-        finding = self._describe(spike, float(np.median(base)), history) if spike else None
-        base.append(step.loss)
-        return finding
-
-    def _describe(self, spike: list[Step], usual: float, history: History) -> Finding | None:
-        self._count += 1
-        if self._count.bit_count() > 1:
-            return None
-        top = max(spike, key=lambda step: step.loss)
-        saw = (
-            f"a training loss of {top.loss:.4g} (gradient norm {top.grad_norm:.3g}), {usual:.4g} in the steps before,"
-            f" back after {len(spike)} step{'s' if len(spike) > 1 else ''}; spike number {self._count}"
-        )
-        causes = ("an unusual batch, harmless while it is rare", "a learning rate at the edge of what is stable")
-        if self._count < IN_A_ROW:
-            fix = {} if history.settings["train.max_grad_norm"] else {"train.max_grad_norm": 1.0}
-            return Finding(SPIKE, top.step, saw, causes, fix)
-        return Finding(SPIKE, top.step, saw, causes[::-1], learning_rates(history, 0.5))
+def blow_up(history: History) -> Finding | None:
+    """A training loss of a step that is far above that of guessing."""
+    high = [step for step in history.new_steps if step.loss > BLOW_UP * history.first_loss]
+    if not high:
+        return None
+    step = high[0]
+    saw = (
+        f"the training loss was {step.loss:.4g}, {step.loss / history.first_loss:.3g} times that of the first step,"
+        f" which guesses ({history.first_loss:.4g}); gradient norm {step.grad_norm:.3g}"
+    )
+    causes = ["a learning rate that is too high", "first updates without a warmup"]
+    fix = learning_rates(history, 0.1)
+    if history.settings["train.max_grad_norm"] is None:
+        causes.insert(1, "gradients that are not clipped")
+        fix["train.max_grad_norm"] = 1.0
+    return Finding("divergence", step.step, saw, tuple(causes), fix)
 
 
 RISE = 1.2  # of the lowest level so far
@@ -232,28 +207,35 @@ PLATEAU_STEPS = 100  # and twice the warmup: until then even a good run may not 
 PLATEAU_GAIN = 0.005  # of the loss, from the third quarter of the steps to the fourth; in healthy runs at least 0.006
 PLATEAU_NOISE = 1.05  # of the lowest level: what has been lower has not stopped, but got worse
 PLATEAU_LEVEL = 0.6  # of the first loss, ln(vocabulary): to know which token follows which brings a run below
+# The same where a learning rate is far above the usual. AdamW at 0.3 stays at 0.56 to 0.59 of the first loss for 200
+# steps, just below what the frequencies of bytes give, and gains 0.013 to 0.017; Muon at 1 learns, and is at 0.45.
+UNUSUAL_PLATEAU_LEVEL, UNUSUAL_PLATEAU_GAIN = 0.5, 0.02
 
 
 def early_plateau(history: History) -> Finding | None:
-    """A training loss that has stopped to fall before anything but the tokens' frequencies is learned."""
+    """A training loss that has stopped falling before more than the tokens' frequencies is learned."""
     step, warmup_steps = history.step, history.settings["schedule.warmup_steps"]
-    is_high = PLATEAU_LEVEL * history.first_loss < history.level < PLATEAU_NOISE * history.lowest_level
+    unusual = most_unusual(history)
+    level, gain = PLATEAU_LEVEL, PLATEAU_GAIN
+    if unusual > UNUSUAL:
+        level, gain = UNUSUAL_PLATEAU_LEVEL, UNUSUAL_PLATEAU_GAIN
+    is_high = level * history.first_loss < history.level < PLATEAU_NOISE * history.lowest_level
     if not is_high or step < max(PLATEAU_STEPS, 2 * warmup_steps) or not history.new_steps:
         return None
     losses = history.losses(step // 2)
     before, now = (float(np.median(part)) for part in np.array_split(losses, 2))
-    if len(losses) < PLATEAU_STEPS // 2 or before - now > PLATEAU_GAIN * before:
+    if len(losses) < PLATEAU_STEPS // 2 or before - now > gain * before:
         return None
     saw = (
         f"the training loss went from {before:.4g} to {now:.4g} over the last {len(losses)} steps and began at"
         f" {history.first_loss:.4g}; the learning rate is {history.latest.get('learning_rate', math.nan):.2g}"
     )
-    causes = (
-        "a learning rate that is too low",
-        "a schedule that has lowered it too early",
-        "a learning rate so high that nothing finer can be learned",
-    )
-    return Finding("early plateau", step, saw, causes, learning_rates(history, 10))
+    too_low = ("a learning rate that is too low", "a schedule that has lowered it too early")
+    too_high = "a learning rate so high that nothing finer can be learned"
+    if unusual > UNUSUAL:
+        return Finding("early plateau", step, saw, (too_high, *too_low[1:]), learning_rates(history, 0.1))
+    raised = learning_rates(history, 10 if unusual < 1 / 3 else 3)
+    return Finding("early plateau", step, saw, (*too_low, too_high), raised)
 
 
 VALIDATION_RISE = 0.03  # of the lowest loss; in healthy runs the noise of an evaluation reached 0.017

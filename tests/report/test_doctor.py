@@ -193,6 +193,73 @@ def test_a_spike_stands_out_of_the_noise(height, is_told):
     assert symptoms(lines) == [("isolated loss spike", 150)] * is_told
 
 
+def test_a_loss_far_above_guessing_is_no_harmless_spike():
+    """Muon at 10 or AdamW at 0.3: 1,951 nats where ln(257) is 5.55."""
+    lines = log(range(1, 101), lambda step: 1951.0 if step == 60 else learning(step))
+    (finding,) = told(lines, optim__learning_rate=10.0)
+    assert (finding.symptom, finding.step) == ("divergence", 60)
+    assert finding.causes[0] == "a learning rate that is too high"
+    assert "the training loss was 1951, 324 times that of the first step" in finding.saw
+    assert finding.fix == {"optim.learning_rate": 0.02, "optim.adamw_learning_rate": 0.0003}
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "advised"),
+    [("muon", 10.0, 0.02), ("muon", 0.1, 0.05), ("adamw", 0.3, 0.003), ("adamw", 0.02, 0.01), ("sgd", 100.0, 0.1)],
+)
+def test_half_of_a_learning_rate_far_out_of_range_is_no_advice(name, rate, advised):
+    lines = log(range(1, 101), norm=lambda step: 3.0)
+    (finding,) = told(lines, optim__name=name, optim__learning_rate=rate)
+    assert finding.fix["optim.learning_rate"] == advised
+
+
+@pytest.mark.parametrize(("level", "gain", "is_told"), [(3.2, 0.015, True), (2.4, 0.015, False), (3.2, 0.06, False)])
+def test_a_run_that_sits_at_the_frequencies_of_the_tokens(level, gain, is_told):
+    """AdamW at 0.3 stayed at 3.2 of 5.55, falling by 1.5 % from a quarter of its steps to the next."""
+
+    def sits(step: int) -> float:
+        return level * (1 + gain * (200 - step) / 50) + (5.5 - level) * math.exp(-step / 10) + noise(step) / 3
+
+    lines = log(range(1, 201), sits)
+    findings = told(lines, optim__name="adamw", optim__learning_rate=0.3)
+    assert [finding.symptom for finding in findings] == ["early plateau"] * is_told
+    if is_told:
+        assert findings[0].causes[0] == "a learning rate so high that nothing finer can be learned"
+        assert findings[0].fix == {"optim.learning_rate": 0.003}
+    assert symptoms(lines, optim__name="adamw", optim__learning_rate=0.003) == []
+
+
+def with_norms(spikes: dict[int, float]) -> Callable[[int], float]:
+    return lambda step: spikes.get(step, 0.5 + noise(step))
+
+
+def test_a_gradient_norm_that_spikes_before_the_loss():
+    """The seeds: it often comes one or two steps before the loss reacts."""
+    lines = log(range(1, 101), with_spikes({87, 88}), with_norms({86: 4.0, 87: 5.0}))
+    findings = told(lines)
+    assert [(finding.symptom, finding.step) for finding in findings] == [
+        ("isolated loss spike", 87),
+        ("gradient norm spike", 86),
+    ]
+    assert (
+        "a gradient norm of 4, 0.495 in the steps before" in findings[1].saw and "the loss rose to" in findings[1].saw
+    )
+    assert "at step 87" in findings[1].saw
+    assert "edge of what is stable" in findings[1].causes[0] and findings[1].fix["optim.learning_rate"] == 0.01
+
+
+@pytest.mark.parametrize(("norm", "is_told"), [(2.2, True), (1.8, False)])
+def test_a_gradient_norm_alone_is_an_early_warning(norm, is_told):
+    lines = log(range(1, 101), settled, with_norms({86: norm}))
+    assert symptoms(lines) == [("gradient norm spike", 86)] * is_told
+    if is_told:
+        (finding,) = told(lines)
+        assert "the loss held" in finding.saw and finding.fix == {}
+        assert told(lines, train__max_grad_norm=None)[0].fix == {"train.max_grad_norm": 1.0}
+    both = log(range(1, 101), with_spikes({86}), with_norms({86: norm}))
+    assert symptoms(both) == [("isolated loss spike", 86)], "together they are one bad batch"
+
+
 def test_spikes_are_counted_and_not_told_endlessly():
     at = range(60, 960, 30)
     findings = told(log(range(1, 1001), with_spikes(set(at))))
@@ -231,7 +298,7 @@ def test_an_early_plateau():
 
     (finding,) = told(log(range(1, 301), flat))
     assert (finding.symptom, finding.step) == ("early plateau", 130)
-    assert "the learning rate is 0.01" in finding.saw and finding.fix["optim.learning_rate"] == 0.2
+    assert "the learning rate is 0.01" in finding.saw and finding.fix["optim.learning_rate"] == 0.06
     assert symptoms(log(range(1, 301), flat), schedule__warmup_steps=151) == []
     assert symptoms(log(range(1, 301), lambda step: flat(step) - step / 400)) == [], "slow, but it learns"
     assert symptoms(log(range(1, 301), lambda step: flat(step) - 0.9 * min(1, step / 50))) == [], "not early"

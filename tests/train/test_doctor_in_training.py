@@ -79,7 +79,7 @@ def test_a_healthy_run_is_told_nothing(run, tiny_run, caplog):
 
 def test_a_learning_rate_that_explodes_at_once(run, tiny_run, caplog):
     """The run dies before a row is due: what happened is said all the same."""
-    options = {"optim__name": "adamw", "optim__learning_rate": 1e38, "optim__weight_decay": 0}
+    options = {"optim__name": "adamw", "optim__learning_rate": 1e15, "optim__weight_decay": 0}
     arguments = tiny_run(train__max_steps=20, train__log_every_steps=10, **options, **AT_THE_END)
     with caplog.at_level(logging.INFO, "hfgolf"), pytest.raises(UserError, match="not finite"):
         run(arguments)
@@ -87,7 +87,7 @@ def test_a_learning_rate_that_explodes_at_once(run, tiny_run, caplog):
     finding = the_finding(folder)
     assert (finding.symptom, finding.step) == ("immediate NaN", 2)
     assert "a learning rate that is much too high" in finding.causes[0]
-    assert finding.fix == {"optim.learning_rate": 1e37, "schedule.warmup_steps": 100}
+    assert finding.fix == {"optim.learning_rate": 0.003, "schedule.warmup_steps": 100}
     assert [line for line in caplog.messages if line.startswith("doctor")] == [f"doctor: {finding}"]
     assert "\n" not in str(finding)
 
