@@ -18,11 +18,31 @@ _SHORTEST = 8  # characters: a shorter value is a switch or a number, and would 
 
 _WORDS = r"(?:TOKEN|JWT|KEYS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)"
 # a TOKEN is a secret, TOKENIZERS and MAX_TOKENS are not; nor is what only says where a secret lies, or its kind
-_SECRET_NAME = re.compile(rf"(?!.*_(?:PATH|FILE|DIR|NAME|TYPE)$).*{_WORDS}\d*(?:_|$)", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    rf"(?!.*_(?:PATH|FILE|DIR|NAME|TYPE)$).*{_WORDS}\d*(?:_|$)|(?:.*_)?PASS$|.+_(?:PAT|PWD)$", re.IGNORECASE
+)
+
+# Forms that their issuers document, so that anybody can find a leaked one.
+_TOKENS = (
+    r"hf_[A-Za-z0-9]{20,}|hf_(?:oauth|jwt)_[\w.-]{20,}|api_org_\w{20,}",  # huggingface_hub: users, OAuth, organizations
+    # docs.github.com/authentication, "About authentication to GitHub", "GitHub's token formats"
+    r"gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,}",
+    r"gl(?:pat|oas|dt|rt|cbt|ptt|ft|imt|agent|soat|ffct)-[\w.-]{20,}",  # docs.gitlab.com/security/tokens
+    r"(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])",  # docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html
+    r"xox[a-z]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{20,}",  # docs.slack.dev/authentication/tokens
+    r"AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}",  # cloud.google.com/docs/authentication: API keys, OAuth
+    r"npm_[A-Za-z0-9]{36}",  # docs.npmjs.com/about-access-tokens
+    r"pypi-[\w-]{50,}",  # pypi.org/help/#apitoken
+    r"sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}",  # platform.openai.com, docs.anthropic.com: API keys
+    r"[sr]k_(?:live|test)_[A-Za-z0-9]{16,}|whsec_[A-Za-z0-9+/]{24,}",  # docs.stripe.com/keys
+    r"SG\.[\w-]{22}\.[\w-]{43}",  # sendgrid.com/docs/ui/account-and-settings/api-keys
+    r"do[opr]_v1_[a-f0-9]{64}",  # docs.digitalocean.com/reference/api/create-personal-access-token
+    r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",  # a JSON Web Token, RFC 7519
+)
 
 _PATTERNS = (
-    # huggingface_hub's tokens: of users, of OAuth, of trusted publishers, of organizations
-    (re.compile(r"hf_[A-Za-z0-9]{20,}|hf_(?:oauth|jwt)_[\w.-]{20,}|api_org_\w{20,}"), REDACTED),
+    (re.compile(rf"(?:hf_[A-Za-z0-9]{{20,}}|(?<![A-Za-z0-9_])(?:{'|'.join(_TOKENS)}))"), REDACTED),
+    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[^-]{20,}"), rf"\1{REDACTED}"),  # RFC 7468
     # a user and password, or a token, before the host; a password may hold @ or /, a port is none, {user} is a template
     (
         re.compile(
@@ -42,7 +62,9 @@ _PATTERNS = (
     ),
     # API_KEY=... as in a shell
     (
-        re.compile(rf"""(\b(?:[A-Z0-9]+_)*[A-Z]*{_WORDS}\d*=["']?)(?![$`({{\[<])[^\s"']{{{_SHORTEST},}}"""),
+        re.compile(
+            rf"""(\b(?:(?:[A-Z0-9]+_)*[A-Z]*{_WORDS}\d*|(?:[A-Z0-9]+_)+(?:PASS|PAT|PWD))=["']?)(?![$`({{\[<])[^\s"']{{{_SHORTEST},}}"""
+        ),
         rf"\1{REDACTED}",
     ),
     (re.compile(r"(\bBearer )[\w.~+/=-]{20,}"), rf"\1{REDACTED}"),

@@ -26,7 +26,18 @@ def nobody(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "OPENAI_APIKEY", "db_password", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN_2"]
+    "name",
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "OPENAI_APIKEY",
+        "db_password",
+        "AWS_SECRET_ACCESS_KEY",
+        "GITHUB_TOKEN_2",
+        "DB_PASS",
+        "GITLAB_PAT",
+        "ROOT_PWD",
+    ],
 )
 def test_the_value_of_a_variable_with_such_a_name_goes_from_anywhere(monkeypatch, name):
     assert redact(f"key {WANDB_KEY}, x{WANDB_KEY}y") == f"key {WANDB_KEY}, x{WANDB_KEY}y"
@@ -44,6 +55,9 @@ def test_the_value_of_a_variable_with_such_a_name_goes_from_anywhere(monkeypatch
         ("HF_TOKEN_PATH", "/nowhere/huggingface/token"),
         ("SSH_KEY_TYPE", "ecdsa-sha2"),
         ("HOME", "/home/somebody"),
+        ("OLDPWD", "somewhere"),
+        ("COMPASS", "north-west"),
+        ("SPAT", "north-west"),
     ],
 )
 def test_a_name_that_only_resembles_one_holds_no_secret(monkeypatch, name, value):
@@ -118,11 +132,44 @@ def test_unreadable_logins_stop_nothing(monkeypatch, tmp_path):
         ("https://host/f?X-Amz-Date=2026&" + "X-Amz-Signature=", "0af9", "#top"),
         ("https://host/f?se=2026&" + "sig=", "a%2Fb%3D", "&sp=r"),
         ("Authorization: Bearer ", "abc.def-" * 4, ""),
+        ("DB_PASS=", "p$ss(w)rd1", ""),
+        ("export GITLAB_PAT='", "p$ss(w)rd1", "'"),
         ("HF_HOME=x MY_API_KEY" + "='", "p$ss(w)rd1", "' python train.py"),
     ],
 )
 def test_what_looks_like_a_secret_goes(before, secret, after):
     assert redact(before + secret + after) == f"{before}[redacted]{after}"
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        *(f"gh{kind}_" + "x7" * 18 for kind in "pousr"),
+        "github_pat_" + "11ABCDE_" * 8,
+        "glpat-" + "a1B2-" * 4,
+        "AKIA" + "Q3" * 8,
+        "ASIA" + "Q3" * 8,
+        "xoxb-" + "1234567890-abc",
+        "xoxp-" + "1234567890-abc",
+        "npm_" + "aB3" * 12,
+        "sk-" + "aB3dE" * 8,
+        "sk-proj-" + "aB3_E-" * 8,
+        "sk-ant-api03-" + "aB3_E-" * 8,
+        "sk_live_" + "aB3dE" * 5,
+        "AIza" + "aB3dE" * 7,
+        "pypi-AgEI" + "aB3dE" * 12,
+        "SG." + "a" * 22 + "." + "b" * 43,
+        "dop_v1_" + "0a" * 32,
+        ".".join(["eyJ" + "hbGciOiJIUzI1"] * 3),
+    ],
+)
+def test_tokens_go_by_their_form(token):
+    assert redact(f"x = '{token}'\n({token})") == "x = '[redacted]'\n([redacted])"
+
+
+def test_the_body_of_a_private_key_goes():
+    key = "-----BEGIN RSA " + "PRIVATE KEY-----\nMIIEvQIBADANBgkqhki\nabc=\n-----END RSA PRIVATE KEY-----"
+    assert "MII" not in redact(key) and "abc=" not in redact(key)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +186,9 @@ def test_what_looks_like_a_secret_goes(before, secret, after):
         "token=5 key=val max_tokens=4096 MAX_TOKENS=100000000 TOKENIZERS_PARALLELISM=disabled",
         "TOKEN=$(cat /run/token) KEY=${KEY} API_KEY=short",
         "someone@example.com",
+        "class sk-estimator-doc-link sk-toggleable__content task-oriented-programming-for-all",
+        "npm_config_cache xoxo-hugs AIzaBella glpat-short AKIA ghp_short risk-3A-assessment-of-everything-here",
+        "SUBPATTERN = 5; FIRST_PASS=True; PWD=/somewhere/else; def test_sk_live(): return eyJ",
     ],
 )
 def test_what_is_no_secret_stays(text):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -63,7 +64,7 @@ def format_row(row: dict[str, Any], total_steps: float) -> str:
 def show_log(is_main_process: bool) -> None:
     """Print hfgolf's log lines, without secrets, from the main process only; warnings come from every process."""
     handler = _LogHandler(sys.stdout)
-    handler.setFormatter(_RedactingFormatter("%(message)s"))
+    handler.setFormatter(_SafeFormatter("%(message)s"))
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if is_main_process else logging.WARNING)
@@ -80,11 +81,20 @@ class _LogHandler(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-class _RedactingFormatter(logging.Formatter):
-    """Redacts a line once it is whole: its arguments and a traceback are in it only then, which no filter sees."""
+class _SafeFormatter(logging.Formatter):
+    """Redacts a line, and shows its control characters, once it is whole: only then its arguments are in it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return shown(redact(super().format(record)))
+
+
+# C0 and C1 but tab and newline, and what reverses the order of a line (Unicode TR 36)
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def shown(text: str) -> str:
+    """Return a text with its control characters as escapes: a sample could else set the terminal's title, or worse."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def quiet_libraries() -> None:

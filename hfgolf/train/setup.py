@@ -41,6 +41,7 @@ from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.publish.export import files_beside_weights
 from hfgolf.publish.hub import HubPusher
+from hfgolf.redact import redact
 from hfgolf.report.doctor import Rounds
 from hfgolf.train.checkpoint import check_resume, choose_checkpoint, clean_up
 from hfgolf.train.checkpointer import Checkpointer
@@ -201,7 +202,8 @@ class Run:
         tokenizer, seed = self.tokens.tokenizer, self.config.run.seed
         try:
             with self.stopwatch.of("evaluate"), uncompiled(self.raw_model):
-                return generate_text(self.raw_model, tokenizer, max_new_tokens=max_new_tokens, seed=seed)
+                # redacted, because a model may have learned a secret from its corpus
+                return redact(generate_text(self.raw_model, tokenizer, max_new_tokens=max_new_tokens, seed=seed))
         except Exception as error:
             reason = one_line(error)[:200]
         logger.warning("no sample at step %d: %s", self.state.step, reason)

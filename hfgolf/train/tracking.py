@@ -25,7 +25,7 @@ import psutil
 from hfgolf.command_line import one_line
 from hfgolf.durable import write_bytes
 from hfgolf.errors import UserError
-from hfgolf.redact import redact, redact_values
+from hfgolf.redact import redact_values
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -70,9 +70,10 @@ class Tracker:
     def event(self, name: str, state: TrainState, **details: Any) -> None:
         """Append a row about something that happened: {"step", "event", "elapsed_seconds", ...}; it goes on as text."""
         if self._active:
+            details = redact_values(details)
             self._write({"step": state.step, "event": name, "elapsed_seconds": state.elapsed_seconds, **details})
             text = details["text"] if details.keys() == {"text"} else json.dumps(details)
-            self._send({f"event/{name}": redact(text)}, state.step)
+            self._send({f"event/{name}": text}, state.step)
 
     def attach(self, file: Path, kind: str) -> None:
         """Give a file of the run to those trackers that keep files."""

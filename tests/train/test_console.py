@@ -41,3 +41,9 @@ def test_a_script_ends_quietly(closed_pipe, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(main)
     assert (ended.value.code, capsys.readouterr().err) == (141, "")
+
+
+def test_control_characters_of_a_sample_reach_no_terminal(capsys):
+    show_log(is_main_process=True)
+    logging.getLogger("hfgolf").info("sample  %s", "a\tb\n\x1b]0;owned\x07 \x9b2J \rnaïve \u202e🌍")
+    assert capsys.readouterr().out == "sample  a\tb\n\\x1b]0;owned\\x07 \\x9b2J \\rnaïve \\u202e🌍\n"

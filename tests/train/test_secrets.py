@@ -10,6 +10,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+from hfgolf.train import setup
+
 ROOT = Path(__file__).parents[2]
 SECRETS = {
     "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx123456",
@@ -50,6 +52,19 @@ def test_no_secret_is_written(tiny_run, corpus_file, tmp_path):
     assert (
         "[redacted]" in (folder / "config.yaml").read_text() and "[redacted]" in (folder / "metadata.json").read_text()
     )
+
+
+def test_a_secret_that_the_model_has_learned_is_in_no_file(run, tiny_run, monkeypatch, caplog, tmp_path):
+    token = "ghp_" + "x7" * 18
+    monkeypatch.setattr(setup, "generate_text", lambda *arguments, **options: f"password = '{token}'")
+    options = {"track__trackers": "[tensorboard]", "hub__push": "false"}
+    with caplog.at_level("INFO", "hfgolf"):
+        folder = run(tiny_run(train__sample_tokens=4, **options))
+    assert "password = '[redacted]'" in (folder / "metrics.jsonl").read_text()
+    assert "password = '[redacted]'" in (folder / "summary.json").read_text()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in files if token.encode() in path.read_bytes()] == []
+    assert token not in caplog.text
 
 
 def test_no_secret_is_in_an_error(tiny_run):
