@@ -150,7 +150,7 @@ class TokenizerConfig:
     vocab_size: int = 4096
     """Entries of a BPE vocabulary, specials included; byte, char and pretrained know their own."""
     name_or_path: str | None = None
-    """Tokenizer on the Hub or in a folder, for kind pretrained."""
+    """For kind pretrained: a Hub name, a folder, or a file: tokenizer.json, *.tiktoken, SentencePiece's *.model."""
 
     def __post_init__(self) -> None:
         _require("tokenizer.vocab_size", self.vocab_size, 257 <= self.vocab_size < 2**24, "257 to 16777215")

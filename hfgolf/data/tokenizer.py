@@ -15,15 +15,19 @@ import shutil
 import time
 from array import array
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from hfgolf.config import TokenizerConfig
+from hfgolf.data.manifest import file_sha256, read_manifest, write_manifest, wrong_hash
 from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
+from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
+# of tokenizers that do not say which is theirs
+_KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
 # The trainer holds every distinct word with its count in memory, and reads 1 to 2 MB/s a core: text beyond this is
 # sampled evenly. (The corpus comes in pieces of bounded length, so no document is ever one huge list of words either.)
 TRAINING_SAMPLE_BYTES_PER_ENTRY = 4096
@@ -65,14 +71,20 @@ def build_tokenizer(
     found = find_tokenizer(config, corpus_identity, folder)
     if found is not None:
         return found
+    path = _tokenizer_path(config, corpus_identity, folder)
+    if path.exists():
+        _log.info("tokenizer damaged: %s (%s); training it again", path, _problem(path))
     pieces = train_pieces()
     tokenizer = _wrap(_train_bpe(pieces, config.vocab_size) if config.kind == "bpe" else _train_char(pieces))
-    path = _tokenizer_path(config, corpus_identity, folder)
-    unfinished = path.with_name(path.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    tokenizer.save_pretrained(unfinished)
-    shutil.rmtree(path, ignore_errors=True)
-    unfinished.rename(path)
+    partial = path.with_name(f".partial-{path.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        tokenizer.save_pretrained(partial)
+        write_manifest(partial)
+        replace_folder(partial, path)
+    except Exception as error:  # tokenizers raises a bare Exception for a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise error if isinstance(error, OSError) else OSError(str(error)) from error
     return _load(path)  # as every later start will see it
 
 
@@ -85,7 +97,18 @@ def find_tokenizer(
     if config.kind == "byte":
         return _wrap(_byte_level([]))
     path = _tokenizer_path(config, corpus_identity, folder)
-    return _load(path) if (path / "tokenizer.json").is_file() else None
+    return _load(path) if _problem(path) is None else None
+
+
+def _problem(path: Path) -> str | None:
+    """Say why the tokenizer kept in `path` is not the one that was written, None if it is."""
+    try:
+        for name, stated in read_manifest(path)["files"].items():
+            if file_sha256(path / name) != stated["sha256"]:
+                return wrong_hash(name)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerFast, kind: str) -> Encoder:
@@ -129,21 +152,50 @@ def _tokenizer_path(config: TokenizerConfig, corpus_identity: dict[str, Any], fo
 
 
 def _load(path: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(path)
+    return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
 
 
 def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
     where = f"tokenizer.name_or_path: {name_or_path!r}"
+    path = Path(name_or_path).expanduser()
+    tokenizer: Any
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        if path.is_file():
+            tokenizer = _from_file(path)
+        else:
+            # stated: else transformers asks on stdin whether to run the code in a tokenizer's folder
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as error:  # OSError, ValueError, KeyError, ...: depends on what is broken
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{where} cannot be loaded ({reason}) Check the name or folder and the network.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{where} has no tokenizer.json; hfgolf needs a fast tokenizer.")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{where} has no eos_token, which must stand between documents; choose one that has, as gpt2.")
+        known = [name for name in _KNOWN_ENDS if name in tokenizer.get_vocab()]
+        tokenizer.add_special_tokens({"eos_token": known[0] if known else END_OF_TEXT})
+        added = f"{tokenizer.eos_token} of its vocabulary" if known else f"{END_OF_TEXT}, added to its vocabulary"
+        _log.info(
+            "%s names no eos_token: documents are separated by %s (id %d, %d entries)",
+            where,
+            added,
+            tokenizer.eos_token_id,
+            len(tokenizer),
+        )
     return tokenizer
+
+
+def _from_file(path: Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer from one file: tokenizer.json, *.tiktoken or a SentencePiece *.model."""
+    package = {".tiktoken": "tiktoken", ".model": "sentencepiece"}.get(path.suffix)
+    if package and find_spec(package) is None:
+        raise UserError(f"tokenizer.name_or_path: {path} needs the package {package}; pip install {package}.")
+    if package == "tiktoken":  # the file does not say how words are split: as transformers does, as cl100k does
+        return PreTrainedTokenizerFast(tokenizer_object=TikTokenConverter(str(path)).converted())
+    if package == "sentencepiece":
+        return PreTrainedTokenizerFast(**PreTrainedTokenizerFast.convert_to_native_format(vocab_file=str(path)))
+    return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

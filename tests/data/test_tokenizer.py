@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import json
 import random
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf.config import TokenizerConfig
@@ -131,15 +135,82 @@ def test_sample_is_even_and_within_its_cap():
     assert len(sample_evenly(pieces, 100_000)) == 1000
 
 
-def test_pretrained_is_taken_as_it_is_and_needs_an_end_of_text(tmp_path):
+def test_pretrained_is_taken_as_it_is(tmp_path):
     build("bpe", tmp_path / "cache").save_pretrained(tmp_path / "saved")
     config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "saved"))
     loaded = build_tokenizer(config, {}, lambda: pytest.fail("read the corpus"), tmp_path)
     assert tokenizer_sha256(loaded) == tokenizer_sha256(build("bpe", tmp_path / "cache"))
 
-    PreTrainedTokenizerFast(tokenizer_object=loaded.backend_tokenizer).save_pretrained(tmp_path / "without")
-    for name, reason in (("without", "eos_token"), ("nowhere", "cannot be loaded")):
-        config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / name))
-        with pytest.raises(UserError, match=reason) as caught:
-            build_tokenizer(config, {}, lambda: pytest.fail("read the corpus"), tmp_path)
+    (tmp_path / "empty.json").write_text("")
+    (tmp_path / "words.tiktoken").write_text("YQ== 0\n")
+    (tmp_path / "spm.model").write_bytes(b"")
+    needed = {"words.tiktoken": "tiktoken", "spm.model": "sentencepiece"}
+    for name in ("nowhere", "empty.json", *(name for name, package in needed.items() if find_spec(package) is None)):
+        with pytest.raises(UserError, match=needed.get(name, "cannot be loaded")) as caught:
+            load_pretrained(tmp_path / name)
         assert "\n" not in str(caught.value)
+
+
+def load_pretrained(path: Path) -> PreTrainedTokenizerFast:
+    config = TokenizerConfig(kind="pretrained", name_or_path=str(path))
+    return build_tokenizer(config, {}, lambda: pytest.fail("read the corpus"), path.parent)
+
+
+def test_a_tokenizer_without_an_end_of_text_gets_one(tmp_path, caplog):
+    caplog.set_level("INFO", logger="hfgolf")
+    bare = Tokenizer(models.WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    bare.pre_tokenizer = pre_tokenizers.Whitespace()
+    bare.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_pretrained(tmp_path / "tokenizer.json")
+    assert (loaded.eos_token, loaded.eos_token_id, len(loaded)) == (END_OF_TEXT, 3, 4)
+    assert "<|endoftext|>, added to its vocabulary (id 3, 4 entries)" in caplog.text
+    loaded.save_pretrained(tmp_path / "export")
+    again = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert again.eos_token_id == 3 and again("one two")["input_ids"] == [0, 1]
+    assert again.decode([0, 3], skip_special_tokens=True) == "one"
+
+    folder = tmp_path / "folder"
+    PreTrainedTokenizerFast(tokenizer_object=bare).save_pretrained(folder)
+    assert load_pretrained(folder).eos_token_id == 3
+    bare.add_special_tokens(["</s>"])
+    bare.save(str(tmp_path / "other.json"))
+    assert load_pretrained(tmp_path / "other.json").eos_token == "</s>" and "</s> of its vocabulary" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "swapped ids", "no tokenizer.json", "no hashes"])
+def test_a_damaged_tokenizer_is_trained_again(tmp_path, caplog, kind, damage):
+    caplog.set_level("INFO", logger="hfgolf")
+    first = build(kind, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_bytes())
+    if damage == "swapped ids":
+        vocab = content["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+        path.write_text(json.dumps(content))
+    elif damage.startswith("no"):
+        (path if damage == "no tokenizer.json" else folder / "cache.json").unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: 0 if damage == "empty" else 100])
+    again = build(kind, tmp_path)
+    assert caplog.text.count("tokenizer damaged") == 1 and str(folder) in caplog.text
+    assert tokenizer_sha256(again) == tokenizer_sha256(first)
+    caplog.clear()
+    build(kind, tmp_path)
+    assert "tokenizer" not in caplog.text and [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_code_of_a_tokenizers_folder_is_never_run(tmp_path, monkeypatch):
+    ran = tmp_path / "ran"
+    folder = tmp_path / "custom"
+    folder.mkdir()
+    (folder / "code.py").write_text(f"open({str(ran)!r}, 'w')\nclass Words: pass\n")
+    config = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": ["code.Words", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"auto_map": config["auto_map"]}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        load_pretrained(folder)
+    assert "\n" not in str(caught.value) and not ran.exists()
