@@ -80,6 +80,33 @@ def test_other_text_under_a_resume_is_refused_before_anything_is_touched(run, ti
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_resume_may_go_on_with_other_text_and_keeps_the_tokenizer(run, tiny_run, text, caplog):
+    options = {**CONSTANT, "data__files": text, "tokenizer__kind": "bpe", "tokenizer__vocab_size": 300}
+    first = run(tiny_run(**options, train__max_steps=40, train__save_every_steps=20))
+    tokenizer = (first / "model" / "tokenizer.json").read_bytes()
+    text.write_text(text.read_text().replace("seven", "sept").replace("make", "font"))
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        run(
+            tiny_run(
+                **options,
+                train__max_steps=43,
+                train__save_every_steps=20,
+                train__resume="latest",
+                train__resume_with_other="data",
+            )
+        )
+    assert "changed since then: train.max_steps 40 -> 43, files (text.txt)" in caplog.messages
+    assert (first / "model" / "tokenizer.json").read_bytes() == tokenizer
+    losses = [loss for row in rows(first) for loss in row["train_losses"]]
+    assert max(losses[40:]) < losses[0] - 0.5, "the weights know these ids"
+    state = state_of(first, 43)
+    assert (state["step"], state["tokens"], state["blocks"]) == (43, 43 * 256, 3 * 8)
+    assert rows(first)[42]["epoch"] < rows(first)[39]["epoch"] / 10, "3 steps of it after 40 of the other"
+    with caplog.at_level(logging.INFO, "hfgolf"):  # the run is one of the new text now
+        run(tiny_run(**options, train__max_steps=45, train__save_every_steps=20, train__resume="latest"))
+    assert state_of(first, 45)["blocks"] == 5 * 8
+
+
 def test_moved_text_is_the_same_text(run, tiny_run, text, tmp_path):
     folder = run(tiny_run(data__files=text, train__max_steps=3))
     (tmp_path / "elsewhere").mkdir()
