@@ -23,6 +23,7 @@ from hfgolf.command_line import one_line
 from hfgolf.config import join_words
 from hfgolf.durable import find_damage, list_files, sync
 from hfgolf.errors import UserError
+from hfgolf.train.state import TrainState
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -192,6 +193,11 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     inside = {str(path.relative_to(checkpoint)) for path in paths}
     for name in sorted(inside - files.keys() - {_MANIFEST}):
         raise Rejected(f"{name} is not in {_MANIFEST}")
+    if STATE_NAME in files:
+        try:
+            TrainState().load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
+        except (OSError, KeyError, TypeError, ValueError, RecursionError):
+            raise Rejected(f"{STATE_NAME} is not one of hfgolf's") from None
     return manifest
 
 

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 def conclude(run: Run) -> dict[str, Any]:
     """Evaluate, export, show and push the best weights of the run; returns the summary, also in summary.json."""
+    if run.accelerator.is_main_process:
+        run.folder.hold()
     step, damaged_best = _take_best_weights(run)
     evaluation = run.whole_evaluations.get(step) or run.evaluate()
     summary: dict[str, Any] = {

@@ -29,6 +29,7 @@ from hfgolf.train.conclusion import conclude, push_in_training, report_run
 from hfgolf.train.console import Console
 from hfgolf.train.guard import Guard, first_sick_gradient, gradient_norm, halve_until_it_fits, should_stop_early
 from hfgolf.train.meter import StepResult
+from hfgolf.train.run_folder import FolderTakenError
 from hfgolf.train.setup import Run, set_up, write_description
 from hfgolf.train.signals import Signals
 
@@ -48,6 +49,8 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
         with signals.noted():
             try:
                 run_steps(run, clock)
+            except FolderTakenError:
+                raise  # what is there now is another run's
             except BaseException as raised:
                 error = explain_worker(raised)
                 if isinstance(error, DamagedCacheError):
@@ -108,6 +111,8 @@ def run_steps(run: Run, clock: Clock) -> None:
 
 def report_step(run: Run, clock: Clock, console: Console, row: dict[str, Any], evaluating: bool, saving: bool) -> None:
     """Complete the row of a step by an evaluation, write and show it, and save; each if it is due."""
+    if run.accelerator.is_main_process:
+        run.folder.hold()
     is_saved = run.state.unfinished_row is not None  # by the session before, which was stopped here
     run.state.unfinished_row = row if evaluating else None
     try:

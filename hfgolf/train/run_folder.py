@@ -27,6 +27,10 @@ except ImportError:  # Windows: nothing keeps two runs apart there
     fcntl = None  # type: ignore[assignment]
 
 
+class FolderTakenError(UserError):
+    """Another run has begun in the folder, which was deleted under this one."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """`runs/NAME` and the files in it."""
@@ -110,7 +114,13 @@ class RunFolder:
         """Keep other processes out for as long as this one lives, however it ends; UserError where one is in."""
         if fcntl is None or self.path.resolve() in self._locks:
             return
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"run.name: cannot open {self._lock_file} ({error.strerror}); if another user made it, choose another"
+                " --run.name or --run.output_dir."
+            ) from None
         try:
             # a lock of the process: unlike flock's, not inherited by loader workers, which may outlive a kill -9
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,9 +134,44 @@ class RunFolder:
                 f"run.name: {self.path} is in use by another run (process {owner}); wait for it or choose another"
                 " --run.name."
             ) from None
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
         self._locks[self.path.resolve()] = descriptor
+        with contextlib.suppress(OSError):  # a full disk: it is only for whoever is refused
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{_this_process()}\n".encode())
+
+    def hold(self) -> None:
+        """Check that the folder is still this process's, and lock it anew if it was deleted under the run.
+
+        Raises FolderTakenError if another run has begun in it since.
+        """
+        held = self._locks.get(self.path.resolve())
+        if held is None:  # nothing is locked here
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(held), os.stat(self._lock_file)):
+                return  # never opened here: to close it would unlock it
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            owner = self._lock_file.read_text(errors="replace").strip() if self._lock_file.exists() else ""
+            if owner in ("", _this_process()):
+                self._lock_file.touch()
+                del self._locks[self.path.resolve()]
+                self._lock()
+                os.close(held)
+                return
+        except UserError:
+            self._locks[self.path.resolve()] = held
+            owner = "of another user, or just now started"
+        except OSError:  # the disk takes nothing at the moment
+            return
+        raise FolderTakenError(
+            f"run.name: {self.path} was deleted under this run, and another one has begun in it (process {owner}); this"
+            " one ends and leaves that alone."
+        )
+
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / ".lock"
 
     def changed_keys(self, resolved: ResolvedConfig) -> list[str]:
         """Return "key old -> new" for each value of config.yaml that this run changes; none if it can't be read."""
@@ -197,6 +242,10 @@ class RunFolder:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found[str(json.loads(path.read_text())["commit"] or "unknown")] = None
         return list(found)
+
+
+def _this_process() -> str:
+    return f"{os.getpid()} on {platform.node()}"
 
 
 def run_folder(config: RunConfig) -> RunFolder:

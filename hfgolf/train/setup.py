@@ -297,7 +297,13 @@ def set_up(resolved: ResolvedConfig) -> Run:
     if origin:
         run.tracker.event("resumed", state, changed=changed)
     _settle_compilation(run)
-    write_description(run)
+    try:
+        write_description(run)
+    except OSError as error:
+        raise UserError(
+            f"run.output_dir: cannot write to {folder.path} ({one_line(error)}); make room, or choose another"
+            " --run.output_dir."
+        ) from None
     attention = raw_model.config._attn_implementation
     logger.info("attention: %s, q, k and v in %s", attention, attention_dtype(raw_model, accelerator))
     _rehearse(run)

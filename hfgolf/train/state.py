@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +79,26 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what state_dict returned. Raises KeyError, TypeError or ValueError, and changes nothing, if it isn't."""
         state = {"unfinished_row": None} | state  # not in the first checkpoints
+        for name, kind in typing.get_type_hints(TrainState).items():
+            if not _fits(state[name], kind):
+                raise ValueError(f"{name} is {state[name]!r}"[:100])
         for key in dataclasses.fields(self):
             setattr(self, key.name, state[key.name])
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Say whether plain JSON is of an annotated type."""
+    arguments = typing.get_args(kind)
+    if kind is Any:
+        return True
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if typing.get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
+    if arguments:  # a union
+        return any(_fits(value, argument) for argument in arguments)
+    return type(value) is kind

@@ -49,6 +49,7 @@ from hfgolf.train.checkpoint import (
     set_aside,
     verify,
 )
+from hfgolf.train.state import TrainState
 
 STATE_FILES = ["ema.safetensors", "model.safetensors", "optimizer.bin", "random_states_0.pkl", "train_state.json"]
 BESIDE_WEIGHTS = [
@@ -66,7 +67,7 @@ def commit(folder: Path, step: int, content: str = "weights", best_step: int = 0
     partial = begin_checkpoint(folder, step)
     (partial / "model").write_text(content)
     if best_step:
-        (partial / "train_state.json").write_text(json.dumps({"best_step": best_step}))
+        (partial / "train_state.json").write_text(json.dumps(TrainState(best_step=best_step).state_dict()))
     return commit_checkpoint(partial, step, processes=1)
 
 
@@ -463,3 +464,29 @@ def test_a_save_that_fails_lets_the_updates_go_on(run, tiny_run, monkeypatch):
     folder = run(tiny_run())
     assert list((folder / "checkpoints").glob("step-*")) == []
     assert (folder / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "six"},
+        {"seconds": [1]},
+        {"excluded_blocks": [["a"]]},
+        {"wandb_id": 3},
+        {"best_val_loss": True},
+        "deep",
+        "less",
+    ],
+)
+def test_an_odd_train_state_with_a_manifest_that_fits_is_rejected(tmp_path, change):
+    """The checkpoint before it is taken, as for any other damage."""
+    for step in (3, 6):
+        commit(tmp_path, step, best_step=3)
+    file = tmp_path / "step-000006" / "train_state.json"
+    state = json.loads(file.read_text())
+    text = {"deep": "[" * 100_000, "less": json.dumps({"step": 6})}.get(change) if isinstance(change, str) else None
+    file.write_text(text or json.dumps(state | change))
+    rewrite_manifest(file.parent)
+    with pytest.raises(Rejected, match=r"^train_state.json is not one of hfgolf's$"):
+        verify(file.parent)
+    assert choose(tmp_path, "latest") == tmp_path / "step-000003"

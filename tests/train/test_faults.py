@@ -346,3 +346,54 @@ def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatc
         "8 rows are lost (No space left on device)",
     ]
     assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_a_folder_deleted_under_a_run_is_given_to_one_of_two(tiny_run, tmp_path):
+    """Whoever comes first locks it again; the other ends in one line and writes nothing more."""
+    resolved = load_config(tiny_run(train__max_steps=12, train__save_every_steps=1, train__eval_every_steps=99))
+    folder = tmp_path / "runs" / "tiny"
+    first = start(resolved, tmp_path / "first.txt", pause_seconds=2)
+    try:
+        wait_until(lambda: (folder / "checkpoints" / "step-000001").exists())
+        folder.rename(tmp_path / "deleted")
+        second = start(resolved, tmp_path / "second.txt")
+        wait_until(lambda: first.exitcode is not None or second.exitcode is not None)
+        first.join() if second.exitcode is None else None
+        second.join()
+        codes = [process.exitcode for process in (first, second)]
+        assert 2 in codes, codes
+        loser = ("first.txt", "second.txt")[codes.index(2)]
+    finally:
+        first.kill()
+        first.join()
+    (line,) = [line for line in (tmp_path / loser).read_text().splitlines() if line.startswith("error: ")]
+    assert "another one has begun in it" in line or "is in use by another run" in line
+    steps = [row["step"] for row in rows(folder) if "event" not in row]
+    assert steps == list(range(steps[0], steps[0] + len(steps))), "two runs wrote here"
+
+
+def test_another_users_lock_is_one_line(run, tiny_run, monkeypatch):
+    real_open = os.open
+
+    def refuse_lock(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith(".lock") and "runs" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse_lock)
+    with pytest.raises(UserError, match=r"run.name: cannot open .*tiny/.lock \(Permission denied\); if another user"):
+        run(tiny_run())
+
+
+@pytest.mark.parametrize("option", ["size=4k", "size=12k", "nr_inodes=4"])
+def test_a_disk_with_next_to_no_room_is_one_line(run, tiny_run, tmp_path, option):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a file system can not be mounted here")
+    try:
+        with pytest.raises(UserError, match=r"run.output_dir: cannot write to .*No space left on device"):
+            run(tiny_run(run__output_dir=disk))
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
