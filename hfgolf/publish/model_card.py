@@ -52,9 +52,9 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
-        title=title,
+        title=_plain(title),
         location=config.hub.repo_id or summary.get("model", title),
-        dataset=_dataset(config),
+        dataset=_plain(_dataset(config)),
         config=config,
         figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
         summary=summary,
@@ -81,6 +81,11 @@ def _dataset(config: RunConfig) -> str:
         return "the Python standard library"
     names = [name if "://" in name else Path(name).name for name in config.data.files]
     return config.data.hub_name or join_words(names)
+
+
+def _plain(name: str) -> str:
+    """Return Markdown that shows a name as it is: a file may be called `x](http://evil)`, or hold a line break."""
+    return re.sub(r"([\\`*\[\]<>|!&])", r"\\\1", " ".join(name.split()))
 
 
 def _public_yaml(config: RunConfig) -> str:

@@ -45,6 +45,16 @@ def test_the_sample_stays_inside_its_fence(exported):
     assert f"````text\n{SUMMARY['sample']}\n````\n" in card
 
 
+def test_a_file_name_is_no_markup():
+    data = DataConfig(source="files", files=["texts/x](http:evil)\n---\n# Owned <img src=x>.txt"])
+    config = RunConfig(data=data).replace(run__name="tiny")
+    text = model_card(config, SUMMARY)
+    assert r"on x\](http:evil) --- # Owned \<img src=x\>.txt with hfgolf" in text
+    assert [line for line in text.splitlines() if line.startswith("# ")] == ["# tiny"]
+    [entry] = ModelCard(text).data.to_dict()["model-index"]
+    assert entry["results"][0]["dataset"]["name"].startswith(data.files[0].removeprefix("texts/"))
+
+
 def test_the_config_in_the_card_is_one_that_train_takes(exported, tmp_path, tiny_config):
     text = (exported / "README.md").read_text().split("```yaml\n")[1].split("\n```")[0]
     (tmp_path / "again.yaml").write_text(text)
