@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 import psutil
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from hfgolf.model.configuration_golf import GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM
 
+logger = logging.getLogger(__name__)
 Number = TypeVar("Number", int, float)
 
 # The most tokens in a micro-batch on a CPU. Larger ones leave the cache: configs/small.yaml ran forward and backward at
@@ -252,8 +255,17 @@ def _ask_nvml(question: Callable[[], Number], device: torch.device) -> Number | 
         return None
     try:
         return question()
-    except (ModuleNotFoundError, RuntimeError):
+    except ModuleNotFoundError:
+        _say_what_is_missing()
         return None
+    except RuntimeError:
+        return None
+
+
+@cache
+def _say_what_is_missing() -> None:
+    """Say it once: figures that are missing without a word look like a fault."""
+    logger.warning("GPU utilization and memory are not measured: run `pip install nvidia-ml-py`")
 
 
 def choose_micro_batch_size(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -23,8 +26,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._kind = "setup"
-        # when the process was created only the system's clock knows; from here on it is one that nobody sets
-        self._since = time.perf_counter() - max(0.0, time.time() - psutil.Process().create_time())
+        self._since = time.perf_counter() - max(0.0, _process_seconds())
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each kind so far, those of earlier sessions included."""
@@ -60,3 +62,12 @@ class Stopwatch:
             yield
         finally:
             self.switch(outside)
+
+
+def _process_seconds() -> float:
+    """Return the seconds since this process was created; on Linux by a clock that nobody sets."""
+    if sys.platform != "linux":
+        return time.time() - psutil.Process().create_time()
+    # proc(5): field 22, in ticks since the boot; the command in field 2 may hold spaces and parentheses
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hfgolf.config import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
 from hfgolf.errors import UserError
+from hfgolf.measure import memory
 from hfgolf.measure.memory import (
     MOST_CPU_TOKENS,
     USABLE_SHARE,
@@ -259,3 +260,17 @@ def test_the_prediction_is_what_a_gpu_allocates(checkpointing):
         optimizer.zero_grad()
     predicted = run_memory(config, model, 8, 1, "cuda").peak
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
+
+
+def test_what_is_missing_to_watch_a_gpu_is_said_once(monkeypatch, caplog):
+    def missing(device):
+        raise ModuleNotFoundError("No module named 'pynvml'")
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", missing)
+    memory._say_what_is_missing.cache_clear()
+    for _ in range(2):
+        assert memory.gpu_utilization(torch.device("cuda")) is None
+        assert memory.gpu_memory_bytes(torch.device("cuda")) is None
+    assert caplog.messages == ["GPU utilization and memory are not measured: run `pip install nvidia-ml-py`"]
+    assert memory.gpu_utilization(torch.device("cpu")) is None and len(caplog.messages) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 
 import pytest
@@ -34,6 +35,13 @@ def test_nested_work_is_charged_once_and_the_rest_goes_on(monkeypatch):
 
 def test_setup_begins_with_the_process():
     assert Stopwatch().seconds()["setup"] > time.process_time() / 64  # of at most so many threads
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the system's clock knows when a process began")
+def test_a_clock_that_is_set_changes_no_second(monkeypatch):
+    before = Stopwatch().seconds()["setup"]
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    assert Stopwatch().seconds()["setup"] == pytest.approx(before, abs=60)
 
 
 def test_the_seconds_of_a_run_are_its_wall_clock(run, tiny_run):
