@@ -1,11 +1,11 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test [ARGS="-k muon"]
-# make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only train_throughput"
+# make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only train_throughput"
 PYTHON ?= python3
 VENV := .venv
 CONFIG ?= configs/small.yaml
 ARGS ?=
 
-.PHONY: setup train test test-gpu bench-cpu bench-gpu check
+.PHONY: setup train test test-gpu bench-cpu bench-gpu check image
 
 setup: $(VENV)/.ready
 
@@ -35,3 +35,6 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+image:
+	docker build --build-arg COMMIT=$$(git describe --always --dirty --abbrev=40 --exclude='*') -t hfgolf .
