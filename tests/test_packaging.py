@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import configparser
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,19 +35,71 @@ def pins() -> dict[str, str]:
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
-def test_the_image_pins_what_the_constraints_pin():
-    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
-    assert arguments["TORCH_VERSION"] == pins()["torch"]
-    assert arguments["NUMPY_VERSION"] == pins()["numpy"]
-    header = (ROOT / "constraints.txt").read_text().splitlines()[0]
-    assert arguments["PYTHON_VERSION"].startswith(re.search(r"Python (\d+\.\d+)", header)[1] + ".")
-    assert "CUDA_VERSION" in arguments and "org.opencontainers.image.revision" in (ROOT / "Dockerfile").read_text()
+def dockerfile() -> str:
+    """Return the Dockerfile's steps, each on one line, without comments."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    return text.replace("\\\n", "")
+
+
+def run_step(containing: str) -> str:
+    (step,) = (line for line in dockerfile().splitlines() if line.startswith("RUN ") and containing in line)
+    return step.removeprefix("RUN ")
+
+
+def test_the_image_pins_python_apt_and_what_pip_installs():
+    bases = re.findall(r"^FROM (\S+)(?: AS (\S+))?$", dockerfile(), re.MULTILINE)
+    from_outside = [base for base, _ in bases if base not in {stage for _, stage in bases}]
+    tested_with = re.search(r"Python (\d+\.\d+)", (ROOT / "constraints.txt").read_text().splitlines()[0])[1]
+    assert len(from_outside) == 1 and re.fullmatch(rf"python:{tested_with}\.\d+-slim-bookworm(@\S+)?", from_outside[0])
+
+    assert re.search(r"^ARG SNAPSHOT=\d{8}T\d{6}Z$", dockerfile(), re.MULTILINE)
+    apt = run_step("apt-get install")
+    assert "snapshot.debian.org" in apt and apt.index("$SNAPSHOT") < apt.index("apt-get")
+    installs = re.findall(r"pip install .*", dockerfile())
+    assert len(installs) == 2 and all("-c constraints.txt" in install for install in installs)
+    assert "--no-build-isolation" in installs[-1]  # else pip builds hfgolf with the newest setuptools
+    assert {"torch", "numpy", "setuptools", "nvidia-ml-py", "triton", "cuda-toolkit", "nvidia-cublas"} <= set(pins())
+
+
+def test_the_snapshot_replaces_every_mirror(tmp_path):
+    """The step's own sed, on the sources of a Debian image."""
+    sources = tmp_path / "debian.sources"
+    sources.write_text("URIs: http://deb.debian.org/debian\nURIs: http://deb.debian.org/debian-security\n")
+    sed = run_step("snapshot").split("&&")[0].replace("/etc/apt/sources.list.d/debian.sources", str(sources))
+    subprocess.run(["sh", "-c", sed], env={"SNAPSHOT": "20300101T000000Z", "PATH": os.environ["PATH"]}, check=True)
+    assert sources.read_text() == (
+        "URIs: http://snapshot.debian.org/archive/debian/20300101T000000Z\n"
+        "URIs: http://snapshot.debian.org/archive/debian-security/20300101T000000Z\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("commit", "is_taken"),
+    [("0123456789" * 4, True), ("0123456789" * 4 + "-dirty", True), ("", False), ("main", False)],
+)
+def test_the_image_is_built_with_its_commit_or_not_at_all(commit, is_taken, tmp_path):
+    step = run_step("$COMMIT").replace("/commit", str(tmp_path / "commit"))
+    environment = {"COMMIT": commit, "PATH": os.environ["PATH"]}
+    done = subprocess.run(["sh", "-c", step], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is is_taken
+    error = f"error: COMMIT is '{commit}', no commit; build with: make image\n"
+    assert done.stderr == ("" if is_taken else error)
+    assert "COPY --from=commit" in dockerfile()  # else a builder leaves the stage with this step out
+    assert "ENV HFGOLF_COMMIT=$COMMIT" in dockerfile()
+
+
+def test_make_image_passes_the_commit():
+    done = subprocess.run(["make", "--dry-run", "image"], cwd=ROOT, capture_output=True, text=True, check=True)
+    option = re.search(r"--build-arg COMMIT=\$\(git (.*?)\) ", done.stdout)[1]
+    described = subprocess.run(["git", *shlex.split(option)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", described.stdout.strip())
 
 
 def test_every_dependency_is_a_range_that_holds_its_pin():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    texts = setup["options"]["install_requires"] + setup["options.extras_require"]["dev"]
+    extras = setup["options.extras_require"]
+    texts = setup["options"]["install_requires"] + extras["dev"] + extras["gpu"]
     requirements = [Requirement(line) for line in texts.split("\n") if line]
     assert len(requirements) > 15
     for requirement in requirements:
