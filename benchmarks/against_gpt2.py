@@ -24,6 +24,8 @@ SHAPES = {
     "gpt2_2_layers": {"n_embd": 768, "n_layer": 2, "n_head": 12, "vocab_size": 50257, "n_positions": 1024, "batch": 2},
 }
 
+HEADS = f"{'shape':<16}{'transformers':>14}{'hfgolf':>10}{'ratio':>8}{'memory of a step (MB)':>24}"
+
 
 def build(shape: dict[str, int], device: str) -> dict[str, Any]:
     import torch
@@ -72,6 +74,16 @@ def child(name: str, shape: dict[str, int], device: str) -> int:
     return peak_bytes(on_gpu) - before
 
 
+def row(result: dict[str, Any]) -> str:
+    """Return what is printed of a shape."""
+    theirs, ours = (statistics.median(result["seconds"][who]) for who in ("transformers", "hfgolf"))
+    megabytes = "{transformers:,.0f} / {hfgolf:,.0f}".format(**{k: v / 1e6 for k, v in result["bytes"].items()})
+    return (
+        f"{result['shape']:<16}{theirs:>12.3f} s{ours:>8.3f} s{result['ratio']:>8.2f}{megabytes:>24}\n"
+        f"{'':<16}loss {result['losses']['transformers']:.6f} and {result['losses']['hfgolf']:.6f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
@@ -87,7 +99,7 @@ def main() -> None:
     import torch
 
     results = []
-    print(f"{'shape':<16}{'transformers':>14}{'hfgolf':>10}{'ratio':>8}{'memory of a step (MB)':>24}")
+    print(HEADS)
     for name, shape in SHAPES.items():
         steps = {
             who: make_step(model, shape, arguments.device) for who, model in build(shape, arguments.device).items()
@@ -99,13 +111,10 @@ def main() -> None:
                 started_at = time.perf_counter()
                 step()
                 seconds[who].append(time.perf_counter() - started_at)
-        median = {who: statistics.median(times) for who, times in seconds.items()}
         ratio = statistics.median(a / b for a, b in zip(seconds["transformers"], seconds["hfgolf"], strict=True))
         memory = {who: step_bytes(who, name, arguments.device) for who in steps}
         results.append({"shape": name, **shape, "losses": losses, "seconds": seconds, "ratio": ratio, "bytes": memory})
-        megabytes = f"{memory['transformers'] / 1e6:,.0f} / {memory['hfgolf'] / 1e6:,.0f}"
-        print(f"{name:<16}{median['transformers']:>12.3f} s{median['hfgolf']:>8.3f} s{ratio:>8.2f}{megabytes:>24}")
-        print(f"{'':<16}loss {losses['transformers']:.6f} and {losses['hfgolf']:.6f}")
+        print(row(results[-1]))
     if arguments.output:
         where = about("torch", "transformers", threads=torch.get_num_threads())
         write(arguments.output, where, results=results)

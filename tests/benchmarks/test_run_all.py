@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 BENCHMARK = '''"""Time of {name}."""
 import argparse, json
 parser = argparse.ArgumentParser()
@@ -81,3 +82,14 @@ def test_a_benchmark_that_is_not_there_is_named(run_all, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_all.main()
     assert "no benchmark for cuda is called cpu_kernels; there are broken, saving" in capsys.readouterr().err
+
+
+def test_the_page_has_every_result_that_is_kept(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    run_all = importlib.import_module("benchmarks.run_all")
+
+    page = run_all.PAGE.read_text()
+    assert page == run_all.page(), "docs/benchmarks.md is older than benchmarks/results: run_all.page() makes it"
+    kept = {path.stem.removesuffix(f"_{kind}") for kind in ("cpu", "gpu") for path in RESULTS.glob(f"*_{kind}.json")}
+    assert {"ladder", "optimizer_step", "against_gpt2"} <= kept
+    assert [name for name in kept if f"\n### {name}\n" not in page] == []
