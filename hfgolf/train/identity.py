@@ -189,7 +189,7 @@ def check_text(where: str, before: Mapping[str, Any], now: Mapping[str, Any], re
     changes = identity_changes(before, _short_corpus(now))
     if changes and resolved.config.train.resume_with_other != "data":
         raise UserError(
-            f"train.resume: {where} was trained on other text ({', '.join(changes)} differ); restore it, start anew"
+            f"train.resume: {where} was trained on other text ({', '.join(changes)}); restore it, start anew"
             " under another --run.name, or go on with the present text by --train.resume_with_other data."
         )
     return changes

@@ -74,7 +74,7 @@ def test_other_text_under_a_resume_is_refused_before_anything_is_touched(run, ti
     else:
         options["data__val_fraction"] = 0.2
     told = r"val_fraction \(0.1 -> 0.2\)" if change == "split" else r"files \(text.txt\)"
-    with pytest.raises(UserError, match=rf"step-000003 was trained on other text \({told} differ\); restore") as error:
+    with pytest.raises(UserError, match=rf"step-000003 was trained on other text \({told}\); restore") as error:
         run(tiny_run(**options, train__max_steps=6 if resume == "latest" else 3, train__resume=resume))
     assert "--train.resume_with_other data" in str(error.value) and "\n" not in str(error.value)
     assert {path: path.read_bytes() for path in before} == before
