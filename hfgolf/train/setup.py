@@ -93,6 +93,8 @@ class Run:
     most_steps: float
     """Steps after which max_steps, max_tokens or max_epochs end the run; infinity where only the clock does."""
     batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
+    begins_at: int = 0
+    """Step that this start of the run goes on from."""
     has_begun: bool = False
     """The loop makes its steps: from here on processes wait for each other in the middle of one."""
     whole_evaluations: dict[int, Evaluation] = field(default_factory=dict)
@@ -293,6 +295,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
         rounds=Rounds(folder.metrics, config.flat()),
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
         most_steps=most_steps(config.train, config.batch, blocks_per_epoch, state),
+        begins_at=state.step,
     )
     if origin:
         run.tracker.event("resumed", state, changed=changed)
@@ -439,12 +442,11 @@ def write_description(run: Run) -> None:
     if not run.accelerator.is_main_process:
         return
     run.folder.summary.unlink(missing_ok=True)  # the run is no longer complete
-    stated = run.resolved.config.replace(
-        train__resume=None, train__resume_with_other=None
-    )  # else it would not repeat it
+    # without what only a resume can do, so that the file repeats the run
+    stated = run.resolved.config.replace(train__resume=None, train__resume_with_other=None)
     config_yaml = ResolvedConfig(stated, run.resolved.sources).to_yaml()
-    if run.state.step:
-        config_yaml = f"# The run went on from step {run.state.step} with this; starts/ has each start.\n{config_yaml}"
+    if run.begins_at:
+        config_yaml = f"# The run went on from step {run.begins_at} with this; starts/ has each start.\n{config_yaml}"
     run.folder.describe_start(config_yaml, run_metadata(run.resolved), uncommitted_changes())
 
 

@@ -80,7 +80,6 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what state_dict returned. Raises KeyError, TypeError or ValueError, and changes nothing, if it isn't."""
-        state = {"unfinished_row": None} | state  # not in the first checkpoints
         for name, kind in typing.get_type_hints(TrainState).items():
             if not _fits(state[name], kind):
                 raise ValueError(f"{name} is {state[name]!r}"[:100])
