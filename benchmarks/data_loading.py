@@ -50,8 +50,7 @@ def our_batches(stream: Any, num_workers: int, arguments: argparse.Namespace) ->
         rank=0,
         world=1,
         seed=0,
-        start_step=0,
-        end_step=arguments.batches + 1,
+        num_steps=arguments.batches + 1,
         num_workers=num_workers,
     )
 

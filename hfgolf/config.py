@@ -126,11 +126,20 @@ class DataConfig:
     """Copy the tokens into RAM (true), read them from the memory map (false), or decide by size against free memory."""
     num_workers: int = 0
     """DataLoader worker processes; 0 gathers the batches in the training process."""
+    prefetch_factor: int | None = None
+    """Batches that each worker keeps ready; null: torch's default, 2. Needs data.num_workers above 0."""
 
     def __post_init__(self) -> None:
         _require("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "a number between 0 and 1")
         _require_positive("data", self, "max_documents")
         _require("data.num_workers", self.num_workers, 0 <= self.num_workers <= 1024, "0 to 1024")
+        ahead = self.prefetch_factor
+        _require("data.prefetch_factor", ahead, ahead is None or 1 <= ahead <= 1024, "null, or 1 to 1024")
+        if ahead is not None and not self.num_workers:
+            raise UserError(
+                f"data.prefetch_factor: {ahead} needs workers that fetch; set data.num_workers to 1 or more, or leave"
+                " it null."
+            )
         if self.source == "files" and not self.files:
             raise UserError("data.files is empty while data.source is files; name at least one path, glob or URL.")
         if self.source == "hub" and not self.hub_name:

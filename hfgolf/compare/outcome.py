@@ -24,7 +24,7 @@ from hfgolf.train.run_folder import RunFolder
 
 # What two runs of one arm may differ in: seed, where they lie, and how the machine goes about them.
 _NOT_OF_THE_ARM = re.compile(
-    r"run\.|track\.|hub\.|data\.(cache_dir|num_workers|in_memory)$|train\.(resume|cpu_threads|save_\w+|keep_last)$"
+    r"run\.|track\.|hub\.|data\.(cache_dir|num_workers|prefetch_factor|in_memory)$|train\.(resume|cpu_threads|save_\w+|keep_last)$"
 )
 _METADATA: dict[str, Any] = {
     "seed": int,

@@ -17,6 +17,7 @@ import multiprocessing
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -175,12 +176,14 @@ def build_loader(
     blocks_read: int = 0,
     excluded: Ranges = (),
     num_workers: int = 0,
-    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> DataLoader[Batch]:
     """Return the loader of this rank's micro-batches for `num_steps` steps, in order.
 
     blocks_read: blocks that earlier steps have read, over all ranks; the loader goes on from there.
-    excluded: as for stream_positions. Raises UserError if the stream is shorter than one block.
+    excluded: as for stream_positions. device: where the batches go; those for a GPU are pinned. The workers live as
+    long as the iterator, over all epochs. Raises UserError if the stream is shorter than one block.
     """
     order = _Order(blocks_read, num_steps, micro_batch_size, accumulation, rank, world, excluded)
     # not a server that forks them, Linux's default from Python 3.14 on: it would outlive a killed run, and they with it
@@ -193,7 +196,8 @@ def build_loader(
         timeout=_WORKER_SECONDS if num_workers else 0,
         multiprocessing_context=context,
         worker_init_fn=_leave_signals_to_the_trainer,
-        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor,
+        pin_memory=torch.device(device).type == "cuda",  # device_prefetch's copies overlap from pinned memory only
         generator=torch.Generator(),  # an iterator draws from it; from the global one, a resume would shift dropout
     )
 
@@ -229,7 +233,13 @@ def explain_worker(error: BaseException) -> BaseException:
     lines = str(error).splitlines()
     if isinstance(error, UserError) and len(lines) > 1:  # torch puts the worker's traceback before it
         return type(error)(lines[-1].partition("Error: ")[2])
-    if isinstance(error, RuntimeError) and lines and lines[0].startswith("DataLoader "):
+    # it may end while it hands over a batch
+    is_cut_off = isinstance(error, (ConnectionError, EOFError)) and any(
+        "multiprocessing" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+    if is_cut_off:
+        lines = ["a DataLoader worker ended"]
+    if is_cut_off or (isinstance(error, RuntimeError) and lines and lines[0].startswith("DataLoader ")):
         room = f"; /dev/shm has {shutil.disk_usage('/dev/shm').free / 1e6:,.0f} MB free" if _HAS_SHM else ""
         return UserError(
             f"data.num_workers: {lines[0].rstrip('. ')}{room}. Set data.num_workers 0, or give the workers more memory"

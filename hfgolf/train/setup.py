@@ -139,7 +139,8 @@ class Run:
             blocks_read=self.state.blocks,
             excluded=self.state.excluded_blocks,
             num_workers=config.data.num_workers,
-            pin_memory=accelerator.device.type == "cuda",
+            prefetch_factor=config.data.prefetch_factor,
+            device=accelerator.device,
         )
         self.batches = iter(device_prefetch(loader, accelerator.device))
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from hfgolf.command_line import load_config
+from hfgolf.config import DataConfig
 from hfgolf.data.batches import (
     IGNORE_INDEX,
     MicroBatches,
@@ -21,11 +26,13 @@ from hfgolf.data.batches import (
     device_prefetch,
     evaluation_extent,
     evaluation_windows,
+    explain_worker,
     gather,
     num_blocks,
     stream_positions,
 )
 from hfgolf.errors import UserError
+from hfgolf.train import setup
 
 T = 8
 
@@ -196,10 +203,91 @@ def test_prefetch_keeps_order_and_count(stream):
     assert list(device_prefetch([], "meta")) == []
 
 
+SHAPE = {"sequence_length": T, "micro_batch_size": 2, "accumulation": 1, "rank": 0, "world": 1, "seed": 0}
+
+
+@pytest.mark.parametrize(("device", "is_pinned"), [("cuda", True), ("cuda:1", True), ("cpu", False)])
+def test_batches_for_a_gpu_are_pinned_and_copied_without_waiting(stream, monkeypatch, device, is_pinned):
+    loader = build_loader(stream, **SHAPE, num_steps=2, device=device)
+    assert loader.pin_memory is is_pinned
+    waits = []
+
+    class Pinned:
+        def to(self, device, non_blocking=False):
+            waits.append(not non_blocking)
+            return self
+
+    list(device_prefetch([{"input_ids": Pinned()}], device))
+    assert waits == ([False] if is_pinned else [])
+
+
+def test_a_run_says_for_which_device_its_batches_are_and_how_many_are_fetched(tiny_run, monkeypatch):
+    options = {"data__num_workers": 2, "data__prefetch_factor": 5}
+    asked = {}
+    monkeypatch.setattr(setup, "build_loader", lambda *_, **settings: asked.update(settings) or [])
+    monkeypatch.setattr(setup, "device_prefetch", lambda loader, device: loader)
+    run = SimpleNamespace(
+        config=load_config(tiny_run(**options)).config,
+        accelerator=SimpleNamespace(device=torch.device("cuda"), process_index=0, num_processes=1),
+        tokens=SimpleNamespace(train=None),
+        state=SimpleNamespace(step=0, blocks=0, excluded_blocks=()),
+        micro_batch_size=8,
+        accumulation_steps=1,
+        most_steps=6,
+    )
+    setup.Run.start_batches(run)
+    assert asked["device"] == torch.device("cuda")
+    assert (asked["num_workers"], asked["prefetch_factor"]) == (2, 5)
+
+
+def test_prefetch_factor_reaches_the_workers_and_needs_them(stream):
+    assert build_loader(stream, **SHAPE, num_steps=2, num_workers=1, prefetch_factor=5).prefetch_factor == 5
+    assert build_loader(stream, **SHAPE, num_steps=2, num_workers=1).prefetch_factor == 2
+    with pytest.raises(UserError, match=r"data.prefetch_factor: 5 needs workers .* data.num_workers"):
+        DataConfig(prefetch_factor=5)
+
+
+def test_workers_live_over_all_epochs(stream):
+    batches = iter(build_loader(stream, **SHAPE, num_steps=200, num_workers=1))  # six epochs
+    next(batches)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 1 and sum(1 for _ in batches) == 199
+    assert not set(multiprocessing.active_children()) - set(workers)
+
+
+def test_a_killed_worker_is_one_line(stream):
+    batches = iter(build_loader(stream, **SHAPE, num_steps=10**6, num_workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # through which torch may raise in the next test instead
+    worker.kill()
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
+        for _ in batches:
+            pass
+    error = explain_worker(raised.value)
+    del raised, batches
+    signal.signal(signal.SIGCHLD, handler)
+    assert isinstance(error, UserError) and "\n" not in str(error)
+    assert "Set data.num_workers 0" in str(error) and "shm" in str(error)
+
+
+def test_a_worker_that_hands_over_nothing_is_waited_for_in_bounds(stream, monkeypatch):
+    monkeypatch.setattr("hfgolf.data.batches._WORKER_SECONDS", 1)
+    stream.read = lambda places: time.sleep(3)
+    batches = iter(build_loader(stream, **SHAPE, num_steps=5, num_workers=1))
+    with pytest.raises(RuntimeError) as raised:
+        next(batches)
+    assert "timed out after 1 seconds" in str(explain_worker(raised.value))
+
+
+def test_other_errors_stay_what_they_are():
+    for error in (RuntimeError("CUDA error"), ValueError("DataLoader"), UserError("one line"), KeyboardInterrupt()):
+        assert explain_worker(error) is error
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("pin_memory", [True, False])
-def test_prefetch_to_a_gpu(stream, pin_memory):
+def test_prefetch_to_a_gpu(stream):
     loader = build_loader(
         stream,
         sequence_length=T,
@@ -209,7 +297,7 @@ def test_prefetch_to_a_gpu(stream, pin_memory):
         world=1,
         seed=0,
         num_steps=50,
-        pin_memory=pin_memory,
+        device="cuda",
     )
     for there, here in zip(device_prefetch(loader, "cuda"), loader, strict=True):
         assert there["input_ids"].is_cuda and torch.equal(there["input_ids"].cpu(), here["input_ids"])
