@@ -18,10 +18,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first sample")
     arguments = parser.parse_args()
     _require("max_new_tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "1 or more")
-    _require("temperature", arguments.temperature, arguments.temperature >= 0, "0 or more")
+    heat = arguments.temperature
+    _require("temperature", heat, heat == 0 or 1e-3 <= heat <= 1e6, "0, or 0.001 to 1000000")
     _require("top_k", arguments.top_k, arguments.top_k >= 0, "0 or more")
     _require("top_p", arguments.top_p, 0 < arguments.top_p <= 1, "above 0, up to 1")
     _require("num_samples", arguments.num_samples, arguments.num_samples >= 1, "1 or more")
+    last_seed = arguments.seed + arguments.num_samples - 1
+    _require("seed", arguments.seed, 0 <= arguments.seed <= last_seed < 2**63, "0 to 9223372036854775807")
+    if arguments.prompt != arguments.prompt.encode("utf-8", "ignore").decode():
+        raise UserError("--prompt: is not UTF-8; convert it, or set the terminal to UTF-8.")
 
     from hfgolf.evaluate.sample import generate_text
     from hfgolf.publish.load import load_exported

@@ -21,15 +21,26 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
     """Load a model and its tokenizer, in evaluation mode on the GPU where there is one.
 
     Golf models run with the classes of this installation, others with those of transformers.
-    Raises UserError where there is no such model, or only foreign code could run it.
+    Raises UserError if there is no such model, only foreign code could run it, or weights are missing or not finite.
     """
     AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
     AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, trust_remote_code=False)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            name_or_path, trust_remote_code=False, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: depends on what is broken
         raise UserError(f"--model: cannot load {name_or_path}: {_reason(error)}.") from None
+    absent = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
+    if absent:  # transformers would go on with random weights in their place
+        raise UserError(
+            f"--model: {name_or_path} lacks weights that its config.json asks for: {join_words(absent[:3])}"
+            f"{f' and {len(absent) - 3} more' if len(absent) > 3 else ''}; copy or export the model again."
+        )
+    sick = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
+    if sick:
+        raise UserError(f"--model: {sick} of {name_or_path} holds values that are not finite; export a sound model.")
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
