@@ -166,7 +166,7 @@ def planned_steps(config: RunConfig, data: Data, speed: Speed) -> tuple[int | No
 
 def does_not_fit(plan: Plan, config: RunConfig, machine: Machine) -> str:
     """Say that the memory is too small, and what to do."""
-    usable = f"{gib(plan.usable_bytes)} usable of {machine.name}"
+    usable = f"{gb(plan.usable_bytes)} usable of {machine.name}"
     need = f"not even one sequence of {config.batch.sequence_length} tokens fits into the {usable}"
     if config.model.gradient_checkpointing:
         return f"{need}; shorten batch.sequence_length or take a smaller model."
@@ -192,7 +192,7 @@ def describe(config: RunConfig, plan: Plan, data: Data, machine: Machine, speed:
         f" accumulated x {machine.processes} process{'es' if machine.processes > 1 else ''}, uncompiled",
     ]
     stated = [dataclasses.asdict(plan.memory_without_checkpointing), dataclasses.asdict(plan.memory_with_checkpointing)]
-    rows = [(name, *(gib(memory[item]) for memory in stated)) for item, name in ITEMS.items() if stated[0][item]]
+    rows = [(name, *(gb(memory[item]) for memory in stated)) for item, name in ITEMS.items() if stated[0][item]]
     lines += table([("checkpointing", "no", "yes"), *rows])
     lines.append(fit(config, plan, machine))
     if data.train_tokens is None:
@@ -208,7 +208,7 @@ def fit(config: RunConfig, plan: Plan, machine: Machine) -> str:
 
     if plan.largest_micro_batch is None:
         return f"  does not fit: {does_not_fit(plan, config, machine)}"
-    usable = f"{gib(plan.usable_bytes)} usable ({USABLE_SHARE:.0%} of what is free on {machine.name})"
+    usable = f"{gb(plan.usable_bytes)} usable ({USABLE_SHARE:.0%} of what is free on {machine.name})"
     largest = f"the largest micro-batch that would is {plan.largest_micro_batch}"
     if machine.device == "cpu":
         largest += f" (with more than {MOST_CPU_TOKENS:,} tokens a CPU is slower)"
@@ -275,9 +275,9 @@ def scaled(number: float) -> str:
     return f"{number / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}"
 
 
-def gib(num_bytes: int) -> str:
-    """Return bytes in GiB, or in MiB where they are fewer than one."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+def gb(num_bytes: int) -> str:
+    """Return bytes in GB, or in MB if they are fewer than one."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":

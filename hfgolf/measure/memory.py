@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import psutil
@@ -222,17 +225,63 @@ def run_memory(
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that are free on the device: of the GPU's memory, or of RAM for a CPU."""
+    """Return the bytes that are free on the device: the GPU's, or for a CPU those of RAM that a container may use."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return int(min(psutil.virtual_memory().available, free_cgroup_bytes()))
+
+
+def free_cgroup_bytes(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the bytes that the control groups of this process leave it; infinity if none limits it.
+
+    In each group and those above it: the limit less what is used, without the file cache, which the kernel gives back.
+    Version 2 has one tree (docs.kernel.org/admin-guide/cgroup-v2), version 1 one for memory. In a container the path is
+    often that of the host, and the container's own group is the root.
+    """
+    try:
+        lines = process.read_text().splitlines()
+    except OSError:  # not Linux
+        return math.inf
+    free = math.inf
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        tree, limit, used, cache = (
+            (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if controllers
+            else (root, "memory.max", "memory.current", "inactive_file")
+        )
+        own = tree / path.lstrip("/")
+        for folder in (own, *(parent for parent in own.parents if parent == tree or tree in parent.parents)):
+            with suppress(OSError, ValueError):  # no such group here, or "max": no limit
+                most = int((folder / limit).read_text())
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                taken = int((folder / used).read_text()) - int(statistics.get(cache, 0))
+                free = min(free, max(0, most - taken))
+    return free
+
+
+def expected_bytes(memory: TrainingMemory, device: torch.device) -> int:
+    """Return the peak that a person will see of this process, once the model is built: `top`'s RES, or a GPU's tensors.
+
+    On a CPU what training adds comes on top of what the process holds already: Python, torch, the tokens, the weights.
+    Excluded are copies that the kernels make, and freed memory that cannot be used again: benchmarks/memory_prediction.
+    """
+    return memory.peak if device.type == "cuda" else process_memory_bytes() + memory.peak - memory.weights
 
 
 def used_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes this process took: of the GPU's memory as allocated, or resident in RAM for a CPU."""
+    """Return the peak bytes this process took: of the GPU's memory as allocated, or for a CPU resident in RAM.
+
+    The latter as `top` shows it, Python and torch included; elsewhere than on Linux what it holds now.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return process_memory_bytes()
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return process_memory_bytes()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def process_memory_bytes() -> int:
@@ -287,6 +336,6 @@ def choose_micro_batch_size(
     need = run_memory(config, model, 1, num_processes, device).peak
     raise UserError(
         f"batch.micro_batch_size: not even one sequence of {batch.sequence_length} tokens fits: it needs"
-        f" {need / 2**30:.1f} GiB of {budget / 2**30:.1f} GiB usable; try model.gradient_checkpointing true, a shorter"
+        f" {need / 1e9:.2f} GB of {budget / 1e9:.2f} GB usable; try model.gradient_checkpointing true, a shorter"
         " batch.sequence_length or a smaller model."
     )

@@ -6,6 +6,7 @@ Owns the question of trust: code that lies beside the weights is never executed.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,12 +27,13 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
     AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
     AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path, trust_remote_code=False, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: depends on what is broken
         raise UserError(f"--model: cannot load {name_or_path}: {_reason(error)}.") from None
+    model, loading = loaded
     absent = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
     if absent:  # transformers would go on with random weights in their place
         raise UserError(

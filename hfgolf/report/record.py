@@ -100,7 +100,7 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
         "dollars": None if price_per_hour is None or worked is None else worked / 3600 * price_per_hour,
         "tokens_per_second": _over_rows(statistics.median, rows, "tokens_per_second"),
         "mfu": _over_rows(statistics.median, rows, "mfu"),
-        "memory_bytes": _over_rows(max, rows, "memory_bytes"),
+        "memory_bytes": summary.get("peak_memory_bytes") or _over_rows(max, rows, "memory_bytes"),
         "parameters": summary.get("parameters"),
         "device": summary.get("device") or _text(_mapping(run.metadata.get("hardware")).get("device")),
         "commits": summary.get("commits") or ([commit] if commit else None),

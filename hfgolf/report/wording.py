@@ -21,6 +21,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 0.95e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
+def gigabytes(num_bytes: float) -> str:
+    """Return "1.08 GB"."""
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
 def dollars(amount: float) -> str:
     """Return "$12.34", and less than ten cents with four decimals."""
     return f"${amount:,.2f}" if amount >= 0.1 or amount == 0 else f"${amount:.4f}"

@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from hfgolf.command_line import one_line
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
+from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 from hfgolf.report.metrics import read_metrics
 from hfgolf.report.record import read_run
 from hfgolf.report.report import write_report
-from hfgolf.report.wording import duration
+from hfgolf.report.wording import duration, gigabytes
 from hfgolf.train.checkpoint import Rejected, best_checkpoint, newest_first, saved_step, step_of, verified_file
 from hfgolf.train.checkpointer import EMA_NAME, WEIGHTS_NAME, first_not_finite
 from hfgolf.train.compilation import undo_compilation
@@ -57,6 +58,8 @@ def conclude(run: Run) -> dict[str, Any]:
         "val_bytes": evaluation.num_bytes,
         "tokens_per_second": _median_speed(run),
         "train_seconds": run.state.elapsed_seconds,
+        "predicted_memory_bytes": run.predicted_memory_bytes,
+        "peak_memory_bytes": used_memory_bytes(run.accelerator.device),
         "parameters": run.raw_model.num_parameters(),
         "device": device_name(),
         "commit": git_commit(),
@@ -123,6 +126,9 @@ def show_summary(summary: dict[str, Any]) -> None:
     )
     logger.info("bits per byte    %.4f over %s bytes", summary["val_bits_per_byte"], f"{summary['val_bytes']:,}")
     logger.info("tokens/s         %s (median)", f"{summary['tokens_per_second']:,.0f}")
+    if "peak_memory_bytes" in summary:
+        predicted, peak = (gigabytes(summary[f"{kind}_memory_bytes"]) for kind in ("predicted", "peak"))
+        logger.info("memory           predicted %s, peak %s", predicted, peak)
     seconds = {key.removeprefix("seconds_"): value for key, value in summary.items() if key.startswith("seconds_")}
     if seconds:
         parts = ", ".join(f"{kind} {duration(value)}" for kind, value in seconds.items() if value)

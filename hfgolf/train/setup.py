@@ -34,7 +34,7 @@ from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
-from hfgolf.measure.memory import choose_micro_batch_size, free_memory_bytes, run_memory
+from hfgolf.measure.memory import choose_micro_batch_size, expected_bytes, free_memory_bytes, run_memory
 from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
@@ -43,6 +43,7 @@ from hfgolf.publish.export import files_beside_weights
 from hfgolf.publish.hub import HubPusher
 from hfgolf.redact import redact
 from hfgolf.report.doctor import Rounds
+from hfgolf.report.wording import gigabytes
 from hfgolf.train.checkpoint import check_resume, choose_checkpoint, clean_up
 from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.clock import most_steps
@@ -92,6 +93,8 @@ class Run:
     hub: HubPusher
     most_steps: float
     """Steps after which max_steps, max_tokens or max_epochs end the run; infinity where only the clock does."""
+    predicted_memory_bytes: int
+    """Peak of this process, as `top` shows it, or of the tensors on its GPU."""
     batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
     begins_at: int = 0
     """Step that this start of the run goes on from."""
@@ -245,7 +248,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
     tokens.tokenizer.model_max_length = config.batch.sequence_length
     raw_model = _build_model(config, tokens, accelerator.device)
-    resolved = _settle_batch(resolved, raw_model, accelerator)
+    resolved, predicted_memory_bytes = _settle_batch(resolved, raw_model, accelerator)
     config = resolved.config
 
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, raw_model.fused_projections())
@@ -297,6 +300,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
         most_steps=most_steps(config.train, config.batch, blocks_per_epoch, state),
         begins_at=state.step,
+        predicted_memory_bytes=predicted_memory_bytes,
     )
     if origin:
         run.tracker.event("resumed", state, changed=changed)
@@ -398,8 +402,13 @@ def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) ->
     return model
 
 
-def _settle_batch(resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator) -> ResolvedConfig:
-    """Decide the micro-batch where it is auto, and tell the accelerator the accumulation that follows from it."""
+def _settle_batch(
+    resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator
+) -> tuple[ResolvedConfig, int]:
+    """Decide the micro-batch if it is auto, and tell the accelerator the accumulation that follows from it.
+
+    Returns the config with the micro-batch, and the predicted peak of this process's memory in bytes.
+    """
     config = resolved.config
     if config.batch.micro_batch_size == "auto":
         device = accelerator.device
@@ -418,8 +427,10 @@ def _settle_batch(resolved: ResolvedConfig, model: GolfForCausalLM, accelerator:
         accelerator.num_processes,
     )
     memory = run_memory(resolved.config, model, size, accelerator.num_processes, accelerator.device.type)
-    logger.info("memory: %.2f GiB predicted at the peak, for each process", memory.peak / 2**30)
-    return resolved
+    predicted = expected_bytes(memory, accelerator.device)
+    of_training = "" if accelerator.device.type == "cuda" else f", {gigabytes(memory.peak)} of them for training"
+    logger.info("memory: %s predicted at the peak of each process%s", gigabytes(predicted), of_training)
+    return resolved, predicted
 
 
 def attention_dtype(model: GolfForCausalLM, accelerator: Accelerator) -> torch.dtype:

@@ -219,9 +219,9 @@ def test_the_script_prints_what_it_says_in_json(script, tiny_run):
     assert f"speed: {planned['speed']['tokens_per_second']:,.0f} tokens/s (assumed: 50% of the peak of " in said
     assert f"cost: ${length['dollars']:,.2f} at $2 an hour" in said
     assert f"{planned['data']['train_tokens']:,} train tokens" in said
-    peaks = [planned[f"memory_{how}_checkpointing"]["peak"] / 2**20 for how in ("without", "with")]
+    peaks = [planned[f"memory_{how}_checkpointing"]["peak"] / 1e6 for how in ("without", "with")]
     (line,) = (line for line in said.splitlines() if line.startswith("  peak"))
-    assert line.split() == ["peak", f"{peaks[0]:.1f}", "MiB", f"{peaks[1]:.1f}", "MiB"]
+    assert line.split() == ["peak", f"{peaks[0]:.1f}", "MB", f"{peaks[1]:.1f}", "MB"]
     assert "fits into" in said and planned["budget"] is None
 
 
@@ -285,7 +285,7 @@ def test_the_clock_and_the_tokens_limit_the_steps(script, tiny_run):
         (["--steps", 3], "unknown key steps"),
         (
             ["--device", "T4", "--minutes", 1, "--model.hidden_size", 65536, "--model.num_hidden_layers", 2],
-            "--minutes 1: not even one sequence of 32 tokens fits into the 11.92 GiB usable of T4; try model.gradient",
+            "--minutes 1: not even one sequence of 32 tokens fits into the 12.80 GB usable of T4; try model.gradient",
         ),
     ],
 )

@@ -73,6 +73,8 @@ def test_a_run_writes_what_it_promises(run, tiny_run, capsys):
     assert summary["val_bits_per_byte"] == pytest.approx(
         summary["val_loss"] * summary["val_tokens"] / math.log(2) / summary["val_bytes"]
     )
+    assert summary["peak_memory_bytes"] >= max(row["memory_bytes"] for row in table) > 10**8
+    assert summary["predicted_memory_bytes"] > 10**8, "Python and torch are part of what a person sees"
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["seed"] == 1337 and metadata["packages"]["torch"] == torch.__version__
     assert (folder / "model" / "model.safetensors").is_file()
