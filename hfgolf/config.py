@@ -437,6 +437,9 @@ class TrainConfig:
     max_skipped_steps: int = 5
     """Steps in a row whose gradient is not finite that are skipped, before the run goes back to its last checkpoint;
     fp16's search for a loss scale does not count."""
+    rollback_on: list[Literal["nonfinite", "spike", "divergence"]] = field(default_factory=lambda: ["nonfinite"])
+    """What makes a run go back, in a list: nonfinite gradients, a loss spike (a jump by a fifth or more that lasts
+    train.max_skipped_steps), divergence (the median of 50 losses a fifth above its lowest)."""
     max_rollbacks: int = 3
     """Times the run may go back; after that it stops with a diagnosis."""
     rollback_learning_rate_factor: float = 0.5

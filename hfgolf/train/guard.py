@@ -1,4 +1,4 @@
-"""What is done when a step goes wrong: a gradient that is not finite, too little memory, a loss that no longer falls.
+"""What is done if a step goes wrong: a gradient that is not finite, a loss that spikes or no longer falls, no memory.
 
 Owns the bounded retries, each with one line in the log and one row in metrics.jsonl. Does not know what a normal step
 is (loop.py).
@@ -7,6 +7,7 @@ is (loop.py).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from hfgolf.command_line import one_line
 from hfgolf.data.batches import as_ranges, block_starts, stream_positions
 from hfgolf.errors import UserError
-from hfgolf.train.checkpoint import newest_first, set_aside
+from hfgolf.train.checkpoint import newest_first, set_aside, step_of
+from hfgolf.train.loss_watch import LossWatch
 from hfgolf.train.meter import StepResult
 
 if TYPE_CHECKING:
@@ -47,12 +49,14 @@ def first_sick_gradient(model: nn.Module) -> str:
 
 
 class Guard:
-    """Counts a run's skipped steps and takes it back to its last good checkpoint when there are too many in a row."""
+    """Counts a run's bad steps and takes it back to its last good checkpoint if there are too many in a row."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        looks_for = set(run.config.train.rollback_on) - {"nonfinite"}
+        self._watch = LossWatch(looks_for) if looks_for else None
         self._in_a_row: list[np.ndarray] = []
-        """Positions of the blocks of each update skipped since the last good one."""
+        """Positions of the blocks of each step that was skipped or spiked since the last good one."""
         self._suspect: Path | None = None
         """The checkpoint of the last rollback, until a good step follows: its weights may be what is wrong."""
 
@@ -61,10 +65,18 @@ class Guard:
 
         Raises UserError, with a diagnosis, if that has happened train.max_rollbacks times or cannot happen.
         """
-        if result.sick_parameter is None:
-            self._in_a_row.clear()
-            self._suspect = None
-            return False
+        if result.sick_parameter is not None:
+            return self._look_at_gradient(result)
+        if self._watch is not None and math.isfinite(loss := self._mean_loss(result)):
+            return self._look_at_loss(self._watch, loss)
+        self._note_good_step()
+        return False
+
+    def _note_good_step(self) -> None:
+        self._in_a_row.clear()
+        self._suspect = None
+
+    def _look_at_gradient(self, result: StepResult) -> bool:
         run, train = self._run, self._run.config.train
         run.state.skipped_steps += 1
         scaler = run.accelerator.scaler
@@ -89,7 +101,7 @@ class Guard:
         logger.info("%s; update skipped (%d of %d in a row)", diagnosis, in_a_row, train.max_skipped_steps)
         if in_a_row < train.max_skipped_steps:
             return False
-        self._roll_back(diagnosis)
+        self._roll_back("nonfinite", diagnosis, good_until=run.state.step)  # weights that no bad step has touched
         return True
 
     def _tell_overflow(self, result: StepResult, scale: float) -> None:
@@ -103,23 +115,48 @@ class Guard:
             f"{scale:,.0f}",
         )
 
-    def _roll_back(self, diagnosis: str) -> None:
+    def _mean_loss(self, result: StepResult) -> float:
+        """Return the loss over all processes, which must decide alike."""
+        accelerator = self._run.accelerator
+        if accelerator.num_processes == 1:
+            return result.loss
+        loss = torch.tensor(result.loss, device=accelerator.device)
+        return float(accelerator.reduce(loss, "mean").item())
+
+    def _look_at_loss(self, watch: LossWatch, loss: float) -> bool:
+        step = self._run.state.step
+        verdict = watch.verdict(step, loss)
+        if verdict is None:
+            self._note_good_step()
+            return False
+        self._in_a_row.append(self._positions_read())
+        in_a_row = len(self._in_a_row)
+        if verdict == "spike" and in_a_row < self._run.config.train.max_skipped_steps:
+            return False
+        diagnosis = f"step {step}: {watch.saw}"
+        logger.info("%s (%s)", diagnosis, verdict)
+        self._roll_back(verdict, diagnosis, step - in_a_row if verdict == "spike" else watch.lowest_step)
+        watch.forget_recent()
+        return True
+
+    def _roll_back(self, cause: str, diagnosis: str, good_until: int) -> None:
         with self._run.stopwatch.of("checkpoint"):
-            self._go_back(diagnosis)
+            self._go_back(cause, diagnosis, good_until)
         self._run.meter.restart()  # the steps it holds did not happen
 
-    def _go_back(self, diagnosis: str) -> None:
+    def _go_back(self, cause: str, diagnosis: str, good_until: int) -> None:
+        """Load the newest checkpoint that is neither later than step good_until nor suspect, or else the oldest."""
         run, train = self._run, self._run.config.train
         run.checkpoints.wait()
         advice = (
             f"lower optim.learning_rate (now {run.config.optim.learning_rate:g}) or look at these blocks of the data"
         )
+        if cause not in train.rollback_on:
+            raise UserError(f"train: {diagnosis}; train.rollback_on does not name {cause}: {advice}.")
         if run.state.rollbacks >= train.max_rollbacks:
             raise UserError(f"train: {diagnosis}; {run.state.rollbacks} rollbacks did not help: {advice}.")
-        is_only_one = len(newest_first(run.folder.checkpoints)) == 1
-        if self._suspect is not None and run.accelerator.is_main_process and not is_only_one:
-            logger.info("no good step came of %s: going further back", self._suspect.name)
-            set_aside(self._suspect)
+        if run.accelerator.is_main_process:
+            self._set_doubtful_aside(good_until)
         checkpoint = run.checkpoints.choose("auto")
         if checkpoint is None:
             raise UserError(f"train: {diagnosis}; there is no checkpoint to go back to: {advice}.")
@@ -130,15 +167,16 @@ class Guard:
         run.checkpoints.load(checkpoint)
         # those before the checkpoint are behind it anyway: to exclude them would move good ones up, past it
         following = stream_positions(run.state.blocks, 1, excluded)[0]
-        skipped_positions = np.concatenate(self._in_a_row)
-        excluded = sorted(excluded + as_ranges(skipped_positions[skipped_positions >= following]))
+        bad_positions = np.concatenate(self._in_a_row)
+        excluded = sorted(excluded + as_ranges(bad_positions[bad_positions >= following]))
         run.state.skipped_steps, run.state.rollbacks = skipped, rollbacks
         run.state.excluded_blocks, run.state.learning_rate_scale = excluded, scale
         self._in_a_row.clear()
         self._suspect = checkpoint
         run.start_batches()
         run.tracker.rewind(run.state.step)
-        run.tracker.event("rollback", run.state, from_step=before, excluded_blocks=excluded, learning_rate_scale=scale)
+        details = {"cause": cause, "from_step": before, "excluded_blocks": excluded, "learning_rate_scale": scale}
+        run.tracker.event("rollback", run.state, **details)
         logger.info(
             "rollback %d of %d: from step %d to %s; learning rates times %g, %d blocks excluded",
             rollbacks,
@@ -148,6 +186,16 @@ class Guard:
             scale,
             sum(end - start for start, end in excluded),
         )
+
+    def _set_doubtful_aside(self, good_until: int) -> None:
+        """Set the checkpoints aside that are later than a step or suspect, but for the oldest of all."""
+        for checkpoint in newest_first(self._run.folder.checkpoints)[:-1]:
+            if checkpoint == self._suspect:
+                logger.info("no good step came of %s: going further back", checkpoint.name)
+                set_aside(checkpoint)
+            elif step_of(checkpoint) > good_until:
+                logger.info("%s is of after the trouble began: going further back", checkpoint.name)
+                set_aside(checkpoint)
 
     def _positions_read(self) -> np.ndarray:
         """Return the positions of the blocks that the last update read."""

@@ -24,6 +24,7 @@ from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import muon
 from hfgolf.train import checkpointer, loop
+from hfgolf.train.loss_watch import LossWatch
 
 ROOT = Path(__file__).parents[2]
 NO_EVALUATION = {"train__eval_every_steps": 100}  # but at the end: it would save a checkpoint if it was the best
@@ -303,6 +304,73 @@ def test_no_sample_stops_the_end_of_a_run(run, tiny_run, break_weights):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == 6 and "sample" not in summary
     assert "A sample, written" not in (folder / "model" / "README.md").read_text()
+
+
+@pytest.fixture
+def shake_weights(edit_run):
+    """Return a function that spoils the embeddings, once, right before a step: the loss jumps and stays high."""
+
+    def install(before_step: int) -> None:
+        shaken = []
+
+        def edit(run_: Any) -> None:
+            def shake(module: Any, arguments: Any) -> None:
+                if module.training and run_.state.step == before_step - 1 and not shaken:
+                    shaken.append(before_step)
+                    weight = run_.raw_model.get_input_embeddings().weight.data
+                    weight.copy_(weight.roll(1, 0) * 30)
+
+            run_.raw_model.register_forward_pre_hook(shake)
+
+        edit_run(edit)
+
+    return install
+
+
+LOSSES = {"optim__adamw_learning_rate": 0.001, "train__max_steps": 60, "train__save_every_steps": 10, **NO_EVALUATION}
+
+
+def test_a_spike_that_stays_rolls_back_if_the_run_says_so(run, tiny_run, shake_weights, caplog):
+    shake_weights(39)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(**LOSSES, train__rollback_on="[nonfinite, spike]"))
+    (rollback,) = [event for event in events(folder) if event["event"] == "rollback"]
+    assert (rollback["cause"], rollback["step"], rollback["from_step"]) == ("spike", 30, 43)
+    assert rollback["excluded_blocks"] == [[38 * 8, 43 * 8]]
+    assert "step-000040 is of after the trouble began: going further back" in caplog.messages
+    assert len([line for line in caplog.messages if line.startswith("step 43: the training loss is ")]) == 1
+    after = losses(folder)
+    assert len(after) == 60 and max(after[30:]) < 1.2 * after[29]
+    assert json.loads((folder / "summary.json").read_text())["rollbacks"] == 1
+
+
+def test_a_spike_rolls_nothing_back_by_default(run, tiny_run, shake_weights):
+    shake_weights(39)
+    folder = run(tiny_run(**LOSSES))
+    assert "rollback" not in [event["event"] for event in events(folder)]
+    assert losses(folder)[38] > 1.5 * losses(folder)[37]
+
+
+def test_the_loss_watch_tells_spikes_and_divergence():
+    def verdicts(looks_for: str, loss: Any) -> list[tuple[int, str]]:
+        watch = LossWatch({looks_for})
+        told = [(step, watch.verdict(step, loss(step))) for step in range(1, 201)]
+        return [(step, verdict) for step, verdict in told if verdict]
+
+    def healthy(step: int) -> float:
+        return 2 + 3.5 * math.exp(-step / 30) + 0.05 * math.sin(step)
+
+    assert verdicts("spike", healthy) == verdicts("divergence", healthy) == []
+    assert verdicts("spike", lambda step: healthy(step) + 2 * (step == 90)) == [(90, "spike")]
+    diverging = verdicts("divergence", lambda step: healthy(step) + max(0, step - 100) / 50)
+    assert diverging[0][1] == "divergence" and 120 < diverging[0][0] < 160
+    assert verdicts("divergence", lambda step: 5.5 + step / 20)[0][0] < 60, "from the start"
+
+
+def test_a_run_that_may_not_roll_back_on_nan_ends_with_a_diagnosis(run, tiny_run, spoil_gradients):
+    spoil_gradients(lambda step: step >= 3)
+    with pytest.raises(UserError, match=r"^train: step 5: .*; train.rollback_on does not name nonfinite: lower optim"):
+        run(tiny_run(train__max_skipped_steps=2, train__rollback_on="[spike]", **NO_EVALUATION))
 
 
 DRIVER = """

@@ -1,0 +1,65 @@
+"""Spikes and divergence of the training loss, which train.rollback_on may name beside nonfinite.
+
+Both are what the doctor calls so, but judged at every step. Knows no run; guard.py acts on the verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection
+from statistics import median
+from typing import Literal
+
+from hfgolf.report.finding import robust_sigma
+from hfgolf.report.history import LEVEL_STEPS
+from hfgolf.report.spike_symptoms import SPIKE_SHARE
+from hfgolf.report.symptoms import LEAST_RISE, RISE, RISE_FROM_START, SIGMAS
+
+
+class LossWatch:
+    """Judges one training loss after the other; the same losses give the same verdicts on all processes."""
+
+    def __init__(self, looks_for: Collection[str]) -> None:
+        self._looks_for = looks_for
+        self._usual: deque[float] = deque(maxlen=LEVEL_STEPS)
+        """Losses that did not stand out."""
+        self._recent: deque[float] = deque(maxlen=LEVEL_STEPS)
+        self._first_loss = math.nan
+        self._lowest_level = math.inf
+        self.lowest_step = 0
+        """Where the median of the last losses was lowest: a divergence began after it."""
+        self.saw = ""
+        """What the last verdict is based on."""
+
+    def verdict(self, step: int, loss: float) -> Literal["spike", "divergence"] | None:
+        """Return what is wrong with the loss of a step (nats a token, over all processes), None if nothing is."""
+        if math.isnan(self._first_loss):
+            self._first_loss = loss
+        if "spike" in self._looks_for and self._stands_out(loss):
+            return "spike"
+        self._usual.append(loss)
+        self._recent.append(loss)
+        return "divergence" if "divergence" in self._looks_for and self._has_diverged(step) else None
+
+    def forget_recent(self) -> None:
+        """Forget the steps that a rollback has undone, but not what is usual."""
+        self._recent.clear()
+
+    def _stands_out(self, loss: float) -> bool:
+        if len(self._usual) < LEVEL_STEPS // 2:
+            return False
+        usual = median(self._usual)
+        self.saw = f"the training loss is {loss:.4g}, and was {usual:.4g} in the steps before"
+        return loss > usual + max(SPIKE_SHARE * usual, SIGMAS * robust_sigma(self._usual))
+
+    def _has_diverged(self, step: int) -> bool:
+        if len(self._recent) < LEVEL_STEPS // 2:
+            return False
+        level, lowest = median(self._recent), self._lowest_level
+        if level < lowest:
+            self._lowest_level, self.lowest_step = level, step
+        high = min(max(RISE * lowest, lowest + LEAST_RISE), RISE_FROM_START * self._first_loss)
+        was, at = min((lowest, self.lowest_step), (self._first_loss, 1))
+        self.saw = f"the training loss is {level:.4g} in the median, and was {was:.4g} at step {at}"
+        return level > high
