@@ -30,7 +30,6 @@ from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
-from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
@@ -44,6 +43,7 @@ from hfgolf.publish.hub import HubPusher
 from hfgolf.redact import redact
 from hfgolf.report.doctor import Rounds
 from hfgolf.report.wording import gigabytes
+from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.checkpoint import check_resume, choose_checkpoint, clean_up
 from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.clock import most_steps
@@ -312,8 +312,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
             f"run.output_dir: cannot write to {folder.path} ({one_line(error)}); make room, or choose another"
             " --run.output_dir."
         ) from None
-    attention = raw_model.config._attn_implementation
-    logger.info("attention: %s, q, k and v in %s", attention, attention_dtype(raw_model, accelerator))
+    logger.info("attention: %s", describe_attention(raw_model, accelerator, config.batch.sequence_length))
     _rehearse(run)
     run.start_batches()
     return run
@@ -431,16 +430,6 @@ def _settle_batch(
     of_training = "" if accelerator.device.type == "cuda" else f", {gigabytes(memory.peak)} of them for training"
     logger.info("memory: %s predicted at the peak of each process%s", gigabytes(predicted), of_training)
     return resolved, predicted
-
-
-def attention_dtype(model: GolfForCausalLM, accelerator: Accelerator) -> torch.dtype:
-    """Return the dtype in which q, k and v reach attention: what mixed precision really does, by a small pass."""
-    seen: list[torch.dtype] = []
-    hook = model.model.layers[0].self_attn.qkv_proj.register_forward_hook(lambda *call: seen.append(call[2].dtype))
-    with torch.no_grad(), evaluation_mode(model), accelerator.autocast():
-        model.forward(input_ids=torch.zeros(1, 2, dtype=torch.long, device=accelerator.device), use_cache=False)
-    hook.remove()
-    return seen[0]
 
 
 def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
+from hfgolf.model import causal_blocks
 from hfgolf.report.metrics import read_rows
 from hfgolf.train import environment
 from hfgolf.train.compilation import should_compile
@@ -375,3 +377,40 @@ def test_large_tensors_lie_in_large_pages():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=without_large_pages()
     )
     assert int(done.stdout) > 0.9 * 2**16  # kB, of 64 MB
+
+
+@pytest.mark.parametrize(
+    ("dropout", "words"),
+    [(0.0, "sdpa, SDPA's flash kernel, q, k and v in "), (0.1, "sdpa, SDPA's math kernel, q, k and v in ")],
+)
+def test_the_log_says_what_attention_got(run, tiny_run, monkeypatch, caplog, dropout, words):
+    """Also if it casts q, k and v itself, after autocast and the projection."""
+    options = {"model__attention_dropout": dropout, "train__max_steps": 1}
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        run(tiny_run(**options))
+        assert f"attention: {words}torch.float32" in caplog.messages
+        caplog.clear()
+        real = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def in_double(module, query, key, value, *arguments, **settings):
+            output, weights = real(module, query.double(), key.double(), value.double(), *arguments, **settings)
+            return output.to(query.dtype), weights
+
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", in_double)
+        run(tiny_run(run__name="double", **options))
+        assert f"attention: {words}torch.float64" in caplog.messages
+
+
+def test_a_cast_to_fp32_inside_attention_shows_under_bf16(run, tiny_run, monkeypatch, caplog):
+    def in_fp32(query, key, value, *arguments):
+        with torch.autocast("cpu", enabled=False):
+            return real(query.float(), key.float(), value.float(), *arguments).to(query.dtype)
+
+    real = causal_blocks.causal_blocks
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        run(tiny_run(train__mixed_precision="bf16", train__max_steps=1))
+        assert "attention: causal_blocks, q, k and v in torch.bfloat16" in caplog.messages
+        caplog.clear()
+        monkeypatch.setattr(causal_blocks, "causal_blocks", in_fp32)
+        run(tiny_run(run__name="cast", train__mixed_precision="bf16", train__max_steps=1))
+        assert "attention: causal_blocks, q, k and v in torch.float32" in caplog.messages
