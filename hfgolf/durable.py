@@ -49,6 +49,14 @@ def replace_folder(partial: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are not there, so that a power cut does not take them away again."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        sync(path.parent)
+
+
 def sync_tree(folder: Path) -> None:
     """Have a folder and all that is in it on the disk before what follows."""
     for parent, _, names in os.walk(folder, topdown=False):

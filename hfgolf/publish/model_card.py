@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 import hfgolf
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig, RunSection, join_words
+from hfgolf.durable import write_text
 from hfgolf.redact import redact
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
@@ -72,7 +73,7 @@ def name_in_card(path: Path, location: str) -> None:
     # the first two are the example's; a sample from a model that was trained on Python may hold more
     named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
     if named != card:
-        path.write_text(named, encoding="utf-8")
+        write_text(path, named)
 
 
 def _dataset(config: RunConfig) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hfgolf.durable import write_bytes, write_text
 from hfgolf.redact import redact, redact_values
 from hfgolf.report.figures import EVENTS, draw_charts, line_look
 from hfgolf.report.record import FIGURES, RunRecord, final_figures, seconds_by_kind, stated_price, status, written
@@ -44,7 +45,7 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
     pictures = output.with_suffix("")
     pictures.mkdir(parents=True, exist_ok=True)
     for drawing in drawings:
-        (pictures / f"{drawing.chart.name}.png").write_bytes(drawing.to_png())
+        write_bytes(pictures / f"{drawing.chart.name}.png", drawing.to_png())
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,  # in Markdown entities are what they are in HTML
@@ -55,7 +56,7 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
     environment.filters["dollars"] = dollars
     for suffix in (".html", ".md"):
         page = environment.get_template(f"report{suffix}").render(content, drawings=drawings)
-        output.with_suffix(suffix).write_text(f"{page}\n", encoding="utf-8")
+        write_text(output.with_suffix(suffix), f"{page}\n")
 
 
 def _with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 
 from hfgolf.command_line import one_line
 from hfgolf.config import join_words
-from hfgolf.durable import find_damage, list_files, sync
+from hfgolf.durable import find_damage, list_files, make_folder, sync, sync_tree
 from hfgolf.errors import UserError
 from hfgolf.train.state import TrainState
 
@@ -48,7 +48,8 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
     """Make the hidden folder in which a checkpoint is written."""
     partial = folder / f".partial-{step_folder(folder, step).name}"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_folder(folder)
+    partial.mkdir()
     return partial
 
 
@@ -64,8 +65,7 @@ def commit_checkpoint(partial: Path, step: int, processes: int) -> Path:
         "files": list_files(partial, files),
     }
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in (*files, partial / _MANIFEST, partial):
-        sync(path)
+    sync_tree(partial)
     set_aside(final)
     partial.rename(final)
     sync(folder)

@@ -90,8 +90,10 @@ class Checkpointer:
         if self._is_replicated:  # the weights go into the model itself: a wrapper's keys depend on the processes
             accelerator.register_load_state_pre_hook(self._load_weights)
 
-    def save(self, is_best: bool) -> None:
+    def save(self, is_best: bool, before_commit: Callable[[], None] = lambda: None) -> None:
         """Begin to write `step-NNNNNN` in the background; all ranks call it together.
+
+        before_commit: called there by the main process, once the files are written and before the checkpoint appears.
 
         A save that fails (a full disk) leaves the earlier checkpoints alone and shows up in `failures`. Weights that
         are not finite are not saved, and show up there too.
@@ -104,7 +106,7 @@ class Checkpointer:
             return
         write = self._contents() if self._is_replicated else self._save_sharded()
         if self._accelerator.is_main_process:
-            self._write = self._thread.submit(self._commit, step, write, is_best)
+            self._write = self._thread.submit(self._commit, step, write, is_best, before_commit)
 
     def reserve(self) -> None:
         """Take the host's memory for the copies of a GPU's tensors, in the background: to pin it takes time."""
@@ -267,12 +269,15 @@ class Checkpointer:
             copy = self._copies[path] = torch.empty(tree.shape, dtype=tree.dtype, pin_memory=True)
         return copy.copy_(tree, non_blocking=True)
 
-    def _commit(self, step: int, write: Callable[[Path], None], is_best: bool) -> None:
+    def _commit(
+        self, step: int, write: Callable[[Path], None], is_best: bool, before_commit: Callable[[], None]
+    ) -> None:
         partial = None
         try:
             partial = begin_checkpoint(self._folder, step)
             write(partial)
             self._is_read.set()
+            before_commit()
             checkpoint = commit_checkpoint(partial, step, self._accelerator.num_processes)
             if is_best:
                 point(self._folder / "best", checkpoint)

@@ -242,7 +242,7 @@ def save(run: Run) -> None:
             write_description(run)
     run.state.seconds = run.stopwatch.seconds()
     with run.stopwatch.of("checkpoint"):
-        run.checkpoints.save(is_best=run.state.best_step == run.state.step)
+        run.checkpoints.save(is_best=run.state.best_step == run.state.step, before_commit=run.tracker.sync)
 
 
 def report_failed_saves(run: Run) -> None:

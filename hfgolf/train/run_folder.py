@@ -10,13 +10,14 @@ import errno
 import json
 import os
 import platform
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hfgolf.command_line import ResolvedConfig, read_yaml
 from hfgolf.config import RunConfig
-from hfgolf.durable import find_damage, write_text
+from hfgolf.durable import find_damage, make_folder, write_text
 from hfgolf.errors import UserError
 from hfgolf.train.checkpoint import newest_first
 from hfgolf.train.identity import changed_keys, differences
@@ -83,10 +84,10 @@ class RunFolder:
         """Make the folder and check that this run may write there; the main process calls it before any work.
 
         Raises UserError where the folder is not writable, is in use by another process, holds another config, or holds
-        a run that train.resume must continue. Leaves everything in it untouched.
+        a run that train.resume must continue. Leaves everything in it untouched but for unfinished writes.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             probe = self.path / ".writable"
             probe.write_text("\n")  # not empty: that fits on a full disk
             probe.unlink(missing_ok=True)  # another run may be looking too
@@ -95,6 +96,7 @@ class RunFolder:
                 f"run.output_dir: cannot write to {self.path} ({error.strerror}); choose another --run.output_dir."
             ) from None
         self._lock()
+        self._clean_up()
         resume = resolved.config.train.resume
         has_checkpoints = bool(newest_first(self.checkpoints))
         changed = self.changed_keys(resolved) if resume is None or not has_checkpoints else []
@@ -109,6 +111,15 @@ class RunFolder:
                 f"run.name: {self.path} holds an unfinished run; --train.resume auto continues it,"
                 " another --run.name starts a new one."
             )
+
+    def _clean_up(self) -> None:
+        """Remove what a write that was killed left behind; not among the checkpoints, which do so themselves."""
+        for pattern in (".partial-*", ".replaced-*", "starts/*/.partial-*", f"{self.report.stem}/.partial-*"):
+            for path in self.path.glob(pattern):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
     def _lock(self) -> None:
         """Keep other processes out for as long as this one lives, however it ends; UserError where one is in."""
@@ -227,7 +238,7 @@ class RunFolder:
         """Keep what one needs to repeat this start of the run, in `starts/NNN`; the run's own folder has the latest."""
         number = 1 + max((int(path.name) for path in self.starts.glob("[0-9]*")), default=0)
         start = self.starts / f"{number:03d}"
-        start.mkdir(parents=True)
+        make_folder(start)
         for folder in (start, self.path):
             write_text(folder / self.config.name, config_yaml)
             write_text(folder / self.metadata.name, json.dumps(metadata, indent=1))

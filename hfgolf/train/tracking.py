@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hfgolf.command_line import one_line
-from hfgolf.durable import write_bytes
+from hfgolf.durable import sync, write_bytes
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
 
@@ -90,6 +90,12 @@ class Tracker:
             _drop_rows_after(self._path, step)
         except OSError as error:
             logger.warning("%s: rows after step %d stay in it (%s)", self._path, step, error.strerror)
+
+    def sync(self) -> None:
+        """Have the rows so far on the disk, if it takes them; a checkpoint that follows has all rows up to its step."""
+        with suppress(OSError):  # no row is worth a checkpoint
+            sync(self._path)
+            sync(self._path.parent)
 
     def _write(self, row: dict[str, Any]) -> None:
         """Append a row; where the disk refuses, keep it and try again with the next."""
@@ -267,10 +273,10 @@ def _drop_rows_after(path: Path, step: int) -> None:
     """Forget the rows of a run that the resumed checkpoint never saw; they will be written again."""
     if not path.is_file():
         return
-    lines = path.read_bytes().splitlines()
-    kept = [line for line in lines if _outlives(line, step)]
-    if len(kept) < len(lines):
-        write_bytes(path, b"".join(line + b"\n" for line in kept))
+    content = path.read_bytes()
+    kept = b"".join(line + b"\n" for line in content.splitlines() if _outlives(line, step))
+    if kept != content:  # rows are dropped, or the last line has lost its end
+        write_bytes(path, kept)
 
 
 def _outlives(line: bytes | str, step: int) -> bool:

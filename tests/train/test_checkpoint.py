@@ -36,7 +36,6 @@ from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
-from hfgolf.train import checkpoint as checkpoint_module
 from hfgolf.train import checkpointer, loop, setup
 from hfgolf.train.checkpoint import (
     Rejected,
@@ -252,7 +251,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
 
 def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplog):
     """At whatever call to the disk it fails: nothing is deleted before the new checkpoint is complete."""
-    real_sync, seen = checkpoint_module.sync, {}
+    real_sync, seen = durable.sync, {}
 
     def failing(path: Path) -> None:
         if "step-000004" in path.parent.name:
@@ -269,7 +268,7 @@ def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplo
         real_save(run_)
         look(run_)
 
-    monkeypatch.setattr(checkpoint_module, "sync", failing)
+    monkeypatch.setattr(durable, "sync", failing)
     monkeypatch.setattr(loop, "save", save)
     with caplog.at_level(logging.INFO, "hfgolf"):
         run(tiny_run(train__save_every_steps=2, train__eval_every_steps=99, train__keep_last=1))

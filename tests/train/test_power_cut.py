@@ -1,0 +1,196 @@
+"""The power fails at any moment of a run: nothing that was finished is lost, and nobody reads half of anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from faults import FORKING, before_step, differences, is_whole, rows
+from power import FOLDER, Disk, Moment, Tree, below, write_tree
+
+from hfgolf.command_line import ResolvedConfig, load_config
+from hfgolf.report.metrics import read_metrics
+from hfgolf.train import checkpointer, conclusion, loop
+from hfgolf.train.checkpoint import step_of
+
+RUN = "runs/cut"  # below the disk
+OPTIONS = {
+    "run__name": "cut",
+    "tokenizer__kind": "char",  # trained, and kept in the cache
+    "model__hidden_size": 16,
+    "batch__tokens_per_step": 128,
+    "batch__micro_batch_size": 4,
+    "train__eval_tokens": 512,
+    "train__save_every_steps": 2,
+    "train__resume": "auto",
+}
+
+
+class Life(NamedTuple):
+    """All that a run left on the disk, at each moment."""
+
+    states: dict[Tree, Moment]
+    contents: dict[str, bytes]
+    now: Tree
+    """At the end, with nothing lost."""
+
+
+def _live(resolved: ResolvedConfig, disk: Path, answer: Path) -> None:
+    """Train, with a SIGTERM after three steps, then again to the end; record the disk."""
+    recorder = Disk(disk)
+    commit = checkpointer.commit_checkpoint
+
+    def commit_and_note(partial: Path, step: int, *arguments: Any) -> Path:
+        path = commit(partial, step, *arguments)
+        recorder.saved_step = step
+        return path
+
+    checkpointer.commit_checkpoint = commit_and_note
+    recorder.watch()
+    step = loop.train_step
+    loop.train_step = before_step({4: lambda run: os.kill(os.getpid(), signal.SIGTERM)})
+    try:
+        loop.train(resolved)
+    except SystemExit as stop:
+        assert stop.code == 128 + signal.SIGTERM
+    loop.train_step = step
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    loop.train(resolved)
+    answer.write_bytes(pickle.dumps((recorder.states, recorder.contents, recorder.now())))
+
+
+@pytest.fixture
+def life(tiny_run: Callable[..., list[str]], tmp_path: Path) -> Life:
+    """The states of one life, recorded once for all tests."""
+    if not _RECORDED:
+        disk, answer = tmp_path / "disk", tmp_path / "answer"
+        disk.mkdir()
+        resolved = load_config(tiny_run(**OPTIONS, run__output_dir=disk / "runs", data__cache_dir=disk / "cache"))
+        process = FORKING.Process(target=_live, args=(resolved, disk, answer))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        _RECORDED.append(Life(*pickle.loads(answer.read_bytes())))
+    return _RECORDED[0]
+
+
+_RECORDED: list[Life] = []
+
+
+class Reader:
+    """Says what is half, or lost, in the states of a run's folder; looks once at what is the same in several."""
+
+    def __init__(self, life: Life, scratch: Path) -> None:
+        self._contents, self._scratch = life.contents, scratch
+        self._model = below(life.now, f"{RUN}/model")
+        self._seen: dict[Any, Any] = {}
+
+    def complaints(self, tree: Tree, saved_step: int) -> list[str]:
+        run = dict(below(tree, RUN))
+        files = {path: what for path, what in run.items() if not re.search(r"(^|/)\.|^checkpoints", path)}
+        found = [f"{path} is half" for path, what in files.items() if not self._once(self._is_whole, path, what)]
+        steps = {path: step_of(Path(path)) for path in run if re.fullmatch(r"checkpoints/step-\d+", path)}
+        for path in steps:
+            if not self._once(self._is_valid, path, below(tree, f"{RUN}/{path}")):
+                found.append(f"{path} is half")
+        newest = max(steps.values(), default=0)
+        if newest < saved_step:
+            found.append(f"step {saved_step} was saved, step {newest} is there")
+        logged = self._once(self._logged_steps, run.get("metrics.jsonl"))
+        if [step for step in logged if step <= newest] != list(range(1, newest + 1)):
+            found.append(f"step {newest} was saved, the steps logged are {logged}")
+        if "model" in run and below(tree, f"{RUN}/model") != self._model:
+            found.append("model is half")
+        if "summary.json" in run and "model" not in run:
+            found.append("complete without a model")
+        return found
+
+    def _once(self, look: Callable[..., Any], *at: Any) -> Any:
+        key = (look.__name__, *at)
+        if key not in self._seen:
+            self._seen[key] = look(*at)
+        return self._seen[key]
+
+    def _is_whole(self, path: str, what: str) -> bool:
+        if what == FOLDER or path.startswith("model/") or path == "metrics.jsonl":
+            return True
+        content = self._contents[what]
+        if path.endswith(".json"):
+            return is_json(content)
+        if path.endswith(".yaml"):
+            return isinstance(yaml.safe_load(content), dict) and content.endswith(b"\n")
+        return content.endswith(b"IEND\xaeB`\x82" if path.endswith(".png") else b"\n")
+
+    def _is_valid(self, path: str, tree: Tree) -> bool:
+        return is_whole(write_tree(tree, self._scratch / str(len(self._seen)) / Path(path).name, self._contents))
+
+    def _logged_steps(self, what: str | None) -> list[int]:
+        if what is None:
+            return []
+        path = self._scratch / "metrics.jsonl"
+        path.write_bytes(self._contents[what])
+        return [row["step"] for row in read_metrics(path).rows]
+
+
+def is_json(content: bytes) -> bool:
+    try:
+        return isinstance(json.loads(content), dict)
+    except ValueError:
+        return False
+
+
+def test_a_power_cut_leaves_nothing_half_and_loses_nothing_finished(life, tmp_path):
+    reader, found = Reader(life, tmp_path), {}
+    for tree, moment in life.states.items():
+        for complaint in reader.complaints(tree, moment.saved_step):
+            found.setdefault(complaint, moment)
+    assert not found
+
+
+def kinds(life: Life, with_content: bool) -> list[Tree]:
+    """Return a state of each kind: by what is there under its final name, and with_content by what is in it."""
+    of_kind: dict[Any, Tree] = {}
+    for tree in life.states:
+        there = [(path, what) for path, what in tree if not _UNFINISHED.search(path)]
+        kind = tuple(there) if with_content else tuple(path for path, _ in there if not _INSIDE.search(path))
+        of_kind[kind] = tree
+    return list(of_kind.values())
+
+
+_UNFINISHED = re.compile(r"(^|/)[.]|[.]lock$|^cache/building|^runs/cut/(report|starts)")
+_INSIDE = re.compile(r"^cache|(latest|best)$|/step-\d+/|/model/|metadata|patch$")
+
+
+def figures(folder: Path) -> list[tuple[Any, ...]]:
+    keys = ("step", "train_losses", "grad_norms", "sample_hashes", "val_loss")
+    return [tuple(row[key] for key in keys) for row in rows(folder) if "event" not in row]
+
+
+@pytest.mark.parametrize("with_content", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_same_command_goes_on_after_a_power_cut(life, run, tiny_run, tmp_path, monkeypatch, with_content):
+    """To the last bit as if nothing had happened."""
+    monkeypatch.setattr(conclusion, "report_run", lambda *arguments: None)  # drawing takes longer than all the rest
+    straight = run(tiny_run(**OPTIONS))
+    for number, tree in enumerate(kinds(life, with_content)):
+        disk = write_tree(tree, tmp_path / str(number), life.contents)
+        folder = run(tiny_run(**OPTIONS, run__output_dir=disk / "runs", data__cache_dir=disk / "cache"))
+        when = life.states[tree]
+        assert figures(folder) == figures(straight), when
+        one, other = (path / "checkpoints" / "step-000006" for path in (folder, straight))
+        assert differences(one, other) == [], when
+        assert exported(folder) == exported(straight), when
+        assert not list(folder.rglob(".partial-*")), when
+
+
+def exported(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("model/*") if path.suffix in (".json", ".safetensors")}
