@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -85,3 +86,14 @@ def test_the_model_is_left_in_its_mode_even_by_an_error(build_model, stream, acc
     with pytest.raises(ZeroDivisionError):
         evaluate_loss(model, stream, accelerator, **settings)
     assert model.training is training
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)])
+def test_it_computes_in_the_precision_of_the_run_and_without_gradients(build_model, stream, precision, dtype):
+    model = build_model()
+    seen = set()
+    layer = model.model.layers[0].self_attn.qkv_proj
+    layer.register_forward_hook(lambda module, inputs, output: seen.add((output.dtype, output.requires_grad)))
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    evaluate_loss(model, stream, accelerator, sequence_length=8, batch_size=2)
+    assert seen == {(dtype, False)}

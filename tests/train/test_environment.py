@@ -98,7 +98,7 @@ def test_cores_are_shared_over_processes(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_seeds_reach_every_generator():
+def test_seeds_reach_every_generator(monkeypatch):
     import random
 
     import numpy as np
@@ -112,6 +112,10 @@ def test_seeds_reach_every_generator():
     assert all(a != b for a, b in zip(draw(), first, strict=True))
     environment.seed_everything(7)
     assert draw() == first
+    of_gpus = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", of_gpus.append)
+    environment.seed_everything(7)
+    assert of_gpus == [7]
 
 
 def test_the_commit_of_an_image_is_in_the_metadata(monkeypatch):

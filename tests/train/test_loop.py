@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -116,6 +117,39 @@ def test_every_optimizer_and_schedule_learns(run, tiny_run, options):
     assert losses(folder)[-1] < losses(folder)[0] - 0.7
 
 
+@pytest.mark.parametrize(("options", "clip"), [({}, 1.0), ({"train__max_grad_norm": 0.25}, 0.25)])
+def test_an_update_is_that_of_the_textbook(run, tiny_run, monkeypatch, options, clip):
+    """SGD by hand: the mean gradient of two micro-batches, clipped, at the warmup's rate; only matrices decay."""
+    real_step = loop.train_step
+    norms = []
+
+    def watched_step(run_: Any, total_steps: float) -> Any:
+        micro_batches = [next(run_.batches) for _ in range(2)]
+        run_.batches = itertools.chain([dict(batch) for batch in micro_batches], run_.batches)
+        named = dict(run_.raw_model.named_parameters())
+        before = {name: parameter.detach().clone() for name, parameter in named.items()}
+        loss = sum(run_.raw_model(b["input_ids"], shift_labels=b["shift_labels"]).loss for b in micro_batches) / 2
+        gradients = dict(zip(named, torch.autograd.grad(loss, named.values()), strict=True))
+        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
+        rate = 0.3 * (run_.state.step + 1) / 4
+        result = real_step(run_, total_steps)
+        assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+        for name, parameter in named.items():
+            decay = 0.1 if name.endswith("_proj.weight") else 0.0
+            expected = before[name] * (1 - rate * decay) - rate * min(1, clip / norm) * gradients[name]
+            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-5, atol=1e-6)
+            assert parameter.grad is None
+        norms.append(norm)
+        return result
+
+    monkeypatch.setattr(loop, "train_step", watched_step)
+    sgd = {"optim__name": "sgd", "optim__learning_rate": 0.3, "optim__momentum": 0, "optim__nesterov": "false"}
+    schedule = {"schedule__name": "constant", "schedule__warmup_steps": 4, "optim__weight_decay": 0.1}
+    run(tiny_run(**sgd, **schedule, **options, batch__micro_batch_size=4, train__max_steps=3))
+    assert len(norms) == 3 and max(norms) > clip
+
+
 @pytest.mark.parametrize("options", [{"model__gradient_checkpointing": "true"}, {"data__num_workers": 2}])
 def test_what_only_saves_memory_or_time_changes_no_loss(run, tiny_run, options):
     plain, other = run(tiny_run(run__name="plain")), run(tiny_run(run__name="other", **options))
@@ -130,9 +164,13 @@ def test_a_compiled_model_compiles_once(run, tiny_run, monkeypatch):
     counters.clear()
     compile_ = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
-    folder = run(tiny_run(train__compile="true", batch__micro_batch_size=4))
+    options = {"batch__micro_batch_size": 4, "model__dropout": 0.1}
+    folder = run(tiny_run(run__name="compiled", train__compile="true", **options))
     assert counters["stats"]["unique_graphs"] == 1
     assert len(losses(folder)) == 6
+    assert rows(folder)[0]["seconds_compile"] > 0
+    plain = run(tiny_run(run__name="plain", train__compile="false", **options))
+    assert losses(folder) == pytest.approx(losses(plain), rel=1e-5), "the pass that compiles left a trace"
 
 
 @pytest.mark.distributed
@@ -213,6 +251,16 @@ def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
     exported = load_file(folder / "model" / "model.safetensors")
     best = weights(checkpoints / "best")
     assert all(torch.equal(exported[name], best[name]) for name in best)
+
+
+def test_evaluations_read_eval_tokens_and_the_last_one_reads_all(run, tiny_run):
+    folder = run(tiny_run(data__val_fraction=0.5, train__eval_tokens=9000, train__max_steps=2))
+    (row,) = (row for row in rows(folder) if row["val_loss"] is not None)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert 4000 < row["val_tokens"] <= 9000 < 15_000 < summary["val_tokens"]
+    assert row["val_bits_per_byte"] == pytest.approx(
+        row["val_loss"] * row["val_tokens"] / math.log(2) / row["val_bytes"]
+    )
 
 
 def test_max_minutes_ends_the_run_and_its_schedule(run, tiny_run):

@@ -1,0 +1,88 @@
+"""What a config switches on is on in the run that set_up builds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from hfgolf.command_line import load_config
+from hfgolf.data.batches import block_starts, sample_hash
+from hfgolf.train import setup
+
+
+@pytest.fixture
+def build(tiny_run, reset_accelerate) -> Callable[..., setup.Run]:
+    """Return a function that sets up the tiny run with some options, as a fresh process would."""
+
+    def build_(**options: Any) -> setup.Run:
+        reset_accelerate()
+        return setup.set_up(load_config(tiny_run(**options)))
+
+    return build_
+
+
+@pytest.fixture
+def own_determinism(monkeypatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what a run sets is undone
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_kernels_are_on_if_asked_for(build, own_determinism, deterministic):
+    build(train__deterministic=str(deterministic).lower())
+    assert torch.are_deterministic_algorithms_enabled() is deterministic
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+def test_the_seed_of_the_run_decides_the_order_of_its_data(build, seed):
+    run = build(run__seed=seed)
+    starts = block_starts(seed, np.arange(8), run.num_blocks, 32)
+    assert next(run.batches)["sample_hash"] == sample_hash(starts)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_has_dropout_of_its_own(build, monkeypatch, rank):
+    monkeypatch.setattr(Accelerator, "process_index", rank)
+    build(run__seed=7)
+    assert torch.initial_seed() == 7 + rank
+
+
+@pytest.mark.parametrize(("checkpointing", "passes"), [("false", 1), ("true", 2)])
+def test_gradient_checkpointing_computes_each_layer_again(build, checkpointing, passes):
+    run = build(model__gradient_checkpointing=checkpointing)
+    layers = run.raw_model.model.layers
+    calls: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(lambda *call, number=number: calls.append(number))
+    batch = next(run.batches)
+    del batch["sample_hash"]
+    run.model.train()
+    run.model(**batch).loss.backward()
+    assert sorted(calls) == sorted([*range(len(layers))] * passes)
+
+
+def test_muon_orthogonalizes_q_k_and_v_apart(build):
+    groups = build().optimizer.param_groups
+    splits = {name: rows for group in groups for name, rows in zip(group["param_names"], group["splits"], strict=True)}
+    assert {name: rows for name, rows in splits.items() if rows} == {
+        f"model.layers.{layer}.self_attn.qkv_proj.weight": (32, 32, 32) for layer in range(2)
+    }
+
+
+def test_what_a_run_takes_is_taken_before_its_first_step(build, monkeypatch):
+    """Freed memory is kept, the optimizer has its state, and the tokenizer says how long a text may be."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    run = build()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert all(run.optimizer.state[parameter] for parameter in run.raw_model.parameters())
+    assert run.tokens.tokenizer.model_max_length == 32
