@@ -74,9 +74,22 @@ def commit_checkpoint(partial: Path, step: int, processes: int) -> Path:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a save that was killed left behind."""
+    """Finish a save that was killed when only its name was missing; remove what any other left behind."""
     for partial in folder.glob(".partial-*"):
-        shutil.rmtree(partial, ignore_errors=True)
+        final = folder / partial.name.removeprefix(".partial-")
+        if _STEP_FOLDER.fullmatch(final.name) and not final.exists() and _is_whole(partial):
+            partial.rename(final)
+            sync(folder)
+        else:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        verify(checkpoint)
+    except Rejected:
+        return False
+    return True
 
 
 def retain(folder: Path, keep_last: int) -> None:

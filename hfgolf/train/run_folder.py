@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from hfgolf.command_line import ResolvedConfig, read_yaml
 from hfgolf.config import RunConfig
-from hfgolf.durable import find_damage, make_folder, write_text
+from hfgolf.durable import find_damage, make_folder, sync, write_text
 from hfgolf.errors import UserError
 from hfgolf.train.checkpoint import newest_first
 from hfgolf.train.identity import changed_keys, differences
@@ -233,6 +233,12 @@ class RunFolder:
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             return f"{self.summary.name} is not readable"
         return damage and f"{self.model.name}/{damage}"
+
+    def reopen(self) -> None:
+        """Let the run be complete no longer, before anything else of it changes."""
+        if self.summary.exists():
+            self.summary.unlink()
+            sync(self.path)
 
     def describe_start(self, config_yaml: str, metadata: dict[str, Any], patch: str | None) -> None:
         """Keep what one needs to repeat this start of the run, in `starts/NNN`; the run's own folder has the latest."""

@@ -271,6 +271,8 @@ def set_up(resolved: ResolvedConfig) -> Run:
         identity,
         beside_weights,
     )
+    if accelerator.is_main_process:
+        folder.reopen()
     if origin:
         checkpoints.load(origin.checkpoint)
         stopwatch.carry_over(state.seconds)
@@ -442,7 +444,6 @@ def write_description(run: Run) -> None:
     """Write what repeats this start of the run: config, metadata and, if hfgolf differs from its commit, the patch."""
     if not run.accelerator.is_main_process:
         return
-    run.folder.summary.unlink(missing_ok=True)  # the run is no longer complete
     # without what only a resume can do, so that the file repeats the run
     stated = run.resolved.config.replace(train__resume=None, train__resume_with_other=None)
     config_yaml = ResolvedConfig(stated, run.resolved.sources).to_yaml()

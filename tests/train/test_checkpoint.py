@@ -41,6 +41,7 @@ from hfgolf.train.checkpoint import (
     Rejected,
     begin_checkpoint,
     choose_checkpoint,
+    clean_up,
     commit_checkpoint,
     make_latest,
     point,
@@ -79,6 +80,15 @@ def choose(folder: Path, which: str) -> Path | None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_that_lacks_only_its_name_is_finished_at_the_next_start(tmp_path):
+    """The power went between the two renames of a step that is saved a second time."""
+    whole, half = (commit(tmp_path, step).rename(tmp_path / f".partial-step-{step:06d}") for step in (3, 6))
+    truncate(half / "model")
+    clean_up(tmp_path)
+    assert names(tmp_path) == ["latest", "step-000003"] and not whole.exists()
+    assert choose(tmp_path, "auto") == tmp_path / "step-000003"
 
 
 @pytest.mark.parametrize(
