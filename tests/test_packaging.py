@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "train": {"data", "model", "optim", "measure", "evaluate", "publish", "report"},
     "compare": {"data", "model", "optim", "measure", "evaluate", "publish", "report", "train"},
 }
-BASE = {"config", "errors", "command_line", "redact", "durable"}
+BASE = {"config", "errors", "command_line", "redact", "durable", "hardware"}
 
 
 def pins() -> dict[str, str]:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config import DataConfig, TokenizerConfig
@@ -39,6 +39,7 @@ from hfgolf.data.token_stream import TokenStream, open_stream, pieces_path, writ
 from hfgolf.data.tokenizer import Encoded, Encoder, build_encoder, build_tokenizer, find_tokenizer, tokenizer_sha256
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
+from hfgolf.hardware import free_memory_bytes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -306,7 +307,7 @@ class _Progress:
 def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, is_hit: bool) -> TokenCache:
     data = corpus.data
     num_bytes = sum((folder / f"{split}.arrow").stat().st_size for split in SPLITS)
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = free_memory_bytes(torch.device("cpu"))
     is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
     manifest = read_manifest(folder)
     train, val = (open_stream(folder / f"{split}.arrow", is_in_memory, len(tokenizer)) for split in SPLITS)

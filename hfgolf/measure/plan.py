@@ -24,12 +24,12 @@ from hfgolf.data.corpus import cache_folder, load_corpus
 from hfgolf.data.token_stream import open_stream
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.errors import UserError
+from hfgolf.hardware import free_memory_bytes
 from hfgolf.measure.flops import Device, TokenFlops, device_name, peak_flops, token_flops
 from hfgolf.measure.memory import (
     USABLE_SHARE,
     TrainingMemory,
     choose_micro_batch_size,
-    free_memory_bytes,
     run_memory,
 )
 from hfgolf.model.build import build_golf

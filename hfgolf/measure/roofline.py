@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from hfgolf.hardware import free_memory_bytes
 from hfgolf.measure.flops import measured_peak_flops
-from hfgolf.measure.memory import free_memory_bytes
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig

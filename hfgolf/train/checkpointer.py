@@ -21,7 +21,6 @@ from threading import Event
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import clean_state_dict_for_safetensors, gather_object, load
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from hfgolf.command_line import one_line
 from hfgolf.errors import UserError
+from hfgolf.hardware import free_memory_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.train.checkpoint import (
@@ -249,7 +249,7 @@ class Checkpointer:
     def _copy_all(self, contents: dict[str, Any]) -> dict[str, Any] | None:
         """Copy a GPU's tensors into memory that is kept for the next save; None where there is no room for it."""
         num_bytes = sum(leaf.nbytes for _, leaf in leaves(contents) if isinstance(leaf, Tensor))
-        if not self._copies and psutil.virtual_memory().available < 2 * num_bytes:
+        if not self._copies and free_memory_bytes(torch.device("cpu")) < 2 * num_bytes:
             return None
         try:
             return self._copy(contents)

@@ -32,8 +32,9 @@ from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
+from hfgolf.hardware import free_memory_bytes
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
-from hfgolf.measure.memory import choose_micro_batch_size, expected_bytes, free_memory_bytes, run_memory
+from hfgolf.measure.memory import choose_micro_batch_size, expected_bytes, run_memory
 from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay

@@ -15,6 +15,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hfgolf import hardware
 from hfgolf.config import TokenizerConfig
 from hfgolf.data import token_cache
 from hfgolf.data import tokenizer as tokenizer_module
@@ -212,6 +213,11 @@ def test_in_memory_is_equal_and_said_where_it_was_decided(data, caplog, in_memor
     with open(stream.path, "r+b") as file:
         file.write(bytes(stream.path.stat().st_size))  # seen through a map, not by a copy
     assert (stream.tokens[0] == first) == stream.is_in_memory
+
+
+def test_tokens_stay_on_the_disk_if_the_container_has_no_room_for_them(data, monkeypatch):
+    monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 100)
+    assert not load_tokens(data, BYTE).train.is_in_memory
 
 
 def test_a_pretrained_tokenizer_is_loaded_once(data, tmp_path, monkeypatch):

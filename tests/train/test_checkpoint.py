@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from faults import (
 )
 from safetensors.torch import load_file
 
-from hfgolf import durable
+from hfgolf import durable, hardware
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -461,7 +460,7 @@ def test_without_room_a_gpus_tensors_are_not_copied(tiny_run, monkeypatch):
     monkeypatch.setattr(checkpointer.Checkpointer, "_copy", lambda self, contents: contents)
     tensors = checkpoints._tensors()
     assert checkpoints._copy_all(tensors) is tensors
-    monkeypatch.setattr(checkpointer.psutil, "virtual_memory", lambda: SimpleNamespace(available=0, total=2**30))
+    monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 0)  # a container's limit, not the machine's memory
     assert checkpoints._copy_all(tensors) is None
 
 
