@@ -33,6 +33,8 @@ KEY_TYPES: dict[str, Any] = {
     f"{section}.{key}": kind for section, cls in SECTIONS.items() for key, kind in typing.get_type_hints(cls).items()
 }
 _MOST_VALUES = 100_000  # in a config
+# what YAML 1.1 reads as another number than is written: 010 is octal, 1:30 is base 60
+_MISREAD = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
     for where, keys in ((path, from_file), ("the command line", from_command_line)):
         for key in keys:
             _check_key(key, where)
+    for key, value in from_command_line.items():
+        if ":" in value and {int, float} & set(_plain_types(KEY_TYPES[key])):  # 1:30 would be 90
+            raise _not_allowed("the command line", key, value)
     parser = _build_parser(description)
     if path:  # what was read above, not the file once more
         arguments = [f"--config={_to_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
@@ -128,13 +133,16 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 def load_yaml(path: str | Path, where: str, loader: type[Any] = yaml.SafeLoader) -> Any:
     """Return what a YAML file holds. where: what names it in an error line.
 
-    Raises UserError for a file that cannot be read, is not YAML, says a key twice, or grows without end by its aliases.
+    Raises UserError for a file that cannot be read, is not YAML, says a key twice, grows without end by its aliases, or
+    holds a number that YAML reads as another one.
     """
     try:
         document = loader(Path(path).read_text(encoding="utf-8"))
         node = document.get_single_node()
         _check_nodes(node, {})
         return None if node is None else document.construct_document(node)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     except OSError as error:
         raise UserError(f"{where} cannot be read ({error.strerror}).") from None
     except RecursionError:
@@ -205,6 +213,8 @@ def _check_nodes(node: yaml.Node | None, sizes: dict[int, float]) -> float:
     """Return the values below a node, each alias as often as it is used. sizes: those that are known, by id."""
     if id(node) not in sizes:
         sizes[id(node)] = math.inf  # until it is known: an alias to what holds it
+        if isinstance(node, yaml.ScalarNode):
+            _check_number(node)
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         keys = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
         for number, key in enumerate(keys):
@@ -216,6 +226,17 @@ def _check_nodes(node: yaml.Node | None, sizes: dict[int, float]) -> float:
         if sizes[id(node)] > _MOST_VALUES:
             raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES:,} values")
     return sizes[id(node)]
+
+
+def _check_number(node: yaml.ScalarNode) -> None:
+    """Raise UserError if YAML 1.1 reads a number as another one than is written. BaseLoader reads none at all."""
+    text = node.value
+    if not node.tag.endswith((":int", ":float")) or not _MISREAD.fullmatch(text):
+        return
+    value = yaml.safe_load(text)
+    if ":" in text or value != int(text.replace("_", "")):  # 007 is 7 either way
+        line = node.start_mark.line + 1
+        raise UserError(f"line {line}: YAML reads {text} as {value}; write {value} if you mean that; quote a text.")
 
 
 def _build_parser(description: str) -> Any:
@@ -287,7 +308,17 @@ def _explain(
     key = match[1]
     where = "the command line" if key in from_command_line else path
     value = from_command_line.get(key, from_file.get(key))
+    return _not_allowed(where, key, value)
+
+
+def _not_allowed(where: str | None, key: str, value: object) -> UserError:
     return UserError(f"{where}: {key}: {shortened(value)} is not allowed; allowed: {_describe(KEY_TYPES[key])}.")
+
+
+def _plain_types(kind: Any) -> list[Any]:
+    """Return the types that a type of the config is made of: int of `int | None`, float of a tuple of floats."""
+    arguments = typing.get_args(kind)
+    return [kind] if not arguments else [inner for argument in arguments for inner in _plain_types(argument)]
 
 
 def _describe(kind: Any) -> str:

@@ -55,6 +55,13 @@ def test_numbers_and_no_mean_what_people_mean(config_file):
     assert (config.optim.eps, config.train.mixed_precision, config.train.compile) == (1e-10, "no", True)
 
 
+def test_numbers_that_yaml_reads_as_written_are_fine(config_file):
+    path = config_file("train: {max_steps: 1_000, log_every_steps: 007}\nrun: {seed: 0x10, name: '010'}")
+    config = load_config(["--config", path]).config
+    assert (config.train.max_steps, config.train.log_every_steps) == (1000, 7)
+    assert (config.run.seed, config.run.name) == (16, "010")
+
+
 def test_a_list_takes_what_a_shell_makes_of_a_glob():
     config = load_config(
         [*ENDS, "--data.source", "files", "--data.files", "a.txt", "b c.txt", "--run.seed", "3"]
@@ -169,6 +176,14 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
             ["--run.output_dir", "\udcff"],
             "run.output_dir: '\\udcff' is out of range; allowed: text in UTF-8, without NUL.",
         ),
+        (
+            ["--train.max_steps", "1:30"],
+            "the command line: train.max_steps: '1:30' is not allowed; allowed: a whole number or null.",
+        ),
+        (
+            ["--optim.betas", "[0.9, 0:0.5]"],
+            "the command line: optim.betas: '[0.9, 0:0.5]' is not allowed; allowed: a list of 2, each a number.",
+        ),
         (["--optim.learning_rate", "[" * 5000 + "]" * 5000], "the command line: a value is nested too deeply."),
     ],
 )
@@ -188,6 +203,9 @@ def test_a_mistake_is_one_clear_line(arguments, message):
         ("optim: {name: 3}", "optim.name: 3 is not allowed; allowed: muon, adamw or sgd."),
         ("- optim", "must hold sections (run, data, tokenizer, model, batch, optim, schedule, train, track, hub)."),
         ("optim: {", "is not YAML"),
+        ("train:\n  max_steps: 010", "line 2: YAML reads 010 as 8; write 8 if you mean that; quote a text."),
+        ("train:\n  max_minutes: 1:30", "line 2: YAML reads 1:30 as 90; write 90 if you mean that; quote a text."),
+        ("run: {name: 1:30.5}", "line 1: YAML reads 1:30.5 as 90.5; write 90.5 if you mean that; quote a text."),
         (
             "run: {seed: 1}",
             "the run has no end; set one of train.max_steps, train.max_tokens, train.max_epochs, train.max_minutes.",
