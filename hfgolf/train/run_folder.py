@@ -106,6 +106,8 @@ class RunFolder:
                 f"{', ...' if len(changed) > 3 else ''}); choose another --run.name, delete that folder, or continue"
                 " that run with these values by --train.resume latest."
             )
+        if resume is None and self.summary.exists():
+            raise UserError(f"run.name: {self.path} holds a run that is complete; another --run.name starts a new one.")
         if resume is None and has_checkpoints:
             raise UserError(
                 f"run.name: {self.path} holds an unfinished run; --train.resume auto continues it,"

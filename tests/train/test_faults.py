@@ -270,6 +270,9 @@ def test_a_run_outlives_what_is_deleted_under_it(run, tiny_run, monkeypatch, wha
 def test_checkpoints_without_their_config_are_not_written_over(run, tiny_run):
     folder = run(tiny_run())
     folder.joinpath("config.yaml").unlink()
+    with pytest.raises(UserError, match=r"holds a run that is complete; another --run.name starts a new one"):
+        run(tiny_run())
+    folder.joinpath("summary.json").unlink()
     before = sorted(folder.rglob("*"))
     with pytest.raises(UserError, match=r"holds an unfinished run; --train.resume auto continues it"):
         run(tiny_run())
