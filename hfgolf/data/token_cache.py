@@ -34,9 +34,17 @@ from hfgolf.data.corpus import SPLITS, Corpus, cache_folder, identity_changes, l
 from hfgolf.data.lock import locked
 from hfgolf.data.manifest import NAME as MANIFEST
 from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, read_manifest, write_manifest
-from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes
+from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes, sample_evenly, texts
 from hfgolf.data.token_stream import TokenStream, open_stream, pieces_path, write_arrow
-from hfgolf.data.tokenizer import Encoded, Encoder, build_encoder, build_tokenizer, find_tokenizer, tokenizer_sha256
+from hfgolf.data.tokenizer import (
+    Encoded,
+    Encoder,
+    build_encoder,
+    build_tokenizer,
+    find_loss,
+    find_tokenizer,
+    tokenizer_sha256,
+)
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
@@ -47,6 +55,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 1
 _PROGRESS_SECONDS = 10
+_ROUND_TRIP_BYTES = 2**18  # of the validation text, evenly: decoded once, in about a tenth of a second
 _BATCHES_AT_ONCE = 2
 _VERIFIED_BEFORE_USE_BYTES = 2**27  # a quarter of a second; the hashes of more are compared while training begins
 _RAM_SHARE = 0.25  # of the free memory that in_memory: auto lets the tokens take
@@ -64,6 +73,8 @@ class TokenCache:
     identity: dict[str, Any]
     """Of the corpus: what changes whenever the text or its split does."""
     verification: Verification
+    tokenizer_loss: str | None
+    """Says that the tokenizer does not give the text back; None if it does, or if an earlier version did not look."""
 
     def check(self, wait: bool = False) -> None:
         """Raise DamagedCacheError if the tokens are known not to be those that were written.
@@ -196,7 +207,8 @@ def _build(
         encode = build_encoder(tokenizer, config.kind)
         for split in SPLITS:
             _write_split(split, pieces()[split], tokenizer, encode, partial)
-        write_manifest(partial, key=key, built_at=time.time())
+        sample = list(texts(sample_evenly(pieces()["val"], _ROUND_TRIP_BYTES)))
+        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=find_loss(tokenizer, encode, sample))
         replace_folder(partial, folder)
     finally:
         for left_behind in (building, *tokens_dir.glob(".*")):
@@ -316,7 +328,10 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
         _log.info("tokens: %s (%s)", where, why)
     verification = Verification(manifest, lambda: itertools.chain(val.hashes(), train.hashes()))
-    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, verification)
+    loss = manifest.get("tokenizer_loss")
+    if loss:
+        _log.warning("%s", loss)
+    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, verification, loss)
 
 
 def _size(tokens: TokenCache) -> str:

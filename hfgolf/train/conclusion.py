@@ -66,6 +66,8 @@ def conclude(run: Run) -> dict[str, Any]:
         "commits": run.folder.commits(),
         "model": str(run.folder.model),
     }
+    if run.tokens.tokenizer_loss:
+        summary["tokenizer_loss"] = run.tokens.tokenizer_loss
     if damaged_best:
         summary["damaged_best_step"] = damaged_best
     if run.accelerator.is_main_process:
@@ -125,6 +127,8 @@ def show_summary(summary: dict[str, Any]) -> None:
         f"{summary['val_tokens']:,}",
     )
     logger.info("bits per byte    %.4f over %s bytes", summary["val_bits_per_byte"], f"{summary['val_bytes']:,}")
+    if "tokenizer_loss" in summary:
+        logger.info("                 %s", summary["tokenizer_loss"])
     logger.info("tokens/s         %s (median)", f"{summary['tokens_per_second']:,.0f}")
     if "peak_memory_bytes" in summary:
         predicted, peak = (gigabytes(summary[f"{kind}_memory_bytes"]) for kind in ("predicted", "peak"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf import hardware
@@ -245,6 +245,48 @@ def save_word_tokenizer(folder: Path, ids: dict[str, int]) -> TokenizerConfig:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
     return TokenizerConfig(kind="pretrained", name_or_path=str(folder))
+
+
+def build_lower_casing_wordpiece() -> Tokenizer:
+    letters = {f"{mark}{letter}": 0 for mark in ("", "##") for letter in "abcdefghijklmnopqrstuvwxyz"}
+    vocab = {entry: number for number, entry in enumerate(["[UNK]", "[EOS]", *letters])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def build_unigram() -> Tokenizer:
+    """Return what SentencePiece makes: normal form NFKC, and no bytes for a character that it does not know."""
+    letters = [(letter, -3.0) for letter in "▁Ttheyarcotsfi1"]
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *letters], unk_id=0, byte_fallback=False))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("build", "text", "share"),
+    [
+        (build_lower_casing_wordpiece, "The Cat" * 10, "28.57%"),  # each T and C
+        (build_unigram, "The ﬁrst cat 你", "14.29%"),  # "ﬁ" becomes "fi", and nothing knows 你
+        (build_unigram, " The cat", None),
+        (lambda: tokenizer_module._byte_level([]), "The ﬁrst cat 你 \0\r\n", None),
+    ],
+)
+def test_a_tokenizer_that_loses_text_is_told(write, files_config, tmp_path, caplog, build, text, share):
+    PreTrainedTokenizerFast(tokenizer_object=build()).save_pretrained(tmp_path / "saved")
+    config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "saved"))
+    data = files_config(write("a.txt", "text"), val_files=[write("v.txt", text)])
+    for is_hit in (False, True):
+        caplog.clear()
+        tokens = load_tokens(data, config)
+        assert tokens.is_hit == is_hit
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert warnings == ([tokens.tokenizer_loss] if share else [])
+        if share:
+            assert warnings[0].startswith(f"the tokenizer does not give the text back ({share} of the characters")
+            assert warnings[0].endswith("bits per byte is not comparable")
 
 
 def test_ids_out_of_range_of_a_pretrained_tokenizer(data, tmp_path):

@@ -40,6 +40,11 @@ def test_the_text_reads_well_and_tells_nothing_of_this_machine(exported):
     assert "\n\n\n" not in card and card.endswith("```\n")
 
 
+def test_the_card_says_that_bits_per_byte_is_flattered(tiny_config):
+    card = model_card(tiny_config, SUMMARY | {"tokenizer_loss": "the tokenizer loses text"})
+    assert "| perplexity | 25.7900 |\n\nNote: the tokenizer loses text.\n\nA sample" in card
+
+
 def test_the_sample_stays_inside_its_fence(exported):
     card = (exported / "README.md").read_text()
     assert f"````text\n{SUMMARY['sample']}\n````\n" in card
