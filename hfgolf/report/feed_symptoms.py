@@ -28,7 +28,8 @@ class SameBatches:
 
     def __call__(self, history: History) -> Finding | None:
         if history.latest is history.restore:
-            self._seen = {number: step for number, step in self._seen.items() if step <= history.latest["step"]}
+            is_made = 0 if history.latest.get("begins_data") else history.latest["step"]
+            self._seen = {number: step for number, step in self._seen.items() if step <= is_made}
         if not history.new_steps or not history.epochs_per_step <= 1:
             return None
         for new, number in zip(history.new_steps, history.latest.get("sample_hashes", ()), strict=False):

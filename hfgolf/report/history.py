@@ -170,6 +170,11 @@ class History:
         if event["event"] == "resumed":  # another process, perhaps on another machine
             self.intervals.clear()
             self._session_has_begun = False
+        if event.get("begins_data"):  # other text, or another order of it: no loss or epoch before compares
+            self.steps.clear()
+            self.evaluations.clear()
+            self._places = deque([Place(event["step"], 0.0)], maxlen=KEPT)
+            self.lowest_level = math.inf
 
 
 def _numbers(values: list[Any]) -> list[float]:

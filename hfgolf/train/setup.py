@@ -306,7 +306,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
         predicted_memory_bytes=predicted_memory_bytes,
     )
     if origin:
-        run.tracker.event("resumed", state, changed=changed)
+        run.tracker.event("resumed", state, changed=changed, begins_data=not state.blocks)
     _settle_compilation(run)
     try:
         write_description(run)

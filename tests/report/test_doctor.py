@@ -325,6 +325,22 @@ def test_steps_that_a_rollback_repeats_are_not_the_same_batches_again():
     assert symptoms([*log(range(1, 21)), rollback, *log(range(11, 101), sample_hash=moved)]) == []
 
 
+def test_other_data_for_a_resume_is_no_symptom():
+    """train.resume_with_other data: the blocks are read from the first on, and no loss compares with one before."""
+    before = log(range(1, 101), settled, val_loss=lambda step: 2.0, val_tokens=lambda step: 9)
+    after = log(
+        range(101, 301),
+        lambda step: settled(step - 100) + 0.5 - step / 1000,
+        sample_hash=lambda step: str(step - 100),
+        epoch=lambda step: (step - 100) / 1000,
+        val_loss=lambda step: 2.6 + step / 3000,
+        val_tokens=lambda step: 9,
+    )
+    resumed = {"step": 100, "event": "resumed"}
+    assert symptoms([*before, resumed | {"begins_data": True}, *after]) == []
+    assert ("same batches again", 101) in symptoms([*before, resumed | {"begins_data": False}, *after])
+
+
 def evaluated(val_losses: list[float], train: Callable[[int], float] = learning, val_tokens: int = 9) -> list[Line]:
     """Return a log with an evaluation every 50 steps."""
     values = dict(zip(range(50, 10**6, 50), val_losses, strict=False))
