@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="best, latest or a path (best; latest if nothing was evaluated)")
     parser.add_argument("--output", type=Path, help="new folder for the model (model/ in the run folder)")
     arguments = parser.parse_args()
-    if not (arguments.run / "config.yaml").is_file():
+    if not any((arguments.run / name).exists() for name in ("config.yaml", "checkpoints")):
         raise UserError(f"--run: there is no run in {arguments.run}; name the folder of a run, such as runs/small.")
     if arguments.output is None and (arguments.run / "summary.json").exists():
         raise UserError(

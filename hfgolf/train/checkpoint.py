@@ -191,7 +191,7 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     try:
         version, files = manifest["format"], dict(manifest["files"])
         if version != FORMAT_VERSION:
-            raise Rejected(f"format {version}, this hfgolf reads {FORMAT_VERSION}")
+            raise Rejected(f"another version of hfgolf saved it (format {version}, this one reads {FORMAT_VERSION})")
         if not all(isinstance(manifest[key], int) for key in ("step", "processes")):
             raise TypeError
         if _STEP_FOLDER.fullmatch(checkpoint.name) and step_of(checkpoint) != manifest["step"]:
@@ -256,7 +256,10 @@ def _newest_valid(folder: Path, which: str) -> Path | None:
             reasons.append(f"{checkpoint.name}: {rejected}")
             logger.warning("checkpoint rejected, %s", reasons[-1])
     if reasons or which == "latest":
-        raise UserError(f"train.resume: no checkpoint in {folder} is valid ({'; '.join(reasons) or 'none there'}).")
+        raise UserError(
+            f"train.resume: no checkpoint in {folder} is valid ({'; '.join(reasons) or 'none there'}); restore one, or"
+            " start anew under another --run.name."
+        )
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from hfgolf.command_line import load_config, one_line
+from hfgolf.command_line import one_line
 from hfgolf.config import RunConfig, join_words
 from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
@@ -23,22 +23,23 @@ from hfgolf.publish.model_card import model_card
 from hfgolf.report.metrics import read_metrics
 from hfgolf.train.checkpoint import STATE_NAME, Rejected, find_checkpoint, newest_first, verify
 from hfgolf.train.checkpointer import EMA_NAME
+from hfgolf.train.identity import read_identity, saved_config
 from hfgolf.train.run_folder import RunFolder
 
 
 def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
-    """Export a checkpoint's weights, the averaged ones under optim.ema_export, to `output`; returns its step.
+    """Export a checkpoint's weights, the averaged ones if its optim.ema_export says so, to `output`; returns its step.
 
     which: latest, best or a path; None: best, or latest if nothing was evaluated. Raises UserError if there is no such
     checkpoint, if it is damaged, or if `output` can't be written.
     """
-    config = load_config(["--config", str(run.config)]).config
     checkpoint = _find(run, which)
     try:
         step = verify(checkpoint)["step"]
         state = json.loads((checkpoint / STATE_NAME).read_text())
     except (Rejected, OSError, ValueError) as error:
-        raise UserError(f"--checkpoint: {checkpoint} is damaged, {one_line(error)}; {_others(run)}.") from None
+        raise UserError(f"--checkpoint: {checkpoint} is rejected, {one_line(error)}; {_others(run)}.") from None
+    config = saved_config(read_identity(checkpoint))  # config.yaml may be of a later start, or gone
     if not (checkpoint / "config.json").is_file():
         raise UserError(
             f"--checkpoint: {checkpoint} has no config.json: an older version saved it, or its weights are sharded."

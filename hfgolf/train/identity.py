@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import ResolvedConfig
+from hfgolf.command_line import KEY_TYPES, SECTIONS, ResolvedConfig, one_line
 from hfgolf.config import RunConfig
 from hfgolf.data.corpus import identity_changes
 from hfgolf.errors import UserError
@@ -105,6 +105,18 @@ def read_identity(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         pass
     raise UserError(f"train.resume: {RUN_NAME} in {checkpoint} is missing or not one of hfgolf's; choose another.")
+
+
+def saved_config(identity: Mapping[str, Any]) -> RunConfig:
+    """Return the config with which a checkpoint was saved, without secrets; UserError if it is not one of hfgolf's."""
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for dotted in identity["config"].keys() & KEY_TYPES.keys():  # not the keys of another version
+        section, key = dotted.split(".")
+        values[section][key] = identity["config"][dotted]
+    try:
+        return RunConfig(**{section: cls(**values[section]) for section, cls in SECTIONS.items()})
+    except TypeError as error:
+        raise UserError(f"{RUN_NAME} of the checkpoint is not one of hfgolf's ({one_line(error)}).") from None
 
 
 def has_other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

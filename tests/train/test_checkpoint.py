@@ -130,7 +130,7 @@ def test_every_damaged_file_is_named_and_the_checkpoint_before_is_taken(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": 1}, "format 1, this hfgolf reads 3"),
+        ({"format": 1}, "another version of hfgolf saved it .format 1, this one reads 3."),
         ({"step": 7}, "manifest.json is of step 7"),
         ({"step": "6"}, "manifest.json is not one of hfgolf's"),
         ({"processes": None}, "manifest.json is not one of hfgolf's"),
@@ -208,7 +208,8 @@ def test_one_line_names_every_rejected_checkpoint(tmp_path):
         choose(tmp_path, "latest")
     assert str(error.value) == (
         f"train.resume: no checkpoint in {tmp_path} is valid (step-000009: model does not match its sha256;"
-        " step-000006: model is missing; step-000003: model has 6 bytes instead of 7)."
+        " step-000006: model is missing; step-000003: model has 6 bytes instead of 7); restore one, or start anew under"
+        " another --run.name."
     )
     assert names(tmp_path) == ["latest", "step-000003", "step-000006", "step-000009"]
 

@@ -105,6 +105,18 @@ def test_a_killed_run_gives_the_model_that_its_end_would_have_given(killed, run,
     )
 
 
+@pytest.mark.parametrize("text", ["", None, "optim: {ema_decay: 0.9, ema_export: true}\ntrain: {max_steps: 1}"])
+def test_a_checkpoint_is_exported_as_it_was_saved_whatever_became_of_the_config_file(killed, run_script, text):
+    """A power cut emptied it, somebody deleted it, or the run went on with other values."""
+    folder = killed()
+    (folder / "config.yaml").unlink()
+    if text is not None:
+        (folder / "config.yaml").write_text(text)
+    said = run_script("export.py", "--run", folder)
+    assert said.status == 0 and said.out == f"exported step 3 to {folder / 'model'}\n", said.err
+    assert "# tiny" in (folder / "model" / "README.md").read_text()
+
+
 def test_any_checkpoint_can_be_exported_and_nothing_is_overwritten(killed, run_script, tmp_path):
     folder = killed()
     for which, step in (("latest", 6), (folder / "checkpoints" / "step-000003", 3)):
@@ -127,7 +139,7 @@ def test_any_checkpoint_can_be_exported_and_nothing_is_overwritten(killed, run_s
     assert "is its model; name another folder" in refused()
     (folder / "summary.json").unlink()
     flip_a_bit(folder / "checkpoints" / "step-000003" / "optimizer.bin")
-    assert "step-000003 is damaged, optimizer.bin does not match its sha256" in refused()
+    assert "step-000003 is rejected, optimizer.bin does not match its sha256" in refused()
     shutil.rmtree(folder / "checkpoints")
     assert "it holds none" in refused()
     (folder / "config.yaml").unlink()
