@@ -210,7 +210,8 @@ class Guard:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Say whether an error means that a smaller micro-batch might do; a CPU's allocator has no exception of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+    is_of_onednn = str(error) == "could not create a primitive"  # what it says if it gets no memory for its workspace
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error) or is_of_onednn
 
 
 def halve_until_it_fits(run: Run, work: Callable[[], Result]) -> Result:
