@@ -38,6 +38,10 @@ MISTAKES = {
         lambda at: {"tokenizer__kind": "pretrained", "tokenizer__name_or_path": at},
         r"tokenizer.name_or_path",
     ),
+    "a model larger than the memory": (
+        lambda at: {"model__hidden_size": 2**17, "model__num_hidden_layers": 100},
+        r"model: the weights of .* parameters alone take .* lower model.hidden_size",
+    ),
     "fp16 on a CPU": (
         lambda at: {"train__mixed_precision": "fp16"},
         r"train.mixed_precision: fp16 .* allowed: no, bf16\.",

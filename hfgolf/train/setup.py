@@ -398,8 +398,15 @@ def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: Reso
 
 def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> GolfForCausalLM:
     vocab_size, eos = len(tokens.tokenizer), tokens.tokenizer.eos_token_id
+    with torch.device("meta"), torch.random.fork_rng([]):  # its size, before memory is asked for
+        parameters = build_golf(config, vocab_size, device.type).num_parameters()
+    free_bytes = free_memory_bytes(torch.device("cpu"))  # where it is built
+    if 4 * parameters > free_bytes:
+        raise UserError(
+            f"model: the weights of {parameters:,} parameters alone take {gigabytes(4 * parameters)}, and"
+            f" {gigabytes(free_bytes)} are free; lower model.hidden_size or model.num_hidden_layers."
+        )
     model = build_golf(config, vocab_size, device.type, bos_token_id=eos, eos_token_id=eos, pad_token_id=eos)
-    parameters = sum(p.numel() for p in model.parameters())
     logger.info("model: %s parameters, vocabulary %s", f"{parameters:,}", f"{vocab_size:,}")
     return model
 
