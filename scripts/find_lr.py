@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from hfgolf.command_line import load_config, run_command
+from hfgolf.command_line import check_picture, load_config, run_command
 from hfgolf.errors import UserError
 from hfgolf.optim.lr_finder import RULE, Sweep, smooth, sweep_rates
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps between them (80)")
     arguments, of_run = parser.parse_known_args()
     rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
-    _check_output(arguments.output)
+    check_picture("--output", arguments.output)
     resolved = load_config(of_run)
 
     from hfgolf.durable import write_text
@@ -89,19 +89,6 @@ def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) 
             axes.grid(alpha=0.3)
             axes.legend(frameon=False)
     figure.savefig(path)
-
-
-def _check_output(path: Path) -> None:
-    """Raise UserError for a picture that could not be written after minutes of sweeping."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise UserError("--output: matplotlib, which draws it, is not installed; pip install matplotlib.") from None
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:] not in kinds:
-        raise UserError(f"--output: {path} is no picture; allowed: a name that ends in .{', .'.join(kinds)}.")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"--output: cannot write to {path.absolute().parent}; choose another folder, or make it.")
 
 
 if __name__ == "__main__":

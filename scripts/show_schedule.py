@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfgolf.command_line import load_config, run_command
+from hfgolf.command_line import check_picture, load_config, one_line, run_command
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 
@@ -58,6 +58,7 @@ def main() -> None:
         "--seconds_per_step", type=float, help="places warmups and the end in a run by train.max_minutes"
     )
     arguments, of_run = parser.parse_known_args()
+    check_picture("--output", arguments.output)
     config = load_config(of_run).config
 
     length = run_length(config, arguments.seconds_per_step)
@@ -69,7 +70,10 @@ def main() -> None:
     if length.note:
         seconds = f"{config.batch.tokens_per_step} over the tokens/s of a log line"
         print(f"note: {length.note}; state --seconds_per_step: {seconds}")
-    draw(config, length, corners, steps, rates, others, arguments.output)
+    try:
+        draw(config, length, corners, steps, rates, others, arguments.output)
+    except OSError as error:
+        raise UserError(f"--output: cannot write {arguments.output} ({one_line(error)}); choose another.") from None
     print(f"wrote {arguments.output}")
 
 

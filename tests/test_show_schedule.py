@@ -19,7 +19,7 @@ def show(tmp_path: Path, run_script: Callable[..., Any]) -> Callable[..., str]:
 
     def run(*arguments: object, fails: bool = False) -> str:
         picture = tmp_path / "schedule.png"
-        said = run_script("show_schedule.py", *arguments, "--output", picture)
+        said = run_script("show_schedule.py", "--output", picture, *arguments)
         assert said.status == (2 if fails else 0)
         assert picture.is_file() != fails
         if not fails:
@@ -116,6 +116,9 @@ def test_the_baselines_have_one_rule_and_adamw_no_momentum(show):
         (["--schedule.warmdown_shape", "sqrt"], "'sqrt' is not allowed; allowed: linear or 1-sqrt."),
         (["--schedule.weight_decay", "0.1"], "'0.1' is not allowed; allowed: constant, linear or learning_rate."),
         (["--schedule.peak", "1"], "unknown key schedule.peak"),
+        (["--output", "schedule.json"], "--output: schedule.json is no picture; allowed: a name that ends in ."),
+        (["--output", "not/there/schedule.png"], "choose another folder, or make it."),
+        (["--output", "/proc/schedule.png"], "--output: cannot write"),
     ],
 )
 def test_a_mistake_is_one_line(show, arguments, message):

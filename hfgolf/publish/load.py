@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from hfgolf.command_line import one_line
 from hfgolf.config import join_words
@@ -26,6 +27,8 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
     """
     AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
     AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # its table of missing weights; one line below says it
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path, trust_remote_code=False, output_loading_info=True
@@ -33,6 +36,8 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: depends on what is broken
         raise UserError(f"--model: cannot load {name_or_path}: {_reason(error)}.") from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     model, loading = loaded
     absent = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
     if absent:  # transformers would go on with random weights in their place

@@ -104,3 +104,7 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     # "Removed shared tensor lm_head.weight": tied weights are one tensor, and saved once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+    # a sample longer than model_max_length, which is sequence_length; rotary positions go on
+    logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
+    # hfgolf says it in one line
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
