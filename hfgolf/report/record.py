@@ -158,7 +158,8 @@ def status(run: RunRecord) -> str:
         return f"Complete: {step} steps."
     stopped = [event for event in run.events("stopped") if event["step"] >= run.last["step"]]
     if stopped:
-        return f"Stopped by {stopped[-1].get('signal', 'a signal')} at step {step}; it can be resumed."
+        last = stopped[-1]  # its step has no row if a signal cut the evaluation short
+        return f"Stopped by {last.get('signal', 'a signal')} at step {last['step']:,}; it can be resumed."
     at = run.last.get("logged_at")
     when = f" of {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC" if at is not None and at < _YEAR_9999 else ""
     return f"Not complete: it is still running, or died after its last row{when}, step {step}."

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from huggingface_hub import constants
 from torch.utils.flop_counter import FlopCounterMode
 
+from hfgolf.command_line import load_config
 from hfgolf.measure import flops
-from hfgolf.measure.flops import DEVICES, find_device, measured_peak_flops, peak_flops, token_flops
+from hfgolf.measure.flops import (
+    DEVICES,
+    find_device,
+    measured_peak_flops,
+    peak_flops,
+    token_flops,
+    training_flops_per_token,
+)
+from hfgolf.model.build import build_golf
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.train import meter as meter_module
+from hfgolf.train import setup
 from hfgolf.train.meter import Meter, StepResult
+from hfgolf.train.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
 B, T = 3, 16
@@ -193,3 +206,25 @@ def test_mfu_leaves_out_compiling_and_evaluating():
     row = meter.row(lambda tensor, how: tensor)
     assert row["tokens_per_second"] == 2000 / 4
     assert row["mfu"] == pytest.approx(0.5)
+
+
+def test_mfu_is_of_the_peak_of_all_processes(tiny_run, monkeypatch):
+    config = load_config(tiny_run()).config
+    model = build_golf(config, 257, "cpu")
+    monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
+    accelerator = SimpleNamespace(device=CPU, num_processes=4)
+    meter = setup._build_meter(config, model, accelerator, Stopwatch())
+    assert meter.flops_per_second_of_peak == pytest.approx(training_flops_per_token(model, 32) / 4e12)
+    assert meter.tokens_per_step == 256
+
+
+def test_a_row_has_every_figure_of_the_memory(monkeypatch):
+    figures = {"used_memory_bytes": 1, "process_memory_bytes": 2, "gpu_memory_bytes": 3, "gpu_utilization": 4}
+    for name, value in figures.items():
+        monkeypatch.setattr(meter_module, name, lambda *device, value=value: value)
+    meter = Meter(CPU, tokens_per_step=1, flops_per_second_of_peak=1.0, stopwatch=Stopwatch())
+    meter.stopwatch.switch("train")
+    meter.add(StepResult(1.0, 1.0, None, torch.tensor(0)))
+    row = meter.row(lambda tensor, how: tensor)
+    names = ("memory_bytes", "process_memory_bytes", "gpu_memory_bytes", "gpu_utilization")
+    assert [row[name] for name in names] == [1, 2, 3, 4]

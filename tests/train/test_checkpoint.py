@@ -499,3 +499,17 @@ def test_an_odd_train_state_with_a_manifest_that_fits_is_rejected(tmp_path, chan
     with pytest.raises(Rejected, match=r"^train_state.json is not one of hfgolf's$"):
         verify(file.parent)
     assert choose(tmp_path, "latest") == tmp_path / "step-000003"
+
+
+def test_the_generator_of_every_gpu_is_saved_and_compared(monkeypatch, tmp_path):
+    states = [torch.tensor([1], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    saved = checkpointer._random_states(0)
+    assert saved["torch_cuda_manual_seed"] == states
+    on_gpu = SimpleNamespace(_accelerator=SimpleNamespace(device=torch.device("cuda", 1)))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index])
+    checkpointer.Checkpointer._check_random_states(on_gpu, saved, tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[0])
+    with pytest.raises(UserError, match=r"train.resume: the random state in .* could not be restored"):
+        checkpointer.Checkpointer._check_random_states(on_gpu, saved, tmp_path)

@@ -161,6 +161,7 @@ def test_a_nan_at_every_step_ends_after_the_last_rollback_with_a_diagnosis(run, 
     assert f"first in {BAD}, blocks from tokens {blocks} and 2 more; 2 rollbacks did not help: lower optim" in message
     assert runs[0].state.excluded_blocks == [[16, 32], [32, 48]]
     assert runs[0].state.learning_rate_scale == 0.25
+    assert runs[0].folder.report.is_file(), "a run that died has a report, too"
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(run, tiny_run, spoil_gradients):

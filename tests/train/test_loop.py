@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_a_run_writes_what_it_promises(run, tiny_run, capsys):
     assert summary["predicted_memory_bytes"] > 10**8, "Python and torch are part of what a person sees"
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["seed"] == 1337 and metadata["packages"]["torch"] == torch.__version__
+    assert metadata["python"] == platform.python_version() and metadata["hardware"]["cpu"]
     assert (folder / "model" / "model.safetensors").is_file()
 
 
@@ -146,8 +148,9 @@ def test_an_update_is_that_of_the_textbook(run, tiny_run, monkeypatch, options, 
     monkeypatch.setattr(loop, "train_step", watched_step)
     sgd = {"optim__name": "sgd", "optim__learning_rate": 0.3, "optim__momentum": 0, "optim__nesterov": "false"}
     schedule = {"schedule__name": "constant", "schedule__warmup_steps": 4, "optim__weight_decay": 0.1}
-    run(tiny_run(**sgd, **schedule, **options, batch__micro_batch_size=4, train__max_steps=3))
+    folder = run(tiny_run(**sgd, **schedule, **options, batch__micro_batch_size=4, train__max_steps=3))
     assert len(norms) == 3 and max(norms) > clip
+    assert [row["learning_rate"] for row in rows(folder)] == pytest.approx([0.075, 0.15, 0.225])
 
 
 @pytest.mark.parametrize("options", [{"model__gradient_checkpointing": "true"}, {"data__num_workers": 2}])

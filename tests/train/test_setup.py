@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from hfgolf.command_line import load_config
 from hfgolf.data.batches import block_starts, sample_hash
-from hfgolf.train import setup
+from hfgolf.train import conclusion, loop, setup
 
 
 @pytest.fixture
@@ -86,3 +86,24 @@ def test_what_a_run_takes_is_taken_before_its_first_step(build, monkeypatch):
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
     assert all(run.optimizer.state[parameter] for parameter in run.raw_model.parameters())
     assert run.tokens.tokenizer.model_max_length == 32
+
+
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_samples_and_pushes_in_training_are_of_the_weights_to_export(build, monkeypatch, is_averaged):
+    run = build(optim__ema_decay=0.9, optim__ema_export=str(is_averaged).lower())
+    weight = run.raw_model.lm_head.weight
+    initial = weight.detach().clone()
+    weight.data = initial + 1  # the average stays behind
+    expected = initial if is_averaged else initial + 1
+    seen: list[bool] = []
+
+    def look(*arguments: Any, **options: Any) -> None:
+        seen.append(torch.equal(weight, expected))
+
+    monkeypatch.setattr(setup.Run, "sample", look)
+    monkeypatch.setattr(conclusion, "export_model", look)
+    monkeypatch.setattr(run.hub, "push_later", lambda *arguments: None)
+    loop.write_sample(run)
+    conclusion.push_in_training(run)
+    assert seen == [True, True]
+    assert torch.equal(weight, initial + 1)

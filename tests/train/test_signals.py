@@ -191,6 +191,11 @@ def test_an_evaluation_ends_at_a_batch_and_the_continued_run_makes_it(run, tiny_
         assert [row["step"] for row in rows(folder)] == [1, 2], "there is no row of an evaluation that is not whole"
         checkpoints = [path for path in (folder / "checkpoints").iterdir() if not path.is_symlink()]
         assert [path.name for path in checkpoints] == ["step-000003"]
+        *_, last = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        assert (last["event"], last["signal"], last["step"]) == ("stopped", "SIGTERM", 3)
+        report = folder / "report.html"
+        assert "Stopped by SIGTERM at step 3" in report.read_text()
+        report.unlink()
     run(tiny_run(run__name="stopped", **options, train__resume="auto"))
     for name in ("step", "train_losses", "val_loss", "val_bits_per_byte"):
         assert [row[name] for row in rows(folder)] == [row[name] for row in rows(straight)]
