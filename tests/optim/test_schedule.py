@@ -132,6 +132,10 @@ def test_by_the_clock_it_is_the_same_when_the_clock_is_even(shape):
     assert by_clock == pytest.approx(by_steps)
 
 
+def test_steps_in_no_measurable_time_say_nothing_of_the_end():
+    assert projected_steps(3, 0.0) == projected_steps(0, 0.5) == math.inf
+
+
 def test_the_warmdown_ends_with_the_clock_when_steps_slow_down():
     """The share of the time that is left decides, not the number of steps made."""
     schedule = ScheduleConfig(name="wsd", warmdown_fraction=0.5)
