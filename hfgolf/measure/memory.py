@@ -226,7 +226,7 @@ def expected_bytes(memory: TrainingMemory, device: torch.device) -> int:
     """Return the peak that a person will see of this process, once the model is built: `top`'s RES, or a GPU's tensors.
 
     On a CPU what training adds comes on top of what the process holds already: Python, torch, the tokens, the weights.
-    Excluded are copies that the kernels make, and freed memory that cannot be used again: benchmarks/memory_prediction.
+    Excluded are libraries loaded later, and freed memory that cannot be used again: benchmarks/memory_prediction.
     """
     return memory.peak if device.type == "cuda" else process_memory_bytes() + memory.peak - memory.weights
 
@@ -294,9 +294,22 @@ def choose_micro_batch_size(
             continue
         if run_memory(config, model, size, num_processes, device).peak <= budget:
             return size
-    need = run_memory(config, model, 1, num_processes, device).peak
-    raise UserError(
-        f"batch.micro_batch_size: not even one sequence of {batch.sequence_length} tokens fits: it needs"
-        f" {need / 1e9:.2f} GB of {budget / 1e9:.2f} GB usable; try model.gradient_checkpointing true, a shorter"
-        " batch.sequence_length or a smaller model."
+    raise _too_large(config, run_memory(config, model, 1, num_processes, device), budget, "usable")
+
+
+def require_room(config: RunConfig, model: GolfForCausalLM, num_processes: int, device: str, free_bytes: int) -> None:
+    """Raise UserError if not even one sequence at a time fits in the free memory. model: on the meta device.
+
+    All of what is free counts, not a share of it: only what is sure to fail is refused.
+    """
+    memory = run_memory(config, model, 1, num_processes, device)
+    if memory.peak > free_bytes:
+        raise _too_large(config, memory, free_bytes, "free")
+
+
+def _too_large(config: RunConfig, memory: TrainingMemory, num_bytes: int, kind: str) -> UserError:
+    return UserError(
+        f"batch.micro_batch_size: not even one sequence of {config.batch.sequence_length} tokens fits: it needs"
+        f" {memory.peak / 1e9:.2f} GB of {num_bytes / 1e9:.2f} GB {kind}; try model.gradient_checkpointing true, a"
+        " shorter batch.sequence_length or a smaller model."
     )

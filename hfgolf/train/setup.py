@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
@@ -34,7 +34,7 @@ from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hardware import free_memory_bytes
 from hfgolf.measure.flops import peak_flops, training_flops_per_token
-from hfgolf.measure.memory import choose_micro_batch_size, expected_bytes, run_memory
+from hfgolf.measure.memory import choose_micro_batch_size, expected_bytes, require_room, run_memory
 from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
@@ -248,6 +248,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
             check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokenizer_sha256(tokens.tokenizer))
     blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
     tokens.tokenizer.model_max_length = config.batch.sequence_length
+    _require_room(config, len(tokens.tokenizer), accelerator)
     raw_model = _build_model(config, tokens, accelerator.device)
     resolved, predicted_memory_bytes = _settle_batch(resolved, raw_model, accelerator)
     config = resolved.config
@@ -396,6 +397,21 @@ def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: Reso
     logger.info("precision: %s (%s)", "fp32" if precision == "no" else precision, source)
 
 
+def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) -> None:
+    """Raise UserError if a model cannot fit even with one sequence at a time, before any of it takes memory."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return  # each process holds a part, which the prediction does not know
+    device = accelerator.device
+    with torch.device("meta"):
+        model = build_golf(config, vocab_size, device.type)
+    require_room(config, model, accelerator.num_processes, device.type, _free_bytes(device))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Return the bytes that are free for this process: on a CPU, the processes of this machine share them."""
+    return free_memory_bytes(device) // (1 if device.type == "cuda" else _local_processes())
+
+
 def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> GolfForCausalLM:
     vocab_size, eos = len(tokens.tokenizer), tokens.tokenizer.eos_token_id
     with torch.device("meta"), torch.random.fork_rng([]):  # its size, before memory is asked for
@@ -421,8 +437,7 @@ def _settle_batch(
     config = resolved.config
     if config.batch.micro_batch_size == "auto":
         device = accelerator.device
-        free_bytes = free_memory_bytes(device) // (1 if device.type == "cuda" else _local_processes())
-        size = choose_micro_batch_size(config, model, accelerator.num_processes, device.type, free_bytes)
+        size = choose_micro_batch_size(config, model, accelerator.num_processes, device.type, _free_bytes(device))
         resolved = resolved.resolve("auto", batch__micro_batch_size=size)
     size = int(resolved.config.batch.micro_batch_size)
     accumulation = config.batch.accumulation_steps(size, accelerator.num_processes)

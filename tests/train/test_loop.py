@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 import hfgolf
+from hfgolf import hardware
+from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.optim import muon
 from hfgolf.report.metrics import read_rows
@@ -325,3 +327,11 @@ def test_due():
     assert [step for step in range(1, 11) if due(step, 4, step == 10)] == [4, 8, 10]
     assert not due(7, None, False)
     assert due(7, None, True)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, "auto"])
+def test_a_model_without_room_is_refused_before_it_is_built(micro_batch_size, tiny_run, monkeypatch):
+    monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 1000)  # what a container leaves
+    monkeypatch.setattr(setup, "_build_model", lambda *_: pytest.fail("it was built"))
+    with pytest.raises(UserError, match=r"not even one sequence of \d+ tokens fits: it needs .* of 0.00 GB free; try"):
+        setup.set_up(load_config(tiny_run(batch__micro_batch_size=micro_batch_size)))
