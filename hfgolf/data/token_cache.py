@@ -198,8 +198,11 @@ def _build(
             tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
         key = _key(corpus, config, tokenizer)
         folder = _folder(cache_dir, key)
+        problem = _problem(folder, key)
+        if problem is None:  # only the tokenizer was damaged or lost
+            return folder, tokenizer
         if folder.exists():
-            _log.info("cache damaged: %s (%s); building it again", folder, _problem(folder, key))
+            _log.info("cache damaged: %s (%s); building it again", folder, problem)
         else:
             _log.info("cache miss: %s", _what_changed(key, cache_dir))
         partial = folder.with_name(f".partial-{folder.name}")

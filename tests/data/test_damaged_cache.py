@@ -53,6 +53,18 @@ def test_a_file_overwritten_in_place_is_built_again(data, caplog, name, offset):
     assert np.array_equal(again.train.tokens, tokens) and load_tokens(data, BYTE).is_hit
 
 
+def test_tokens_outlive_the_tokenizer_that_is_trained_again(data, caplog):
+    caplog.set_level("INFO", logger="hfgolf")
+    bpe = TokenizerConfig(kind="bpe", vocab_size=260)
+    first = load_tokens(data, bpe)
+    (trained,) = (Path(data.cache_dir) / "tokenizers").glob("*/tokenizer.json")
+    trained.write_bytes(b"")
+    caplog.clear()
+    again = load_tokens(data, bpe)
+    assert "tokenizer damaged" in caplog.text and "cache damaged" not in caplog.text
+    assert again.path == first.path and np.array_equal(again.train.tokens, first.train.tokens)
+
+
 @pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("name", ["train.arrow", "val.arrow"])
 def test_a_large_cache_is_hashed_while_training_begins(data, large, caplog, name, in_memory):
