@@ -29,6 +29,7 @@ from hfgolf.data.batches import (
     explain_worker,
     gather,
     num_blocks,
+    sample_hash,
     stream_positions,
 )
 from hfgolf.errors import UserError
@@ -106,6 +107,22 @@ def test_a_step_may_hold_several_epochs():
 def test_order_is_the_same_in_every_version_of_hfgolf():
     starts = block_starts(1337, 18 + np.arange(6), 20, T)
     assert starts.tolist() == block_starts(1337, np.arange(24), 20, T)[18:].tolist() == STARTS
+
+
+def test_a_hash_is_the_same_in_every_version_of_hfgolf():
+    assert sample_hash(np.array([0, 8, 16])) == -7048235507364828473
+
+
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(9, 1), (16, 1), (17, 2), (24, 2), (25, 3)])
+def test_a_block_needs_its_inputs_and_one_token_more(num_tokens, blocks):
+    assert num_blocks(num_tokens, 8) == blocks
+
+
+def test_an_evaluation_has_no_window_without_a_target(stream):
+    num_targets, _ = evaluation_extent(stream)
+    windows = list(evaluation_windows(stream, T, None, batch_size=1))
+    assert len(windows) == -(-num_targets // T)
+    assert all((window["shift_labels"] != IGNORE_INDEX).any() for window in windows)
 
 
 def test_excluded_blocks_are_passed_over_and_all_others_come_once_in_order():
