@@ -181,8 +181,9 @@ def check_picture(option: str, path: Path) -> None:
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix[1:] not in kinds:
         raise UserError(f"{option}: {path} is no picture; allowed: a name that ends in .{', .'.join(kinds)}.")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(f"{option}: cannot write to {path.absolute().parent}; choose another folder, or make it.")
+    folder = path.absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise UserError(f"{option}: cannot write to {folder}; choose another folder, or make it.")
     if path.is_dir():
         raise UserError(f"{option}: {path} is a folder; name a file.")
 

@@ -117,6 +117,7 @@ def test_the_baselines_have_one_rule_and_adamw_no_momentum(show):
         (["--schedule.weight_decay", "0.1"], "'0.1' is not allowed; allowed: constant, linear or learning_rate."),
         (["--schedule.peak", "1"], "unknown key schedule.peak"),
         (["--output", "schedule.json"], "--output: schedule.json is no picture; allowed: a name that ends in ."),
+        (["--output", f"{__file__}/schedule.png"], "test_show_schedule.py; choose another folder, or make it."),
         (["--output", "not/there/schedule.png"], "choose another folder, or make it."),
         (["--output", "/proc/schedule.png"], "--output: cannot write"),
     ],

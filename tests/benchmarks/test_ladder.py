@@ -115,7 +115,12 @@ def test_a_tokenizer_that_does_not_come_back_to_its_tokens_is_no_rung(ladder, ti
 def test_the_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, run_script, max_grad_norm):
     """With SGD: the other rules hardly notice the size of a gradient, so that of accumulated ones might be wrong."""
     options = {"optim__name": "sgd", "optim__learning_rate": 0.5, "train__max_grad_norm": max_grad_norm}
-    options |= {"schedule__warmup_steps": 4, "model__dropout": 0.1, "batch__micro_batch_size": 4}
+    options |= {
+        "schedule__warmup_steps": 4,
+        "model__dropout": 0.1,
+        "batch__micro_batch_size": 4,
+        "train__compile": "false",
+    }
     arguments = tiny_run(**options)
     output = tmp_path / "ladder"
     status, said, error = run_script("ladder.py", *arguments, "--output", output, "--repetitions", 1, "--losses", 3)
