@@ -40,7 +40,7 @@ MISTAKES = {
     ),
     "a model larger than the memory": (
         lambda at: {"model__hidden_size": 2**17, "model__num_hidden_layers": 100},
-        r"model: the weights of .* parameters alone take .* lower model.hidden_size",
+        r"not even one sequence of 32 tokens fits: it needs .* GB free; try .* or a smaller model\.",
     ),
     "fp16 on a CPU": (
         lambda at: {"train__mixed_precision": "fp16"},

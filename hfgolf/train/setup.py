@@ -402,7 +402,7 @@ def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) 
     if accelerator.distributed_type == DistributedType.FSDP:
         return  # each process holds a part, which the prediction does not know
     device = accelerator.device
-    with torch.device("meta"):
+    with torch.device("meta"), torch.random.fork_rng([]):
         model = build_golf(config, vocab_size, device.type)
     require_room(config, model, accelerator.num_processes, device.type, _free_bytes(device))
 
@@ -414,16 +414,8 @@ def _free_bytes(device: torch.device) -> int:
 
 def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> GolfForCausalLM:
     vocab_size, eos = len(tokens.tokenizer), tokens.tokenizer.eos_token_id
-    with torch.device("meta"), torch.random.fork_rng([]):  # its size, before memory is asked for
-        parameters = build_golf(config, vocab_size, device.type).num_parameters()
-    free_bytes = free_memory_bytes(torch.device("cpu"))  # where it is built
-    if 4 * parameters > free_bytes:
-        raise UserError(
-            f"model: the weights of {parameters:,} parameters alone take {gigabytes(4 * parameters)}, and"
-            f" {gigabytes(free_bytes)} are free; lower model.hidden_size or model.num_hidden_layers."
-        )
     model = build_golf(config, vocab_size, device.type, bos_token_id=eos, eos_token_id=eos, pad_token_id=eos)
-    logger.info("model: %s parameters, vocabulary %s", f"{parameters:,}", f"{vocab_size:,}")
+    logger.info("model: %s parameters, vocabulary %s", f"{model.num_parameters():,}", f"{vocab_size:,}")
     return model
 
 
