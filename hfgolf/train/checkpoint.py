@@ -77,14 +77,15 @@ def clean_up(folder: Path) -> None:
     """Finish a save that was killed when only its name was missing; remove what any other left behind."""
     for partial in folder.glob(".partial-*"):
         final = folder / partial.name.removeprefix(".partial-")
-        if _STEP_FOLDER.fullmatch(final.name) and not final.exists() and _is_whole(partial):
+        if _STEP_FOLDER.fullmatch(final.name) and not final.exists() and is_whole(partial):
             partial.rename(final)
             sync(folder)
         else:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def is_whole(checkpoint: Path) -> bool:
+    """Say whether a checkpoint verifies."""
     try:
         verify(checkpoint)
     except Rejected:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from hfgolf.command_line import ResolvedConfig, run_command
 from hfgolf.train import loop
-from hfgolf.train.checkpoint import Rejected, verify
+from hfgolf.train.checkpoint import verify
 from hfgolf.train.identity import RUN_NAME, comparable
 
 FORKING = multiprocessing.get_context("forkserver")
@@ -67,14 +67,6 @@ def losses(folder: Path) -> list[float]:
 def valid_steps(checkpoints: Path) -> list[int]:
     """Return the steps of the checkpoints there, every one of which must be whole."""
     return sorted(verify(path)["step"] for path in checkpoints.glob("step-*"))
-
-
-def is_whole(checkpoint: Path) -> bool:
-    try:
-        verify(checkpoint)
-    except Rejected:
-        return False
-    return True
 
 
 def read(file: Path) -> Any:

@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from faults import (
     differences,
     flip_a_bit,
-    is_whole,
     losses,
     read,
     remove,
@@ -43,6 +42,7 @@ from hfgolf.train.checkpoint import (
     choose_checkpoint,
     clean_up,
     commit_checkpoint,
+    is_whole,
     make_latest,
     point,
     retain,

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from accelerate.state import AcceleratorState, GradientState
-from faults import FORKING, before_step, differences, is_whole, rows
+from faults import FORKING, before_step, differences, rows
 from power import FOLDER, Disk, Moment, Tree, below, write_tree
 
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.report.metrics import read_metrics
 from hfgolf.train import checkpointer, conclusion, loop
-from hfgolf.train.checkpoint import step_of
+from hfgolf.train.checkpoint import is_whole, step_of
 
 RUN = "runs/cut"  # below the disk
 OPTIONS = {
