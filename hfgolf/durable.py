@@ -77,7 +77,7 @@ def sync(path: Path) -> None:
 
 def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
     """Return the size and sha256 of files in a folder, by their names in it; plain JSON."""
-    return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in paths}
+    return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in paths}
 
 
 def find_damage(folder: Path, name: str, listed: Any) -> str | None:
@@ -94,12 +94,13 @@ def find_damage(folder: Path, name: str, listed: Any) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != num_bytes:
             return f"{name} has {path.stat().st_size} bytes instead of {num_bytes}"
-        return None if _sha256(path) == sha256 else f"{name} does not match its sha256"
+        return None if file_sha256(path) == sha256 else f"{name} does not match its sha256"
     except (OSError, RuntimeError) as error:  # a bad sector, a name too long; RuntimeError: links in a ring
         return f"{name} is not readable ({one_line(error)})"
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     # not mapped: a bad sector would end the process. Large pieces: between two, a save waits for the loop's GIL
     digest, buffer = hashlib.sha256(), bytearray(min(2**24, path.stat().st_size + 1))
     with path.open("rb", buffering=0) as file:

@@ -20,7 +20,7 @@ from hfgolf.compare.experiment import PlannedRun
 from hfgolf.config import join_words
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
-from hfgolf.train.environment import resolve_precision
+from hfgolf.train.environment import cpu_cores, resolve_precision
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,7 @@ def _is_complete(run: PlannedRun) -> bool:
 def _start(run: PlannedRun, train_script: Path, jobs: int) -> subprocess.Popen:
     arguments, environment = list(run.arguments), dict(os.environ)
     if jobs > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        arguments.append(f"--train.cpu_threads={max(1, cores // jobs)}")
+        arguments.append(f"--train.cpu_threads={max(1, cpu_cores() // jobs)}")
         environment[CONCURRENT_RUNS] = str(jobs)
     run.folder.path.mkdir(parents=True, exist_ok=True)
     with (run.folder.path / LOG_NAME).open("wb") as log:

@@ -6,14 +6,13 @@ keeps the next start from trusting it. Does not know what the files mean.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hfgolf.durable import write_text
+from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
 
 NAME = "cache.json"
@@ -26,11 +25,7 @@ class DamagedCacheError(UserError):
 
 def write_manifest(folder: Path, **fields: Any) -> None:
     """Write cache.json for the files in `folder`, with more fields of the caller's. Raises OSError."""
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-        for path in sorted(folder.iterdir())
-        if path.name != NAME
-    }
+    files = list_files(folder, (path for path in sorted(folder.iterdir()) if path.name != NAME))
     write_text(folder / NAME, json.dumps({**fields, "files": files}, indent=1))
 
 
@@ -51,12 +46,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{NAME}: {type(error).__name__}: {error}") from error
     return manifest
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def wrong_hash(name: str) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hfgolf.data.manifest import file_sha256, note_damage
+from hfgolf.data.manifest import note_damage
+from hfgolf.durable import file_sha256
 
 
 @dataclass(frozen=True, eq=False)  # arrays do not compare to one truth

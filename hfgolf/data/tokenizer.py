@@ -26,9 +26,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from hfgolf.config import TokenizerConfig
-from hfgolf.data.manifest import file_sha256, read_manifest, write_manifest, wrong_hash
+from hfgolf.data.manifest import read_manifest, write_manifest, wrong_hash
 from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
-from hfgolf.durable import replace_folder
+from hfgolf.durable import file_sha256, replace_folder
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:

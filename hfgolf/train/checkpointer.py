@@ -1,10 +1,9 @@
 """Saving the whole state of a run while it goes on, and loading it to the last bit.
 
 Owns what is in a checkpoint: the files of accelerate's save_state and, unless the weights are sharded, what
-`from_pretrained` needs beside them. A thread writes them while the run computes the
-next gradients; the next update waits until they are written, but not until they are hashed and on the disk. A GPU's
-tensors are copied to the host first, so that no update waits. Does not know when to save, nor which checkpoint is the
-right one (checkpoint.py).
+`from_pretrained` needs beside them. A thread writes them while the run computes the next gradients; the next update
+waits until they are written, but not until they are hashed and on the disk. A GPU's tensors are copied to the host
+first, so that no update waits. Does not know when to save, nor which checkpoint is the right one (checkpoint.py).
 """
 
 from __future__ import annotations

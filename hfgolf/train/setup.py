@@ -244,8 +244,9 @@ def set_up(resolved: ResolvedConfig) -> Run:
         if origin:
             changed += check_text(origin.name, origin.identity["corpus"], corpus.identity, resolved)
         tokens = load_tokens(config.data, config.tokenizer, corpus, origin.tokenizer() if origin else None)
+        tokenizer_hash = tokenizer_sha256(tokens.tokenizer)
         if origin:
-            check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokenizer_sha256(tokens.tokenizer))
+            check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokenizer_hash)
     blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
     tokens.tokenizer.model_max_length = config.batch.sequence_length
     _require_room(config, len(tokens.tokenizer), accelerator)
@@ -261,7 +262,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     state = TrainState()
     decay = ema_decay(config.optim, config.batch.tokens_per_step)
     ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
-    identity = run_identity(resolved, corpus.identity, tokenizer_sha256(tokens.tokenizer))
+    identity = run_identity(resolved, corpus.identity, tokenizer_hash)
     checkpoints = Checkpointer(
         accelerator,
         folder.checkpoints,

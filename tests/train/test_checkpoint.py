@@ -197,7 +197,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_rejected(tmp_path, monkeypat
     def bad_sector(path: Path) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(durable, "_sha256", bad_sector)
+    monkeypatch.setattr(durable, "file_sha256", bad_sector)
     with pytest.raises(Rejected, match=r"^model is not readable \(.*Input/output error\)$"):
         verify(checkpoint)
 
