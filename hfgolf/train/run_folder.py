@@ -225,7 +225,7 @@ class RunFolder:
         try:
             summary = json.loads(self.summary.read_text())
             listed = summary.get("files", {})  # runs of older versions have none
-            if not {"val_loss", "weights", "sample"} <= summary.keys():
+            if not {"val_loss", "weights"} <= summary.keys():  # a sample may have failed
                 raise ValueError
             for name in ("config.json", "model.safetensors"):
                 if not (self.model / name).is_file():

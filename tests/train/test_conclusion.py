@@ -14,7 +14,7 @@ from faults import before_step, flip_a_bit, remove, rows
 from safetensors.torch import load_file
 
 from hfgolf.errors import UserError
-from hfgolf.train import checkpointer, conclusion, loop
+from hfgolf.train import checkpointer, conclusion, loop, setup
 
 
 def empty(file: Path) -> None:
@@ -110,6 +110,21 @@ def test_a_run_is_complete_only_if_its_summary_and_its_model_are_whole(run, tiny
     said = run_script("train.py", *tiny_run())
     assert said.status == 2 and "summary.json is not readable, and there is no checkpoint" in said.err
     assert model() == before and rows(folder) == steps
+
+
+def test_a_run_whose_sample_could_not_be_drawn_is_complete(run, tiny_run, run_script, monkeypatch, reset_accelerate):
+    def no_text(*arguments: Any, **options: Any) -> str:
+        raise RuntimeError("no text today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "generate_text", no_text)
+        folder = run(tiny_run())
+    before = (folder / "summary.json").read_bytes()
+    assert "sample" not in json.loads(before)
+    reset_accelerate()
+    said = run_script("train.py", *tiny_run())
+    assert said.status == 0 and "is complete" in said.out, said.err
+    assert (folder / "summary.json").read_bytes() == before
 
 
 def full_disk(*arguments: Any, **options: Any) -> None:
