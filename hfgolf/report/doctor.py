@@ -15,7 +15,7 @@ from typing import Any
 from hfgolf.command_line import one_line, read_settings
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
-from hfgolf.report.feed_symptoms import SameBatches, data_bound, throughput_falls
+from hfgolf.report.feed_symptoms import SameBatches, damaged_cache, data_bound, throughput_falls
 from hfgolf.report.finding import Detector, Finding
 from hfgolf.report.history import History, Line
 from hfgolf.report.metrics import Metrics, read_metrics
@@ -58,6 +58,7 @@ class Doctor:
             near_zero_loss,
             throughput_falls,
             data_bound,
+            damaged_cache,
         ]
         self._told: set[tuple[str, int | None]] = set()
 

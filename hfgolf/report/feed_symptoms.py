@@ -1,4 +1,4 @@
-"""Symptoms in what feeds a run: batches that come again or come late, steps that have become slow.
+"""Symptoms in what feeds a run: batches that come again or come late, slow steps, tokens damaged on the disk.
 
 Detectors as in symptoms.py.
 """
@@ -121,3 +121,17 @@ def data_bound(history: History) -> Finding | None:
         "other programs on the cores that gather the batches",
     )
     return Finding("data-bound", recent[0].step, saw, causes, quicker_data(history))
+
+
+def damaged_cache(history: History) -> Finding | None:
+    """Tokens that are not those that were written: the hash of a file, or an id, is wrong."""
+    event = history.latest
+    if event.get("event") != "damaged_cache":
+        return None
+    saw = str(event.get("reason")).removeprefix("data: ").removesuffix(".")
+    causes = (
+        "another program that wrote to the files of the cache",
+        "a disk or memory that loses bits",
+        "a power cut or a crash of the machine that lost part of a file",
+    )
+    return Finding("damaged token cache", event["step"], saw, causes, {})

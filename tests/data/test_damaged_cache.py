@@ -17,6 +17,7 @@ from hfgolf.data import lock, token_cache
 from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.errors import UserError
+from hfgolf.report.doctor import examine
 
 BYTE = TokenizerConfig(kind="byte")
 
@@ -150,14 +151,20 @@ def test_training_on_damaged_tokens_ends_with_a_line_and_an_event(
     assert event["reason"] == str(caught.value)
 
 
-def test_training_on_tokens_with_a_wrong_hash_ends_before_it_saves(run, tiny_run, tmp_path, large):
+def test_training_on_tokens_with_a_wrong_hash_ends_before_it_saves_and_the_doctor_knows_why(
+    run, tiny_run, tmp_path, large, caplog
+):
     arguments = tiny_run(data__in_memory="false")
     run(arguments)
     (path,) = (tmp_path / "cache").glob("tokens/*/train.arrow")
     overwrite(path, path.stat().st_size // 2, b"\1\0" * 50)
-    with pytest.raises(DamagedCacheError, match="SHA-256"):
+    with pytest.raises(DamagedCacheError, match="SHA-256") as caught:
         run([*arguments, "--run.name=again"])
     assert not (tmp_path / "runs" / "again" / "model").exists()
+    assert [line for line in caplog.messages if line.startswith("doctor")]
+    (finding,), _ = examine(tmp_path / "runs" / "again")
+    assert finding.symptom == "damaged token cache"
+    assert finding.saw in str(caught.value) and "SHA-256" in finding.saw
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(write, files_config):
