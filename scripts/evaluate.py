@@ -33,6 +33,7 @@ def main() -> None:
     from hfgolf.publish.load import load_exported
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.environment import resolve_precision
+    from hfgolf.train.signals import Signals
 
     train = TrainConfig(max_steps=1, mixed_precision=arguments.mixed_precision)
     told = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
@@ -42,7 +43,7 @@ def main() -> None:
     model, tokenizer = load_exported(arguments.model)
     sequence_length = evaluation_length(model, arguments.sequence_length)
     attend_fastest(model, accelerator.device, precision, sequence_length)  # as in training: the same loss in bf16
-    with tempfile.TemporaryDirectory() as folder:
+    with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as folder:
         vocab_size = next(model.get_input_embeddings().parameters()).shape[0]
         stream = tokenize_files(arguments.files, tokenizer, vocab_size, arguments.text_column, Path(folder))
         evaluation = evaluate_loss(

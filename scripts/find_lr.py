@@ -37,11 +37,9 @@ def main() -> None:
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import run_metadata
     from hfgolf.train.find_lr import find_lr, suggested_values
-    from hfgolf.train.signals import follow_launcher
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     show_log(is_main_process)
-    follow_launcher()
     sweeps = find_lr(resolved, rates)
     values = suggested_values(sweeps, resolved.config.optim)
     if not is_main_process:

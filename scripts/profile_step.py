@@ -37,11 +37,9 @@ def main() -> None:
     from hfgolf.train.profile_step import profile_run
     from hfgolf.train.run_folder import run_folder
     from hfgolf.train.scratch import scratch_run, writable_folder
-    from hfgolf.train.signals import follow_launcher
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     show_log(is_main_process)
-    follow_launcher()
     folder = writable_folder(arguments.output or run_folder(resolved.config).path)
     with scratch_run(resolved, "profile") as run:
         trace = (folder if is_main_process else run.folder.path) / "trace.json.gz"

@@ -55,11 +55,12 @@ def main() -> None:
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import run_metadata
     from hfgolf.train.scratch import writable_folder
+    from hfgolf.train.signals import Signals
 
     show_log(True)
     folder = writable_folder(arguments.output)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as scratch:
         sample = write_sample(arguments.files, arguments.max_bytes, Path(scratch))
         for size in sorted(set(arguments.vocab_sizes)):
             found = measure_vocabulary(size, sample, resolved.config, arguments.context, Path(scratch))

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from hfgolf.command_line import one_line
 from hfgolf.compare.experiment import PlannedRun
@@ -21,6 +19,7 @@ from hfgolf.config import join_words
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.train.environment import cpu_cores, resolve_precision
+from hfgolf.train.signals import Signals
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,8 @@ def run_missing(runs: Sequence[PlannedRun], train_script: Path, jobs: int) -> di
     """Make the runs that are not over, `jobs` at once; returns by name of a run that failed the reason, a line.
 
     An interrupted run is continued, a failed one left alone: continued, it could end as if nothing had been. Raises
-    UserError, before any run begins, where a folder holds a run with another config. Whatever ends this call, SIGINT
-    and SystemExit included, the runs under way save and stop first.
+    UserError, before any run begins, where a folder holds a run with another config. Whatever ends this call, a
+    signal included, the runs under way save and stop first.
     """
     complete = [run for run in runs if _is_complete(run)]
     failures = {run.name: _failure(run).read_text(encoding="utf-8") for run in runs if _failure(run).exists()}
@@ -50,27 +49,27 @@ def run_missing(runs: Sequence[PlannedRun], train_script: Path, jobs: int) -> di
         logger.info("%d failed before; without %s in its folder a run is tried again", len(failures), FAILURE_NAME)
     waiting, under_way = list(missing), dict[subprocess.Popen, PlannedRun]()
     started_at = time.perf_counter()
-    handler = signal.signal(signal.SIGTERM, _leave)
-    try:
-        while waiting or under_way:
-            while waiting and len(under_way) < jobs:
-                run = waiting.pop(0)
-                under_way[_start(run, train_script, jobs)] = run
-                logger.info("%s begins; its log: %s", run.name, run.folder.path / LOG_NAME)
-            time.sleep(_POLL_SECONDS)
-            for process in [process for process in under_way if process.poll() is not None]:
-                run = under_way.pop(process)
-                if process.returncode:
-                    failures[run.name] = _last_words(run)
-                    if process.returncode in _FAILED and run.folder.config.exists():  # else it had not begun
-                        write_text(_failure(run), failures[run.name])
-                end = f"failed: {failures[run.name]}" if process.returncode else "is complete"
-                done = len(missing) - len(waiting) - len(under_way)
-                progress = _progress(done, len(missing), time.perf_counter() - started_at)
-                logger.info("[%d/%d] %s %s; %s", done, len(missing), run.name, end, progress)
-    finally:
-        _stop(list(under_way))
-        signal.signal(signal.SIGTERM, handler)
+    signals = Signals("before all runs were made; the same command continues")
+    with signals, signals.noted():
+        try:
+            while (waiting or under_way) and not signals.stop:
+                while waiting and len(under_way) < jobs:
+                    run = waiting.pop(0)
+                    under_way[_start(run, train_script, jobs)] = run
+                    logger.info("%s begins; its log: %s", run.name, run.folder.path / LOG_NAME)
+                time.sleep(_POLL_SECONDS)
+                for process in [process for process in under_way if process.poll() is not None]:
+                    run = under_way.pop(process)
+                    if process.returncode:
+                        failures[run.name] = _last_words(run)
+                        if process.returncode in _FAILED and run.folder.config.exists():  # else it had not begun
+                            write_text(_failure(run), failures[run.name])
+                    end = f"failed: {failures[run.name]}" if process.returncode else "is complete"
+                    done = len(missing) - len(waiting) - len(under_way)
+                    progress = _progress(done, len(missing), time.perf_counter() - started_at)
+                    logger.info("[%d/%d] %s %s; %s", done, len(missing), run.name, end, progress)
+        finally:
+            _stop(list(under_way))
     return failures
 
 
@@ -113,12 +112,6 @@ def _stop(processes: list[subprocess.Popen]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if processes:
-        logger.info("stopped; the same command continues")
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)  # by way of `finally`, so that the runs under way are told
 
 
 def _failure(run: PlannedRun) -> Path:

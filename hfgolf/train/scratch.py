@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import multiprocessing
-import os
-import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.errors import UserError
 from hfgolf.train.setup import Run, set_up
+from hfgolf.train.signals import Signals
 
 
 @contextmanager
@@ -26,11 +21,12 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
     """Set up the run of a config, with each `section__key=value` decided by `source`; raises UserError as set_up does.
 
     It has its folder among the temporary ones, no trackers, nothing to resume, nothing to push and no last step.
-    SIGINT and SIGTERM end the process with a line, and the folder goes then too. For the main thread.
+    A signal to stop ends the process with a line, and the folder goes then too.
     """
-    handlers = {number: signal.signal(number, _leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    folder = tempfile.mkdtemp(prefix=f"{source}-")
-    try:
+    with (
+        Signals("before the end; nothing was written"),
+        tempfile.TemporaryDirectory(prefix=f"{source}-", ignore_cleanup_errors=True) as folder,
+    ):
         resolved = resolved.resolve(source, train__resume=None, track__trackers=[], hub__push=False, **values)
         run = set_up(resolved.resolve(source, run__output_dir=folder))
         run.checkpoints.wait()
@@ -40,16 +36,6 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
         run.start_batches()
         run.model.train()
         yield run
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:  # nor a loader's worker
-        print(f"error: stopped by {signal.Signals(number).name}; nothing was written.", file=sys.stderr)
-    raise SystemExit(128 + number)
 
 
 def writable_folder(path: Path) -> Path:

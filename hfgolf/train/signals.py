@@ -35,12 +35,12 @@ class Signals:
     the main thread can install handlers; elsewhere nobody is ever asked for anything.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "before the first step; the same command starts again") -> None:
         self.stop = 0
         """Number of the signal that asks for an end; 0: none."""
         self.save = 0
         """1 if somebody asks for a checkpoint."""
-        self.where = "before the first step; the same command starts again"
+        self.where = where
         """What a person reads after "stopped by SIGTERM"."""
         self._stopped_at = 0.0
         self._is_noting = False

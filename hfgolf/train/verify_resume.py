@@ -31,6 +31,7 @@ from hfgolf.report.metrics import read_rows
 from hfgolf.train.checkpoint import newest_first
 from hfgolf.train.evidence import compare, evidence, table, verdict
 from hfgolf.train.run_folder import RunFolder
+from hfgolf.train.signals import Signals, Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +63,12 @@ def verify_resume(train_script: Path, arguments: list[str], resolved: ResolvedCo
     command = [*_launcher(plan.num_processes), str(train_script), *arguments, *options]
     straight, killed = RunFolder(folder / "straight"), RunFolder(folder / "killed")
     try:
-        with Session(command, straight) as session:
-            session.finish()
-        logger.info("straight: %d steps in %.0f s", plan.steps, time.perf_counter() - started_at)
-        run_with_kills(command, killed, straight, plan)
-    except KeyboardInterrupt:
+        with Signals("before the verdict; both runs are gone"):
+            with Session(command, straight) as session:
+                session.finish()
+            logger.info("straight: %d steps in %.0f s", plan.steps, time.perf_counter() - started_at)
+            run_with_kills(command, killed, straight, plan)
+    except Stopped:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     findings = compare(evidence(straight), evidence(killed))

@@ -95,7 +95,8 @@ def test_what_is_complete_is_not_made_again(planned, train_script, run, caplog):
         run_missing(planned(arms={"a": {}, "b": {"optim.learning_rate": 0.03}}, seeds=[1]), train_script(NEVER), jobs=1)
 
 
-def test_whoever_stops_it_stops_the_runs_too_after_a_save(planned, train_script, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_whoever_stops_it_stops_the_runs_too_after_a_save(planned, train_script, tmp_path, capsys, number):
     script = train_script(
         "def stop(*signal):\n"
         "    (path / 'saved').touch()\n"
@@ -108,16 +109,19 @@ def test_whoever_stops_it_stops_the_runs_too_after_a_save(planned, train_script,
     def stop_when_ready() -> None:
         while len(list(tmp_path.glob("out/*/ready"))) < 2:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)  # asks for nothing that is done here, and ends nothing
+        os.kill(os.getpid(), number)
 
     def not_to_be_called(*arguments: object) -> None:
         raise AssertionError
 
-    before = signal.signal(signal.SIGTERM, not_to_be_called)
+    before = signal.signal(number, not_to_be_called)
     threading.Thread(target=stop_when_ready, daemon=True).start()
     with pytest.raises(SystemExit) as exit_:
         run_missing(planned(arms={"a": {}, "b": {}, "c": {}}), script, jobs=2)
-    assert exit_.value.code == 143
+    assert exit_.value.code == 128 + number
+    line = f"stopped by {number.name} before all runs were made; the same command continues\n"
+    assert capsys.readouterr().err == line
     assert sorted(path.parent.name for path in tmp_path.glob("out/*/saved")) == ["a-seed1", "b-seed1"]
     assert not (tmp_path / "out" / "c-seed1").exists()
-    assert signal.signal(signal.SIGTERM, before) is not_to_be_called
+    assert signal.signal(number, before) is not_to_be_called

@@ -195,13 +195,15 @@ def test_a_mistake_is_one_line(temporary, tiny_run, monkeypatch, run_script, opt
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_a_sweep_is_one_line_and_leaves_nothing(temporary, tiny_run, monkeypatch, run_script, number):
     monkeypatch.chdir(temporary)
     real = find_lr_module.train_step
 
     def train_step(run: Any, total_steps: float) -> Any:
         assert list(temporary.glob("find_lr-*"))
+        if run.state.step == LEAD_IN_STEPS + 2:
+            signal.raise_signal(signal.SIGUSR1)  # there is nothing to save, and nothing ends
         if run.state.step == LEAD_IN_STEPS + 3:
             signal.raise_signal(number)
         return real(run, total_steps)
@@ -209,7 +211,7 @@ def test_a_signal_in_a_sweep_is_one_line_and_leaves_nothing(temporary, tiny_run,
     monkeypatch.setattr(find_lr_module, "train_step", train_step)
     status, _, error = run_script("find_lr.py", *tiny_run())
     assert status == 128 + number
-    assert error == f"error: stopped by {number.name}; nothing was written.\n"
+    assert error == f"stopped by {number.name} before the end; nothing was written\n"
     assert list(temporary.iterdir()) == []
 
 

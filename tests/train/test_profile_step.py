@@ -39,7 +39,7 @@ def scratch(tiny_run, reset_accelerate, tmp_path, monkeypatch) -> Iterator[Calla
         return opened[-1].__enter__()
 
     yield open_run
-    for context in opened:
+    for context in reversed(opened):
         context.__exit__(None, None, None)
     assert not list(tmp_path.glob("test-*"))
 

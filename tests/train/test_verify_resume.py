@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from accelerate.utils import load
@@ -220,6 +225,27 @@ def test_a_mistake_is_one_line_before_any_run(tiny_run, monkeypatch, capsys, opt
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_run_under_way_and_leaves_nothing(tiny_run, tmp_path, monkeypatch, number):
+    temporary, started = tmp_path / "temporary", tmp_path / "started"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    script = tmp_path / "endless.py"
+    script.write_text(f"import os, time\nopen({str(started)!r}, 'x').write(str(os.getpid()))\ntime.sleep(600)\n")
+
+    def stop_when_it_runs() -> None:
+        while not (started.exists() and started.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop_when_it_runs, daemon=True).start()
+    with pytest.raises(SystemExit) as exit_:
+        verify_resume(script, tiny_run(), load_config(tiny_run()), Plan(6, 1, 0, 1))
+    assert exit_.value.code == 128 + number
+    assert not psutil.pid_exists(int(started.read_text()))
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.slow
