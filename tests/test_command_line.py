@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hfgolf.command_line import KEY_TYPES, SECTIONS, load_config, run_command
 from hfgolf.errors import UserError
@@ -310,6 +311,21 @@ def test_an_indivisible_batch_names_the_nearest_that_work():
         assert batch.accumulation_steps(size, 1) * size == 16
     with pytest.raises(UserError, match=r"3 processes; try batch.tokens_per_step 3072 or 4608\.$"):
         batch.accumulation_steps(2, 3)
+
+
+def test_print_config_prints_the_outcome(config_file, capsys):
+    arguments = ["--config", config_file("optim: {learning_rate: 0.5}\ntrain: {max_steps: 7}"), "--optim.momentum=0.8"]
+    with pytest.raises(SystemExit) as exit_:
+        load_config([*arguments, "--print_config"])
+    assert not exit_.value.code
+    printed = yaml.safe_load(capsys.readouterr().out)
+    of_values = {f"{section}.{key}": value for section, keys in printed.items() for key, value in keys.items()}
+    assert of_values.keys() == set(KEY_TYPES)
+    assert (of_values["optim.learning_rate"], of_values["optim.momentum"], of_values["train.max_steps"]) == (
+        0.5,
+        0.8,
+        7,
+    )
 
 
 def test_every_key_is_documented():

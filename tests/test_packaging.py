@@ -171,32 +171,3 @@ def test_the_public_names_are_there():
     assert set(hfgolf.__all__) <= set(dir(hfgolf))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = hfgolf.nothing
-
-
-def test_what_the_readme_names_is_there():
-    readme = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"\b(?:scripts|configs|docs|benchmarks|hfgolf|tests)/[\w/.-]+\.\w+", readme))
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def promises() -> list[tuple[str, list[str]]]:
-    """Return each fragment of the README that docs/promises.md quotes, and the tests beside it."""
-    rows = re.findall(r'^\| "(.+)" \| (.+?) \|', (ROOT / "docs" / "promises.md").read_text(), re.MULTILINE)
-    return [(fragment, re.findall(r"`([^`]+)`", tests)) for fragment, tests in rows]
-
-
-def test_every_promise_is_one_of_the_readme_and_has_tests():
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert len(promises()) > 50
-    assert [fragment for fragment, _ in promises() if fragment not in readme] == []
-    assert [fragment for fragment, tests in promises() if not tests] == []
-
-
-def test_every_test_of_a_promise_is_defined():
-    def is_defined(test: str) -> bool:
-        path, name = test.split("::")
-        tree = ast.parse((ROOT / path).read_text()) if (ROOT / path).exists() else ast.Module([], [])
-        return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
-
-    assert [test for _, tests in promises() for test in tests if not is_defined(test)] == []

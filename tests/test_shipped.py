@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_train_says_so_when_the_run_is_complete(reset_accelerate, tiny_run, run_script):
+def test_train_says_so_when_the_run_is_complete(reset_accelerate, tiny_run, run_script, tmp_path):
     options = tiny_run(train__mixed_precision="null", batch__micro_batch_size="auto", train__compile="auto")
     first = run_script("train.py", *options).out
     reset_accelerate()
@@ -62,3 +63,7 @@ def test_train_says_so_when_the_run_is_complete(reset_accelerate, tiny_run, run_
     assert "step 1/" in first and "step 1/" not in second
     for line in ("validation loss", "bits per byte", "tokens/s", "sample", "run folder", "AutoModelForCausalLM"):
         assert line in first and line in second
+    assert re.search(r"^compile: no, because \w+", first, re.MULTILINE), "what auto decided, and why"
+    config = (tmp_path / "runs" / "tiny" / "config.yaml").read_text()
+    for line in ("compile: false  # auto", "max_steps: 6  # command line", "nesterov: true  # default"):
+        assert f"  {line}\n" in config

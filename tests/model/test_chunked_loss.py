@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hfgolf.model import modeling_golf
 from hfgolf.model.modeling_golf import chunked_cross_entropy
@@ -77,22 +79,31 @@ def test_no_gradient_is_computed_when_none_is_wanted(monkeypatch):
     torch.testing.assert_close(nats, plain_nats(hidden, weight, targets, None).detach())
 
 
-def test_the_logits_of_the_batch_never_exist():
-    hidden, weight, targets = build_operands()
+class Watch(TorchDispatchMode):
+    """Notes the elements of the largest tensor that any operation makes."""
+
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            output = function(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(output):
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return output
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.largest = max([self.largest, *(tensor.numel() for tensor in tensors)])
+        return output
 
-    with Watch():
+
+def test_the_logits_of_the_batch_never_exist():
+    hidden, weight, targets = build_operands()
+    with Watch() as watch:
         chunked_cross_entropy(hidden, weight, targets).backward()
-    assert largest == V * C  # the weight's gradient; a chunk of logits is 5 * V, all of them N * V
+    assert watch.largest == V * C  # the weight's gradient; a chunk of logits is 5 * V, all of them N * V
+
+
+def test_the_model_trains_without_the_logits_of_the_batch(build_golf):
+    golf = build_golf(vocab_size=1000, hidden_size=16).train()
+    ids = torch.randint(1000, (4, 64))
+    with Watch() as watch:
+        golf(ids, labels=ids).loss.backward()
+    assert watch.largest < ids.numel() * 1000 / 4
 
 
 def test_gradients_may_be_asked_for_twice():

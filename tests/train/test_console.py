@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
 from hfgolf.command_line import run_command
 from hfgolf.train.console import show_log
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -29,6 +34,18 @@ def test_the_log_falls_silent(closed_pipe, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     closed_pipe.write("whatever a library prints")
     closed_pipe.flush()
+
+
+def test_a_run_whose_output_nobody_reads_trains_on(closed_pipe, tiny_run, tmp_path, monkeypatch, capsys):
+    """As before `| head -1`, which has ended."""
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+    monkeypatch.setattr(sys, "argv", ["scripts/train.py", *tiny_run()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "scripts" / "train.py"), run_name="__main__")
+    folder = tmp_path / "runs" / "tiny"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 6
+    assert (folder / "model" / "model.safetensors").is_file()
+    assert (ended.value.code or 0, capsys.readouterr().err) == (0, "")
 
 
 def test_a_script_ends_quietly(closed_pipe, monkeypatch, capsys):

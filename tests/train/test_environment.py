@@ -273,6 +273,11 @@ def test_another_checkout_around_an_installed_hfgolf_is_not_its_own(repository, 
     assert environment.git_commit() == f"{head}-dirty"
 
 
+def test_fp32_is_no_tf32(run, tiny_run):
+    run(tiny_run(train__max_steps=1))
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
+
+
 def test_compiling_must_pay(monkeypatch):
     monkeypatch.setattr("hfgolf.train.compilation.has_compiler", lambda device: True)
     assert should_compile(CPU, "no", 3600.0)[0]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -493,6 +494,17 @@ def test_one_sequence_too_much_is_one_line(run, tiny_run, lack_memory):
     lack_memory(OUT_OF_MEMORY[0], most=0)
     with pytest.raises(UserError, match=r"^train: out of memory with 1 sequences at once \(CUDA out of .*[^\n]*$"):
         run(tiny_run(batch__micro_batch_size=2))
+
+
+def test_too_much_for_one_of_two_processes_in_mid_step_ends_with_the_setting_that_continues(run, tiny_run, edit_run):
+    """The other waits for it with micro-batches of the old size."""
+    runs: list[Any] = []
+    edit_run(runs.append)
+    run(tiny_run(train__max_steps=1, batch__micro_batch_size=4))
+    runs[0].accelerator = SimpleNamespace(num_processes=2)
+    advice = r"continue with --batch\.micro_batch_size 2 --train\.resume auto\.$"
+    with pytest.raises(UserError, match=rf"^train: out of memory with 4 sequences at once \(no room\); {advice}"):
+        runs[0].shrink_micro_batch("no room")
 
 
 def test_any_other_error_is_not_taken_for_a_lack_of_memory(run, tiny_run, lack_memory):
