@@ -172,22 +172,6 @@ def run_command(main: Callable[[], int | None]) -> None:
     sys.exit(status)
 
 
-def check_picture(option: str, path: Path) -> None:
-    """Raise UserError, before any work, if a picture that an option names could not be drawn or written."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise UserError(f"{option}: matplotlib, which draws it, is not installed; pip install matplotlib.") from None
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix[1:] not in kinds:
-        raise UserError(f"{option}: {path} is no picture; allowed: a name that ends in .{', .'.join(kinds)}.")
-    folder = path.absolute().parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise UserError(f"{option}: cannot write to {folder}; choose another folder, or make it.")
-    if path.is_dir():
-        raise UserError(f"{option}: {path} is a folder; name a file.")
-
-
 def is_lost(stream: TextIO | None) -> bool:
     """Say whether nobody reads a stream any more (a closed terminal, a pipe's end); it goes nowhere from then on."""
     if stream is None or not hasattr(select, "poll"):  # Windows

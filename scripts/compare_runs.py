@@ -12,10 +12,11 @@ from pathlib import Path
 from hfgolf.command_line import run_command
 from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, check_output, within
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=__doc__,
         epilog="All else is for every run, as train.py takes it: --section.key value.\n"
         "benchmarks/experiments/README.md says how a definition is written.",
@@ -25,10 +26,10 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path, help="a definition, or with --runs the folders of runs")
     parser.add_argument("--runs", action="store_true", help="only read these runs; the first one's arm is the baseline")
     parser.add_argument("--output_dir", type=Path, help="folder for runs and results (runs/experiments/NAME)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once; their seconds are then not comparable (1)")
+    parser.add_argument(
+        "--jobs", type=within(1, 1024), default=1, help="runs at once; their seconds are then not comparable (1)"
+    )
     arguments, of_runs = parser.parse_known_args()
-    if arguments.jobs < 1:
-        raise UserError(f"--jobs: {arguments.jobs} is out of range; allowed: 1 or more.")
     if arguments.runs and of_runs:
         raise UserError(f"--runs: only reads, and takes no {of_runs[0]}; leave it out.")
     if not arguments.runs and len(arguments.paths) > 1:
@@ -49,10 +50,7 @@ def main() -> None:
     from hfgolf.train.run_folder import RunFolder
 
     show_log(is_main_process=True)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output_dir: cannot write to {output_dir} ({error.strerror}); choose another.") from None
+    check_output("--output_dir", output_dir)
     command = shlex.join(["python", "scripts/compare_runs.py", *map(str, arguments.paths), *of_runs])
     if experiment is None:
         outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths])

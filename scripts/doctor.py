@@ -13,10 +13,11 @@ from hfgolf.command_line import run_command
 from hfgolf.report.doctor import examine
 from hfgolf.report.finding import Finding
 from hfgolf.report.metrics import Metrics
+from hfgolf.script_options import ScriptParser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/small")
     parser.add_argument("--json", action="store_true", help="print {run: [finding, ...]} instead")
     arguments = parser.parse_args()

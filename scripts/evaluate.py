@@ -1,26 +1,25 @@
 """Measure a model on text: python scripts/evaluate.py --model runs/small/model --files "texts/*.txt" """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 
 from hfgolf.command_line import run_command
-from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, within
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of a causal model (runs/NAME/model) or a Hub name")
     parser.add_argument("--files", required=True, nargs="+", help="paths, globs or URLs, as data.files of a run")
     parser.add_argument("--text_column", default="text", help="column of jsonl, csv and parquet files (text)")
-    parser.add_argument("--sequence_length", type=int, help="tokens of context; default: what the model was made for")
-    parser.add_argument("--batch_size", type=int, default=8, help="sequences run at once (8)")
+    parser.add_argument(
+        "--sequence_length", type=within(1, 2**24), help="tokens of context; default: what the model was made for"
+    )
+    parser.add_argument("--batch_size", type=within(1, 2**16), default=8, help="sequences run at once (8)")
     parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="default: as a run on this machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     arguments = parser.parse_args()
-    if arguments.batch_size < 1:
-        raise UserError(f"--batch_size: {arguments.batch_size} is out of range; allowed: 1 or more.")
 
     from accelerate import Accelerator
 

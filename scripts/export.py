@@ -8,10 +8,11 @@ from pathlib import Path
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, check_output
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, type=Path, help="run folder, such as runs/small")
     parser.add_argument("--checkpoint", help="best, latest or a path (best; latest if nothing was evaluated)")
     parser.add_argument("--output", type=Path, help="new folder for the model (model/ in the run folder)")
@@ -25,6 +26,7 @@ def main() -> None:
     if arguments.output is not None and arguments.output.exists():
         raise UserError(f"--output: {arguments.output} is there already; name a new folder.")
     output = arguments.output or arguments.run / "model"
+    check_output("--output", output.parent)
 
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.export_checkpoint import export_checkpoint

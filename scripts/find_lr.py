@@ -11,13 +11,14 @@ import json
 import os
 from pathlib import Path
 
-from hfgolf.command_line import check_picture, load_config, run_command
+from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
-from hfgolf.optim.lr_finder import RULE, Sweep, smooth, sweep_rates
+from hfgolf.optim.lr_finder import MEMORY_STEPS, RULE, Sweep, smooth, sweep_rates
+from hfgolf.script_options import ScriptParser, check_picture, within
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=__doc__,
         epilog="All else is as train.py takes it: --config FILE --section.key value; track.*, hub.* and what says how\n"
         "long the run is have no effect; train.compile is false unless stated.",
@@ -25,13 +26,17 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, default=Path("lr.png"), help="picture to write (lr.png), and lr.json")
-    parser.add_argument("--lowest", type=float, default=1e-4, help="learning rate at which a sweep begins (1e-4)")
-    parser.add_argument("--highest", type=float, default=1.0, help="where it ends, if not before (1)")
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps between them (80)")
+    parser.add_argument(
+        "--lowest", type=within(1e-20, 1e20), default=1e-4, help="learning rate at which a sweep begins (1e-4)"
+    )
+    parser.add_argument("--highest", type=within(1e-20, 1e20), default=1.0, help="where it ends, if not before (1)")
+    parser.add_argument(
+        "--steps", type=within(4 * MEMORY_STEPS, 10**6), default=80, help="optimizer steps between them (80)"
+    )
     arguments, of_run = parser.parse_known_args()
     rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
-    check_picture("--output", arguments.output)
     resolved = load_config(of_run)
+    check_picture("--output", arguments.output)
 
     from hfgolf.durable import write_text
     from hfgolf.train.console import show_log

@@ -4,27 +4,28 @@ import argparse
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, within
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of an exported model (runs/NAME/model) or a Hub name")
     parser.add_argument("--prompt", default="", help="text to continue; empty starts a document")
-    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to write at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    parser.add_argument("--top_k", type=int, default=50, help="sample among so many likeliest tokens; 0 is all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="sample among the likeliest tokens of this total mass")
-    parser.add_argument("--num_samples", type=int, default=1, help="texts to write, with seeds seed, seed + 1, ...")
-    parser.add_argument("--seed", type=int, default=0, help="of the first sample")
+    parser.add_argument("--max_new_tokens", type=within(1, 10**9), default=200, help="tokens to write at most")
+    parser.add_argument("--temperature", type=within(0.0, 1e6), default=0.8, help="0 is greedy")
+    parser.add_argument(
+        "--top_k", type=within(0, 10**9), default=50, help="sample among so many likeliest tokens; 0 is all"
+    )
+    parser.add_argument(
+        "--top_p", type=within(1e-9, 1.0), default=1.0, help="sample among the likeliest tokens of this total mass"
+    )
+    parser.add_argument(
+        "--num_samples", type=within(1, 10**6), default=1, help="texts to write, with seeds seed, seed + 1, ..."
+    )
+    parser.add_argument("--seed", type=within(0, 2**63 - 1), default=0, help="of the first sample")
     arguments = parser.parse_args()
-    _require("max_new_tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "1 or more")
-    heat = arguments.temperature
-    _require("temperature", heat, heat == 0 or 1e-3 <= heat <= 1e6, "0, or 0.001 to 1000000")
-    _require("top_k", arguments.top_k, arguments.top_k >= 0, "0 or more")
-    _require("top_p", arguments.top_p, 0 < arguments.top_p <= 1, "above 0, up to 1")
-    _require("num_samples", arguments.num_samples, arguments.num_samples >= 1, "1 or more")
-    last_seed = arguments.seed + arguments.num_samples - 1
-    _require("seed", arguments.seed, 0 <= arguments.seed <= last_seed < 2**63, "0 to 9223372036854775807")
+    if 0 < arguments.temperature < 1e-3:  # the logits divided by it would overflow
+        raise UserError(f"--temperature: {arguments.temperature} is out of range; allowed: 0, or 0.001 to 1000000.")
     if arguments.prompt != arguments.prompt.encode("utf-8", "ignore").decode():
         raise UserError("--prompt: is not UTF-8; convert it, or set the terminal to UTF-8.")
 
@@ -46,11 +47,6 @@ def main() -> None:
             seed=arguments.seed + number,
         )
         print(text if arguments.num_samples == 1 else f"--- sample {number + 1}\n{text}")
-
-
-def _require(option: str, value: float, is_allowed: bool, allowed: str) -> None:
-    if not is_allowed:
-        raise UserError(f"--{option}: {value} is out of range; allowed: {allowed}.")
 
 
 if __name__ == "__main__":

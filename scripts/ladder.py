@@ -15,12 +15,13 @@ from typing import Any
 
 from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, check_output, within
 
 ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=__doc__,
         epilog="All else is as train.py takes it: --config FILE --section.key value; --train.compile false leaves out\n"
         "torch.compile, --train.mixed_precision no the 16 bits.",
@@ -28,12 +29,9 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, default=Path("runs/ladder"), help="folder to write to (runs/ladder)")
-    parser.add_argument("--repetitions", type=int, default=9, help="steps of each rung that are timed (9)")
-    parser.add_argument("--losses", type=int, default=4, help="first steps whose losses are compared (4)")
+    parser.add_argument("--repetitions", type=within(1, 10**4), default=9, help="steps of each rung that are timed (9)")
+    parser.add_argument("--losses", type=within(1, 10**4), default=4, help="first steps whose losses are compared (4)")
     arguments, of_run = parser.parse_known_args()
-    for option in ("repetitions", "losses"):
-        if getattr(arguments, option) < 1:
-            raise UserError(f"--{option}: {getattr(arguments, option)} is out of range; allowed: 1 or more.")
     resolved = load_config(of_run)
     may_compile = resolved.config.train.compile is not False
 
@@ -44,10 +42,10 @@ def main() -> None:
     from hfgolf.durable import write_text
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import device_name, run_metadata
-    from hfgolf.train.scratch import scratch_run, writable_folder
+    from hfgolf.train.scratch import scratch_run
 
     show_log(True)
-    folder = writable_folder(arguments.output)
+    folder = check_output("--output", arguments.output)
     with scratch_run(resolved, "ladder", model__dropout=0.0, model__attention_dropout=0.0, train__compile=False) as run:
         if run.accelerator.num_processes > 1:
             raise UserError("ladder.py measures one process; start it with python, not accelerate launch.")

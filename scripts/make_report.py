@@ -1,25 +1,27 @@
 """Make the report of a run, or of several side by side: python scripts/make_report.py runs/small"""
 
-import argparse
 import shutil
 from pathlib import Path
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, check_output, within
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/small; metrics.jsonl is enough")
     parser.add_argument("--output", type=Path, help="page to write (report.html in the folder of a single run)")
-    parser.add_argument("--price_per_hour", type=float, help="dollars for the machine (run.price_per_hour of the run)")
+    parser.add_argument(
+        "--price_per_hour", type=within(0.0, 1e12), help="dollars for the machine (run.price_per_hour of the run)"
+    )
     parser.add_argument("--png", type=Path, help="also write a picture of the losses")
     arguments = parser.parse_args()
     output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
-    if output.suffix != ".html":
-        raise UserError(f"--output: {output} is not a page; name a file that ends in .html.")
-    if arguments.price_per_hour is not None and not 0 <= arguments.price_per_hour < float("inf"):
-        raise UserError(f"--price_per_hour: {arguments.price_per_hour} is out of range; allowed: 0 or more.")
+    if arguments.output or output.parent.is_dir():  # else read_run says that there is no such run
+        check_output("--output", output, ["html"])
+    if arguments.png:
+        check_output("--png", arguments.png, ["png"])
 
     from hfgolf.report.record import read_run
     from hfgolf.report.report import write_report

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hfgolf.command_line import ResolvedConfig, load_config, run_command
 from hfgolf.errors import UserError
 from hfgolf.report.wording import duration
+from hfgolf.script_options import ScriptParser, within
 
 if TYPE_CHECKING:
     from hfgolf.config import RunConfig
@@ -37,7 +38,7 @@ ITEMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=__doc__,
         epilog="All else is as train.py takes it: --config FILE --section.key value. For several processes:\n"
         "accelerate launch --num_processes 8 scripts/plan.py --config ...",
@@ -45,12 +46,16 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
-    parser.add_argument("--tokens_per_second", type=float, help="speed of all processes, as a log line says it")
+    parser.add_argument(
+        "--tokens_per_second", type=within(1e-6, 1e12), help="speed of all processes, as a log line says it"
+    )
     parser.add_argument("--measure", action="store_true", help="measure the speed: a few steps on random tokens")
-    parser.add_argument("--mfu", type=float, help="share of the device's peak to assume as speed (0.4)")
-    parser.add_argument("--dollars", type=float, help="budget; needs a price")
-    parser.add_argument("--minutes", type=float, help="budget")
-    parser.add_argument("--price_per_hour", type=float, help="dollars, of the whole machine (run.price_per_hour)")
+    parser.add_argument("--mfu", type=within(1e-6, 1.0), help="share of the device's peak to assume as speed (0.4)")
+    parser.add_argument("--dollars", type=within(1e-6, 1e12), help="budget; needs a price")
+    parser.add_argument("--minutes", type=within(1e-6, 1e12), help="budget")
+    parser.add_argument(
+        "--price_per_hour", type=within(1e-6, 1e12), help="dollars, of the whole machine (run.price_per_hour)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, of_run = parser.parse_known_args()
     _check(options)
@@ -88,12 +93,6 @@ def main() -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("tokens_per_second", "mfu", "dollars", "minutes", "price_per_hour"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name}: {value:g} is out of range; allowed: a number above 0.")
-    if options.mfu is not None and options.mfu > 1:
-        raise UserError(f"--mfu: {options.mfu:g} is out of range; allowed: above 0, up to 1.")
     speeds = [f"--{name}" for name in ("tokens_per_second", "measure", "mfu") if getattr(options, name)]
     if len(speeds) > 1:
         raise UserError(f"{' and '.join(speeds)} each say how fast the run is; state one.")

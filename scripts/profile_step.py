@@ -13,21 +13,21 @@ from typing import Any
 
 from hfgolf.command_line import load_config, run_command
 from hfgolf.durable import write_text
-from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, check_output, within
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=__doc__,
         epilog="All else is as train.py takes it: --config FILE --section.key value; track.* and hub.* have no effect.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=5, help="steps to profile, after three to warm up (5)")
+    parser.add_argument(
+        "--steps", type=within(1, 10**4), default=5, help="steps to profile, after three to warm up (5)"
+    )
     parser.add_argument("--output", type=Path, help="folder to write to (that of the run, as runs/small)")
     arguments, of_run = parser.parse_known_args()
-    if arguments.steps < 1:
-        raise UserError(f"--steps: {arguments.steps} is out of range; allowed: 1 or more.")
     resolved = load_config(of_run)
     # or torch tells of each start of its profiler, and of memory that was there before it
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -36,11 +36,11 @@ def main() -> None:
     from hfgolf.train.console import show_log
     from hfgolf.train.profile_step import profile_run
     from hfgolf.train.run_folder import run_folder
-    from hfgolf.train.scratch import scratch_run, writable_folder
+    from hfgolf.train.scratch import scratch_run
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     show_log(is_main_process)
-    folder = writable_folder(arguments.output or run_folder(resolved.config).path)
+    folder = check_output("--output", arguments.output or run_folder(resolved.config).path)
     with scratch_run(resolved, "profile") as run:
         trace = (folder if is_main_process else run.folder.path) / "trace.json.gz"
         record = profile_run(run, arguments.steps, trace)

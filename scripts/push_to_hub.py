@@ -1,14 +1,14 @@
 """Push a run's model to the Hugging Face Hub: python scripts/push_to_hub.py --run runs/small --repo user/name"""
 
-import argparse
 from pathlib import Path
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ScriptParser(description=__doc__)
     parser.add_argument("--run", required=True, type=Path, help="run folder, such as runs/small")
     parser.add_argument("--repo", required=True, help="repository, as user/name; created where it is missing")
     parser.add_argument("--private", action="store_true", help="create it as a private one")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, check_output
 
 if TYPE_CHECKING:
     from hfgolf.measure.roofline import Roofline
@@ -24,7 +25,7 @@ STEPS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=__doc__,
         epilog="All else is as train.py takes it: --config FILE (configs/small.yaml) --section.key value;\n"
         "the step is not compiled unless train.compile is stated.",
@@ -47,10 +48,10 @@ def main() -> None:
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import device_name, run_metadata
     from hfgolf.train.profile_step import timed_steps
-    from hfgolf.train.scratch import scratch_run, writable_folder
+    from hfgolf.train.scratch import scratch_run
 
     show_log(True)
-    folder = writable_folder(arguments.output)
+    folder = check_output("--output", arguments.output)
     with scratch_run(resolved, "roofline") as run:
         if run.accelerator.num_processes > 1:
             raise UserError("roofline.py measures one device; start it with python, not accelerate launch.")

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfgolf.command_line import check_picture, load_config, one_line, run_command
+from hfgolf.command_line import load_config, one_line, run_command
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, check_picture, within
 
 STAND_INS = {  # a parameter of each kind: its name decides rule and peak
     "matrix": "model.layers.0.mlp.up_proj.weight",
@@ -47,7 +48,7 @@ class Length:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=__doc__,
         epilog="All else is as train.py takes it: --config FILE --section.key value.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -55,11 +56,11 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="picture to write (schedule.png)")
     parser.add_argument(
-        "--seconds_per_step", type=float, help="places warmups and the end in a run by train.max_minutes"
+        "--seconds_per_step", type=within(1e-6, 1e6), help="places warmups and the end in a run by train.max_minutes"
     )
     arguments, of_run = parser.parse_known_args()
-    check_picture("--output", arguments.output)
     config = load_config(of_run).config
+    check_picture("--output", arguments.output)
 
     length = run_length(config, arguments.seconds_per_step)
     corners = corner_steps(config, length.steps)
@@ -84,8 +85,6 @@ def run_length(config: RunConfig, seconds_per_step: float | None) -> Length:
     minutes = config.train.max_minutes
     if seconds_per_step is not None and minutes is None:
         raise UserError("--seconds_per_step: train.max_minutes is null, so that no time matters; leave it out.")
-    if seconds_per_step is not None and seconds_per_step <= 0:
-        raise UserError(f"--seconds_per_step: {seconds_per_step} is out of range; allowed: a number above 0.")
     by_steps = most_steps(config.train, config.batch, _blocks(config) if config.train.max_epochs else 0)
     by_clock = math.ceil(60 * minutes / seconds_per_step) if minutes and seconds_per_step else math.inf
     if by_clock < by_steps:

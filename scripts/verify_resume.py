@@ -9,10 +9,11 @@ from pathlib import Path
 
 from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, within
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=__doc__,
         epilog="All else is for both runs, as train.py takes it: --config FILE --section.key value. How long they are\n"
         "and how often they log, evaluate and save is set here; they lie in a temporary folder; train.compile is\n"
@@ -20,14 +21,15 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run (30)")
-    parser.add_argument("--kills", type=int, default=4, help="kills, every second one inside a save (4)")
-    parser.add_argument("--kill_seed", type=int, default=0, help="seeds the moments of the kills (0)")
-    parser.add_argument("--num_processes", type=int, default=1, help="processes on this machine, one a GPU (1)")
+    parser.add_argument("--steps", type=within(1, 10**9), default=30, help="optimizer steps of a run (30)")
+    parser.add_argument("--kills", type=within(0, 10**6), default=4, help="kills, every second one inside a save (4)")
+    parser.add_argument("--kill_seed", type=within(0, 2**63 - 1), default=0, help="seeds the moments of the kills (0)")
+    parser.add_argument(
+        "--num_processes", type=within(1, 1024), default=1, help="processes on this machine, one a GPU (1)"
+    )
     arguments, of_run = parser.parse_known_args()
-    _require("num_processes", arguments.num_processes, arguments.num_processes >= 1, "1 or more")
-    _require("kills", arguments.kills, arguments.kills >= 0, "0 or more")
-    _require("steps", arguments.steps, arguments.steps > arguments.kills, f"more than --kills {arguments.kills}")
+    if arguments.steps <= arguments.kills:
+        raise UserError(f"--steps: {arguments.steps} is out of range; allowed: more than --kills {arguments.kills}.")
     resolved = load_config([*of_run, f"--train.max_steps={arguments.steps}"])
 
     from hfgolf.train.console import show_log
@@ -36,11 +38,6 @@ def main() -> int:
     show_log(is_main_process=True)
     plan = Plan(**vars(arguments))
     return 0 if verify_resume(Path(__file__).with_name("train.py"), of_run, resolved, plan) else 1
-
-
-def _require(option: str, value: int, is_allowed: bool, allowed: str) -> None:
-    if not is_allowed:
-        raise UserError(f"--{option}: {value} is out of range; allowed: {allowed}.")
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.command_line import load_config, run_command
-from hfgolf.errors import UserError
+from hfgolf.script_options import ScriptParser, check_output, within
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"
 COLORS = ("#0072B2", "#D55E00")  # Okabe and Ito's
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = ScriptParser(
         description=__doc__,
         epilog="All else is as train.py takes it: --config FILE (configs/small.yaml) --model.num_hidden_layers 12.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -31,18 +31,22 @@ def main() -> None:
     )
     sizes = [256, 1024, 4096, 16384, 50257]
     parser.add_argument("--files", nargs="+", type=Path, required=True, help="plain text in UTF-8")
-    parser.add_argument("--vocab_sizes", nargs="+", type=int, default=sizes, help="entries (256 1024 4096 16384 50257)")
+    parser.add_argument(
+        "--vocab_sizes",
+        nargs="+",
+        type=within(256, 2**24 - 1),
+        default=sizes,
+        help="entries (256 1024 4096 16384 50257)",
+    )
     parser.add_argument("--hidden_size", help="width of the model (the config's, 256)")
-    parser.add_argument("--context", type=int, default=256, help="characters that the context is to cover (256)")
-    parser.add_argument("--max_bytes", type=int, default=20_000_000, help="of text that is sampled (20000000)")
+    parser.add_argument(
+        "--context", type=within(1, 10**9), default=256, help="characters that the context is to cover (256)"
+    )
+    parser.add_argument(
+        "--max_bytes", type=within(1, 10**15), default=20_000_000, help="of text that is sampled (20000000)"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/vocabulary"), help="folder (runs/vocabulary)")
     arguments, of_run = parser.parse_known_args()
-    for option in ("context", "max_bytes"):
-        if getattr(arguments, option) < 1:
-            raise UserError(f"--{option}: {getattr(arguments, option)} is out of range; allowed: 1 or more.")
-    for size in arguments.vocab_sizes:
-        if not 256 <= size < 2**24:
-            raise UserError(f"--vocab_sizes: {size} is out of range; allowed: 256 (bytes) to {2**24 - 1}.")
     if not any(option.split("=")[0] == "--config" for option in of_run):
         of_run = ["--config", str(DEFAULT), *of_run]
     if arguments.hidden_size is not None:
@@ -54,11 +58,10 @@ def main() -> None:
     from hfgolf.measure.vocabulary import measure_vocabulary, write_sample
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import run_metadata
-    from hfgolf.train.scratch import writable_folder
     from hfgolf.train.signals import Signals
 
     show_log(True)
-    folder = writable_folder(arguments.output)
+    folder = check_output("--output", arguments.output)
     rows: list[dict[str, Any]] = []
     with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as scratch:
         sample = write_sample(arguments.files, arguments.max_bytes, Path(scratch))

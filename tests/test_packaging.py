@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "train": {"data", "model", "optim", "measure", "evaluate", "publish", "report"},
     "compare": {"data", "model", "optim", "measure", "evaluate", "publish", "report", "train"},
 }
-BASE = {"config", "errors", "command_line", "redact", "durable", "hardware"}
+BASE = {"config", "errors", "command_line", "script_options", "redact", "durable", "hardware"}
 
 
 def pins() -> dict[str, str]:

@@ -112,13 +112,15 @@ def test_the_baselines_have_one_rule_and_adamw_no_momentum(show):
     ("arguments", "message"),
     [
         (["--seconds_per_step", "1"], "--seconds_per_step: train.max_minutes is null, so that no time matters"),
-        (["--seconds_per_step", "0", "--train.max_minutes", "1"], "--seconds_per_step: 0.0 is out of range"),
+        (
+            ["--seconds_per_step", "0", "--train.max_minutes", "1"],
+            "--seconds_per_step: 0.0 is out of range; allowed: 1e-06",
+        ),
         (["--schedule.warmdown_shape", "sqrt"], "'sqrt' is not allowed; allowed: linear or 1-sqrt."),
         (["--schedule.weight_decay", "0.1"], "'0.1' is not allowed; allowed: constant, linear or learning_rate."),
         (["--schedule.peak", "1"], "unknown key schedule.peak"),
-        (["--output", "schedule.json"], "--output: schedule.json is no picture; allowed: a name that ends in ."),
-        (["--output", f"{__file__}/schedule.png"], "test_show_schedule.py; choose another folder, or make it."),
-        (["--output", "not/there/schedule.png"], "choose another folder, or make it."),
+        (["--output", "schedule.json"], "--output: schedule.json can't be written; allowed: a name that ends in ."),
+        (["--output", f"{__file__}/schedule.png"], "test_show_schedule.py (File exists); choose another folder."),
         (["--output", "/proc/schedule.png"], "--output: cannot write"),
     ],
 )

@@ -290,7 +290,7 @@ def affordable_steps(config: RunConfig, data: Data, speed: Speed, seconds: float
     def total(steps: int) -> float:
         return steps * per_step + (evaluation_seconds(config, data, speed, steps) or 0.0)
 
-    most = math.floor(seconds / per_step) + 1
+    most = math.floor(min(seconds / per_step, 1e15)) + 1
     steps = bisect.bisect_right(range(1, most + 1), seconds * (1 + 1e-9), key=total)  # rounding must not cost a step
     if steps < 1:
         raise UserError(

@@ -49,12 +49,10 @@ class Sweep:
 def sweep_rates(lowest: float, highest: float, steps: int) -> list[float]:
     """Return `steps` learning rates from lowest to highest, each the same factor above the one before.
 
-    UserError unless 0 < lowest < highest and there are steps enough to see a loss fall and rise.
+    steps: at least 4 * MEMORY_STEPS, to see a loss fall and rise. UserError unless 0 < lowest < highest.
     """
     if not 0 < lowest < highest < float("inf"):
         raise UserError(f"--lowest {lowest:g}, --highest {highest:g}: allowed: 0 < lowest < highest.")
-    if steps < 4 * MEMORY_STEPS:
-        raise UserError(f"--steps: {steps} is out of range; allowed: {4 * MEMORY_STEPS} or more.")
     return [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(steps)]
 
 

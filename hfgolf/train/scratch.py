@@ -7,11 +7,9 @@ import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from hfgolf.command_line import ResolvedConfig
-from hfgolf.errors import UserError
 from hfgolf.train.setup import Run, set_up
 from hfgolf.train.signals import Signals
 
@@ -36,13 +34,3 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
         run.start_batches()
         run.model.train()
         yield run
-
-
-def writable_folder(path: Path) -> Path:
-    """Make the folder that a script's --output names; UserError, before anything is measured, where it cannot."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return path
-    except OSError as error:
-        raise UserError(f"--output: cannot write to {path} ({error.strerror}); choose another folder.") from None

@@ -136,8 +136,6 @@ def test_the_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, run_script
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--repetitions", "0"], "--repetitions: 0 is out of range; allowed: 1 or more."),
-        (["--losses", "0"], "--losses: 0 is out of range; allowed: 1 or more."),
         (["--train.max_step", "3"], "unknown key train.max_step; did you mean train.max_steps?"),
         (
             ["--output", "file/folder"],

@@ -66,7 +66,6 @@ def test_a_definition_whose_runs_are_there(compare_runs, tiny_definition, run, t
         (["--runs", "nothing"], "error: nothing holds no complete run; train it to its end"),
         (["--runs", "nothing", "--train.max_steps", "3"], "error: --runs: only reads, and takes no --train.max_steps"),
         (["a.yaml", "b.yaml"], "error: b.yaml: one definition at a time; --runs compares the folders of runs."),
-        (["a.yaml", "--jobs", "0"], "error: --jobs: 0 is out of range; allowed: 1 or more."),
         (["tiny.yaml", "--train.max_stops", "3"], "error: the command line: unknown key train.max_stops; did you"),
         (["tiny.yaml", "--output_dir", "tiny.yaml/x"], "error: --output_dir: cannot write to tiny.yaml/x (Not a dir"),
     ],

@@ -176,7 +176,6 @@ def test_the_script_writes_tables_and_a_picture(tmp_path, monkeypatch, capsys):
         (["--files", "cut.txt"], "--files: a sample of 2 bytes is too small; allowed: 1,000 or more."),
         (["--files", "text.txt", "--vocab_sizes", "256", "255"], "--vocab_sizes: 255 is out of range; allowed: 256"),
         (["--files", "text.txt", "--hidden_size", "0"], "model.hidden_size: 0 is out of range"),
-        (["--files", "text.txt", "--context", "0"], "--context: 0 is out of range; allowed: 1 or more."),
         (["--files", "text.txt", "--max_bytes", "9"], "--files: a sample of 9 bytes is too small"),
         (["--files", "text.txt", "--vocab_size", "300"], "unknown key vocab_size"),
         (["--files", "text.txt", "--output", "text.txt"], "--output: cannot write to text.txt (File exists)"),

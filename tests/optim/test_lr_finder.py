@@ -42,9 +42,9 @@ def test_rates_grow_by_the_same_factor_from_the_lowest_to_the_highest():
     assert [after / before for before, after in pairwise(RATES)] == pytest.approx([10 ** (1 / 20)] * 80)
 
 
-@pytest.mark.parametrize("arguments", [(0.0, 1.0, 80), (1.0, 0.1, 80), (1e-4, math.inf, 80), (1e-4, 1.0, 19)])
+@pytest.mark.parametrize("arguments", [(0.0, 1.0, 80), (1.0, 0.1, 80), (1e-4, math.inf, 80)])
 def test_rates_that_make_no_sweep_are_refused(arguments):
-    with pytest.raises(UserError, match=r"--(lowest|steps).*allowed: "):
+    with pytest.raises(UserError, match=r"--lowest.*allowed: "):
         sweep_rates(*arguments)
 
 

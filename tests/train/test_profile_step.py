@@ -140,7 +140,6 @@ def test_the_script_writes_into_the_folder_of_the_run(tiny_run, tmp_path, monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "0"], "--steps: 0 is out of range; allowed: 1 or more."),
         (["--optim.learning_rat", "1"], "unknown key optim.learning_rat; did you mean optim.learning_rate?"),
         (
             ["--output", "file/folder"],
