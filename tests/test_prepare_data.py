@@ -39,6 +39,9 @@ def test_prepared_tokens_are_found_by_the_next_call_and_by_training(
     folder = Path(where.split(": ")[0])
     assert folder.is_relative_to(tmp_path / "cache") and (folder / "train.arrow").is_file() and "MB/s" in where
 
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert [path for path in kept if b"one and four make" in path.read_bytes()] == [], "the text beside its tokens"
+
     monkeypatch.setattr(token_cache, "_build", None)  # tokenising again would fail
     monkeypatch.setattr(sys, "argv", ["scripts/prepare_data.py", *tiny_run()])
     with pytest.raises(SystemExit) as exit_:

@@ -52,6 +52,31 @@ def test_every_key_has_a_rule_and_every_rule_has_keys():
     assert rule("model.activation") is rule("tokenizer.vocab_size") is Change.FIXED
 
 
+@pytest.mark.parametrize(
+    ("change", "refused_under"),
+    [
+        ({"train__log_every_steps": 3, "train__keep_last": 1, "batch__micro_batch_size": 4}, set()),
+        ({"optim__learning_rate": 0.01}, {"auto"}),
+        ({"batch__tokens_per_step": 512}, {"auto"}),
+        ({"run__seed": 7}, {"auto", "latest"}),
+        ({"model__hidden_size": 64}, {"auto", "latest"}),
+        ({"optim__name": "adamw"}, {"auto", "latest"}),
+    ],
+)
+def test_what_differs_goes_on_or_is_refused_as_the_readme_says(run, tiny_run, change, refused_under):
+    """Row by row of its table; text and validation split have a test of their own."""
+    folder = run(tiny_run(**CONSTANT, train__max_steps=1))
+    for resume in ("auto", "latest"):
+        (folder / "summary.json").unlink(missing_ok=True)
+        arguments = tiny_run(**CONSTANT, train__max_steps=1, train__resume=resume, **change)
+        if resume in refused_under:
+            with pytest.raises(UserError):
+                run(arguments)
+        else:
+            run(arguments)
+        assert (folder / "summary.json").exists() == (resume not in refused_under)
+
+
 def test_what_is_not_decided_yet_differs_from_nothing():
     before = RunConfig().flat() | {"train.mixed_precision": "bf16", "train.compile": True, "train.cpu_threads": 7}
     assert changed_keys(before, load_config(["--train.max_steps=1000"])) == []
@@ -194,6 +219,7 @@ def test_a_run_sticks_to_what_it_decided(run, tiny_run, monkeypatch, caplog):
     run(tiny_run(train__max_steps=4, train__resume="latest", **undecided))
     config = seen[0].config.flat()
     assert {key: config[key] for key in decided} == decided
+    assert "  compile: true  # the run so far\n" in (folder / "config.yaml").read_text()
     with caplog.at_level(logging.INFO, "hfgolf"):
         run(tiny_run(train__max_steps=5, train__resume="latest", **undecided, batch__tokens_per_step=96))
     said = "batch.micro_batch_size: 4, as the run had it, is not possible here; it is decided anew"
