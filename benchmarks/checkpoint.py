@@ -36,13 +36,13 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     import torch
     from accelerate import Accelerator
 
+    from hfgolf.checkpoint.contents import Checkpointer
+    from hfgolf.checkpoint.state import TrainState
+    from hfgolf.checkpoint.store import newest_first
     from hfgolf.model.build import golf_config
     from hfgolf.model.modeling_golf import GolfForCausalLM
     from hfgolf.optim.ema import Ema, ema_decay
     from hfgolf.optim.groups import build_optimizer
-    from hfgolf.train.checkpoint import newest_first
-    from hfgolf.train.checkpointer import Checkpointer
-    from hfgolf.train.state import TrainState
 
     name, vocabulary = MODELS[model]
     config = load_config(["--config", str(CONFIGS / name)]).config

@@ -50,10 +50,10 @@ STEPS = 10
 def child(shape: str, kind: str) -> dict[str, float]:
     """Return the median seconds and the page faults of a step, and the peak of the process in bytes."""
     from hfgolf.command_line import load_config
+    from hfgolf.tools.scratch import scratch_run
     from hfgolf.train import setup
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.loop import train_step
-    from hfgolf.train.scratch import scratch_run
 
     quiet_libraries()
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1" if kind == "large pages" else "0"

@@ -34,8 +34,8 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.train.compilation import has_compiler
-from hfgolf.train.guard import is_out_of_memory
 from hfgolf.train.loop import train_step
+from hfgolf.train.recovery import is_out_of_memory
 from hfgolf.train.setup import Run
 
 Blocks = Callable[[np.ndarray], Tensor]

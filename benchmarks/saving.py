@@ -51,8 +51,8 @@ def main() -> None:
 def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
     import torch
 
+    from hfgolf.checkpoint.store import newest_first
     from hfgolf.train import loop
-    from hfgolf.train.checkpoint import newest_first
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.setup import set_up
 

@@ -248,9 +248,9 @@ def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
 def train_hfgolf(job: Job, turns: Turns) -> None:
     from hfgolf.command_line import load_config
     from hfgolf.model.convert_gpt2 import golf_from_gpt2
+    from hfgolf.tools.scratch import scratch_run
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.loop import train_step
-    from hfgolf.train.scratch import scratch_run
 
     quiet_libraries()
     with scratch_run(load_config(hfgolf_options(job.shape, job.arm, job.threads)), "benchmark") as run:

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 
 from hfgolf.command_line import run_command
-from hfgolf.report.doctor import examine
-from hfgolf.report.finding import Finding
-from hfgolf.report.metrics import Metrics
+from hfgolf.doctor.doctor import examine
+from hfgolf.doctor.finding import Finding
+from hfgolf.run.metrics import Metrics
 from hfgolf.script_options import ScriptParser
 
 

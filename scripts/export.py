@@ -28,9 +28,9 @@ def main() -> None:
     output = arguments.output or arguments.run / "model"
     check_output("--output", output.parent)
 
+    from hfgolf.run.folder import RunFolder
+    from hfgolf.tools.export_checkpoint import export_checkpoint
     from hfgolf.train.console import quiet_libraries
-    from hfgolf.train.export_checkpoint import export_checkpoint
-    from hfgolf.train.run_folder import RunFolder
 
     quiet_libraries()
     step = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, output)

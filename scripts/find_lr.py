@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
-from hfgolf.optim.lr_finder import MEMORY_STEPS, RULE, Sweep, smooth, sweep_rates
 from hfgolf.script_options import ScriptParser, check_picture, within
+from hfgolf.tools.lr_sweep import MEMORY_STEPS, RULE, Sweep, smooth, sweep_rates
 
 
 def main() -> None:
@@ -39,9 +39,9 @@ def main() -> None:
     check_picture("--output", arguments.output)
 
     from hfgolf.durable import write_text
+    from hfgolf.tools.find_lr import find_lr, suggested_values
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import run_metadata
-    from hfgolf.train.find_lr import find_lr, suggested_values
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     show_log(is_main_process)

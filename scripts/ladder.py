@@ -40,9 +40,9 @@ def main() -> None:
 
     from benchmarks.ladder import build_rungs, check_losses, climb
     from hfgolf.durable import write_text
+    from hfgolf.tools.scratch import scratch_run
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import device_name, run_metadata
-    from hfgolf.train.scratch import scratch_run
 
     show_log(True)
     folder = check_output("--output", arguments.output)

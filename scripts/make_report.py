@@ -23,8 +23,8 @@ def main() -> None:
     if arguments.png:
         check_output("--png", arguments.png, ["png"])
 
-    from hfgolf.report.record import read_run
     from hfgolf.report.report import write_report
+    from hfgolf.run.record import read_run
 
     runs = [read_run(folder) for folder in arguments.runs]
     try:

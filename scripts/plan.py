@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from hfgolf.command_line import ResolvedConfig, load_config, run_command
 from hfgolf.errors import UserError
-from hfgolf.report.wording import duration
 from hfgolf.script_options import ScriptParser, within
+from hfgolf.wording import duration
 
 if TYPE_CHECKING:
     from hfgolf.config import RunConfig
-    from hfgolf.measure.plan import Data, Length, Machine, Plan, Speed
+    from hfgolf.tools.plan import Data, Length, Machine, Plan, Speed
 
 ITEMS = {
     "weights": "weights",
@@ -61,7 +61,7 @@ def main() -> None:
     _check(options)
     resolved = load_config(of_run)
 
-    from hfgolf.measure.plan import affordable_steps, look_at_data, make_plan, meta_model, run_length
+    from hfgolf.tools.plan import affordable_steps, look_at_data, make_plan, meta_model, run_length
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=False)  # warnings only
@@ -103,7 +103,7 @@ def _check(options: argparse.Namespace) -> None:
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
     """Return the config with its precision decided, and the machine that it is planned for."""
     from hfgolf.measure.flops import DEVICES, find_device
-    from hfgolf.measure.plan import machine_of, this_machine
+    from hfgolf.tools.plan import machine_of, this_machine
     from hfgolf.train.environment import resolve_precision, set_cpu_threads, tune_memory
 
     if name is None:
@@ -125,7 +125,7 @@ def find_speed(options: argparse.Namespace, config: RunConfig, data: Data, plan:
     """Return the speed as it is stated, measured or assumed."""
     import torch
 
-    from hfgolf.measure.plan import ASSUMED_MFU, Speed, assumed_speed, measured_speed
+    from hfgolf.tools.plan import ASSUMED_MFU, Speed, assumed_speed, measured_speed
 
     if options.tokens_per_second:
         return Speed(options.tokens_per_second, "stated")

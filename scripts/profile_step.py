@@ -33,10 +33,10 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+    from hfgolf.run.folder import run_folder
+    from hfgolf.tools.profile_step import profile_run
+    from hfgolf.tools.scratch import scratch_run
     from hfgolf.train.console import show_log
-    from hfgolf.train.profile_step import profile_run
-    from hfgolf.train.run_folder import run_folder
-    from hfgolf.train.scratch import scratch_run
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     show_log(is_main_process)

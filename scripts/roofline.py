@@ -16,7 +16,7 @@ from hfgolf.errors import UserError
 from hfgolf.script_options import ScriptParser, check_output
 
 if TYPE_CHECKING:
-    from hfgolf.measure.roofline import Roofline
+    from hfgolf.tools.roofline import Roofline
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")  # Okabe and Ito's
@@ -44,11 +44,11 @@ def main() -> None:
 
     from hfgolf.durable import write_text
     from hfgolf.measure.flops import training_flops_per_token
-    from hfgolf.measure.roofline import measure_roofline, place, step_operations
+    from hfgolf.tools.profile_step import timed_steps
+    from hfgolf.tools.roofline import measure_roofline, place, step_operations
+    from hfgolf.tools.scratch import scratch_run
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import device_name, run_metadata
-    from hfgolf.train.profile_step import timed_steps
-    from hfgolf.train.scratch import scratch_run
 
     show_log(True)
     folder = check_output("--output", arguments.output)

@@ -15,11 +15,11 @@ def main() -> None:
 def train_once(signals: Signals) -> None:
     """Train as the command line says, unless that run is complete already."""
     resolved = load_config()  # before torch is imported, so that --help and a wrong key answer at once
-    from hfgolf.train.conclusion import show_summary
+    from hfgolf.run.folder import run_folder
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import resolve_precision
+    from hfgolf.train.finish import show_summary
     from hfgolf.train.loop import train
-    from hfgolf.train.run_folder import run_folder
 
     show_log(is_main_process=os.environ.get("RANK", "0") == "0")
     resolved = resolve_precision(resolved)  # decided, it can be compared with that of a run that is complete

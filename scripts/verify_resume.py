@@ -32,8 +32,8 @@ def main() -> int:
         raise UserError(f"--steps: {arguments.steps} is out of range; allowed: more than --kills {arguments.kills}.")
     resolved = load_config([*of_run, f"--train.max_steps={arguments.steps}"])
 
+    from hfgolf.tools.verify_resume import Plan, verify_resume
     from hfgolf.train.console import show_log
-    from hfgolf.train.verify_resume import Plan, verify_resume
 
     show_log(is_main_process=True)
     plan = Plan(**vars(arguments))

@@ -55,7 +55,7 @@ def main() -> None:
 
     from hfgolf.data.pieces import num_text_bytes
     from hfgolf.durable import write_text
-    from hfgolf.measure.vocabulary import measure_vocabulary, write_sample
+    from hfgolf.tools.vocabulary import measure_vocabulary, write_sample
     from hfgolf.train.console import show_log
     from hfgolf.train.environment import run_metadata
     from hfgolf.train.signals import Signals

@@ -56,8 +56,8 @@ def run() -> Callable[[list[str]], Path]:
 
     def train_(arguments: list[str]) -> Path:
         from hfgolf.command_line import load_config
+        from hfgolf.run.folder import run_folder
         from hfgolf.train.loop import train
-        from hfgolf.train.run_folder import run_folder
 
         _reset_accelerate()
         resolved = load_config(arguments)

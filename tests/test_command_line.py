@@ -15,7 +15,7 @@ import yaml
 
 from hfgolf.command_line import KEY_TYPES, SECTIONS, load_config, run_command
 from hfgolf.errors import UserError
-from hfgolf.train.run_folder import run_folder
+from hfgolf.run.folder import run_folder
 
 ROOT = Path(__file__).parents[1]
 LEVELS = "abcdefghi"

@@ -44,15 +44,15 @@ def test_what_argparse_refuses_is_one_line_too(run_script):
 
 
 OUTPUTS = {  # script: its arguments, the option, and what must not be reached
-    "compare_runs.py": (["--runs", "run"], "--output_dir", "hfgolf.compare.outcome.read_outcome"),
-    "export.py": (["--run", "run"], "--output", "hfgolf.train.export_checkpoint.export_checkpoint"),
-    "find_lr.py": (["--train.max_steps=1"], "--output", "hfgolf.train.find_lr.find_lr"),
-    "ladder.py": (["--train.max_steps=1"], "--output", "hfgolf.train.scratch.scratch_run"),
-    "make_report.py": (["run"], "--output", "hfgolf.report.record.read_run"),
-    "profile_step.py": (["--train.max_steps=1"], "--output", "hfgolf.train.scratch.scratch_run"),
-    "roofline.py": ([], "--output", "hfgolf.train.scratch.scratch_run"),
+    "compare_runs.py": (["--runs", "run"], "--output_dir", "hfgolf.tools.compare.outcome.read_outcome"),
+    "export.py": (["--run", "run"], "--output", "hfgolf.tools.export_checkpoint.export_checkpoint"),
+    "find_lr.py": (["--train.max_steps=1"], "--output", "hfgolf.tools.find_lr.find_lr"),
+    "ladder.py": (["--train.max_steps=1"], "--output", "hfgolf.tools.scratch.scratch_run"),
+    "make_report.py": (["run"], "--output", "hfgolf.run.record.read_run"),
+    "profile_step.py": (["--train.max_steps=1"], "--output", "hfgolf.tools.scratch.scratch_run"),
+    "roofline.py": ([], "--output", "hfgolf.tools.scratch.scratch_run"),
     "show_schedule.py": (["--train.max_steps=1"], "--output", "hfgolf.optim.schedule.apply_schedule"),
-    "vocabulary_study.py": (["--files", "text.txt"], "--output", "hfgolf.measure.vocabulary.write_sample"),
+    "vocabulary_study.py": (["--files", "text.txt"], "--output", "hfgolf.tools.vocabulary.write_sample"),
 }
 SUFFIXES = {"find_lr.py": ".png", "make_report.py": ".html", "show_schedule.py": ".svg"}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hfgolf.report.metrics import read_rows
+from hfgolf.run.metrics import read_rows
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hfgolf.report.curves import Curve, read_curve, stretches
-from hfgolf.report.record import RunRecord
+from hfgolf.run.record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

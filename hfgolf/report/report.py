@@ -15,8 +15,8 @@ from typing import Any
 from hfgolf.durable import write_bytes, write_text
 from hfgolf.redact import redact, redact_values
 from hfgolf.report.figures import EVENTS, draw_charts, line_look
-from hfgolf.report.record import FIGURES, RunRecord, final_figures, seconds_by_kind, stated_price, status, written
-from hfgolf.report.wording import dollars, duration
+from hfgolf.run.record import FIGURES, RunRecord, final_figures, seconds_by_kind, stated_price, status, written
+from hfgolf.wording import dollars, duration
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MOST_TOLD = 100  # events, findings and samples of a run, each; there may be one a step

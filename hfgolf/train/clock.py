@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed
 
+from hfgolf.checkpoint.state import TrainState
 from hfgolf.optim.schedule import projected_steps
 from hfgolf.train.signals import Signals
-from hfgolf.train.state import TrainState
 
 if TYPE_CHECKING:
     from hfgolf.config import BatchConfig, TrainConfig

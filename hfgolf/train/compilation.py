@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hfgolf.command_line import one_line
-from hfgolf.train.guard import is_out_of_memory
+from hfgolf.train.recovery import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,17 +19,17 @@ import torch
 from accelerate import DistributedType
 from torch import Tensor
 
+from hfgolf.checkpoint.store import saved_step
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.data.batches import explain_worker
 from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.optim.schedule import apply_schedule
-from hfgolf.train.checkpoint import saved_step
+from hfgolf.run.folder import FolderTakenError
 from hfgolf.train.clock import Clock, Interrupted
-from hfgolf.train.conclusion import conclude, push_in_training, report_run
 from hfgolf.train.console import Console
-from hfgolf.train.guard import Guard, first_sick_gradient, gradient_norm, halve_until_it_fits, should_stop_early
+from hfgolf.train.finish import conclude, push_in_training, report_run
 from hfgolf.train.meter import StepResult
-from hfgolf.train.run_folder import FolderTakenError
+from hfgolf.train.recovery import Guard, first_sick_gradient, gradient_norm, halve_until_it_fits, should_stop_early
 from hfgolf.train.setup import Run, set_up, write_description
 from hfgolf.train.signals import Signals
 

@@ -11,10 +11,10 @@ from collections.abc import Collection
 from statistics import median
 from typing import Literal
 
-from hfgolf.report.finding import robust_sigma
-from hfgolf.report.history import LEVEL_STEPS
-from hfgolf.report.spike_symptoms import SPIKE_SHARE
-from hfgolf.report.symptoms import LEAST_RISE, RISE, RISE_FROM_START, SIGMAS
+from hfgolf.doctor.finding import robust_sigma
+from hfgolf.doctor.history import LEVEL_STEPS
+from hfgolf.doctor.spike_symptoms import SPIKE_SHARE
+from hfgolf.doctor.symptoms import LEAST_RISE, RISE, RISE_FROM_START, SIGMAS
 
 
 class LossWatch:

@@ -22,12 +22,24 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from hfgolf.checkpoint.contents import Checkpointer
+from hfgolf.checkpoint.identity import (
+    check_config,
+    check_text,
+    check_tokenizer,
+    keep_decisions,
+    read_identity,
+    run_identity,
+)
+from hfgolf.checkpoint.state import TrainState
+from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.command_line import ResolvedConfig, one_line
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
+from hfgolf.doctor.doctor import Rounds
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.loss import evaluate_loss
@@ -42,11 +54,8 @@ from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.publish.export import files_beside_weights
 from hfgolf.publish.hub import HubPusher
 from hfgolf.redact import redact
-from hfgolf.report.doctor import Rounds
-from hfgolf.report.wording import gigabytes
+from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.train.attention_probe import describe_attention
-from hfgolf.train.checkpoint import check_resume, choose_checkpoint, clean_up
-from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.clock import most_steps
 from hfgolf.train.compilation import compile_in_place, has_compiler, should_compile, uncompiled
 from hfgolf.train.environment import (
@@ -60,13 +69,11 @@ from hfgolf.train.environment import (
     tune_memory,
     uncommitted_changes,
 )
-from hfgolf.train.guard import halve_until_it_fits, is_out_of_memory
-from hfgolf.train.identity import check_config, check_text, check_tokenizer, keep_decisions, read_identity, run_identity
 from hfgolf.train.meter import Meter
-from hfgolf.train.run_folder import RunFolder, run_folder
-from hfgolf.train.state import TrainState
+from hfgolf.train.recovery import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.stopwatch import Stopwatch
-from hfgolf.train.tracking import Tracker, check_trackers
+from hfgolf.train.trackers import Tracker, check_trackers
+from hfgolf.wording import gigabytes
 
 logger = logging.getLogger(__name__)
 

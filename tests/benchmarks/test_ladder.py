@@ -16,7 +16,7 @@ import torch
 from hfgolf.command_line import load_config
 from hfgolf.data.batches import MicroBatches
 from hfgolf.data.token_cache import load_tokens
-from hfgolf.train.scratch import scratch_run
+from hfgolf.tools.scratch import scratch_run
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "ladder.py"

@@ -16,8 +16,8 @@ from hfgolf.config import TokenizerConfig
 from hfgolf.data import lock, token_cache
 from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.data.token_cache import load_tokens
+from hfgolf.doctor.doctor import examine
 from hfgolf.errors import UserError
-from hfgolf.report.doctor import examine
 
 BYTE = TokenizerConfig(kind="byte")
 

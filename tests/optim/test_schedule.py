@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hfgolf.checkpoint.state import TrainState
 from hfgolf.config import BatchConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
 from hfgolf.errors import UserError
 from hfgolf.optim.groups import build_optimizer
@@ -21,7 +22,6 @@ from hfgolf.optim.schedule import (
 )
 from hfgolf.train import clock
 from hfgolf.train.signals import Signals
-from hfgolf.train.state import TrainState
 
 NAMES = ["constant", "linear", "cosine", "cosine_warmdown", "wsd"]
 SHAPES = {

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 
 from hfgolf.errors import UserError
-from hfgolf.report import figures, metrics
+from hfgolf.report import figures
 from hfgolf.report.curves import MOST_POINTS, read_curve
 from hfgolf.report.figures import CHARTS, draw_charts, line_look
-from hfgolf.report.metrics import read_rows
-from hfgolf.report.record import final_figures, read_run, seconds_by_kind, status
 from hfgolf.report.report import write_report
-from hfgolf.report.wording import dollars, duration, size
-from hfgolf.train import conclusion, loop
+from hfgolf.run import metrics
+from hfgolf.run.metrics import read_rows
+from hfgolf.run.record import final_figures, read_run, seconds_by_kind, status
+from hfgolf.train import finish, loop
+from hfgolf.wording import dollars, duration, size
 
 ROOT = Path(__file__).parents[2]
 STARTED_AT = 1_700_000_000.0
@@ -184,7 +185,7 @@ def test_a_report_that_fails_stops_no_run(run, tiny_run, monkeypatch, caplog):
     def fail(*arguments):
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(conclusion, "write_report", fail)
+    monkeypatch.setattr(finish, "write_report", fail)
     path = run(tiny_run(train__max_steps=1))
     assert "no report: no ink" in caplog.text
     assert (path / "summary.json").exists() and "](loss.png)" not in (path / "model" / "README.md").read_text()

@@ -21,10 +21,10 @@ import torch
 from accelerate.utils import load
 from safetensors.torch import load_file
 
+from hfgolf.checkpoint.identity import RUN_NAME, comparable
+from hfgolf.checkpoint.store import verify
 from hfgolf.command_line import ResolvedConfig, run_command
 from hfgolf.train import loop
-from hfgolf.train.checkpoint import verify
-from hfgolf.train.identity import RUN_NAME, comparable
 
 FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["hfgolf.train.loop", "datasets", "tokenizers", "pyarrow", "transformers.generation"])

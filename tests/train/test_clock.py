@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from hfgolf.checkpoint.contents import Checkpointer
+from hfgolf.checkpoint.state import TrainState
 from hfgolf.config import RunConfig
 from hfgolf.train import clock
-from hfgolf.train.checkpointer import Checkpointer
 from hfgolf.train.signals import Signals
-from hfgolf.train.state import TrainState
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ import torch
 
 from hfgolf.command_line import load_config
 from hfgolf.data.batches import MicroBatches, block_starts, evaluation_windows
+from hfgolf.doctor.doctor import examine
+from hfgolf.doctor.finding import Finding
 from hfgolf.errors import UserError
 from hfgolf.evaluate import loss
-from hfgolf.report.doctor import examine
-from hfgolf.report.finding import Finding
 from hfgolf.train import loop, stopwatch
 
 AT_THE_END = {"train__eval_every_steps": 1000, "train__save_every_steps": 1000}

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.model import causal_blocks
-from hfgolf.report.metrics import read_rows
+from hfgolf.run.metrics import read_rows
 from hfgolf.train import environment
 from hfgolf.train.compilation import should_compile
 from hfgolf.train.console import show_log

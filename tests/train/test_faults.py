@@ -21,7 +21,7 @@ from faults import FORKING, before_step, differences, losses, rows, start, valid
 
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.errors import UserError
-from hfgolf.train import conclusion, loop, tracking
+from hfgolf.train import finish, loop, trackers
 
 KEPT = "the newest is of step 3"
 
@@ -330,7 +330,7 @@ def test_no_room_for_the_model_loses_nothing(run, tiny_run, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(conclusion, "export_model", export_model)
+        full.setattr(finish, "export_model", export_model)
         with pytest.raises(UserError, match=r"cannot write the model to .*No space left.* --train.resume auto"):
             run(tiny_run())
     folder = run(tiny_run(train__resume="auto"))
@@ -342,7 +342,7 @@ def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatc
     def append_lines(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tracking, "append_lines", append_lines)
+    monkeypatch.setattr(trackers, "append_lines", append_lines)
     folder = run(tiny_run())
     said = [message for message in caplog.messages if "metrics.jsonl" in message]
     assert [line.split("metrics.jsonl: ")[1] for line in said] == [

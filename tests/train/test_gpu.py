@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfgolf.report.metrics import read_rows
+from hfgolf.run.metrics import read_rows
 
 pytestmark = [
     pytest.mark.gpu,

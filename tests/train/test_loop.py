@@ -21,10 +21,10 @@ from hfgolf import hardware
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.optim import muon
-from hfgolf.report.metrics import read_rows
+from hfgolf.run.folder import run_folder
+from hfgolf.run.metrics import read_rows
 from hfgolf.train import loop, setup
 from hfgolf.train.loop import due
-from hfgolf.train.run_folder import run_folder
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = [

@@ -17,10 +17,11 @@ from accelerate.state import AcceleratorState, GradientState
 from faults import FORKING, before_step, differences, rows
 from power import FOLDER, Disk, Moment, Tree, below, write_tree
 
+from hfgolf.checkpoint import contents
+from hfgolf.checkpoint.store import is_whole, step_of
 from hfgolf.command_line import ResolvedConfig, load_config
-from hfgolf.report.metrics import read_metrics
-from hfgolf.train import checkpointer, conclusion, loop
-from hfgolf.train.checkpoint import is_whole, step_of
+from hfgolf.run.metrics import read_metrics
+from hfgolf.train import finish, loop
 
 RUN = "runs/cut"  # below the disk
 OPTIONS = {
@@ -47,14 +48,14 @@ class Life(NamedTuple):
 def _live(resolved: ResolvedConfig, disk: Path, answer: Path) -> None:
     """Train, with a SIGTERM after three steps, then again to the end; record the disk."""
     recorder = Disk(disk)
-    commit = checkpointer.commit_checkpoint
+    commit = contents.commit_checkpoint
 
     def commit_and_note(partial: Path, step: int, *arguments: Any) -> Path:
         path = commit(partial, step, *arguments)
         recorder.saved_step = step
         return path
 
-    checkpointer.commit_checkpoint = commit_and_note
+    contents.commit_checkpoint = commit_and_note
     recorder.watch()
     step = loop.train_step
     loop.train_step = before_step({4: lambda run: os.kill(os.getpid(), signal.SIGTERM)})
@@ -179,7 +180,7 @@ def figures(folder: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("with_content", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_same_command_goes_on_after_a_power_cut(life, run, tiny_run, tmp_path, monkeypatch, with_content):
     """To the last bit as if nothing had happened."""
-    monkeypatch.setattr(conclusion, "report_run", lambda *arguments: None)  # drawing takes longer than all the rest
+    monkeypatch.setattr(finish, "report_run", lambda *arguments: None)  # drawing takes longer than all the rest
     straight = run(tiny_run(**OPTIONS))
     for number, tree in enumerate(kinds(life, with_content)):
         disk = write_tree(tree, tmp_path / str(number), life.contents)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from hfgolf.errors import UserError
 from hfgolf.optim import muon
-from hfgolf.report.metrics import read_rows
+from hfgolf.run.metrics import read_rows
 from hfgolf.train import loop
 from hfgolf.train.stopwatch import KINDS
 

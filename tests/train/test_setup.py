@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from hfgolf.command_line import load_config
 from hfgolf.data.batches import block_starts, sample_hash
-from hfgolf.train import conclusion, loop, setup
+from hfgolf.train import finish, loop, setup
 
 
 @pytest.fixture
@@ -101,9 +101,9 @@ def test_samples_and_pushes_in_training_are_of_the_weights_to_export(build, monk
         seen.append(torch.equal(weight, expected))
 
     monkeypatch.setattr(setup.Run, "sample", look)
-    monkeypatch.setattr(conclusion, "export_model", look)
+    monkeypatch.setattr(finish, "export_model", look)
     monkeypatch.setattr(run.hub, "push_later", lambda *arguments: None)
     loop.write_sample(run)
-    conclusion.push_in_training(run)
+    finish.push_in_training(run)
     assert seen == [True, True]
     assert torch.equal(weight, initial + 1)

@@ -276,13 +276,14 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from hfgolf.command_line import load_config, run_command
-from hfgolf.train import checkpointer, loop
+from hfgolf.train import loop
+from hfgolf.checkpoint import contents
 
 def never_done(*arguments):
     Path(sys.argv.pop(1)).touch()
     time.sleep(600)
 
-checkpointer.commit_checkpoint = never_done
+contents.commit_checkpoint = never_done
 resolved = load_config(sys.argv[2:])
 run_command(lambda: loop.train(resolved) and None)
 """

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hfgolf.report.metrics import read_rows
+from hfgolf.run.metrics import read_rows
 from hfgolf.train.stopwatch import KINDS, Stopwatch
 
 

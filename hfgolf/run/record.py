@@ -1,0 +1,220 @@
+"""A run as its folder tells it: its rows and events, its final figures, where its time and money went.
+
+Owns what the figures of a run are. metrics.jsonl is enough; whatever else is missing or broken is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hfgolf.command_line import read_settings
+from hfgolf.errors import UserError
+from hfgolf.redact import redact
+from hfgolf.run.metrics import Metrics, is_number, read_metrics
+from hfgolf.wording import dollars, duration, size
+
+_TEXTS = {"run", "weights", "device", "commit", "model", "sample"}
+"""Keys of the summary that hold text; "commits" holds several; all others hold numbers."""
+_YEAR_9999 = 253_370_764_800  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of a run."""
+
+    name: str
+    metrics: Metrics
+    config: dict[str, Any]
+    """{"section.key": value}"""
+    config_yaml: str
+    metadata: dict[str, Any]
+    summary: dict[str, Any]
+    """Of a run that is complete; of others empty."""
+    profile: dict[str, Any]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last row."""
+        return self.metrics.rows[-1]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind."""
+        return [event for event in self.metrics.events if event["event"] == kind]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read what a run, or one that died, left in its folder; UserError where that is not a single row."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path} is not there; name the folder of a run, such as runs/small.")
+    try:
+        metrics = read_metrics(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
+    if not metrics.rows:
+        held = f"holds no row, only {metrics.broken_lines} broken lines" if metrics.broken_lines else "is empty"
+        raise UserError(f"{path} {held}: the run has logged nothing yet; wait for its first step.")
+    return RunRecord(
+        name=redact(folder.resolve().name),
+        metrics=metrics,
+        config=_read_config(folder / "config.yaml"),
+        config_yaml=_read_text(folder / "config.yaml"),
+        metadata=read_json(folder / "metadata.json"),
+        summary=read_summary(folder / "summary.json"),
+        profile=read_json(folder / "profile.json"),
+    )
+
+
+def stated_price(run: RunRecord) -> float | None:
+    """Return the dollars an hour that the run's config says."""
+    price = run.config.get("run.price_per_hour")
+    return price if isinstance(price, int | float) else None
+
+
+def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any]:
+    """Return the figures of a run by their key in FIGURES, None for those that are not known.
+
+    price_per_hour: dollars for the machine; None leaves the cost out. It buys the seconds of the sessions of the run,
+    not those between them.
+    """
+    rows, summary = run.metrics.rows, run.summary
+    commit = _text(run.metadata.get("commit"))
+    judged: dict[str, Any] = next((row for row in reversed(rows) if row.get("val_loss") is not None), {})
+    seconds = seconds_by_kind(run)
+    worked = sum(seconds.values()) - seconds["idle"] if seconds else run.last.get("elapsed_seconds")
+    return {
+        "val_loss": summary.get("val_loss", judged.get("val_loss")),
+        "val_bits_per_byte": summary.get("val_bits_per_byte", judged.get("val_bits_per_byte")),
+        "val_step": summary.get("step", judged.get("step")),
+        "train_loss": run.last.get("train_loss"),
+        "steps": run.last["step"],
+        "tokens": run.last.get("tokens"),
+        "seconds": worked,
+        "dollars": None if price_per_hour is None or worked is None else worked / 3600 * price_per_hour,
+        "tokens_per_second": _over_rows(statistics.median, rows, "tokens_per_second"),
+        "mfu": _over_rows(statistics.median, rows, "mfu"),
+        "memory_bytes": summary.get("peak_memory_bytes") or _over_rows(max, rows, "memory_bytes"),
+        "parameters": summary.get("parameters"),
+        "device": summary.get("device") or _text(_mapping(run.metadata.get("hardware")).get("device")),
+        "commits": summary.get("commits") or ([commit] if commit else None),
+    }
+
+
+FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "val_loss": ("validation loss", "{:.4f}".format),
+    "val_bits_per_byte": ("bits per byte", "{:.4f}".format),
+    "val_step": ("evaluated at step", "{:,}".format),
+    "train_loss": ("training loss", "{:.4f}".format),
+    "steps": ("steps", "{:,}".format),
+    "tokens": ("training tokens", "{:,}".format),
+    "seconds": ("time", duration),
+    "dollars": ("cost", dollars),
+    "tokens_per_second": ("tokens/s, median", "{:,.0f}".format),
+    "mfu": ("MFU, median", "{:.1%}".format),
+    "memory_bytes": ("peak memory", size),
+    "parameters": ("parameters", "{:,}".format),
+    "device": ("device", str),
+    # one may end in -dirty
+    "commits": ("commit", lambda commits: ", then ".join(commit.replace(commit[10:40], "") for commit in commits)),
+}
+"""What each final figure is called, and how it is written."""
+
+
+def written(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the final figures that are known, as text, by what they are called."""
+    return {
+        label: write(figures[key])
+        for key, (label, write) in FIGURES.items()
+        if figures[key] is not None and not (isinstance(figures[key], float) and not math.isfinite(figures[key]))
+    }
+
+
+def seconds_by_kind(run: RunRecord) -> dict[str, float]:
+    """Return the seconds of each kind of work, and "idle", which together are the time from the first start to the end.
+
+    Idle is when no session ran, and the work of a session that its successor did not go on from. The end is that of the
+    run, or its last row. Empty where the rows do not say (they are of an older version).
+    """
+    timed = [row for row in run.metrics.rows if row.get("logged_at") is not None]
+    if not timed:
+        return {}
+    first, last = timed[0], timed[-1] if run.summary.get("logged_at") is None else run.summary
+    seconds = _worked(last)
+    total = last["logged_at"] - first["logged_at"] + sum(_worked(first).values())
+    return seconds | {"idle": max(0.0, total - sum(seconds.values()))}
+
+
+def status(run: RunRecord) -> str:
+    """Say how the run ended, as far as its folder knows."""
+    step = f"{run.last['step']:,}"
+    if run.summary:
+        return f"Complete: {step} steps."
+    stopped = [event for event in run.events("stopped") if event["step"] >= run.last["step"]]
+    if stopped:
+        last = stopped[-1]  # its step has no row if a signal cut the evaluation short
+        return f"Stopped by {last.get('signal', 'a signal')} at step {last['step']:,}; it can be resumed."
+    at = run.last.get("logged_at")
+    when = f" of {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC" if at is not None and at < _YEAR_9999 else ""
+    return f"Not complete: it is still running, or died after its last row{when}, step {step}."
+
+
+def _worked(row: dict[str, Any]) -> dict[str, float]:
+    return {
+        key.removeprefix("seconds_"): value
+        for key, value in row.items()
+        if key.startswith("seconds_") and value is not None
+    }
+
+
+def _over_rows(of: Callable[[list[float]], float], rows: list[dict[str, Any]], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return of(values) if values else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, an empty one if there is none or it is broken."""
+    try:
+        content = json.loads(_read_text(path))
+    except (ValueError, RecursionError):
+        return {}
+    return _mapping(content)
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return the summary of a run, with None for a value that its key can't have."""
+    return {key: value if _is_figure(key, value) else None for key, value in read_json(path).items()}
+
+
+def _is_figure(key: str, value: Any) -> bool:
+    if key == "commits":
+        return isinstance(value, list) and all(isinstance(commit, str) for commit in value)
+    return isinstance(value, str) if key in _TEXTS else is_number(value)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return read_settings(path)
+    except UserError:
+        return {}

@@ -1,0 +1,151 @@
+"""A comparison: all that is said of some runs together, and what a reader must know before believing it.
+
+Owns what is in the JSON. How it reads is markdown.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hfgolf.errors import UserError
+from hfgolf.redact import redact_values
+from hfgolf.tools.compare.differences import ArmResult, GridBest, best_of_grid, compare
+from hfgolf.tools.compare.experiment import Experiment
+from hfgolf.tools.compare.outcome import Outcome
+
+Outcomes = Mapping[str, Mapping[int, Outcome]]
+"""By arm and seed the runs that finished."""
+Failures = Mapping[str, Mapping[int, str]]
+"""By arm and seed why a run did not finish, in one line."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that is said of an experiment; its fields are those of the JSON."""
+
+    name: str
+    command: str
+    """What repeats it."""
+    baseline: str | None
+    """The arm that the others are compared with; None where none of its runs finished."""
+    val_tokens: int
+    """Validation tokens behind every loss."""
+    is_whole: bool
+    """Whether these are the whole validation part."""
+    arms: dict[str, ArmResult]
+    settings: dict[str, dict[str, Any]]
+    """By arm what it is told."""
+    grids: dict[str, GridBest | None]
+    failures: dict[str, dict[int, str]]
+    seconds_caveats: list[str]
+    """Why seconds must not be compared; where there is nothing, they may."""
+    caveats: list[str]
+    """What else the reader must know."""
+    hardware: list[dict[str, Any]]
+    packages: list[dict[str, str]]
+    commits: list[str | None]
+
+    def to_json(self) -> str:
+        """Return the comparison as JSON, without secrets."""
+        return json.dumps(redact_values(dataclasses.asdict(self)), indent=1) + "\n"
+
+
+def compare_experiment(experiment: Experiment, command: str, outcomes: Outcomes, failures: Failures) -> Comparison:
+    """Judge the runs of an experiment; outcomes and failures hold each of its arms."""
+    grids = {}
+    for grid, axes in experiment.grids.items():
+        # an arm that failed with a seed is no candidate, however well it did with the others
+        whole = [arm for arm in experiment.arms_of(grid) if not failures[arm]]
+        means = {arm: statistics.mean(run.curve[-1].loss for run in outcomes[arm].values()) for arm in whole}
+        grids[grid] = best_of_grid(means, experiment.arms, axes)
+    best = grids.get(experiment.baseline)
+    baseline = best.arm if best else experiment.baseline
+    return _comparison(experiment.path.stem, command, baseline, outcomes, failures, experiment.arms, grids)
+
+
+def compare_outcomes(name: str, command: str, outcomes: Outcomes) -> Comparison:
+    """Judge runs that are there already; the first arm is the baseline."""
+    configs = {arm: next(iter(runs.values())).config for arm, runs in outcomes.items()}
+    keys = {key for config in configs.values() for key in config if not key.startswith("run.")}
+    differing = sorted(key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1)
+    settings = {arm: {key: config.get(key) for key in differing} for arm, config in configs.items()}
+    return _comparison(name, command, next(iter(outcomes)), outcomes, {}, settings, {})
+
+
+def _comparison(
+    name: str,
+    command: str,
+    baseline: str,
+    outcomes: Outcomes,
+    failures: Failures,
+    settings: Mapping[str, Mapping[str, Any]],
+    grids: dict[str, GridBest | None],
+) -> Comparison:
+    runs = [run for of_arm in outcomes.values() for run in of_arm.values()]
+    if not runs:
+        reasons = [reason for of_arm in failures.values() for reason in of_arm.values()]
+        raise UserError(f"no run finished; the first failed so: {reasons[0]}")
+    for run in runs:
+        if run.judged_on != runs[0].judged_on:
+            raise UserError(
+                f"{runs[0].path} was judged on {_extent(runs[0])}, {run.path} on {_extent(run)}; compare runs with the"
+                " same data, tokenizer, batch.sequence_length and train.eval_tokens."
+            )
+    curves = {arm: {seed: run.curve for seed, run in of_arm.items()} for arm, of_arm in outcomes.items()}
+    return Comparison(
+        name=name,
+        command=command,
+        baseline=baseline if outcomes.get(baseline) else None,
+        val_tokens=runs[0].judged_on[0],
+        is_whole=all(run.is_whole for run in runs),
+        arms=compare(curves, baseline),
+        settings={arm: dict(of_arm) for arm, of_arm in settings.items()},
+        grids=grids,
+        failures={arm: dict(of_arm) for arm, of_arm in failures.items() if of_arm},
+        seconds_caveats=_seconds_caveats(runs),
+        caveats=_caveats(runs),
+        hardware=_distinct(run.metadata["hardware"] for run in runs),
+        packages=_distinct(run.metadata["packages"] for run in runs),
+        commits=_distinct(run.metadata["commit"] for run in runs),
+    )
+
+
+def _seconds_caveats(runs: list[Outcome]) -> list[str]:
+    caveats = []
+    if any(run.ran_beside_others for run in runs):
+        caveats.append("runs shared the machine with other runs (`--jobs`)")
+    if len(_distinct(run.metadata["hardware"] for run in runs)) > 1:
+        caveats.append("runs were made on different machines")
+    if len(_distinct(run.config.get("train.cpu_threads") for run in runs)) > 1:
+        caveats.append("runs had different numbers of threads")
+    return caveats
+
+
+def _caveats(runs: list[Outcome]) -> list[str]:
+    caveats = []
+    for run in runs:
+        skipped, rollbacks = run.summary.get("skipped_steps"), run.summary.get("rollbacks")
+        if skipped or rollbacks:
+            caveats.append(
+                f"{run.path.name} skipped {skipped or 0} steps and went back {rollbacks or 0} times: it was unstable"
+            )
+    return caveats
+
+
+def _extent(run: Outcome) -> str:
+    tokens, num_bytes = run.judged_on
+    return f"{tokens:,} tokens of {num_bytes:,} bytes"
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """Return different values once each, in the order they come."""
+    distinct: list[Any] = []
+    for value in values:
+        if value not in distinct:
+            distinct.append(value)
+    return distinct

@@ -1,0 +1,219 @@
+"""The definition of an experiment: which configs are compared, over which seeds, against which of them.
+
+Owns the format of benchmarks/experiments/*.yaml (its README describes it) and what becomes of it: a list of runs. A
+value is handed on as it is written, so that what a key may be told stays command_line.py's to say. Knows nothing of how
+runs are made or judged.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config, load_yaml
+from hfgolf.config import join_words, shortened
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from hfgolf.run.folder import RunFolder
+
+Settings = dict[str, str]
+"""Values by "section.key", as written."""
+
+_PARTS = ("base", "seeds", "common", "arms", "grid", "baseline")
+_DECIDED_HERE = {"run.name", "run.seed", "run.output_dir", "train.resume"}  # of each run, by the experiment
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A definition, read and checked as far as its own format goes."""
+
+    path: Path
+    base: str | None
+    """Config that every arm starts from; None: the defaults."""
+    seeds: list[int]
+    arms: dict[str, Settings]
+    """By arm what it changes, with what all arms change; grids are expanded into arms `muon[learning_rate=0.02]`."""
+    grids: dict[str, dict[str, list[str]]]
+    """By the name of an expanded arm its axes."""
+    baseline: str
+    """An arm, or a grid: then the best arm of it."""
+
+    def arms_of(self, grid: str) -> list[str]:
+        """Return the arms that a grid was expanded into."""
+        return [arm for arm in self.arms if arm.startswith(f"{grid}[")]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of an experiment: an arm with a seed."""
+
+    arm: str
+    arguments: list[str]
+    """For train.py."""
+    resolved: ResolvedConfig
+
+    @property
+    def seed(self) -> int:
+        return self.resolved.config.run.seed
+
+    @property
+    def name(self) -> str:
+        return str(self.resolved.config.run.name)
+
+    @property
+    def folder(self) -> RunFolder:
+        from hfgolf.run.folder import run_folder  # imports torch, which `--help` need not wait for
+
+        return run_folder(self.resolved.config)
+
+
+def load_experiment(path: Path) -> Experiment:
+    """Read a definition. Raises UserError, naming file and key, for what is not in its format."""
+    parts = _read(path)
+    base = parts.get("base")
+    if base is not None and not isinstance(base, str):
+        raise UserError(f"{path}: base: {base} is not allowed; allowed: the path of a config, values go under common.")
+    common = _settings(path, "common", parts.get("common"))
+    stated = _mapping(path, "arms", parts.get("arms"))
+    if not stated:
+        raise UserError(f"{path}: arms: there are none; write at least one, as `arms: {{muon: {{optim.name: muon}}}}`.")
+    for name in stated:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise UserError(f"{path}: arms: {name!r} is not allowed as a name; allowed: letters, digits, . _ -")
+    grids = _grids(path, parts.get("grid"), list(stated))
+    arms: dict[str, Settings] = {}
+    for name, changes in stated.items():
+        settings = common | _settings(path, f"arms.{name}", changes)
+        axes = grids.get(name, {})
+        for values in itertools.product(*axes.values()):
+            of_grid = dict(zip(axes, values, strict=True))
+            text = ",".join(f"{key.split('.')[1]}={value}" for key, value in of_grid.items())
+            arms[f"{name}[{text}]" if text else name] = settings | of_grid
+    baseline = parts.get("baseline", next(iter(stated)))
+    if baseline not in [*stated, *arms]:
+        raise UserError(f"{path}: baseline: there is no arm {baseline}; allowed: {join_words(stated, last=' or ')}.")
+    return Experiment(path, base, _seeds(path, parts.get("seeds")), arms, grids, baseline)
+
+
+def plan_runs(experiment: Experiment, output_dir: Path, options: Sequence[str]) -> list[PlannedRun]:
+    """Return the runs of an experiment, seed by seed, so that whatever slows the machine down meets every arm.
+
+    options: for every run, as train.py takes them, over what the definition says. Raises UserError, naming arm and key,
+    where they make no config, or would make arms the same.
+    """
+    of_base = [f"--config={experiment.base}"] if experiment.base else []
+    stated = {option[2:].split("=")[0].removesuffix("+") for option in options if option.startswith("--")}
+    _check_keys("the command line", stated)
+    configs = {}
+    for arm, settings in experiment.arms.items():
+        flattened = stated & {key for key, value in settings.items() if _differs(experiment, key, value)}
+        if flattened:
+            raise UserError(f"--{flattened.pop()}: is what arms differ in; change it in {experiment.path}.")
+        arguments = [*of_base, *(f"--{key}={value}" for key, value in settings.items()), *options]
+        try:
+            configs[arm] = arguments, load_config(arguments)
+        except UserError as error:
+            raise UserError(f"{experiment.path}: {arm}: {str(error).removeprefix('the command line: ')}") from None
+    return [
+        _planned_run(arm, seed, output_dir, *config) for seed in experiment.seeds for arm, config in configs.items()
+    ]
+
+
+def _planned_run(arm: str, seed: int, output_dir: Path, arguments: list[str], resolved: ResolvedConfig) -> PlannedRun:
+    name = re.sub(r"[^\w.-]+", "-", arm).strip("-") + f"-seed{seed}"
+    decided = {"run.name": name, "run.seed": seed, "run.output_dir": str(output_dir), "train.resume": "auto"}
+    resolved = resolved.resolve("command line", **{key.replace(".", "__"): value for key, value in decided.items()})
+    return PlannedRun(arm, [*arguments, *(f"--{key}={value}" for key, value in decided.items())], resolved)
+
+
+def _differs(experiment: Experiment, key: str, value: str) -> bool:
+    return any(settings.get(key) != value for settings in experiment.arms.values())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"there is no definition {path}; name one, such as benchmarks/experiments/muon_vs_adamw.yaml.")
+    # every scalar a text: `no`, `1e-3` and 0.10 stay what was written
+    parts = _mapping(path, "a definition", load_yaml(path, str(path), yaml.BaseLoader))
+    for part in parts:
+        if part not in _PARTS:
+            raise UserError(f"{path}: unknown key {part}; did you mean {_nearest(part, _PARTS)}?")
+    return {part: value for part, value in parts.items() if value not in ("", "null")}
+
+
+def _mapping(path: Path, where: str, value: Any) -> dict[str, Any]:
+    if value in (None, "", "null"):
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{path}: {where}: {shortened(value)} is not allowed; allowed: keys with values, as `key: value`."
+        )
+    return value
+
+
+def _settings(path: Path, where: str, value: Any) -> Settings:
+    settings = _mapping(path, where, value)
+    _check_keys(f"{path}: {where}", settings)
+    return {key: _text(path, where, key, value) for key, value in settings.items()}
+
+
+def _check_keys(where: str, keys: Iterable[str]) -> None:
+    for key in keys:
+        if key in _DECIDED_HERE:
+            raise UserError(f"{where}: {key} is decided by the experiment, for each run; leave it out.")
+        if key not in KEY_TYPES:
+            raise UserError(f"{where}: unknown key {key}; did you mean {_nearest(key, KEY_TYPES)}?")
+
+
+def _text(path: Path, where: str, key: str, value: Any) -> str:
+    """Return a value as it would be written on the command line."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return f"[{', '.join(value)}]"
+    if not isinstance(value, str):
+        raise UserError(
+            f"{path}: {where}: {key}: {shortened(value)} is not allowed; allowed: a value, or a list of them."
+        )
+    return value or "null"
+
+
+def _grids(path: Path, value: Any, arms: list[str]) -> dict[str, dict[str, list[str]]]:
+    """Return the axes by arm; an axis that stands directly under `grid` is one of every arm."""
+    grids: dict[str, dict[str, list[str]]] = {}
+    for name, axes in _mapping(path, "grid", value).items():
+        if name not in arms and name not in KEY_TYPES:
+            raise UserError(f"{path}: grid: {name} is neither an arm ({join_words(arms)}) nor a key of the config.")
+        expanded, axes = ([name], axes) if name in arms else (arms, {name: axes})
+        for key, values in _mapping(path, f"grid.{name}", axes).items():
+            where = f"grid.{name}" if name in arms else "grid"
+            if not isinstance(values, list) or not values:
+                raise UserError(
+                    f"{path}: {where}: {key}: {shortened(values)} is not allowed; allowed: a list of values."
+                )
+            _check_keys(f"{path}: {where}", [key])
+            for arm in expanded:
+                grids.setdefault(arm, {})[key] = [_text(path, where, key, value) for value in values]
+    return grids
+
+
+def _seeds(path: Path, value: Any) -> list[int]:
+    try:
+        seeds = [int(seed) for seed in value]
+    except (TypeError, ValueError):
+        seeds = []
+    if not isinstance(value, list) or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise UserError(
+            f"{path}: seeds: {shortened(value)} is not allowed; allowed: a list of different numbers, as [1, 2, 3]."
+        )
+    return seeds
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    return difflib.get_close_matches(word, words, n=1, cutoff=0.0)[0]

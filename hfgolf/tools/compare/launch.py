@@ -1,0 +1,134 @@
+"""Has the runs of an experiment made that are not there yet, each by train.py in a process of its own.
+
+Owns the processes, their logs and what is said of the progress. Of a run it knows its folder and its exit status.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hfgolf.command_line import one_line
+from hfgolf.config import join_words
+from hfgolf.durable import write_text
+from hfgolf.errors import UserError
+from hfgolf.tools.compare.experiment import PlannedRun
+from hfgolf.train.environment import cpu_cores, resolve_precision
+from hfgolf.train.signals import Signals
+
+logger = logging.getLogger(__name__)
+
+CONCURRENT_RUNS = "HFGOLF_CONCURRENT_RUNS"
+"""Environment variable of a run beside others, which is in its metadata.json: its seconds are not its own."""
+LOG_NAME = "train.log"
+FAILURE_NAME = "failed.txt"
+"""In the folder of a run that failed: why."""
+
+_FAILED = (1, 2)  # exit statuses of what would happen again; those of a signal are not among them
+_POLL_SECONDS = 0.1
+_SAVE_SECONDS = 60  # a run that is told to stop finishes its step and saves
+
+
+def run_missing(runs: Sequence[PlannedRun], train_script: Path, jobs: int) -> dict[str, str]:
+    """Make the runs that are not over, `jobs` at once; returns by name of a run that failed the reason, a line.
+
+    An interrupted run is continued, a failed one left alone: continued, it could end as if nothing had been. Raises
+    UserError, before any run begins, where a folder holds a run with another config. Whatever ends this call, a
+    signal included, the runs under way save and stop first.
+    """
+    complete = [run for run in runs if _is_complete(run)]
+    failures = {run.name: _failure(run).read_text(encoding="utf-8") for run in runs if _failure(run).exists()}
+    missing = [run for run in runs if run not in complete and run.name not in failures]
+    logger.info("%d runs: %d complete already, %d to make", len(runs), len(complete), len(missing))
+    if failures:
+        logger.info("%d failed before; without %s in its folder a run is tried again", len(failures), FAILURE_NAME)
+    waiting, under_way = list(missing), dict[subprocess.Popen, PlannedRun]()
+    started_at = time.perf_counter()
+    signals = Signals("before all runs were made; the same command continues")
+    with signals, signals.noted():
+        try:
+            while (waiting or under_way) and not signals.stop:
+                while waiting and len(under_way) < jobs:
+                    run = waiting.pop(0)
+                    under_way[_start(run, train_script, jobs)] = run
+                    logger.info("%s begins; its log: %s", run.name, run.folder.path / LOG_NAME)
+                time.sleep(_POLL_SECONDS)
+                for process in [process for process in under_way if process.poll() is not None]:
+                    run = under_way.pop(process)
+                    if process.returncode:
+                        failures[run.name] = _last_words(run)
+                        if process.returncode in _FAILED and run.folder.config.exists():  # else it had not begun
+                            write_text(_failure(run), failures[run.name])
+                    end = f"failed: {failures[run.name]}" if process.returncode else "is complete"
+                    done = len(missing) - len(waiting) - len(under_way)
+                    progress = _progress(done, len(missing), time.perf_counter() - started_at)
+                    logger.info("[%d/%d] %s %s; %s", done, len(missing), run.name, end, progress)
+        finally:
+            _stop(list(under_way))
+    return failures
+
+
+def _is_complete(run: PlannedRun) -> bool:
+    resolved, folder = resolve_precision(run.resolved), run.folder
+    if folder.completed(resolved):
+        return True
+    changed = folder.changed_keys(resolved) if folder.config.exists() else []
+    if changed:
+        raise UserError(
+            f"--output_dir: {folder.path} holds a run with another config ({join_words(changed[:3])}"
+            f"{', ...' if len(changed) > 3 else ''}); choose another --output_dir or delete that folder."
+        )
+    return False
+
+
+def _start(run: PlannedRun, train_script: Path, jobs: int) -> subprocess.Popen:
+    arguments, environment = list(run.arguments), dict(os.environ)
+    if jobs > 1:
+        arguments.append(f"--train.cpu_threads={max(1, cpu_cores() // jobs)}")
+        environment[CONCURRENT_RUNS] = str(jobs)
+    run.folder.path.mkdir(parents=True, exist_ok=True)
+    with (run.folder.path / LOG_NAME).open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, str(train_script), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for us, who then stop it
+        )
+
+
+def _stop(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(timeout=_SAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _failure(run: PlannedRun) -> Path:
+    return run.folder.path / FAILURE_NAME
+
+
+def _last_words(run: PlannedRun) -> str:
+    """Return why a run failed: its error line, else whatever came last."""
+    lines = (run.folder.path / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return one_line((errors or lines)[-1])
+
+
+def _progress(done: int, total: int, seconds: float) -> str:
+    left = f", about {_duration(seconds / done * (total - done))} to go" if done < total else ""
+    return f"{_duration(seconds)} so far{left}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

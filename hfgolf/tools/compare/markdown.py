@@ -1,0 +1,154 @@
+"""A comparison as a page for people: one table, and in words what to make of it.
+
+Owns the wording: above all that a difference which seeds alone could have made is called within noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from hfgolf.config import join_words
+from hfgolf.redact import redact
+from hfgolf.tools.compare.comparison import Comparison
+from hfgolf.tools.compare.differences import NOISE_P_VALUE, ArmResult, Difference, GridBest
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """Return the comparison as a page, without secrets; the plot lies beside it, as NAME.png."""
+    parts = [
+        f"# {comparison.name}",
+        _what_is_compared(comparison),
+        f"![Validation loss over steps and over seconds]({comparison.name}.png)",
+        _table(comparison),
+        *_remarks(comparison),
+        f"Repeat it: `{comparison.command}`",
+        _machine(comparison),
+    ]
+    return redact("\n\n".join(parts) + "\n")
+
+
+def _what_is_compared(comparison: Comparison) -> str:
+    whole = "the whole validation part" if comparison.is_whole else "the beginning of the validation part"
+    seeds = sorted({seed for arm in comparison.arms.values() for seed in arm.final_losses})
+    text = (
+        f"Validation loss of the last step, in nats a token, over {comparison.val_tokens:,} tokens, {whole};"
+        f" {_count(len(seeds), 'seed')} ({join_words(seeds)})."
+    )
+    if comparison.baseline is None:
+        return f"{text} No run of the baseline finished, so that nothing is compared with it."
+    if len(comparison.arms) == 1:
+        return text
+    return f"{text} Differences are to `{comparison.baseline}`, paired by seed; below 0 is better than it."
+
+
+def _table(comparison: Comparison) -> str:
+    lines = [
+        "| arm | mean | sd | lowest to highest | difference | p | in words | steps to the baseline's loss | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    finished = {name: arm for name, arm in comparison.arms.items() if arm.mean is not None}
+    for name in sorted(finished, key=lambda name: finished[name].mean or 0):
+        lines.append(f"| {' | '.join([f'`{name}`', *_cells(comparison, name, finished[name])])} |")
+    lines += [f"| `{name}` | failed |" + " |" * 7 for name, arm in comparison.arms.items() if arm.mean is None]
+    return "\n".join(lines)
+
+
+def _cells(comparison: Comparison, name: str, arm: ArmResult) -> list[str]:
+    losses = arm.final_losses.values()
+    cells = [f"{arm.mean:.4f}", _number(arm.sd), f"{min(losses):.4f} to {max(losses):.4f}"]
+    failed = comparison.failures.get(name)
+    if failed:
+        cells[0] += f" ({len(failed)} of {len(failed) + len(losses)} failed)"
+    if name == comparison.baseline:
+        return [*cells, "", "", "baseline", f"{arm.steps:,.0f}", f"{arm.seconds:,.1f}"]
+    if arm.difference is None or arm.reach is None:
+        return [*cells, "", "", "", "", ""]
+    sd = "" if arm.difference.sd is None else f" ± {arm.difference.sd:.4f}"
+    return [
+        *cells,
+        f"{arm.difference.mean:+.4f}{sd}",
+        _p_value(arm.difference.p_value),
+        _verdict(arm.difference),
+        _reached(arm.reach.steps, arm.reach.share_of_steps, ",.0f"),
+        _reached(arm.reach.seconds, arm.reach.share_of_seconds, ",.1f"),
+    ]
+
+
+def _verdict(difference: Difference) -> str:
+    if difference.p_value is None:
+        return "one seed: cannot tell"
+    if difference.is_noise:
+        return "within noise"
+    return "better" if difference.mean < 0 else "worse"
+
+
+def _reached(by_seed: Mapping[int, float | None], share: float | None, form: str) -> str:
+    reached = [value for value in by_seed.values() if value is not None]
+    if share is None:
+        return "never"
+    text = f"{statistics.mean(reached):{form}} ({share:.2f}x)"
+    return text if len(reached) == len(by_seed) else f"{text}, {len(reached)} of {len(by_seed)} seeds, else never"
+
+
+def _remarks(comparison: Comparison) -> list[str]:
+    differences = [arm.difference for arm in comparison.arms.values() if arm.difference is not None]
+    tested = [difference for difference in differences if difference.p_value is not None]
+    remarks = []
+    if tested:
+        remarks.append(
+            "± is the standard deviation of the differences over seeds. p is that of a paired t-test, two-sided, which"
+            f" takes them for normally distributed; from {NOISE_P_VALUE} on a difference is called within noise: seeds"
+            " alone could well have made it."
+        )
+    if len(tested) > 1:
+        remarks.append(
+            f"{len(tested)} comparisons are made here. Where nothing differs at all, one in {1 / NOISE_P_VALUE:.0f} is"
+            f" below {NOISE_P_VALUE} all the same: about {len(tested) * NOISE_P_VALUE:.1f} of these."
+        )
+    if differences:
+        remarks.append(
+            "Steps and seconds to the baseline's loss: when a run first has the mean final loss of"
+            f" `{comparison.baseline}`, linear between evaluations; in brackets the share of what the baseline's whole"
+            " runs take. A run whose learning rate has yet to fall gets there later than a shorter run that ends there."
+            " Seconds are of compilation and of as many median steps, without evaluations and saves."
+        )
+    if comparison.seconds_caveats:
+        remarks.append(f"**The seconds are not comparable**: {join_words(comparison.seconds_caveats)}.")
+    if comparison.grids:
+        remarks.append("\n".join(_grid_remark(grid, best) for grid, best in comparison.grids.items()))
+        remarks.append("The best of a grid looks better than it is: confirm it with other seeds.")
+    for arm, by_seed in comparison.failures.items():
+        remarks.append("\n".join(f"- `{arm}` failed with seed {seed}: {reason}" for seed, reason in by_seed.items()))
+    return remarks + [f"Mind: {caveat}." for caveat in comparison.caveats]
+
+
+def _grid_remark(grid: str, best: GridBest | None) -> str:
+    if best is None:
+        return f"- Grid of `{grid}`: no arm finished with every seed."
+    axes = join_words(f"{key}: {'yes' if inside else 'no'}" for key, inside in best.is_bracketed.items())
+    text = f"- Grid of `{grid}`: best is `{best.arm}`; bracketed: {axes or 'no axis has an order'}."
+    if not all(best.is_bracketed.values()):
+        text += " Where it is not, a value beyond the edge may be better still."
+    return text
+
+
+def _machine(comparison: Comparison) -> str:
+    machines = [f"{machine.get('device')}, {machine.get('cores')} cores" for machine in comparison.hardware]
+    versions = [f"torch {packages.get('torch')}, hfgolf {packages.get('hfgolf')}" for packages in comparison.packages]
+    commits = [str(commit) for commit in comparison.commits]
+    return f"Made on {join_words(machines, last=' and ')}; {join_words(versions)}; commit {join_words(commits)}."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _p_value(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"

@@ -1,0 +1,102 @@
+"""From any checkpoint of a run to an exported model with its card, also of a run that was killed.
+
+Owns which weights are taken and what the card can say of them. Does not know what is in an exported folder (export.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from hfgolf.checkpoint.contents import EMA_NAME
+from hfgolf.checkpoint.identity import read_identity, saved_config
+from hfgolf.checkpoint.store import STATE_NAME, Rejected, find_checkpoint, newest_first, verify
+from hfgolf.command_line import one_line
+from hfgolf.config import RunConfig, join_words
+from hfgolf.errors import UserError
+from hfgolf.evaluate.sample import generate_text
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.export import export_model
+from hfgolf.publish.load import load_exported
+from hfgolf.publish.model_card import model_card
+from hfgolf.run.folder import RunFolder
+from hfgolf.run.metrics import read_metrics
+
+
+def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
+    """Export a checkpoint's weights, the averaged ones if its optim.ema_export says so, to `output`; returns its step.
+
+    which: latest, best or a path; None: best, or latest if nothing was evaluated. Raises UserError if there is no such
+    checkpoint, if it is damaged, or if `output` can't be written.
+    """
+    checkpoint = _find(run, which)
+    try:
+        step = verify(checkpoint)["step"]
+        state = json.loads((checkpoint / STATE_NAME).read_text())
+    except (Rejected, OSError, ValueError) as error:
+        raise UserError(f"--checkpoint: {checkpoint} is rejected, {one_line(error)}; {_others(run)}.") from None
+    config = saved_config(read_identity(checkpoint))  # config.yaml may be of a later start, or gone
+    if not (checkpoint / "config.json").is_file():
+        raise UserError(
+            f"--checkpoint: {checkpoint} has no config.json: an older version saved it, or its weights are sharded."
+            f" The run exports its model when it ends: continue it with --train.resume {checkpoint}."
+        )
+    model, tokenizer = load_exported(str(checkpoint))
+    if not isinstance(model, GolfForCausalLM):
+        raise UserError(f"--checkpoint: {checkpoint} holds a {type(model).__name__}, which hfgolf did not make.")
+    model = model.cpu()
+    if config.optim.ema_export:
+        if not (checkpoint / EMA_NAME).is_file():
+            raise UserError(f"--checkpoint: {checkpoint} has no averaged weights (optim.ema_export); {_others(run)}.")
+        model.load_state_dict(load_file(checkpoint / EMA_NAME), strict=False)  # tied weights are in the file once
+    summary = {
+        "step": step,
+        "steps": state["step"],
+        "tokens": state["tokens"],
+        "weights": "ema" if config.optim.ema_export else "raw",
+        "is_best": step == state["best_step"],
+        "parameters": model.num_parameters(),
+        "model": str(output),
+        "sample": generate_text(model, tokenizer, seed=config.run.seed),
+        **_figures(run, config, step),
+    }
+    try:
+        export_model(model, tokenizer, output, model_card(config, summary))
+    except OSError as error:
+        raise UserError(f"--output: cannot write to {output} ({one_line(error)}); choose another folder.") from None
+    return step
+
+
+def _find(run: RunFolder, which: str | None) -> Path:
+    best_or_latest = ("best", "latest") if which is None else (which,)
+    found = (find_checkpoint(run.checkpoints, name) for name in best_or_latest)
+    checkpoint = next((path for path in found if path is not None and path.is_dir()), None)
+    if checkpoint is None:
+        raise UserError(f"--checkpoint: there is no {which or 'checkpoint'} in {run.checkpoints}; {_others(run)}.")
+    return checkpoint.resolve()
+
+
+def _others(run: RunFolder) -> str:
+    names = join_words(sorted(path.name for path in newest_first(run.checkpoints)))
+    return f"the checkpoints there are {names}" if names else "it holds none"
+
+
+def _figures(run: RunFolder, config: RunConfig, step: int) -> dict[str, Any]:
+    """Return the figures of the evaluation at a step, on train.eval_tokens, as a summary names them; empty without."""
+    rows = read_metrics(run.metrics).rows if run.metrics.is_file() else []
+    row: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
+    averaged = "_ema" if config.optim.ema_export else ""
+    loss = row.get(f"val_loss{averaged}")
+    if loss is None or "val_tokens" not in row:
+        return {}
+    return {
+        "val_loss": loss,
+        "val_perplexity": math.exp(min(loss, 700.0)),
+        "val_bits_per_byte": row[f"val_bits_per_byte{averaged}"],
+        "val_tokens": row["val_tokens"],
+        "val_bytes": row["val_bytes"],
+    }

@@ -1,0 +1,165 @@
+"""Profile real steps of a run: what train_step() does between its first batch and its last parameter.
+
+Owns the driving and the scopes that it puts around a run's parts; what they say is in measure/trace.py.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from hfgolf.errors import UserError
+from hfgolf.model.modeling_golf import GolfAttention, GolfForCausalLM, GolfMLP, GolfModel, GolfRMSNorm
+from hfgolf.tools.profile import Profile, what_bounds
+from hfgolf.tools.trace import STEP, read_trace
+from hfgolf.train.compilation import undo_compilation
+from hfgolf.train.environment import hardware, run_metadata
+from hfgolf.train.loop import train_step
+from hfgolf.train.setup import Run
+
+WARMUP_STEPS = 3
+KIND_OF_MODULE: dict[type[nn.Module], str] = {
+    GolfForCausalLM: "head and loss",
+    GolfModel: "rest",
+    nn.Embedding: "embedding",
+    GolfRMSNorm: "norm",
+    nn.LayerNorm: "norm",
+    GolfAttention: "attention",
+    GolfMLP: "MLP",
+}
+
+
+def profile_run(run: Run, num_steps: int, trace: Path) -> dict[str, Any]:
+    """Return what profile.json holds of the next steps of a run, and write their trace (.json.gz).
+
+    Where the model is compiled, what is of each kind comes from as many steps of the uncompiled one, which then stays
+    uncompiled. Call it in every process of the run; each profiles itself. UserError where a GPU hides its kernels.
+    """
+    is_compiled = run.raw_model._compiled_call_impl is not None
+    seconds = timed_steps(run, num_steps)
+    with _marked(run, modules=not is_compiled):
+        as_run = _profile(run, num_steps, trace)
+    by_kind = as_run
+    if is_compiled:
+        undo_compilation(run.raw_model)
+        with _marked(run, modules=True):
+            by_kind = _profile(run, num_steps, trace.with_name(f"uncompiled-{trace.name}"))
+    step_seconds = statistics.median(seconds)
+    mfu = run.config.batch.tokens_per_step / step_seconds * run.meter.flops_per_second_of_peak
+    return {
+        "shares": as_run.shares,
+        "kinds": by_kind.kinds,
+        "kinds_are_of": "uncompiled" if is_compiled else "as run",
+        "top": as_run.top(),
+        "sentence": what_bounds(as_run, by_kind.kinds, mfu, is_compiled),
+        "memory": as_run.memory_record(),
+        "steps": num_steps,
+        "step_seconds": step_seconds,
+        "profiled_step_seconds": as_run.wall_seconds / num_steps,
+        "overhead_share": as_run.overhead_share,
+        "mfu": mfu,
+        "is_compiled": is_compiled,
+        "precision": run.config.train.mixed_precision,
+        "tokens_per_step": run.config.batch.tokens_per_step,
+        "micro_batch_size": run.micro_batch_size,
+        "machine": hardware() | {"threads": torch.get_num_threads()},
+        "metadata": run_metadata(run.resolved),
+    }
+
+
+def timed_steps(run: Run, num_steps: int) -> list[float]:
+    """Return the seconds of each of the next steps, after some to warm up."""
+    for _ in range(WARMUP_STEPS):
+        _step(run)
+    seconds = []
+    for _ in range(num_steps):
+        _wait(run)
+        started_at = time.perf_counter()
+        _step(run)
+        _wait(run)
+        seconds.append(time.perf_counter() - started_at)
+    return seconds
+
+
+def _step(run: Run) -> None:
+    train_step(run, math.inf)
+    run.state.step += 1
+
+
+def _wait(run: Run) -> None:
+    if run.accelerator.device.type == "cuda":
+        torch.cuda.synchronize(run.accelerator.device)
+
+
+def _profile(run: Run, num_steps: int, trace: Path) -> Profile:
+    activities = [ProfilerActivity.CPU]
+    if run.accelerator.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    warm = schedule(wait=0, warmup=1, active=1, repeat=1)  # the first events of a profiler take longer
+    with profile(activities=activities, schedule=warm, profile_memory=True) as profiler:
+        _step(run)
+        _wait(run)
+        profiler.step()
+        for number in range(num_steps):
+            with record_function(STEP):
+                _step(run)
+                if number == num_steps - 1:
+                    _wait(run)  # not after each: a GPU may begin a step while it ends the one before
+    plain = trace.with_suffix("")
+    profiler.export_chrome_trace(str(plain))  # which would compress line by line, several times slower
+    trace.write_bytes(gzip.compress(plain.read_bytes(), compresslevel=6))
+    plain.unlink()
+    found = read_trace(trace)
+    if ProfilerActivity.CUDA in activities and not found.is_on_gpu:
+        raise UserError("profile: torch's profiler sees no kernel of this GPU; allow CUPTI, or profile with a CPU.")
+    return found
+
+
+@contextmanager
+def _marked(run: Run, modules: bool) -> Iterator[None]:
+    """Put scopes around the parts of a step, and around the modules of the model too: not of a compiled one."""
+    model, accelerator, batches = run.model, run.accelerator, run.batches
+    with ExitStack() as stack:
+        stack.callback(setattr, run, "batches", batches)
+        run.batches = _marked_batches(batches)
+        # where a compiled model keeps what is called, so that the scope is outside of it
+        _mark(stack, "forward", model, "_compiled_call_impl", model._compiled_call_impl or model._call_impl)
+        _mark(stack, "backward", accelerator, "backward", accelerator.backward)
+        for module in run.raw_model.modules() if modules else ():
+            if type(module) in KIND_OF_MODULE:
+                _mark(stack, KIND_OF_MODULE[type(module)], module, "forward", module.forward)
+        yield
+
+
+def _marked_batches(batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    while True:
+        with record_function("data"):
+            batch = next(batches)
+        yield batch
+
+
+def _mark(stack: ExitStack, scope: str, owner: object, name: str, function: Callable[..., Any]) -> None:
+    """Have what `owner` has under a name run inside a scope, until the stack is left."""
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+
+    def in_scope(*arguments: Any, **options: Any) -> Any:
+        with record_function(scope):
+            return function(*arguments, **options)
+
+    def restore() -> None:
+        del attributes[name]
+        attributes.update(before)
+
+    attributes[name] = in_scope
+    stack.callback(restore)

@@ -1,0 +1,220 @@
+"""How a run ends: the best weights, judged on the whole validation part, exported, shown and pushed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_not_finite
+from hfgolf.checkpoint.store import Rejected, best_checkpoint, newest_first, saved_step, step_of, verified_file
+from hfgolf.command_line import one_line
+from hfgolf.durable import list_files, write_text
+from hfgolf.errors import UserError
+from hfgolf.measure.memory import used_memory_bytes
+from hfgolf.publish.export import export_model
+from hfgolf.publish.model_card import model_card
+from hfgolf.report.report import write_report
+from hfgolf.run.folder import RunFolder
+from hfgolf.run.metrics import read_metrics
+from hfgolf.run.record import read_run
+from hfgolf.train.compilation import undo_compilation
+from hfgolf.train.environment import device_name, git_commit
+from hfgolf.wording import duration, gigabytes
+
+if TYPE_CHECKING:
+    from hfgolf.train.setup import Run
+
+logger = logging.getLogger(__name__)
+
+
+def conclude(run: Run) -> dict[str, Any]:
+    """Evaluate, export, show and push the best weights of the run; returns the summary, also in summary.json."""
+    if run.accelerator.is_main_process:
+        run.folder.hold()
+    step, damaged_best = _take_best_weights(run)
+    evaluation = run.whole_evaluations.get(step) or run.evaluate()
+    summary: dict[str, Any] = {
+        "run": run.config.run.name,
+        "step": step,
+        "steps": run.state.step,
+        "weights": "ema" if run.config.optim.ema_export else "raw",
+        "is_best": step == run.state.best_step,
+        "skipped_steps": run.state.skipped_steps,
+        "rollbacks": run.state.rollbacks,
+        "tokens": run.state.tokens,
+        "val_loss": evaluation.loss,
+        "val_perplexity": evaluation.perplexity,
+        "val_bits_per_byte": evaluation.bits_per_byte,
+        "val_tokens": evaluation.num_tokens,
+        "val_bytes": evaluation.num_bytes,
+        "tokens_per_second": _median_speed(run),
+        "train_seconds": run.state.elapsed_seconds,
+        "predicted_memory_bytes": run.predicted_memory_bytes,
+        "peak_memory_bytes": used_memory_bytes(run.accelerator.device),
+        "parameters": run.raw_model.num_parameters(),
+        "device": device_name(),
+        "commit": git_commit(),
+        "commits": run.folder.commits(),
+        "model": str(run.folder.model),
+    }
+    if run.tokens.tokenizer_loss:
+        summary["tokenizer_loss"] = run.tokens.tokenizer_loss
+    if damaged_best:
+        summary["damaged_best_step"] = damaged_best
+    if run.accelerator.is_main_process:
+        undo_compilation(run.raw_model)
+        text = run.sample(100)
+        summary |= {} if text is None else {"sample": text}
+        summary |= run.stopwatch.row()
+        report_run(run, summary)
+        try:
+            picture = run.folder.report.with_suffix("") / "loss.png"
+            pictures = [picture] if picture.is_file() else []
+            card = model_card(run.config, summary, pictures)
+            export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
+            exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})  # a push edits that
+            summary["files"] = list_files(run.folder.model, exported)
+            write_text(run.folder.summary, json.dumps(summary, indent=1))
+        except (OSError, SafetensorError) as error:
+            saved = saved_step(run.folder.checkpoints)
+            advice = (
+                "no checkpoint could be written either, so its weights are lost: make room and train anew"
+                if saved is None
+                else f"checkpoints hold step {saved} of {run.state.step}: make room, then the same command with"
+                " --train.resume auto"
+            )
+            raise UserError(
+                f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); {advice}."
+            ) from None
+        show_summary(summary)
+        run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
+    run.tracker.finish()
+    return summary
+
+
+def report_run(run: Run, summary: dict[str, Any] | None = None) -> None:
+    """Write the report of a run; where that fails, say why and go on: what matters more is still to come.
+
+    summary: of a run that is complete; None where it was stopped or died.
+    """
+    if not (run.accelerator.is_main_process and run.folder.metrics.is_file()):
+        return  # nothing logged yet, or a disk that took nothing
+    try:
+        record = dataclasses.replace(read_run(run.folder.path), summary=summary or {})
+        write_report([record], run.folder.report)
+    except Exception as error:  # a full disk, or what a drawing library comes upon
+        logger.warning("no report: %s", one_line(error))
+        return
+    run.tracker.attach(run.folder.report, "report")
+
+
+def show_summary(summary: dict[str, Any]) -> None:
+    """Print how the run ended and how to load what it made."""
+    logger.info(
+        "\nvalidation loss  %.4f nats a token (%sstep %d, %s tokens of the whole validation part)",
+        summary["val_loss"],
+        "averaged weights of " if summary["weights"] == "ema" else "",
+        summary["step"],
+        f"{summary['val_tokens']:,}",
+    )
+    logger.info("bits per byte    %.4f over %s bytes", summary["val_bits_per_byte"], f"{summary['val_bytes']:,}")
+    if "tokenizer_loss" in summary:
+        logger.info("                 %s", summary["tokenizer_loss"])
+    logger.info("tokens/s         %s (median)", f"{summary['tokens_per_second']:,.0f}")
+    if "peak_memory_bytes" in summary:
+        predicted, peak = (gigabytes(summary[f"{kind}_memory_bytes"]) for kind in ("predicted", "peak"))
+        logger.info("memory           predicted %s, peak %s", predicted, peak)
+    seconds = {key.removeprefix("seconds_"): value for key, value in summary.items() if key.startswith("seconds_")}
+    if seconds:
+        parts = ", ".join(f"{kind} {duration(value)}" for kind, value in seconds.items() if value)
+        logger.info("time             %s: %s", duration(sum(seconds.values())), parts)
+    if "sample" in summary:
+        logger.info("sample           %s", summary["sample"].replace("\n", "\n                 "))
+    folder = RunFolder(Path(summary["model"]).parent)
+    logger.info("run folder       %s", folder.path)
+    if folder.report.is_file():
+        logger.info("report           %s", folder.report)
+    logger.info("\nTo load it:\n")
+    logger.info("from transformers import AutoModelForCausalLM, AutoTokenizer")
+    logger.info('model = AutoModelForCausalLM.from_pretrained("%s", trust_remote_code=True)', summary["model"])
+    logger.info('tokenizer = AutoTokenizer.from_pretrained("%s", trust_remote_code=True)', summary["model"])
+
+
+def push_in_training(run: Run) -> None:
+    """Export the present weights, or their averages, and push them while training goes on."""
+    if not run.accelerator.is_main_process:
+        return
+    folder = run.folder.path / "model-in-training"
+    try:
+        with run.exported_weights():
+            export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
+    except (OSError, SafetensorError) as error:
+        logger.warning("nothing pushed at step %d: %s", run.state.step, one_line(error))
+        return
+    run.hub.push_later(folder, f"step {run.state.step}")
+
+
+def _take_best_weights(run: Run) -> tuple[int, int | None]:
+    """Give the model the weights to export: the best of the run, or the last if the best are damaged on the disk.
+
+    Under optim.ema_export the averaged ones. If the last are not finite, the newest checkpoint that is whole has them.
+    Returns their step, and the step of the best if those are damaged. Raises UserError if no weights are left.
+    """
+    run.accelerator.wait_for_everyone()  # the main process has written what all read
+    averaged = run.config.optim.ema_export
+    name = EMA_NAME if averaged else WEIGHTS_NAME
+    sick = first_not_finite(run.raw_model.named_parameters())
+    answer: list[Any] = [None, None]
+    if run.accelerator.is_main_process:
+        answer = list(_find_weights(run, name, sick is None))
+    file, damaged_best = broadcast_object_list(answer)
+    if file:
+        weights, step = load_file(file), step_of(file.parent)
+        logger.info("taking the weights of step %d", step)
+    elif sick:
+        raise UserError(
+            f"train: {sick} holds values that are not finite, and there is no whole checkpoint; nothing is exported."
+            f" Lower optim.learning_rate (now {run.config.optim.learning_rate:g}), then start anew."
+        )
+    else:
+        weights, step = run.ema.state_dict() if averaged and run.ema else {}, run.state.step
+    run.raw_model.load_state_dict(weights, strict=False)  # tied weights are in the file once
+    return step, damaged_best
+
+
+def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int | None]:
+    """Return the checkpoint's file with the weights to export, and the step of the best if those are damaged.
+
+    name: of the file. has_last: the model's own weights will do; then the file may be None, which means these.
+    """
+    folder, state, damaged_best = run.folder.checkpoints, run.state, None
+    best = best_checkpoint(folder) if state.best_step != state.step else None
+    if best is not None:
+        try:
+            return verified_file(best, name), None
+        except Rejected as rejected:
+            damaged_best = step_of(best)
+            instead = f"the last ones, of step {state.step}" if has_last else "the newest that are whole"
+            logger.warning("the best weights, of step %d, are damaged: %s; taking %s", damaged_best, rejected, instead)
+    for checkpoint in [] if has_last else newest_first(folder):
+        try:
+            return verified_file(checkpoint, name), damaged_best
+        except Rejected as rejected:
+            logger.warning("%s is damaged: %s", checkpoint.name, rejected)
+    return None, damaged_best
+
+
+def _median_speed(run: Run) -> float:
+    """Return the median of the rows' tokens/s, which leaves warm-up and pauses out; NaN where the rows are lost."""
+    rows = read_metrics(run.folder.metrics).rows if run.folder.metrics.is_file() else []
+    speeds = [speed for row in rows if (speed := row.get("tokens_per_second")) is not None]
+    return statistics.median(speeds) if speeds else math.nan

@@ -1,0 +1,255 @@
+"""A resume goes on with the run it finds: same text, tokenizer, order and decisions, or it says what differs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hfgolf.checkpoint import identity
+from hfgolf.checkpoint.identity import UNDECIDED, Change, changed_keys, rule
+from hfgolf.command_line import KEY_TYPES, load_config
+from hfgolf.config import RunConfig
+from hfgolf.data.batches import block_starts, sample_hash
+from hfgolf.errors import UserError
+from hfgolf.run.metrics import read_rows
+from hfgolf.train import loop, setup
+
+CONSTANT = {"schedule__name": "constant"}
+
+
+@pytest.fixture
+def text(tmp_path: Path, corpus_file: Path) -> Path:
+    """A text of one's own, which a test may change."""
+    return Path(shutil.copy(corpus_file, tmp_path / "text.txt"))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return read_rows(folder / "metrics.jsonl")
+
+
+def hashes(folder: Path) -> list[str]:
+    return [value for row in rows(folder) for value in row["sample_hashes"]]
+
+
+def state_of(folder: Path, step: int) -> dict[str, Any]:
+    return json.loads((folder / "checkpoints" / f"step-{step:06d}" / "train_state.json").read_text())
+
+
+def test_every_key_has_a_rule_and_every_rule_has_keys():
+    assert {key for key in KEY_TYPES if not isinstance(rule(key), Change)} == set()
+    unused = [prefix for prefix in identity._RULES if not any(key.startswith(prefix) for key in KEY_TYPES)]
+    assert unused in ([], ["data.prefetch_factor"])
+    assert rule("train.max_steps") is rule("optim.learning_rate") is Change.TOLD
+    assert rule("train.resume") is rule("hub.push") is Change.FREE
+    assert rule("run.seed") is rule("batch.sequence_length") is Change.DATA
+    assert rule("data.files") is rule("data.val_fraction") is Change.TEXT
+    assert rule("model.activation") is rule("tokenizer.vocab_size") is Change.FIXED
+
+
+@pytest.mark.parametrize(
+    ("change", "refused_under"),
+    [
+        ({"train__log_every_steps": 3, "train__keep_last": 1, "batch__micro_batch_size": 4}, set()),
+        ({"optim__learning_rate": 0.01}, {"auto"}),
+        ({"batch__tokens_per_step": 512}, {"auto"}),
+        ({"run__seed": 7}, {"auto", "latest"}),
+        ({"model__hidden_size": 64}, {"auto", "latest"}),
+        ({"optim__name": "adamw"}, {"auto", "latest"}),
+    ],
+)
+def test_what_differs_goes_on_or_is_refused_as_the_readme_says(run, tiny_run, change, refused_under):
+    """Row by row of its table; text and validation split have a test of their own."""
+    folder = run(tiny_run(**CONSTANT, train__max_steps=1))
+    for resume in ("auto", "latest"):
+        (folder / "summary.json").unlink(missing_ok=True)
+        arguments = tiny_run(**CONSTANT, train__max_steps=1, train__resume=resume, **change)
+        if resume in refused_under:
+            with pytest.raises(UserError):
+                run(arguments)
+        else:
+            run(arguments)
+        assert (folder / "summary.json").exists() == (resume not in refused_under)
+
+
+def test_what_is_not_decided_yet_differs_from_nothing():
+    before = RunConfig().flat() | {"train.mixed_precision": "bf16", "train.compile": True, "train.cpu_threads": 7}
+    assert changed_keys(before, load_config(["--train.max_steps=1000"])) == []
+    assert changed_keys(before, load_config(["--train.max_steps=1000", "--train.mixed_precision=no"])) == [
+        "train.mixed_precision"
+    ]
+
+
+@pytest.mark.parametrize("resume", ["auto", "latest"])
+@pytest.mark.parametrize("change", ["appended", "replaced", "split"])
+def test_other_text_under_a_resume_is_refused_before_anything_is_touched(run, tiny_run, text, resume, change):
+    """A tokenizer trained on other text would give the weights other ids."""
+    options = {"data__files": text, "tokenizer__kind": "bpe", "tokenizer__vocab_size": 300}
+    folder = run(tiny_run(**options, train__max_steps=3))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    if change == "appended":
+        text.write_text(text.read_text() + "one line more\n")
+    elif change == "replaced":
+        text.write_text("other words entirely, " * 2000)
+    else:
+        options["data__val_fraction"] = 0.2
+    told = r"val_fraction \(0.1 -> 0.2\)" if change == "split" else r"files \(text.txt\)"
+    with pytest.raises(UserError, match=rf"step-000003 was trained on other text \({told}\); restore") as error:
+        run(tiny_run(**options, train__max_steps=6 if resume == "latest" else 3, train__resume=resume))
+    assert "--train.resume_with_other data" in str(error.value) and "\n" not in str(error.value)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_resume_may_go_on_with_other_text_and_keeps_the_tokenizer(run, tiny_run, text, caplog):
+    options = {**CONSTANT, "data__files": text, "tokenizer__kind": "bpe", "tokenizer__vocab_size": 300}
+    first = run(tiny_run(**options, train__max_steps=40, train__save_every_steps=20))
+    tokenizer = (first / "model" / "tokenizer.json").read_bytes()
+    text.write_text(text.read_text().replace("seven", "sept").replace("make", "font"))
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        run(
+            tiny_run(
+                **options,
+                train__max_steps=43,
+                train__save_every_steps=20,
+                train__resume="latest",
+                train__resume_with_other="data",
+            )
+        )
+    assert "changed since then: train.max_steps 40 -> 43, files (text.txt)" in caplog.messages
+    assert (first / "model" / "tokenizer.json").read_bytes() == tokenizer
+    losses = [loss for row in rows(first) for loss in row["train_losses"]]
+    assert max(losses[40:]) < losses[0] - 0.5, "the weights know these ids"
+    state = state_of(first, 43)
+    assert (state["step"], state["tokens"], state["blocks"]) == (43, 43 * 256, 3 * 8)
+    assert rows(first)[42]["epoch"] < rows(first)[39]["epoch"] / 10, "3 steps of it after 40 of the other"
+    with caplog.at_level(logging.INFO, "hfgolf"):  # the run is one of the new text now
+        run(tiny_run(**options, train__max_steps=45, train__save_every_steps=20, train__resume="latest"))
+    assert state_of(first, 45)["blocks"] == 5 * 8
+
+
+def test_moved_text_is_the_same_text(run, tiny_run, text, tmp_path):
+    folder = run(tiny_run(data__files=text, train__max_steps=3))
+    (tmp_path / "elsewhere").mkdir()
+    moved = text.rename(tmp_path / "elsewhere" / text.name)
+    elsewhere = {"data__files": moved, "data__cache_dir": tmp_path / "other-cache"}
+    run(tiny_run(**elsewhere, train__max_steps=4, train__resume="latest"))
+    assert rows(folder)[-1]["step"] == 4
+
+
+def test_another_number_of_tokens_a_step_goes_on_with_the_next_block(run, tiny_run):
+    options = {**CONSTANT, "train__save_every_steps": 3, "train__eval_every_steps": 100}
+    first = run(tiny_run(**options, train__max_steps=3))
+    run(tiny_run(**options, train__max_steps=6, batch__tokens_per_step=512, train__resume="latest"))
+    state = state_of(first, 6)
+    assert (state["tokens"], state["blocks"]) == (3 * 256 + 3 * 512, 3 * 8 + 3 * 16)
+    num_blocks = round(24 / rows(first)[2]["epoch"])
+    steps = [np.arange(8 * i, 8 * i + 8) for i in range(3)] + [np.arange(24 + 16 * i, 40 + 16 * i) for i in range(3)]
+    expected = [sample_hash(block_starts(1337, positions, num_blocks, 32)) % 2**64 for positions in steps]
+    assert hashes(first) == [f"{number:016x}" for number in expected]
+    assert [row["tokens"] for row in rows(first)] == [256, 512, 768, 1280, 1792, 2304]
+    assert rows(first)[-1]["epoch"] == 72 / num_blocks
+    summary = json.loads((first / "summary.json").read_text())
+    assert summary["tokens"] == 2304
+    assert "2,304 training tokens" in (first / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("change", [{"run__seed": 7}, {"batch__sequence_length": 64, "batch__micro_batch_size": 4}])
+def test_another_order_of_the_data_needs_consent(run, tiny_run, change):
+    folder = run(tiny_run(**CONSTANT, train__max_steps=3))
+    with pytest.raises(UserError, match=r"step-000003 read the data in another order \(\w+\.\w+ \d+ -> \d+\); restore"):
+        run(tiny_run(**CONSTANT, train__max_steps=4, train__resume="latest", **change))
+    with_consent = {"train__resume": "latest", "train__resume_with_other": "data"}
+    run(tiny_run(**CONSTANT, train__max_steps=4, **with_consent, **change))
+    state = state_of(folder, 4)
+    assert (state["tokens"], state["blocks"]) == (4 * 256, 256 // change.get("batch__sequence_length", 32))
+
+
+def test_auto_compares_with_the_checkpoint_whatever_became_of_config_yaml(run, tiny_run, monkeypatch):
+    """config.yaml edited by hand, emptied by a power failure, or missing."""
+    folder = run(tiny_run(**CONSTANT, train__max_steps=3))
+    (folder / "summary.json").unlink()
+    written = (folder / "config.yaml").read_text()
+    for text in (written.replace("learning_rate: 0.02", "learning_rate: 0.5"), "", None):
+        if text is None:
+            (folder / "config.yaml").unlink()
+        else:
+            assert text != written
+            (folder / "config.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"with another config \(optim.learning_rate 0.02 -> 0.5\).*resume latest"):
+            run(tiny_run(**CONSTANT, train__max_steps=3, optim__learning_rate=0.5, train__resume="auto"))
+        run(tiny_run(**CONSTANT, train__max_steps=3, train__resume="auto"))
+        assert "learning_rate: 0.02 " in (folder / "config.yaml").read_text()
+        (folder / "summary.json").unlink()
+
+
+def test_what_changed_is_one_line_and_part_of_the_event(run, tiny_run, caplog):
+    folder = run(tiny_run(**CONSTANT, train__max_steps=3))
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        changes = {"train__max_steps": 4, "optim__learning_rate": 0.01, "train__log_every_steps": 2}
+        run(tiny_run(**CONSTANT, train__resume="latest") + tiny_run(**CONSTANT, train__resume="latest", **changes))
+    line = "changed since then: optim.learning_rate 0.02 -> 0.01, train.max_steps 3 -> 4"
+    assert [message for message in caplog.messages if message.startswith("changed")] == [line]
+    events = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines() if '"resumed"' in row]
+    assert [event["changed"] for event in events] == [line.removeprefix("changed since then: ").split(", ")]
+
+
+def test_a_run_sticks_to_what_it_decided(run, tiny_run, monkeypatch, caplog):
+    """Precision, compilation, threads and micro-batch, though this machine would decide otherwise now."""
+    undecided = {key.replace(".", "__"): value or "null" for key, value in UNDECIDED.items()}
+    monkeypatch.setattr(setup, "should_compile", lambda *a, **k: (True, "it pays"))
+    monkeypatch.setattr(setup, "compile_in_place", lambda model, run_once: run_once())
+    monkeypatch.setattr(setup, "choose_micro_batch_size", lambda *a: 4)
+    monkeypatch.setattr("hfgolf.train.environment.fast_product_dtype", lambda device: torch.bfloat16)
+    folder = run(tiny_run(train__max_steps=3, **undecided))
+    decided = {"train.mixed_precision": "bf16", "train.compile": True, "batch.micro_batch_size": 4}
+    saved = json.loads((folder / "checkpoints" / "step-000003" / "run.json").read_text())["config"]
+    assert {key: saved[key] for key in decided} == decided and isinstance(saved["train.cpu_threads"], int)
+
+    monkeypatch.setattr(setup, "should_compile", lambda *a, **k: (False, "it does not pay"))
+    monkeypatch.setattr(setup, "choose_micro_batch_size", lambda *a: 3)
+    monkeypatch.setattr("hfgolf.train.environment.fast_product_dtype", lambda device: torch.float32)
+    seen: list[Any] = []
+    real = loop.set_up
+    monkeypatch.setattr(loop, "set_up", lambda resolved: seen.append(real(resolved)) or seen[-1])
+    run(tiny_run(train__max_steps=4, train__resume="latest", **undecided))
+    config = seen[0].config.flat()
+    assert {key: config[key] for key in decided} == decided
+    assert "  compile: true  # the run so far\n" in (folder / "config.yaml").read_text()
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        run(tiny_run(train__max_steps=5, train__resume="latest", **undecided, batch__tokens_per_step=96))
+    said = "batch.micro_batch_size: 4, as the run had it, is not possible here; it is decided anew"
+    assert said in caplog.messages and seen[1].config.batch.micro_batch_size == 3
+
+
+def test_each_start_keeps_its_config_metadata_and_patch(run, tiny_run, monkeypatch):
+    patches = iter(["a patch", None, "another patch"])
+    monkeypatch.setattr(setup, "uncommitted_changes", lambda: next(patches))
+    commits = iter(["aaa-dirty", "bbb", "aaa-dirty"])
+    real = setup.run_metadata
+    monkeypatch.setattr(setup, "run_metadata", lambda resolved: real(resolved) | {"commit": next(commits)})
+    folder = run(tiny_run(**CONSTANT, train__max_steps=3))
+    for steps in (4, 5):
+        run(tiny_run(**CONSTANT, train__max_steps=steps, train__resume="latest"))
+    starts = sorted((folder / "starts").iterdir())
+    assert [path.name for path in starts] == ["001", "002", "003"]
+    assert [(path / "uncommitted.patch").is_file() for path in starts] == [True, False, True]
+    assert (starts[0] / "uncommitted.patch").read_text() == "a patch"
+    metadata = [json.loads((path / "metadata.json").read_text()) for path in starts]
+    assert [of_start["commit"] for of_start in metadata] == ["aaa-dirty", "bbb", "aaa-dirty"]
+    assert ["max_steps: 3" in (path / "config.yaml").read_text() for path in starts] == [True, False, False]
+    assert (folder / "uncommitted.patch").read_text() == "another patch"
+    assert json.loads((folder / "summary.json").read_text())["commits"] == ["aaa-dirty", "bbb"]
+
+
+def test_the_config_of_a_resumed_run_repeats_it(run, tiny_run):
+    """Though it was resumed, there is nothing to resume in a new folder."""
+    straight = run(tiny_run(train__max_steps=3))
+    run(tiny_run(train__max_steps=6, train__resume="latest"))
+    again = run([f"--config={straight / 'config.yaml'}", "--run.name=again"])
+    assert hashes(again) == hashes(straight) and "resume: null" in (again / "config.yaml").read_text()

@@ -1,0 +1,127 @@
+"""`latest` and `best` are for people: without links, or with copies in their place, a run goes on all the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import differences, losses, valid_steps
+
+from hfgolf.checkpoint.store import best_checkpoint, newest_first, point
+from hfgolf.errors import UserError
+
+LENGTH = {"train__max_steps": 9, "train__keep_last": 1, "schedule__name": "constant"}
+
+
+def follow_links(checkpoints: Path) -> None:
+    """Do as scp -r and most zips: a link becomes a folder."""
+    copy = checkpoints.with_name("copy")
+    shutil.copytree(checkpoints, copy)
+    shutil.rmtree(checkpoints)
+    copy.rename(checkpoints)
+    assert not (checkpoints / "best").is_symlink()
+
+
+def drop_links(checkpoints: Path) -> None:
+    """Do as an object store."""
+    for link in ("latest", "best"):
+        (checkpoints / link).unlink()
+
+
+def write_links_as_text(checkpoints: Path) -> None:
+    """Do as git and some zips do on Windows."""
+    for link in ("latest", "best"):
+        target = os.readlink(checkpoints / link)
+        (checkpoints / link).unlink()
+        (checkpoints / link).write_text(target)
+
+
+@pytest.fixture
+def no_links(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Exception]], None]:
+    """Return a function that puts the run on a file system without symbolic links."""
+
+    def install(error: type[Exception]) -> None:
+        def refuse(*arguments: Any, **options: Any) -> None:
+            raise error(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "symlink", refuse)
+        monkeypatch.setattr(Path, "symlink_to", refuse)
+
+    return install
+
+
+@pytest.mark.parametrize("copy", [follow_links, drop_links, write_links_as_text])
+@pytest.mark.parametrize("resume", ["latest", "best"])
+def test_a_copied_run_goes_on(run, tiny_run, validation_losses, copy, resume):
+    """The best is step 3, the latest step 6; whichever the run goes on from, it is told by the files, not by a link."""
+    validation_losses([2.0, 2.5])
+    folder = run(tiny_run(**LENGTH | {"train__max_steps": 6}))
+    checkpoints = folder / "checkpoints"
+    copy(checkpoints)
+    assert best_checkpoint(checkpoints) == checkpoints / "step-000003"
+    run(tiny_run(**LENGTH, train__resume=resume))
+    assert len(losses(folder)) == 9
+    assert (checkpoints / "abandoned-step-000006").exists() == (resume == "best")
+    assert json.loads((folder / "summary.json").read_text())["step"] == 3, "the best weights are exported"
+    assert valid_steps(checkpoints) == [3, 9]
+    assert os.readlink(checkpoints / "best") == "step-000003" and os.readlink(checkpoints / "latest") == "step-000009"
+
+
+@pytest.mark.parametrize("error", [PermissionError, NotImplementedError])
+def test_a_file_system_without_links_costs_nothing(run, tiny_run, validation_losses, no_links, caplog, error):
+    options = LENGTH | {"train__eval_every_steps": 2, "train__save_every_steps": 2}
+    validation_losses([2.0, 1.5, 2.5])
+    straight = run(tiny_run(**options, run__name="straight"))
+    no_links(error)
+    validation_losses([2.0, 1.5, 2.5])
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(**options, run__name="other"))
+    assert not [line for line in caplog.messages if "not written" in line]
+    assert sorted(os.listdir(folder / "checkpoints")) == ["step-000004", "step-000009"]
+    assert json.loads((folder / "summary.json").read_text())["step"] == 4
+    assert differences(folder / "checkpoints" / "step-000009", straight / "checkpoints" / "step-000009") == []
+    run(tiny_run(**options | {"train__max_steps": 10}, run__name="other", train__resume="best"))
+    assert len(losses(folder)) == 10
+
+
+def test_a_folder_in_the_place_of_a_link_is_kept_under_another_name(run, tiny_run):
+    checkpoints = run(tiny_run()) / "checkpoints"
+    follow_links(checkpoints)
+    (checkpoints / "best" / "notes.txt").write_text("mine")
+    point(checkpoints / "best", checkpoints / "step-000003")
+    assert os.readlink(checkpoints / "best") == "step-000003"
+    assert (checkpoints / "abandoned-best" / "notes.txt").read_text() == "mine"
+
+
+def test_a_best_that_was_never_saved_is_not_looked_for(run, tiny_run):
+    """The disk was full then: the best is the best of those that are there."""
+    checkpoints = run(tiny_run()) / "checkpoints"
+    assert best_checkpoint(checkpoints) == checkpoints / "step-000006"
+    for text in ('{"best_step": 5}', '{"best_step": "6"}', '{"best_step": [6]}', "[]", "{", "[" * 100_000, "\xff"):
+        (checkpoints / "step-000006" / "train_state.json").write_text(text, encoding="latin-1")
+        assert best_checkpoint(checkpoints) == checkpoints / "step-000003"
+    shutil.rmtree(checkpoints / "step-000003")
+    assert best_checkpoint(checkpoints) is None and newest_first(checkpoints)
+
+
+def test_checkpoints_on_a_disk_that_is_not_mounted_are_waited_for(run, tiny_run, tmp_path):
+    """Nothing is begun anew, and no row is erased."""
+    folder = run(tiny_run())
+    (folder / "summary.json").unlink()
+    (folder / "checkpoints").rename(tmp_path / "disk")
+    (folder / "checkpoints").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for resume in ("auto", "latest", "best", "null"):
+        with pytest.raises(UserError, match=r"run.output_dir: .*checkpoints leads to .*disk, which is not there"):
+            run(tiny_run(train__resume=resume))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    (tmp_path / "unmounted").rename(tmp_path / "disk")
+    run(tiny_run(train__resume="auto", train__max_steps=6))
+    assert len(losses(folder)) == 6

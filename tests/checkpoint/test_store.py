@@ -1,0 +1,517 @@
+"""A checkpoint is whole or not there: whatever is wrong with one is named, and nothing in it is ever executed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from faults import (
+    differences,
+    flip_a_bit,
+    losses,
+    read,
+    remove,
+    rewrite_manifest,
+    same,
+    truncate,
+    valid_steps,
+)
+from safetensors.torch import load_file
+
+from hfgolf import durable, hardware
+from hfgolf.checkpoint import contents
+from hfgolf.checkpoint.state import TrainState
+from hfgolf.checkpoint.store import (
+    Rejected,
+    begin_checkpoint,
+    choose_checkpoint,
+    clean_up,
+    commit_checkpoint,
+    is_whole,
+    make_latest,
+    point,
+    retain,
+    set_aside,
+    verify,
+)
+from hfgolf.command_line import load_config
+from hfgolf.errors import UserError
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.groups import build_optimizer
+from hfgolf.train import loop, setup
+
+STATE_FILES = ["ema.safetensors", "model.safetensors", "optimizer.bin", "random_states_0.pkl", "train_state.json"]
+BESIDE_WEIGHTS = [
+    "config.json",
+    "configuration_golf.py",
+    "generation_config.json",
+    "modeling_golf.py",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+
+
+def commit(folder: Path, step: int, content: str = "weights", best_step: int = 0) -> Path:
+    """Write a checkpoint of one small file and, if there is a best step, the state that says so."""
+    partial = begin_checkpoint(folder, step)
+    (partial / "model").write_text(content)
+    if best_step:
+        (partial / "train_state.json").write_text(json.dumps(TrainState(best_step=best_step).state_dict()))
+    return commit_checkpoint(partial, step, processes=1)
+
+
+def choose(folder: Path, which: str) -> Path | None:
+    chosen = choose_checkpoint(Accelerator(cpu=True).state, folder, which)
+    if chosen is not None:
+        make_latest(folder, chosen)
+    return chosen
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_that_lacks_only_its_name_is_finished_at_the_next_start(tmp_path):
+    """The power went between the two renames of a step that is saved a second time."""
+    whole, half = (commit(tmp_path, step).rename(tmp_path / f".partial-step-{step:06d}") for step in (3, 6))
+    truncate(half / "model")
+    clean_up(tmp_path)
+    assert names(tmp_path) == ["latest", "step-000003"] and not whole.exists()
+    assert choose(tmp_path, "auto") == tmp_path / "step-000003"
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "bytes instead of|not readable"),
+        (remove, "is missing"),
+        (flip_a_bit, "sha256|manifest"),
+    ],
+)
+def test_every_damaged_file_is_named_and_the_checkpoint_before_is_taken(
+    run, tiny_run, tmp_path, caplog, reset_accelerate, damage, reason
+):
+    options = {"optim__ema_decay": 0.9, "model__dropout": 0.1}
+    straight = run(tiny_run(**options))
+    whole = straight / "checkpoints" / "step-000006"
+    assert names(whole) == sorted([*STATE_FILES, *BESIDE_WEIGHTS, "manifest.json", "run.json"])
+    reset_accelerate()
+    for name in names(whole):
+        folder = tmp_path / name
+        shutil.copytree(straight / "checkpoints", folder, symlinks=True)
+        damage(folder / "step-000006" / name)
+        caplog.clear()
+        assert choose(folder, "latest") == folder / "step-000003"
+        (line,) = [line for line in caplog.messages if line.startswith("checkpoint rejected")]
+        assert line.startswith("checkpoint rejected, step-000006: ")
+        assert name in line or name == "manifest.json", line  # its flipped bit may be in the hash of another file
+        assert any(part in line for part in reason.split("|")), line
+        assert (folder / "abandoned-step-000006").is_dir() and not (folder / "step-000006").exists()
+
+    (straight / "checkpoints").rename(straight / "kept")
+    shutil.copytree(straight / "kept", straight / "checkpoints", symlinks=True)
+    before = losses(straight)
+    damage(straight / "checkpoints" / "step-000006" / "optimizer.bin")
+    run(tiny_run(**options, train__resume="latest"))
+    assert losses(straight) == before
+    assert differences(straight / "checkpoints" / "step-000006", straight / "kept" / "step-000006") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format": 1}, "another version of hfgolf saved it .format 1, this one reads 3."),
+        ({"step": 7}, "manifest.json is of step 7"),
+        ({"step": "6"}, "manifest.json is not one of hfgolf's"),
+        ({"processes": None}, "manifest.json is not one of hfgolf's"),
+        ({"files": ["model"]}, "manifest.json is not one of hfgolf's"),
+        ({"files": {"model": "7 bytes"}}, "manifest.json is not one of hfgolf's"),
+        ({"files": {"model": {"bytes": 7}}}, "manifest.json is not one of hfgolf's"),
+        ({"files": {"a\0b": {"bytes": 7, "sha256": ""}}}, "manifest.json is not one of hfgolf's"),
+        ({"files": {"n" * 300: {"bytes": 7, "sha256": ""}}}, "nnn is not readable"),
+        ({"files": {"../secret": {"bytes": 7, "sha256": ""}}}, "../secret leads out of the folder"),
+        ({"files": {"/etc/passwd": {"bytes": 7, "sha256": ""}}}, "/etc/passwd leads out of the folder"),
+        ({"files": {}}, "model is not in manifest.json"),
+    ],
+)
+def test_a_manifest_that_says_something_else_is_rejected(tmp_path, changes, reason):
+    checkpoint = commit(tmp_path / "checkpoints", 6)
+    (tmp_path / "checkpoints" / "secret").write_text("secret!")
+    rewrite_manifest(checkpoint, **changes)
+    with pytest.raises(UserError, match=f"no checkpoint in .* is valid .step-000006: .*{reason}") as error:
+        choose(tmp_path / "checkpoints", "auto")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "6", "{", "{}", "[" * 100_000, "\xff"])
+def test_a_manifest_that_is_none_is_rejected(tmp_path, text):
+    checkpoint = commit(tmp_path, 6)
+    (checkpoint / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(Rejected, match=r"manifest.json is (missing or not readable|not one of hfgolf's)"):
+        verify(checkpoint)
+
+
+def test_links_are_rejected_where_they_lead_out_or_nowhere(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "model").write_text("weights")
+    checkpoint = commit(tmp_path / "checkpoints", 6)
+    verify(checkpoint)
+
+    (checkpoint / "more").symlink_to(tmp_path / "outside")
+    with pytest.raises(Rejected, match=r"^more is not in manifest.json$"):
+        verify(checkpoint)
+    (checkpoint / "more").unlink()
+
+    (checkpoint / "model").unlink()
+    (checkpoint / "model").symlink_to(tmp_path / "outside" / "model")  # the very bytes of the manifest
+    with pytest.raises(Rejected, match=r"^model leads out of the folder$"):
+        verify(checkpoint)
+
+    (checkpoint / "model").unlink()
+    (checkpoint / "model").symlink_to("model")
+    with pytest.raises(Rejected, match=r"^model is (not readable|missing)"):
+        verify(checkpoint)
+
+
+def test_a_file_that_nobody_listed_is_rejected(tmp_path):
+    checkpoint = commit(tmp_path, 6)
+    (checkpoint / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(0))
+    with pytest.raises(Rejected, match=r"^custom_checkpoint_0.pkl is not in manifest.json$"):
+        verify(checkpoint)
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_rejected(tmp_path, monkeypatch):
+    checkpoint = commit(tmp_path, 6)
+
+    def bad_sector(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(durable, "file_sha256", bad_sector)
+    with pytest.raises(Rejected, match=r"^model is not readable \(.*Input/output error\)$"):
+        verify(checkpoint)
+
+
+def test_one_line_names_every_rejected_checkpoint(tmp_path):
+    for step, damage in ((3, truncate), (6, remove), (9, flip_a_bit)):
+        damage(commit(tmp_path, step) / "model")
+    with pytest.raises(UserError) as error:
+        choose(tmp_path, "latest")
+    assert str(error.value) == (
+        f"train.resume: no checkpoint in {tmp_path} is valid (step-000009: model does not match its sha256;"
+        " step-000006: model is missing; step-000003: model has 6 bytes instead of 7); restore one, or start anew under"
+        " another --run.name."
+    )
+    assert names(tmp_path) == ["latest", "step-000003", "step-000006", "step-000009"]
+
+
+@pytest.mark.parametrize("which", ["best", "a path"])
+def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(tmp_path, which):
+    for step in (3, 6, 9):
+        commit(tmp_path, step, best_step=min(step, 6))
+    point(tmp_path / "best", tmp_path / "step-000006")
+    which = str(tmp_path / "step-000006") if which == "a path" else which
+    flip_a_bit(tmp_path / "step-000006" / "model")
+    with pytest.raises(
+        UserError, match=r"^train.resume: .*step-000006 is rejected, model does not match .*; choose an"
+    ):
+        choose(tmp_path, which)
+    assert names(tmp_path) == ["best", "latest", "step-000003", "step-000006", "step-000009"]
+
+    flip_a_bit(tmp_path / "step-000006" / "model")
+    assert choose(tmp_path, which) == tmp_path / "step-000006"
+    assert names(tmp_path) == ["abandoned-step-000009", "best", "latest", "step-000003", "step-000006"]
+    assert (tmp_path / "latest").resolve() == tmp_path / "step-000006"
+
+
+def test_an_abandoned_checkpoint_can_be_gone_back_to(tmp_path):
+    """What has taken its place meanwhile is set aside under another name, and not over it."""
+    set_aside(commit(tmp_path, 6, "first"))
+    commit(tmp_path, 6, "second")
+    chosen = choose(tmp_path, str(tmp_path / "abandoned-step-000006"))
+    assert chosen is not None and (chosen / "model").read_text() == "first"
+    assert (tmp_path / "abandoned-step-000006-2" / "model").read_text() == "second"
+
+
+def test_auto_begins_anew_only_where_there_is_nothing(tmp_path):
+    assert choose(tmp_path, "auto") is None
+    with pytest.raises(UserError, match=r"no checkpoint in .* is valid \(none there\)"):
+        choose(tmp_path, "latest")
+    begin_checkpoint(tmp_path, 3)  # killed in its first save
+    assert choose(tmp_path, "auto") is None
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path):
+    for step in (1, 2, 3, 4, 5, 1_000_000):  # by number, not by name
+        commit(tmp_path, step, best_step=2)
+    point(tmp_path / "best", tmp_path / "step-000003")  # an old link, on a file system that makes no new one
+    retain(tmp_path, 2)
+    assert valid_steps(tmp_path) == [2, 5, 1_000_000]
+    assert names(tmp_path) == ["best", "latest", "step-000002", "step-000005", "step-1000000"]
+
+
+def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplog):
+    """At whatever call to the disk it fails: nothing is deleted before the new checkpoint is complete."""
+    real_sync, seen = durable.sync, {}
+
+    def failing(path: Path) -> None:
+        if "step-000004" in path.parent.name:
+            raise OSError(28, "No space left on device")
+        real_sync(path)
+
+    def look(run_: Any, **options: Any) -> None:
+        run_.checkpoints.wait()
+        seen[run_.state.step] = names(run_.folder.checkpoints)
+
+    real_save = loop.save
+
+    def save(run_: Any) -> None:
+        real_save(run_)
+        look(run_)
+
+    monkeypatch.setattr(durable, "sync", failing)
+    monkeypatch.setattr(loop, "save", save)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        run(tiny_run(train__save_every_steps=2, train__eval_every_steps=99, train__keep_last=1))
+    assert seen[2] == seen[4] == ["latest", "step-000002"]
+    assert seen[6] == ["best", "latest", "step-000006"]
+    assert [line for line in caplog.messages if "not written" in line] == [
+        "checkpoint of step 4 not written: [Errno 28] No space left on device; the newest is of step 2"
+    ]
+
+
+def test_a_reader_never_sees_half_a_checkpoint(run, tiny_run, tmp_path):
+    folder = tmp_path / "runs" / "tiny" / "checkpoints"
+    over, halves, looks = threading.Event(), [], 0
+
+    def look() -> None:
+        nonlocal looks
+        has_latest = False
+        while not over.is_set():
+            for checkpoint in list(folder.glob("step-*")):
+                if not is_whole(checkpoint) and checkpoint.exists():  # else it was let go while being read
+                    halves.append(checkpoint.name)
+                looks += 1
+            has_latest = has_latest or (folder / "latest").exists()
+            if has_latest and not (folder / "latest" / "manifest.json").exists():
+                halves.append("latest")
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    try:
+        run(tiny_run(train__max_steps=40, train__save_every_steps=1, train__eval_every_steps=5, train__keep_last=1))
+    finally:
+        over.set()
+        reader.join()
+    assert halves == []
+    assert looks > 40
+
+
+def test_the_files_are_those_of_accelerate(run, tiny_run, tmp_path, monkeypatch, reset_accelerate):
+    """Names and contents as save_state writes them, and load_state reads them."""
+    real_save = loop.save
+
+    def save_twice(run_: Any) -> None:
+        real_save(run_)
+        run_.accelerator.save_state(str(tmp_path / f"oracle-{run_.state.step}"))
+
+    monkeypatch.setattr(loop, "save", save_twice)
+    arguments = tiny_run(optim__ema_decay=0.9, model__dropout=0.1, batch__micro_batch_size=4)
+    folder = run(arguments)
+    for step in (3, 6):
+        ours, oracle = folder / "checkpoints" / f"step-{step:06d}", tmp_path / f"oracle-{step}"
+        more = ["train_state.json", "run.json", "manifest.json", "ema.safetensors", *BESIDE_WEIGHTS]
+        assert names(ours) == sorted([*names(oracle), *more])
+        assert all(same(read(ours / name), read(oracle / name)) for name in names(oracle))
+
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True)
+    model = GolfForCausalLM.from_pretrained(folder / "model")
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    config = load_config(arguments).config
+    optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.load_state(str(ours))
+    weights = load_file(ours / "model.safetensors")
+    assert weights and all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+    assert same(optimizer.state_dict(), read(ours / "optimizer.bin"))
+    assert torch.equal(torch.get_rng_state(), read(ours / "random_states_0.pkl")["torch_manual_seed"])
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("is_zipped", [True, False])
+def test_nothing_in_a_checkpoint_is_executed(run, tiny_run, tmp_path, monkeypatch, is_zipped):
+    """By somebody who knows the manifest too; a scaler is there, so that its file is read."""
+    folder, mark = run(tiny_run()), tmp_path / "executed"
+    pickle.loads(pickle.dumps(Bomb(mark)))
+    assert mark.is_dir(), "the bomb is none"
+    mark.rmdir()
+    real_build = setup._build_accelerator
+
+    def with_scaler(config: Any) -> Accelerator:
+        accelerator = real_build(config)
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+        return accelerator
+
+    monkeypatch.setattr(setup, "_build_accelerator", with_scaler)
+    checkpoint, kept = folder / "checkpoints" / "step-000006", tmp_path / "kept"
+    torch.save(torch.amp.GradScaler("cpu").state_dict(), checkpoint / "scaler.pt")
+    shutil.copytree(checkpoint, kept)
+    for name, complaint in {
+        "optimizer.bin": "holds more than data: a pickle that would run code",
+        "random_states_0.pkl": "holds more than data: a pickle that would run code",
+        "scaler.pt": "holds more than data: a pickle that would run code",
+        "custom_checkpoint_0.pkl": "does not fit this run",
+    }.items():
+        shutil.rmtree(checkpoint)
+        shutil.copytree(kept, checkpoint)
+        bomb = {"state": Bomb(mark)}
+        if is_zipped:
+            torch.save(bomb, checkpoint / name)
+        else:
+            (checkpoint / name).write_bytes(pickle.dumps(bomb))
+        rewrite_manifest(checkpoint)
+        verify(checkpoint)
+        with pytest.raises(UserError, match=complaint) as error:
+            run(tiny_run(train__resume="latest"))
+        assert "\n" not in str(error.value)
+        assert not mark.exists(), f"{name} was executed"
+
+
+def test_a_file_that_holds_something_else_is_one_line(run, tiny_run, reset_accelerate):
+    """With a manifest that fits, as no disk would write it: still no traceback."""
+    arguments = tiny_run(optim__ema_decay=0.9)
+    folder = run(arguments)
+    reset_accelerate()
+    fresh = setup.set_up(load_config([*arguments, "--train.resume=latest"]))
+    checkpoint = folder / "checkpoints" / "step-000006"
+    accepted = []
+    for name in STATE_FILES:
+        whole = (checkpoint / name).read_bytes()
+        for content in (None, b"", b"something else", b"\x80\x04.", pickle.dumps([1, 2]), torch.zeros(2), {}, {"a": 1}):
+            if isinstance(content, bytes):
+                (checkpoint / name).write_bytes(content)
+            elif name.endswith(".json"):
+                (checkpoint / name).write_text(json.dumps(content if isinstance(content, dict | None) else [1]))
+            else:
+                torch.save(content, checkpoint / name)
+            try:
+                fresh.checkpoints.load(checkpoint)
+                accepted.append((name, content))
+            except UserError as error:
+                assert "\n" not in str(error)
+        (checkpoint / name).write_bytes(whole)
+    fresh.checkpoints.load(checkpoint)
+    assert accepted == []
+
+
+def test_best_goes_back_with_the_run(run, tiny_run, tmp_path, reset_accelerate):
+    """It is the best of the steps that count, and retention must not take it for an abandoned one's sake."""
+    folder = run(tiny_run())
+    best = folder / "checkpoints" / "best"
+    assert best.resolve().name == "step-000006"
+    flip_a_bit(folder / "checkpoints" / "step-000006" / "model.safetensors")
+    reset_accelerate()
+    resumed = setup.set_up(load_config(tiny_run(train__resume="latest")))
+    assert resumed.state.best_step == 3 and best.resolve().name == "step-000003"
+
+    reset_accelerate()
+    path = folder / "checkpoints" / "step-000003"
+    other = setup.set_up(load_config(tiny_run(run__name="other", train__resume=path)))
+    assert other.state.step == 3 and other.state.best_step == 0, "the best of another run is not in this folder"
+
+
+def test_an_update_waits_until_a_save_has_read_what_it_changes(run, tiny_run, monkeypatch):
+    """What the thread writes are the weights and the optimizer's state themselves."""
+    straight = run(tiny_run(run__name="straight"))
+    write = contents.save_file
+
+    def write_late(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.3)  # as long as many steps
+        write(*arguments, **options)
+
+    monkeypatch.setattr(contents, "save_file", write_late)
+    late = run(tiny_run(run__name="late", batch__micro_batch_size=8, data__in_memory="false"))
+    for name in ("step-000003", "step-000006"):
+        assert differences(late / "checkpoints" / name, straight / "checkpoints" / name) == []
+
+
+def test_without_room_a_gpus_tensors_are_not_copied(tiny_run, monkeypatch):
+    """They are written as a CPU's are then, while the next update waits."""
+    checkpoints = setup.set_up(load_config(tiny_run())).checkpoints
+    monkeypatch.setattr(contents.Checkpointer, "_copy", lambda self, contents: contents)
+    tensors = checkpoints._tensors()
+    assert checkpoints._copy_all(tensors) is tensors
+    monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 0)  # a container's limit, not the machine's memory
+    assert checkpoints._copy_all(tensors) is None
+
+
+def test_a_save_that_fails_lets_the_updates_go_on(run, tiny_run, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(contents, "save_file", fail)
+    folder = run(tiny_run())
+    assert list((folder / "checkpoints").glob("step-*")) == []
+    assert (folder / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "six"},
+        {"seconds": [1]},
+        {"excluded_blocks": [["a"]]},
+        {"wandb_id": 3},
+        {"best_val_loss": True},
+        "deep",
+        "less",
+    ],
+)
+def test_an_odd_train_state_with_a_manifest_that_fits_is_rejected(tmp_path, change):
+    """The checkpoint before it is taken, as for any other damage."""
+    for step in (3, 6):
+        commit(tmp_path, step, best_step=3)
+    file = tmp_path / "step-000006" / "train_state.json"
+    state = json.loads(file.read_text())
+    text = {"deep": "[" * 100_000, "less": json.dumps({"step": 6})}.get(change) if isinstance(change, str) else None
+    file.write_text(text or json.dumps(state | change))
+    rewrite_manifest(file.parent)
+    with pytest.raises(Rejected, match=r"^train_state.json is not one of hfgolf's$"):
+        verify(file.parent)
+    assert choose(tmp_path, "latest") == tmp_path / "step-000003"
+
+
+def test_the_generator_of_every_gpu_is_saved_and_compared(monkeypatch, tmp_path):
+    states = [torch.tensor([1], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    saved = contents._random_states(0)
+    assert saved["torch_cuda_manual_seed"] == states
+    on_gpu = SimpleNamespace(_accelerator=SimpleNamespace(device=torch.device("cuda", 1)))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index])
+    contents.Checkpointer._check_random_states(on_gpu, saved, tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[0])
+    with pytest.raises(UserError, match=r"train.resume: the random state in .* could not be restored"):
+        contents.Checkpointer._check_random_states(on_gpu, saved, tmp_path)

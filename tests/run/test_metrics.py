@@ -1,0 +1,55 @@
+"""metrics.jsonl read back, healthy or not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from hfgolf.run import metrics
+from hfgolf.run.metrics import read_metrics, read_rows
+
+EVALUATED = {"val_loss": 2.0, "val_tokens": 5}
+
+
+def write(path, rows, tail=""):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return path
+
+
+def test_rows_and_events_apart_and_what_is_no_row_counted(tmp_path):
+    rows = [{"step": 1, "train_loss": None}, {"step": 2, "event": "skipped_step"}, {"step": 2, "train_loss": 3.0}]
+    path = write(tmp_path / "metrics.jsonl", rows, '[1]\n{"loss": 1}\n{"step": 3, "train_l')
+    read = read_metrics(path)
+    assert read.rows == [rows[0], rows[2]] == read_rows(path) and read.events == [rows[1]]
+    assert (read.broken_lines, read.is_sampled) == (3, False)
+
+
+def test_an_empty_file_has_no_rows(tmp_path):
+    path = write(tmp_path / "metrics.jsonl", [])
+    assert read_metrics(path) == metrics.Metrics([], []) and read_rows(path) == []
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 100'])
+def test_of_a_long_file_a_sample_with_all_evaluations_and_events(tmp_path, monkeypatch, tail):
+    rows = [{"step": step, "val_loss": None} | (EVALUATED if step % 100 == 7 else {}) for step in range(10_000)]
+    rows.insert(5_000, {"step": 4_999, "event": "rollback"})
+    path = write(tmp_path / "metrics.jsonl", rows, tail)
+    whole = read_metrics(path)
+    monkeypatch.setattr(metrics, "MOST_BYTES", 1000)
+    monkeypatch.setattr(metrics, "SAMPLED_ROWS", 200)
+    read = read_metrics(path)
+    assert read.is_sampled and read.events == whole.events and read.broken_lines == whole.broken_lines
+    assert [row for row in read.rows if row["val_loss"]] == [row for row in whole.rows if row["val_loss"]]
+    steps = [row["step"] for row in read.rows]
+    assert steps == sorted(set(steps)) and (steps[0], steps[-1]) == (0, 9_999) and 290 <= len(steps) <= 300
+    assert max(later - sooner for sooner, later in itertools.pairwise(steps)) < 60
+
+
+def test_of_very_many_evaluations_some(tmp_path, monkeypatch):
+    path = write(tmp_path / "metrics.jsonl", [{"step": step} | EVALUATED for step in range(10_000)])
+    monkeypatch.setattr(metrics, "MOST_BYTES", 1000)
+    monkeypatch.setattr(metrics, "SAMPLED_ROWS", 200)
+    read = read_metrics(path)
+    assert len(read.rows) <= 400 and read.rows[-1]["step"] == 9_999

@@ -1,0 +1,95 @@
+"""The script as a person runs it: from a definition, from runs that are there, and with mistakes."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfgolf.tools.compare.experiment import load_experiment, plan_runs
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def compare_runs(run_script):
+    """Return a function that runs the script in this process and returns its exit status and what it printed."""
+
+    def script(*arguments: object) -> tuple[int, str]:
+        said = run_script("compare_runs.py", *arguments)
+        return said.status, said.err
+
+    return script
+
+
+def final_loss(folder: Path) -> float:
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
+
+
+def test_a_definition_whose_runs_are_there(compare_runs, tiny_definition, run, tmp_path, monkeypatch):
+    """Nothing is trained, and a second call writes the same; --runs finds the same arms in the folders."""
+    monkeypatch.chdir(tmp_path)
+    definition = tiny_definition(arms={"adamw": {"optim.name": "adamw"}, "muon": {}}, baseline="adamw")
+    out = tmp_path / "runs" / "experiments" / "tiny"
+    for planned in plan_runs(load_experiment(definition), out, ["--train.max_steps=4"]):
+        run(planned.arguments)
+    assert compare_runs(definition, "--train.max_steps", "4") == (0, "")
+    first = (out / "tiny.json").read_bytes()
+    assert compare_runs(definition, "--train.max_steps", "4")[0] == 0
+    assert (out / "tiny.json").read_bytes() == first
+    assert not list(out.glob("*/train.log")), "a run was started"
+    found = json.loads(first)
+    losses = {arm: [final_loss(out / f"{arm}-seed{seed}") for seed in (1, 2)] for arm in ("adamw", "muon")}
+    assert found["arms"]["muon"]["final_losses"] == dict(zip("12", losses["muon"], strict=True))
+    difference = statistics.mean(losses["muon"]) - statistics.mean(losses["adamw"])
+    assert found["arms"]["muon"]["difference"]["mean"] == pytest.approx(difference)
+    assert found["command"] == f"python scripts/compare_runs.py {definition} --train.max_steps 4"
+    assert found["is_whole"] and found["baseline"] == "adamw" and found["failures"] == {}
+    assert "| `adamw` |" in (out / "tiny.md").read_text()
+    assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
+
+    names = [out / f"{arm}-seed{seed}" for arm in ("adamw", "muon") for seed in (1, 2)]
+    assert compare_runs("--runs", *names, "--output_dir", tmp_path / "read") == (0, "")
+    read = json.loads((tmp_path / "read" / "read.json").read_text())
+    assert read["arms"] == found["arms"] and read["baseline"] == "adamw"
+    assert read["settings"] == {"adamw": {"optim.name": "adamw"}, "muon": {"optim.name": "muon"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.yaml"], "error: there is no definition nothing.yaml; name one, such as benchmarks/"),
+        (["--runs", "nothing"], "error: nothing holds no complete run; train it to its end"),
+        (["--runs", "nothing", "--train.max_steps", "3"], "error: --runs: only reads, and takes no --train.max_steps"),
+        (["a.yaml", "b.yaml"], "error: b.yaml: one definition at a time; --runs compares the folders of runs."),
+        (["tiny.yaml", "--train.max_stops", "3"], "error: the command line: unknown key train.max_stops; did you"),
+        (["tiny.yaml", "--output_dir", "tiny.yaml/x"], "error: --output_dir: cannot write to tiny.yaml/x (Not a dir"),
+    ],
+)
+def test_a_mistake_is_one_line(compare_runs, tiny_definition, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    tiny_definition(arms={"a": {}})
+    status, printed = compare_runs(*arguments)
+    assert (status, printed.count("\n")) == (2, 1) and printed.startswith(message)
+
+
+@pytest.mark.slow
+def test_runs_are_made(tiny_definition, tmp_path):
+    """For real: two arms as processes at once, one of them diverging; then again, and nothing is done."""
+    arms = {"muon": {}, "wild": {"optim.name": "sgd", "optim.learning_rate": "1e14", "train.max_rollbacks": 0}}
+    command = [sys.executable, "scripts/compare_runs.py", str(tiny_definition(arms=arms, seeds=[1])), "--jobs", "2"]
+    command += ["--output_dir", str(tmp_path / "out")]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "wild-seed1 failed: train: step " in first.stdout and "[2/2]" in first.stdout
+    results = (tmp_path / "out" / "tiny.json").read_bytes()
+    found = json.loads(results)
+    assert set(found["arms"]["muon"]["final_losses"]) == {"1"} and set(found["failures"]["wild"]) == {"1"}
+    assert "shared the machine" in found["seconds_caveats"][0]
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert "2 runs: 1 complete already, 0 to make\n1 failed before; " in second.stdout
+    assert (tmp_path / "out" / "tiny.json").read_bytes() == results

@@ -1,0 +1,145 @@
+"""The statistics against hand-computed cases and a table of Student's t; steps to a loss on made curves."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from hfgolf.tools.compare.differences import (
+    Point,
+    best_of_grid,
+    compare,
+    first_reach,
+    paired_difference,
+    paired_p_value,
+    student_p_value,
+)
+
+# two-sided critical values, as any table of Student's t has them
+TABLE = [
+    (12.706, 1, 0.05),
+    (4.303, 2, 0.05),
+    (3.182, 3, 0.05),
+    (2.776, 4, 0.05),
+    (2.228, 10, 0.05),
+    (2.045, 29, 0.05),
+    (63.657, 1, 0.01),
+    (4.604, 4, 0.01),
+    (8.610, 4, 0.001),
+    (1.533, 4, 0.2),
+]
+
+
+def curve(*losses: float, every: int = 10, seconds: float = 2.0) -> list[Point]:
+    return [Point(every * n, seconds * n, loss) for n, loss in enumerate(losses, 1)]
+
+
+@pytest.mark.parametrize(("t", "degrees_of_freedom", "p_value"), TABLE)
+def test_the_p_value_is_that_of_the_tables(t, degrees_of_freedom, p_value):
+    assert student_p_value(t, degrees_of_freedom) == pytest.approx(p_value, rel=1e-3)
+    assert student_p_value(-t, degrees_of_freedom) == student_p_value(t, degrees_of_freedom)
+
+
+@pytest.mark.parametrize("degrees_of_freedom", [1, 2, 3, 4, 5, 8, 19, 40])
+def test_the_p_value_is_the_integral_of_the_density(degrees_of_freedom):
+    n = degrees_of_freedom
+    scale = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi)
+    for t in (0.0, 0.3, 1.0, 2.5, 6.0):
+        x = np.linspace(-t, t, 20001)
+        within = np.trapezoid(scale * (1 + x**2 / n) ** (-(n + 1) / 2), x)
+        assert student_p_value(t, n) == pytest.approx(1 - within, abs=1e-6)
+
+
+def test_a_paired_difference_by_hand():
+    """Differences 1, 2, 3: mean 2, deviation 1, t = 2 sqrt(3) with 2 degrees of freedom, p = 1 - t / sqrt(2 + t^2)."""
+    difference = paired_difference({3: 8.0, 1: 2.0, 2: 6.0, 9: 100.0}, {1: 1.0, 2: 4.0, 3: 5.0, 7: -100.0})
+    assert difference is not None
+    assert difference.by_seed == {3: 3.0, 1: 1.0, 2: 2.0}
+    assert (difference.mean, difference.sd) == (2.0, 1.0)
+    assert difference.p_value == pytest.approx(1 - math.sqrt(12 / 14))
+    assert difference.is_noise
+    assert paired_difference({1: 2.0}, {2: 2.0}) is None
+
+
+def test_pairs_see_what_the_spread_over_seeds_hides():
+    """Seeds lie 1 apart, the arms 0.1: the same in each pair but for a little."""
+    baseline = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+    better = paired_difference({1: 0.9, 2: 1.89, 3: 2.91, 4: 3.9}, baseline)
+    assert better is not None and not better.is_noise and better.mean == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize(
+    ("differences", "p_value"),
+    [([], None), ([0.5], None), ([0.0, 0.0], 1.0), ([0.5, 0.5, 0.5], 0.0), ([1.0, -1.0], 1.0)],
+)
+def test_the_p_value_at_its_corners(differences, p_value):
+    assert paired_p_value(differences) == p_value
+
+
+@pytest.mark.parametrize(
+    ("loss", "reached"),
+    [
+        (2.5, (15.0, 3.0)),  # halfway between two evaluations
+        (2.0, (20.0, 4.0)),  # at one
+        (1.25, (37.5, 7.5)),  # after it had gone up again
+        (3.0, (10.0, 2.0)),  # at the first
+        (9.0, (10.0, 2.0)),  # before it
+        (0.9, None),
+    ],
+)
+def test_the_steps_to_a_loss(loss, reached):
+    assert first_reach(curve(3.0, 2.0, 2.0, 1.0, 5.0), loss) == reached
+
+
+def test_an_arm_against_the_baseline():
+    baseline = {1: curve(4.0, 3.0, 2.0, 1.9), 2: curve(4.0, 3.0, 2.0, 2.1)}  # mean end: 2.0 at 40 steps, 8 s
+    fast = {1: curve(3.0, 1.0, seconds=3.0), 2: curve(5.0, 2.0, seconds=3.0), 3: curve(5.0, 2.5, seconds=3.0)}
+    results = compare({"slow": baseline, "fast": fast, "failed": {}}, "slow")
+    assert results["slow"].difference is None and results["slow"].reach is None
+    assert (results["slow"].mean, results["slow"].steps, results["slow"].seconds) == (2.0, 40, 8.0)
+    assert results["slow"].sd == pytest.approx(0.2 / math.sqrt(2))
+    fast_result = results["fast"]
+    assert fast_result.final_losses == {1: 1.0, 2: 2.0, 3: 2.5}
+    assert fast_result.difference is not None and fast_result.reach is not None
+    assert fast_result.difference.by_seed == pytest.approx({1: -0.9, 2: -0.1})
+    assert fast_result.reach.steps == {1: 15.0, 2: 20.0, 3: None}
+    assert fast_result.reach.seconds == {1: 4.5, 2: 6.0, 3: None}
+    assert fast_result.reach.share_of_steps == 17.5 / 40
+    assert fast_result.reach.share_of_seconds == 5.25 / 8
+    failed = results["failed"]
+    assert (failed.mean, failed.sd, failed.difference) == (None, None, None)
+    never = compare({"slow": baseline, "other": {1: curve(4.0, 3.9)}}, "slow")["other"].reach
+    assert never is not None and never.share_of_steps is None
+
+
+def test_nothing_is_compared_with_a_baseline_that_failed():
+    results = compare({"failed": {}, "other": {1: curve(2.0)}}, "failed")
+    assert results["other"].mean == 2.0 and results["other"].difference is None and results["other"].reach is None
+
+
+@pytest.mark.parametrize(
+    ("best", "bracketed"),
+    [
+        (("0.02", "0.1"), {"rate": True, "decay": True}),
+        (("0.01", "0.1"), {"rate": False, "decay": True}),
+        (("4e-2", "0.1"), {"rate": False, "decay": True}),
+        (("0.02", "0"), {"rate": True, "decay": True}),  # nothing is below 0
+        (("0.02", "0.3"), {"rate": True, "decay": False}),
+    ],
+)
+def test_a_grid_brackets_its_best_or_not(best, bracketed):
+    axes = {"rate": ["0.01", "0.02", "4e-2"], "decay": ["0.1", "0", "0.3"], "name": ["linear", "cosine"]}
+    settings = {
+        f"{rate} {decay} {name}": {"rate": rate, "decay": decay, "name": name}
+        for rate in axes["rate"]
+        for decay in axes["decay"]
+        for name in axes["name"]
+    }
+    arm = " ".join([*best, "cosine"])
+    found = best_of_grid(dict.fromkeys(settings, 2.0) | {arm: 1.9}, settings, axes)
+    assert found is not None and (found.arm, found.is_bracketed) == (arm, bracketed)
+    assert best_of_grid({}, settings, axes) is None
+    only_value = best_of_grid({"a": 1.0}, {"a": {"rate": "3"}}, {"rate": ["3"]})
+    assert only_value is not None and only_value.is_bracketed == {"rate": False}

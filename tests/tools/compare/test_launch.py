@@ -1,0 +1,127 @@
+"""Which runs are made, how many at once, and what becomes of those that fail or are stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from hfgolf.errors import UserError
+from hfgolf.tools.compare.experiment import load_experiment, plan_runs
+from hfgolf.tools.compare.launch import run_missing
+
+NEVER = "raise SystemExit('it was not to be started')\n"
+
+
+@pytest.fixture
+def planned(tiny_definition, tmp_path):
+    """Return a function that plans the runs of a definition of tiny runs."""
+    return lambda **parts: plan_runs(load_experiment(tiny_definition(**parts)), tmp_path / "out", [])
+
+
+def test_a_run_that_fails_is_a_line_and_the_others_go_on(planned, train_script, caplog):
+    script = train_script(
+        "if name.startswith('sick'):\n"
+        "    print('step 1', flush=True)\n"
+        "    print('error: train: step 2: not finite; lower optim.learning_rate.', file=sys.stderr)\n"
+        "    sys.exit(2)\n"
+        "if name.startswith('broken'):\n"
+        "    raise ValueError('a bug')\n"
+    )
+    caplog.set_level("INFO", "hfgolf")
+    runs = planned(arms={"sick": {}, "broken": {}, "well": {}}, seeds=[1])
+    assert run_missing(runs, script, jobs=1) == {
+        "sick-seed1": "train: step 2: not finite; lower optim.learning_rate",
+        "broken-seed1": "ValueError: a bug",
+    }
+    messages = caplog.messages
+    assert messages[0] == "3 runs: 0 complete already, 3 to make"
+    assert messages[1].startswith("sick-seed1 begins; its log: ") and messages[1].endswith("sick-seed1/train.log")
+    assert messages[2].startswith("[1/3] sick-seed1 failed: train: step 2: not finite; lower optim.learning_rate; ")
+    assert messages[2].endswith("to go") and " s so far, about " in messages[2]
+    assert messages[-1].startswith("[3/3] well-seed1 is complete; ") and messages[-1].endswith(" so far")
+
+
+def test_a_run_that_failed_is_not_continued(planned, train_script, tmp_path, caplog):
+    """It could end as if nothing had been; but one that had not begun, or that was stopped, is tried again."""
+    script = train_script(
+        "if not name.startswith('unbegun'): (path / 'config.yaml').write_text('{}')\n"
+        "print('error: it diverged.')\n"
+        "sys.exit(143 if name.startswith('stopped') else 2)\n"
+    )
+    runs = planned(arms={"unbegun": {}, "diverged": {}, "stopped": {}}, seeds=[1])
+    first = run_missing(runs, script, jobs=3)
+    assert set(first) == {run.name for run in runs}
+    for run in runs:
+        if run.folder.config.exists():
+            run.folder.config.write_text(run.resolved.to_yaml())
+    caplog.set_level("INFO", "hfgolf")
+    assert run_missing(runs, train_script(""), jobs=3) == {"diverged-seed1": "it diverged"}
+    assert caplog.messages[:2] == [
+        "3 runs: 0 complete already, 2 to make",
+        "1 failed before; without failed.txt in its folder a run is tried again",
+    ]
+    (tmp_path / "out" / "diverged-seed1" / "failed.txt").unlink()
+    assert run_missing(runs[1:2], train_script(""), jobs=1) == {}
+
+
+def test_jobs_run_at_once_and_share_the_cores(planned, train_script, tmp_path, monkeypatch):
+    """Each waits until the other is there, which one after the other would never see."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    script = train_script(
+        "(path / 'here').write_text(options['train.cpu_threads'] + ' ' + os.environ['HFGOLF_CONCURRENT_RUNS'])\n"
+        "other = path.with_name({'a-seed1': 'a-seed2', 'a-seed2': 'a-seed1'}[name])\n"
+        "while not (other / 'here').exists(): time.sleep(0.01)\n"
+    )
+    assert run_missing(planned(arms={"a": {}}), script, jobs=2) == {}
+    assert [path.read_text() for path in sorted(tmp_path.glob("out/*/here"))] == ["3 2", "3 2"]
+
+
+def test_what_is_complete_is_not_made_again(planned, train_script, run, caplog):
+    runs = planned(arms={"a": {}, "b": {"optim.learning_rate": 0.01}}, seeds=[1])
+    for one in runs:
+        run(one.arguments)
+    caplog.set_level("INFO", "hfgolf")
+    assert run_missing(runs, train_script(NEVER), jobs=2) == {}
+    assert caplog.messages == ["2 runs: 2 complete already, 0 to make"]
+    runs[0].folder.summary.unlink()  # as if it had been stopped
+    assert run_missing(runs, train_script(NEVER), jobs=1) == {"a-seed1": "it was not to be started"}
+    with pytest.raises(
+        UserError, match=r"b-seed1 holds a run with another config \(optim.learning_rate 0.01 -> 0.03\)"
+    ):
+        run_missing(planned(arms={"a": {}, "b": {"optim.learning_rate": 0.03}}, seeds=[1]), train_script(NEVER), jobs=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_whoever_stops_it_stops_the_runs_too_after_a_save(planned, train_script, tmp_path, capsys, number):
+    script = train_script(
+        "def stop(*signal):\n"
+        "    (path / 'saved').touch()\n"
+        "    sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "(path / 'ready').touch()\n"
+        "time.sleep(120)\n"
+    )
+
+    def stop_when_ready() -> None:
+        while len(list(tmp_path.glob("out/*/ready"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)  # asks for nothing that is done here, and ends nothing
+        os.kill(os.getpid(), number)
+
+    def not_to_be_called(*arguments: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(number, not_to_be_called)
+    threading.Thread(target=stop_when_ready, daemon=True).start()
+    with pytest.raises(SystemExit) as exit_:
+        run_missing(planned(arms={"a": {}, "b": {}, "c": {}}), script, jobs=2)
+    assert exit_.value.code == 128 + number
+    line = f"stopped by {number.name} before all runs were made; the same command continues\n"
+    assert capsys.readouterr().err == line
+    assert sorted(path.parent.name for path in tmp_path.glob("out/*/saved")) == ["a-seed1", "b-seed1"]
+    assert not (tmp_path / "out" / "c-seed1").exists()
+    assert signal.signal(number, before) is not_to_be_called

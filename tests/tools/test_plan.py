@@ -1,0 +1,291 @@
+"""Plans: their arithmetic, what a budget pays for, what is refused, and the script from its options to its answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hfgolf.command_line import load_config
+from hfgolf.config import RunConfig
+from hfgolf.errors import UserError
+from hfgolf.measure.flops import find_device, token_flops
+from hfgolf.model.build import build_golf
+from hfgolf.tools import plan
+from hfgolf.tools.plan import (
+    Data,
+    Machine,
+    Speed,
+    affordable_steps,
+    assumed_speed,
+    evaluation_seconds,
+    look_at_data,
+    machine_of,
+    make_plan,
+    measured_speed,
+    meta_model,
+    parameter_parts,
+    run_length,
+)
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--config", str(ROOT / "configs" / "small.yaml"), "--train.mixed_precision=no"]
+CPU = Machine("a CPU", "cpu", processes=1, peak_flops=1e12, free_bytes=16 * 2**30)
+DATA = Data(vocabulary=4096, train_tokens=3_072_000, val_tokens=30_000)
+FAST = Speed(4096 * 10, "stated")  # ten steps a second
+
+
+def config_of(*options: str) -> RunConfig:
+    return load_config([*SMALL, *options]).config
+
+
+def plan_of(config: RunConfig, machine: Machine = CPU) -> plan.Plan:
+    return make_plan(config, meta_model(config, 4096, machine.device), machine)
+
+
+@pytest.mark.parametrize("options", [[], ["--model.tie_word_embeddings=false", "--model.use_bias=true"]])
+def test_every_parameter_is_in_one_part_and_under_one_rule(options):
+    config = config_of(*options, "--model.position_embedding=learned")
+    planned, whole = plan_of(config), build_golf(config, 4096, "cpu")
+    assert sum(planned.parameters.values()) == sum(planned.rules.values()) == whole.num_parameters()
+    assert planned.parameters["embedding"] == (4096 + 256) * 256
+    assert planned.parameters["head"] == (4096 * 256 if options else 0)
+    assert planned.rules["muon"] == 5 * 12 * 256**2
+    assert parameter_parts(whole) == planned.parameters
+
+
+def test_the_planned_model_takes_no_memory():
+    assert all(parameter.device.type == "meta" for parameter in meta_model(config_of(), 4096, "cpu").parameters())
+
+
+def test_time_tokens_and_cost():
+    length = run_length(config_of(), DATA, FAST, 150, 36.0)
+    assert length.tokens == 150 * 4096
+    assert length.epochs == pytest.approx(0.2)
+    assert length.seconds == pytest.approx(15)
+    assert length.evaluation_seconds == pytest.approx(3 * 30_000 / (3 * 40_960))
+    assert length.dollars == pytest.approx((15 + length.evaluation_seconds) / 100)
+    unknown = run_length(config_of(), Data(4096), FAST, 150, None)
+    assert unknown.epochs is unknown.evaluation_seconds is unknown.dollars is None
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "tokens"),
+    [
+        ([], 150, 3 * 30_000),
+        ([], 101, 3 * 30_000),
+        ([], 100, 2 * 30_000),
+        (["--train.eval_every_steps=151"], 150, 30_000),
+        (["--optim.ema_decay=0.99"], 150, 2 * 3 * 30_000),
+        (["--train.eval_tokens=1000"], 150, 3 * 1000 + 30_000),
+        (["--train.eval_tokens=100000"], 150, 3 * 30_000 + 30_000),
+    ],
+)
+def test_evaluations_cost_a_third_of_a_step_a_token(options, steps, tokens):
+    seconds = evaluation_seconds(config_of(*options), DATA, FAST, steps)
+    assert seconds == pytest.approx(tokens / FAST.tokens_per_second / 3)
+
+
+def test_evaluations_of_unknown_length_are_unknown():
+    assert evaluation_seconds(config_of(), Data(4096), FAST, 150) is None
+
+
+def test_the_assumed_speed_is_a_share_of_the_peak():
+    flops = token_flops(meta_model(config_of(), 4096, "cpu"), 256)
+    speed = assumed_speed(flops, CPU, 0.5, recomputes=False)
+    assert speed.tokens_per_second * flops.useful == pytest.approx(0.5e12)
+    slower = assumed_speed(flops, CPU, 0.5, recomputes=True)
+    assert slower.tokens_per_second * (flops.useful + flops.recomputation) == pytest.approx(0.5e12)
+    assert "50%" in speed.source and "a CPU" in speed.source
+
+
+def test_several_processes_share_the_step():
+    eight = machine_of(find_device("H100"), "bf16", 8)
+    assert eight.peak_flops == 8 * 989e12
+    planned = plan_of(config_of("--train.mixed_precision=bf16", "--batch.tokens_per_step=32768"), eight)
+    assert planned.micro_batch_size * planned.accumulation_steps * 8 * 256 == 32768
+    assert planned.memory.buckets == planned.memory.weights
+
+
+def test_it_says_which_micro_batch_would_fit():
+    config = config_of("--batch.micro_batch_size=16")
+    roomy = plan_of(config, dataclasses.replace(CPU, device="cuda"))
+    assert roomy.fits and roomy.largest_micro_batch == roomy.micro_batch_size == 16
+    tight = plan_of(config, dataclasses.replace(CPU, device="cuda", free_bytes=300 * 2**20))
+    assert not tight.fits and tight.micro_batch_size == 16
+    again = plan_of(config_of(f"--batch.micro_batch_size={tight.largest_micro_batch}"), CPU)
+    assert again.memory.peak <= 300 * 2**20
+    hopeless = plan_of(config, dataclasses.replace(CPU, free_bytes=2**20))
+    assert not hopeless.fits and hopeless.largest_micro_batch is None
+
+
+def test_a_budget_pays_for_the_most_steps_that_it_can():
+    config = config_of()
+    assert affordable_steps(config, Data(4096), FAST, 10.0, "") == 100
+    assert affordable_steps(config, Data(4096), FAST, 0.3, "") == 3, "0.3 / 0.1 is less than 3 in binary"
+    for seconds in (1.0, 10.0, 33.3):
+        steps = affordable_steps(config, DATA, FAST, seconds, "")
+        lasting = [n / 10 + evaluation_seconds(config, DATA, FAST, n) for n in (steps, steps + 1)]
+        assert lasting[0] <= seconds < lasting[1]
+
+
+def test_a_budget_of_less_than_a_step_is_refused():
+    with pytest.raises(UserError, match=r"^--minutes 1: 0.05 s do not pay for one step of 4,096 tokens") as error:
+        affordable_steps(config_of(), DATA, FAST, 0.05, "--minutes 1")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_the_measured_speed_is_that_of_the_clock(monkeypatch, checkpointing):
+    """A pass takes two seconds and an update three, by a clock that says so."""
+    seconds = iter([2.0, 3.0] * 6)
+    real = plan._seconds
+    ran = []
+
+    def timed(work: Callable[[], None], device: torch.device) -> float:
+        ran.append(real(work, device))
+        return next(seconds)
+
+    monkeypatch.setattr(plan, "_seconds", timed)
+    options = (
+        "--model.hidden_size=32",
+        "--model.num_hidden_layers=1",
+        f"--model.gradient_checkpointing={checkpointing}",
+    )
+    speed = measured_speed(config_of(*options, "--batch.sequence_length=32", "--batch.tokens_per_step=256"), 97, 2, CPU)
+    assert speed.tokens_per_second == pytest.approx(256 / (4 * 2.0 + 3.0))
+    assert len(ran) == 12 and all(0 < took < 60 for took in ran)
+
+
+def test_small_text_is_counted_and_found_again(tiny_run, monkeypatch):
+    config = load_config(tiny_run()).config
+    counted = look_at_data(config)
+    assert counted.vocabulary == 257 and counted.note == ""
+    assert counted.train_tokens == pytest.approx(9 * counted.val_tokens, rel=0.05)
+    monkeypatch.setattr(plan, "MOST_CHEAP_BYTES", 0)
+    assert look_at_data(config) == counted
+
+
+def test_what_is_not_counted_says_why(tiny_run, monkeypatch):
+    monkeypatch.setattr(plan, "MOST_CHEAP_BYTES", 0)
+    assert look_at_data(load_config(tiny_run()).config) == Data(257, note="not tokenised yet: 0 MB of text")
+    missing = look_at_data(load_config(tiny_run(data__files="nowhere.txt", tokenizer__kind="bpe")).config)
+    assert missing.vocabulary == 4096 and missing.train_tokens is None
+    assert "no file matches 'nowhere.txt'" in missing.note
+
+
+@pytest.fixture
+def script(run_script: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
+    monkeypatch.setattr("hfgolf.measure.flops.highest_measured_peak", lambda device, dtype: 1e12)
+
+    def run(*arguments: object, fails: bool = False) -> str:
+        said = run_script("plan.py", *arguments)
+        assert said.status == (2 if fails else 0), said.err
+        assert not fails or said.err.count("\n") == 1
+        return said.err if fails else said.out
+
+    return run
+
+
+def numbers(said: str) -> dict[str, Any]:
+    return json.loads(said)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_shipped_config_has_a_plan(script, tiny_run, name):
+    """With its own model, batch, optimizer and length, on the tests' text."""
+    of_data = [option for option in tiny_run() if option.startswith("--data.")]
+    own = ["--data.hub_name=null", "--data.hub_config=null", "--data.max_documents=null", "--tokenizer.kind=byte"]
+    planned = numbers(script("--config", ROOT / "configs" / name, *of_data, *own, "--json", "--tokens_per_second", 1e5))
+    length = planned["length"]
+    assert planned["fits"] and length["steps"] > 0
+    assert length["tokens"] == pytest.approx(length["seconds"] * 1e5)
+    assert length["epochs"] == pytest.approx(length["tokens"] / planned["data"]["train_tokens"])
+    assert planned["memory"]["peak"] <= planned["usable_bytes"]
+
+
+def test_the_script_prints_what_it_says_in_json(script, tiny_run):
+    options = [*tiny_run(run__price_per_hour=2), "--mfu", 0.5]
+    said, planned = script(*options), numbers(script(*options, "--json"))
+    total, length = sum(planned["parameters"].values()), planned["length"]
+    assert f"tiny: {total:,} parameters, vocabulary 257" in said
+    assert f"{length['steps']} steps, {length['tokens']:,} tokens" in said
+    assert f"speed: {planned['speed']['tokens_per_second']:,.0f} tokens/s (assumed: 50% of the peak of " in said
+    assert f"cost: ${length['dollars']:,.2f} at $2 an hour" in said
+    assert f"{planned['data']['train_tokens']:,} train tokens" in said
+    peaks = [planned[f"memory_{how}_checkpointing"]["peak"] / 1e6 for how in ("without", "with")]
+    (line,) = (line for line in said.splitlines() if line.startswith("  peak"))
+    assert line.split() == ["peak", f"{peaks[0]:.1f}", "MB", f"{peaks[1]:.1f}", "MB"]
+    assert "fits into" in said and planned["budget"] is None
+
+
+def test_the_script_answers_a_budget(script, tiny_run):
+    options = [*tiny_run(train__eval_every_steps=10**6), "--tokens_per_second", 256]
+    options += ["--dollars", 1, "--price_per_hour", 6]
+    by_money = numbers(script(*options, "--json"))["budget"]
+    evaluating = by_money["evaluation_seconds"]
+    assert by_money["steps"] == by_money["seconds"] == int(600 - evaluating) > 400
+    assert by_money["dollars"] <= 1
+    assert numbers(script(*options, "--minutes", 9, "--json"))["budget"]["steps"] < by_money["steps"]
+    said = script(*options, "--minutes", 11)
+    assert f"budget: --dollars 1 at 6 an hour (10 min 00 s) pays for {by_money['steps']} steps" in said
+    assert "; the config's 6 fit" in said
+    too_long = script(*options, "--train.max_steps", 1000, "--minutes", 1)
+    assert "; the config's 1,000 do not fit, --train.max_steps " in too_long
+
+
+def test_the_script_plans_for_a_gpu_that_is_not_here(script, tiny_run):
+    planned = numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "nvidia a100", "--json"))
+    assert planned["precision"] == "bf16"
+    assert planned["machine"]["peak_flops"] == 312e12
+    assert planned["machine"]["free_bytes"] == 80e9
+    assert numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "T4", "--json"))["precision"] == "no"
+
+
+def test_the_script_measures(script, tiny_run):
+    planned = numbers(script(*tiny_run(), "--measure", "--json"))
+    assert planned["speed"]["source"].startswith("measured: 5 steps on ")
+    assert 10 < planned["speed"]["tokens_per_second"] < 1e7
+
+
+def test_the_clock_and_the_tokens_limit_the_steps(script, tiny_run):
+    by_clock = numbers(script(*tiny_run(train__max_minutes=1), "--tokens_per_second", 256 / 30, "--json"))
+    assert by_clock["length"]["steps"] == 2
+    by_epochs = script(*tiny_run(train__max_epochs=0.01), "--json")
+    tokens = numbers(by_epochs)["data"]["train_tokens"]
+    assert numbers(by_epochs)["length"]["steps"] == -(-(0.01 * ((tokens - 1) // 32 * 32)) // 256)
+    unknown = tiny_run(train__max_steps="null", train__max_epochs=1, data__files="nowhere.txt")
+    said = script(*unknown)
+    assert "run: steps not known (train.max_epochs" in said and "data: not counted (data.files" in said
+    assert numbers(script(*unknown, "--json"))["length"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dollars", 15], "--dollars: the price of an hour is not known; state --price_per_hour."),
+        (["--minutes", "nan"], "--minutes: nan is out of range; allowed: 1e-06 to 1e+12."),
+        (["--minutes", 1, "--tokens_per_second", 1], "--minutes 1: 60 s do not pay for one step of 256 tokens"),
+        (["--mfu", 1.5], "--mfu: 1.5 is out of range; allowed: 1e-06 to 1."),
+        (["--mfu", 0.5, "--measure"], "--measure and --mfu each say how fast the run is; state one."),
+        (["--device", "abacus"], "--device: abacus is not in the table; known: B300, "),
+        (["--device", "H100", "--measure"], "--measure: only this machine can be measured"),
+        (
+            ["--batch.micro_batch_size", 3],
+            "batch.tokens_per_step: 256 cannot be made of micro-batches of 3 x 32 tokens",
+        ),
+        (["--steps", 3], "unknown key steps"),
+        (
+            ["--device", "T4", "--minutes", 1, "--model.hidden_size", 65536, "--model.num_hidden_layers", 2],
+            "--minutes 1: not even one sequence of 32 tokens fits into the 12.80 GB usable of T4; try model.gradient",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(script, tiny_run, arguments, message):
+    assert message in script(*tiny_run(), *arguments, fails=True)

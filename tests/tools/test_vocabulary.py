@@ -1,0 +1,192 @@
+"""A sample is exact on Unicode, even and held apart; figures of a vocabulary agree with closed forms; the script."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfgolf.command_line import load_config
+from hfgolf.data.pieces import texts
+from hfgolf.data.tokenizer import END_OF_TEXT
+from hfgolf.tools import vocabulary as vocabulary_module
+from hfgolf.tools.vocabulary import Sample, Vocabulary, embedding_parameters, measure_vocabulary, write_sample
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "vocabulary_study.py"
+CONFIG = load_config(["--model.hidden_size", "64", "--model.num_hidden_layers", "2", "--train.max_steps", "1"]).config
+LINES = "".join(
+    f"{number}: ä naïve 你好 🌍 e\u0301 \r\n {END_OF_TEXT}, {number * 7} \ufeff€.\n" for number in range(600)
+)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+def sample_of(folder: Path, *files: Path, max_bytes: int = 10**9) -> Sample:
+    folder.mkdir(exist_ok=True)
+    return write_sample(files, max_bytes, folder)
+
+
+def slices(sample: Sample) -> list[str]:
+    """Return the slices that training sees, then those that it does not."""
+    found: list[str] = []
+    for part in (sample.train, sample.held_out):
+        for text, is_start in zip(texts(part), part["is_start"], strict=True):
+            found[len(found) :] = [text] if is_start else [found.pop() + text]
+    return found
+
+
+def test_slices_of_everything_are_the_text_itself(tmp_path, monkeypatch):
+    """Wherever a slice would end, in all of 1 to 4 bytes: no character is cut, lost or seen twice."""
+    files = [write(tmp_path / "a", LINES), write(tmp_path / "b", "🌍" * 300 + "é"), write(tmp_path / "c", "漢")]
+    for slice_bytes in (997, 1000, 1001, 1002, 1003):
+        monkeypatch.setattr(vocabulary_module, "_SLICE_BYTES", slice_bytes)
+        sample = sample_of(tmp_path / "sample", *files, files[0])  # a file named twice counts once
+        everything = "".join(file.read_bytes().decode() for file in files)
+        assert sample.file_bytes == len(everything.encode())
+        found = slices(sample)
+        assert sum(map(len, found)) == len(everything)
+        assert "".join(sorted(found, key=everything.index)) == everything
+
+
+def test_a_sample_within_a_cap_is_even_and_held_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(vocabulary_module, "_SLICE_BYTES", 100)
+    numbered = "".join(f"{number:06d}ü" for number in range(100_000))  # 8 bytes each
+    cuts = [0, 25_100 * 7, 50_300 * 7, 75_200 * 7, 700_000]  # between two slices
+    texts_of_files = (numbered[start:end] for start, end in itertools.pairwise(cuts))
+    files = [write(tmp_path / str(number), text) for number, text in enumerate(texts_of_files)]
+    sample = sample_of(tmp_path / "sample", *files, max_bytes=8000)
+    found = slices(sample)
+    assert len(found) == 80 and 8000 - 3 * 80 <= sum(len(text.encode()) for text in found) <= 8000 + 3 * 80
+    places = sorted(numbered.index(text) for text in found)
+    gaps = [b - a for a, b in itertools.pairwise([*places, 700_000])]
+    assert max(gaps) - min(gaps) <= 2
+    held_out = [numbered.index(text) for text in texts(sample.held_out)]
+    assert held_out == places[9::10]
+
+
+def test_no_more_of_a_file_is_read_than_the_sample(tmp_path):
+    path = tmp_path / "large.txt"
+    with path.open("wb") as file:
+        file.truncate(10**11)  # sparse: takes no room, and would not fit into any memory
+    sample = sample_of(tmp_path / "sample", path, max_bytes=200_000)
+    assert sample.file_bytes == 10**11
+    assert sum(map(len, slices(sample))) == 200_000
+
+
+def test_bytes_in_closed_form(tmp_path):
+    text = "a你" * 5000  # 4 bytes in 2 characters
+    sample = sample_of(tmp_path / "sample", write(tmp_path / "text", text))
+    found = measure_vocabulary(256, sample, CONFIG, 101, tmp_path)
+    assert isinstance(found, Vocabulary)
+    assert found.entries == 257 and found.is_exact
+    assert found.tokens_per_character == pytest.approx(2, abs=0.01)  # slices need not hold as many of both
+    assert found.bytes_per_token == 1
+    assert found.context_tokens == 202
+
+
+def test_figures_are_those_of_the_held_out_text_alone(tmp_path):
+    """A tokenizer that has words for the train part has none for text of other letters."""
+    (tmp_path / "a").mkdir()
+    seen = sample_of(tmp_path / "a", write(tmp_path / "seen", "hello world " * 500))
+    (tmp_path / "b").mkdir()
+    other = sample_of(tmp_path / "b", write(tmp_path / "other", "xyzzy" * 1000))
+    known = measure_vocabulary(264, seen, CONFIG, 100, tmp_path / "a")
+    unknown = measure_vocabulary(264, Sample(seen.train, other.held_out, 0), CONFIG, 100, tmp_path / "a")
+    assert isinstance(known, Vocabulary) and isinstance(unknown, Vocabulary)
+    assert known.tokens_per_character < 0.5
+    assert unknown.tokens_per_character == pytest.approx(1)
+
+
+def test_a_larger_vocabulary_takes_fewer_tokens_and_more_of_the_model(tmp_path):
+    sample = sample_of(tmp_path / "sample", write(tmp_path / "text", LINES))
+    found = [measure_vocabulary(size, sample, CONFIG, 1000, tmp_path) for size in (256, 300, 400)]
+    assert all(isinstance(each, Vocabulary) and each.is_exact for each in found)
+    assert [each.entries for each in found] == [257, 300, 400]
+    assert found[0].bytes_per_token == 1  # also of text that spells the end of text
+    for less, more in itertools.pairwise(found):
+        assert more.context_tokens < less.context_tokens and more.embedding_share > less.embedding_share
+        assert more.bytes_per_token > less.bytes_per_token
+
+
+def test_a_round_trip_that_fails_is_said(tmp_path, monkeypatch):
+    from tokenizers import decoders
+
+    build = vocabulary_module.build_tokenizer
+
+    def broken(*arguments: object) -> object:
+        tokenizer = build(*arguments)
+        tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+        return tokenizer
+
+    monkeypatch.setattr(vocabulary_module, "build_tokenizer", broken)
+    sample = sample_of(tmp_path / "sample", write(tmp_path / "text", " lead" * 1000))
+    found = measure_vocabulary(256, sample, CONFIG, 100, tmp_path)
+    assert isinstance(found, Vocabulary) and not found.is_exact
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_parameters_in_closed_form(tied):
+    """Golf with RMSNorm: 12 C^2 a layer, norms of C (two a layer, one at either end), V C for each embedding."""
+    config = CONFIG.replace(model__tie_word_embeddings=tied)
+    embedding, share = embedding_parameters(config, 1000)
+    assert embedding == (1 if tied else 2) * 1000 * 64
+    assert share == pytest.approx(embedding / (embedding + 2 * 12 * 64**2), rel=0.01)
+
+
+def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return int(exit_.value.code or 0)
+
+
+def test_the_script_writes_tables_and_a_picture(tmp_path, monkeypatch, capsys):
+    text = write(tmp_path / "text.txt", LINES)
+    options = ["--vocab_sizes", 300, 256, 50257, "--hidden_size", 64, "--context", 1000]
+    assert script(monkeypatch, "--files", text, *options, "--output", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    record = json.loads((tmp_path / "out" / "vocabulary.json").read_text())
+    small, trained, too_large = record["vocabularies"]
+    assert (small["entries"], trained["entries"], too_large["size"]) == (257, 300, 50257)
+    assert 300 < too_large["entries"] < 10_000
+    assert record["hidden_size"] == 64 and trained["embedding_parameters"] == 300 * 64
+    assert record["train_bytes"] + record["held_out_bytes"] == record["file_bytes"] == len(LINES.encode())
+    page = (tmp_path / "out" / "vocabulary.md").read_text()
+    for shown in (said, page):
+        assert f"the text gives only {too_large['entries']:,} entries" in shown
+        assert f"{trained['tokens_per_character']:.3f}" in shown and "tokens for 1,000 characters" in shown
+    assert (tmp_path / "out" / "vocabulary.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--files", "none.txt"], "none.txt (No such file or directory); name a text file."),
+        (["--files", "."], "(Is a directory); name a text file."),
+        (["--files", "text.txt", "empty.txt"], "empty.txt is empty; leave it out, or fill it with text."),
+        (["--files", "text.txt", "latin.txt"], "latin.txt is not UTF-8 (byte 0: invalid start byte); convert it"),
+        (["--files", "text.txt", "cut.txt"], "cut.txt is not UTF-8 (byte 0: unexpected end of data); convert it"),
+        (["--files", "cut.txt"], "--files: a sample of 2 bytes is too small; allowed: 1,000 or more."),
+        (["--files", "text.txt", "--vocab_sizes", "256", "255"], "--vocab_sizes: 255 is out of range; allowed: 256"),
+        (["--files", "text.txt", "--hidden_size", "0"], "model.hidden_size: 0 is out of range"),
+        (["--files", "text.txt", "--max_bytes", "9"], "--files: a sample of 9 bytes is too small"),
+        (["--files", "text.txt", "--vocab_size", "300"], "unknown key vocab_size"),
+        (["--files", "text.txt", "--output", "text.txt"], "--output: cannot write to text.txt (File exists)"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "text.txt", "a text\n" * 200)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes("über".encode("latin-1") * 100)
+    (tmp_path / "cut.txt").write_bytes("你".encode()[:2])
+    assert script(monkeypatch, *options) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error

@@ -1,0 +1,154 @@
+"""How a run ends: what it exports is what was saved, and what it says at last is what is on the disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import before_step, flip_a_bit, remove, rows
+from safetensors.torch import load_file
+
+from hfgolf.checkpoint import contents
+from hfgolf.errors import UserError
+from hfgolf.train import finish, loop, setup
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = load_file(one), load_file(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_damaged_best_weights_are_not_exported(run, tiny_run, monkeypatch, validation_losses, caplog, damage, averaged):
+    """The run ends with its last weights instead, and says so: in the log, the summary and the card."""
+    name = "ema.safetensors" if averaged else "model.safetensors"
+    options = {"optim__ema_decay": 0.9, "optim__ema_export": "true"} if averaged else {}
+    validation_losses([2.0] * (1 + averaged) + [2.5])  # the best is step 3
+    hurt = {6: lambda run_: damage(run_.folder.checkpoints / "step-000003" / name)}
+    monkeypatch.setattr(loop, "train_step", before_step(hurt))
+    folder = run(tiny_run(**options))
+    (line,) = [line for line in caplog.messages if "the best weights" in line]
+    assert line.startswith(f"the best weights, of step 3, are damaged: {name} ")
+    assert line.endswith("; taking the last ones, of step 6")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["step"], summary["is_best"], summary["damaged_best_step"]) == (6, False, 3)
+    assert same_weights(folder / "model" / "model.safetensors", folder / "checkpoints" / "step-000006" / name)
+    assert "those of step 6, of 6 steps" in (folder / "model" / "README.md").read_text()
+    assert "best weights by validation loss, of step 3, were damaged" in (folder / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("damaged", [(4,), (2, 4)])
+def test_weights_that_are_not_finite_are_replaced_by_the_newest_whole_ones(run, tiny_run, monkeypatch, caplog, damaged):
+    def spoil(run_: Any) -> None:
+        run_.raw_model.get_parameter("model.layers.0.mlp.up_proj.weight").data.fill_(float("nan"))
+        for step in damaged:
+            flip_a_bit(run_.folder.checkpoints / f"step-{step:06d}" / "model.safetensors")
+
+    monkeypatch.setattr(loop, "train_step", before_step({6: spoil}))
+    arguments = tiny_run(train__eval_every_steps=99, train__save_every_steps=2, train__keep_last=9)
+    if len(damaged) == 1:
+        folder = run(arguments)
+        assert json.loads((folder / "summary.json").read_text())["step"] == 2
+    else:
+        with pytest.raises(UserError, match=r"not finite, and there is no whole checkpoint; nothing is exported"):
+            run(arguments)
+    assert "step-000004 is damaged: model.safetensors does not match its sha256" in caplog.text
+
+
+def test_a_run_is_complete_only_if_its_summary_and_its_model_are_whole(run, tiny_run, run_script, reset_accelerate):
+    """The same command makes again what is damaged, from the checkpoints, and nothing else."""
+    folder = run(tiny_run())
+
+    def model() -> dict[str, bytes]:
+        drawn = "loss.png"  # over the seconds of this time
+        return {path.name: path.read_bytes() for path in (folder / "model").iterdir() if path.name != drawn}
+
+    before = model()
+    summary, steps = json.loads((folder / "summary.json").read_text()), rows(folder)
+
+    def again() -> str:
+        reset_accelerate()
+        said = run_script("train.py", *tiny_run())
+        assert said.status == 0, said.err
+        return said.out + said.err
+
+    (folder / "model" / "README.md").write_text("as a push or its owner may edit it")
+    assert "is complete" in again()
+    weights = "model.safetensors"
+    for path, damage, reason in (
+        ("summary.json", empty, "summary.json is not readable"),
+        ("summary.json", cut, "summary.json is not readable"),
+        ("summary.json", lambda path: path.write_text("[" * 100_000), "summary.json is not readable"),
+        ("model", shutil.rmtree, "model/config.json is missing"),
+        (f"model/{weights}", remove, f"model/{weights} is missing"),
+        (f"model/{weights}", flip_a_bit, f"model/{weights} does not match its sha256"),
+        ("model/tokenizer.json", empty, "model/tokenizer.json has 0 bytes instead of"),
+    ):
+        damage(folder / path)
+        assert f"{folder}: {reason}" in again()
+        assert model() == before
+        now = json.loads((folder / "summary.json").read_text())
+        assert all(now[key] == summary[key] for key in ("step", "steps", "val_loss"))
+        assert rows(folder) == steps
+
+    shutil.rmtree(folder / "checkpoints")
+    assert "is complete" in again()
+    empty(folder / "summary.json")
+    said = run_script("train.py", *tiny_run())
+    assert said.status == 2 and "summary.json is not readable, and there is no checkpoint" in said.err
+    assert model() == before and rows(folder) == steps
+
+
+def test_a_run_whose_sample_could_not_be_drawn_is_complete(run, tiny_run, run_script, monkeypatch, reset_accelerate):
+    def no_text(*arguments: Any, **options: Any) -> str:
+        raise RuntimeError("no text today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "generate_text", no_text)
+        folder = run(tiny_run())
+    before = (folder / "summary.json").read_bytes()
+    assert "sample" not in json.loads(before)
+    reset_accelerate()
+    said = run_script("train.py", *tiny_run())
+    assert said.status == 0 and "is complete" in said.out, said.err
+    assert (folder / "summary.json").read_bytes() == before
+
+
+def full_disk(*arguments: Any, **options: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("saved", "advice"),
+    [
+        ("all", "checkpoints hold step 6 of 6: make room, then the same command with --train.resume auto."),
+        ("one", "checkpoints hold step 3 of 6: make room, then the same command with --train.resume auto."),
+        ("none", "no checkpoint could be written either, so its weights are lost: make room and train anew."),
+    ],
+)
+def test_what_is_said_of_checkpoints_is_read_from_the_disk(run, tiny_run, monkeypatch, tmp_path, caplog, saved, advice):
+    def fill(run_: Any) -> None:
+        monkeypatch.setattr(contents, "save_file", full_disk)
+
+    actions = {} if saved == "all" else {1 if saved == "none" else 5: fill}
+    monkeypatch.setattr(loop, "train_step", before_step(actions))
+    monkeypatch.setattr(finish, "export_model", full_disk)
+    with pytest.raises(UserError, match=r"cannot write the model to .*No space left") as error:
+        run(tiny_run())
+    assert str(error.value).endswith(advice)
+    newest = {"all": [], "one": ["the newest is of step 3"], "none": ["there is none"] * 2}[saved]
+    assert [line.split("; ")[1] for line in caplog.messages if "not written" in line] == newest

@@ -1,0 +1,612 @@
+"""A step that goes wrong: what is skipped, undone, made smaller or given up, and that each is said once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hfgolf.checkpoint import contents
+from hfgolf.data.batches import block_starts, sample_hash
+from hfgolf.errors import UserError
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim import muon
+from hfgolf.train import loop
+from hfgolf.train.loss_watch import LossWatch
+
+ROOT = Path(__file__).parents[2]
+NO_EVALUATION = {"train__eval_every_steps": 100}  # but at the end: it would save a checkpoint if it was the best
+BAD = "model.layers.0.mlp.up_proj.weight"  # what conftest.py spoils
+
+
+def strict(line: str) -> dict[str, Any]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    table = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in table if "event" not in row]
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """Return what went wrong and what was done about it, so no samples."""
+    table = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in table if row.get("event", "sample") != "sample"]
+
+
+def hashes(folder: Path) -> list[str]:
+    return [number for row in rows(folder) for number in row["sample_hashes"]]
+
+
+def hashes_of(data_steps: list[int], num_blocks: int) -> list[str]:
+    """Return the hash of each step's batch in a tiny run of default seed, 8 sequences a step."""
+    return [
+        f"{sample_hash(block_starts(1337, 8 * step + np.arange(8), num_blocks, 32)) % 2**64:016x}"
+        for step in data_steps
+    ]
+
+
+def losses(folder: Path) -> list[float]:
+    return [loss for row in rows(folder) for loss in row["train_losses"]]
+
+
+def saved_state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "checkpoints" / "latest" / "train_state.json").read_text())
+
+
+def copy_of(run: Any) -> list[Tensor]:
+    """Return a copy of everything that a step changes: weights, the optimizer's state, averages."""
+    state = [value for of_param in run.optimizer.optimizer.state.values() for value in of_param.values()]
+    averages = list(run.ema.state_dict().values()) if run.ema else []
+    return [tensor.detach().clone() for tensor in (*run.raw_model.parameters(), *state, *averages)]
+
+
+def test_a_step_with_a_nan_changes_nothing_and_is_named(run, tiny_run, spoil_gradients, monkeypatch, caplog):
+    """Two of them, not in a row, so that max_skipped_steps 2 is not reached."""
+    runs = spoil_gradients(lambda step: step in (1, 3))
+    real_step = loop.train_step
+    changed: list[list[bool]] = []
+
+    def watched_step(run_: Any, total_steps: float) -> Any:
+        before = copy_of(run_)
+        result = real_step(run_, total_steps)
+        changed.append([not torch.equal(b, a) for b, a in zip(before, copy_of(run_), strict=True)])
+        return result
+
+    monkeypatch.setattr(loop, "train_step", watched_step)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(optim__ema_decay=0.9, train__max_skipped_steps=2, batch__micro_batch_size=4))
+    assert [any(step) for step in changed] == [True, False, True, False, True, True]
+    assert all(changed[-1]), "a step without one changes all of it"
+    assert [row["skipped_steps"] for row in rows(folder)] == [0, 1, 1, 2, 2, 2]
+    assert [row["grad_norm"] is None for row in rows(folder)] == [False, True, False, True, False, False]
+    assert [(row["event"], row["step"]) for row in events(folder)] == [("skipped_step", 2), ("skipped_step", 4)]
+    for event, data_step in zip(events(folder), (1, 3), strict=True):
+        blocks = block_starts(1337, 8 * data_step + np.arange(8), runs[0].num_blocks, 32).tolist()
+        assert (event["block_starts"], event["first_parameter"]) == (blocks, BAD)
+        lines = [line for line in caplog.messages if line.startswith(f"step {data_step + 1}: the gradient is not")]
+        assert len(lines) == 1
+        assert f"first in {BAD}, blocks from tokens {', '.join(map(str, blocks[:6]))} and 2 more" in lines[0]
+        assert lines[0].endswith("update skipped (1 of 2 in a row)")
+    assert saved_state(folder)["rollbacks"] == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["skipped_steps"], summary["rollbacks"]) == (6, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("save_every", "back_at", "left_out"),
+    [
+        pytest.param(4, 4, [4, 5, 6], id="checkpoint-before-the-bad-ones"),
+        pytest.param(3, 6, [6], id="checkpoint-between-the-bad-ones"),
+    ],
+)
+def test_too_many_in_a_row_go_back_and_are_left_out(
+    run, tiny_run, spoil_gradients, caplog, save_every, back_at, left_out
+):
+    """Every other batch comes once and in order, also after a resume, which remembers all of it."""
+    excluded = [[8 * left_out[0], 8 * (left_out[-1] + 1)]]
+    runs = spoil_gradients(lambda step: step in (1, 4, 5, 6))
+    options = {
+        "schedule__name": "constant",
+        "train__max_skipped_steps": 3,
+        "train__save_every_steps": save_every,
+        **NO_EVALUATION,
+        "model__dropout": 0.1,
+    }
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        straight = run(tiny_run(run__name="straight", train__max_steps=12, **options))
+    assert [row["step"] for row in rows(straight)] == list(range(1, 13))
+    read = [step for step in range(20) if step not in left_out][:12]
+    assert hashes(straight) == hashes_of(read, runs[0].num_blocks)
+    assert [row["learning_rate"] for row in rows(straight)] == [0.02] * back_at + [0.01] * (12 - back_at)
+    (event,) = [event for event in events(straight) if event["event"] == "rollback"]
+    assert (event["step"], event["from_step"]) == (back_at, 7)
+    assert (event["excluded_blocks"], event["learning_rate_scale"]) == (excluded, 0.5)
+    line = f"rollback 1 of 3: from step 7 to step-{back_at:06d}; learning rates times 0.5, {8 * len(left_out)} blocks"
+    assert len([message for message in caplog.messages if message.startswith(line)]) == 1
+    expected = {"excluded_blocks": excluded, "learning_rate_scale": 0.5, "rollbacks": 1, "skipped_steps": 4}
+    assert {key: saved_state(straight)[key] for key in expected} == expected
+
+    run(tiny_run(run__name="broken", train__max_steps=10, **options))
+    broken = run(tiny_run(run__name="broken", train__max_steps=12, **options, train__resume="latest"))
+    assert hashes(broken) == hashes(straight)
+    assert losses(broken) == losses(straight)
+    assert {key: saved_state(broken)[key] for key in expected} == expected
+
+
+def test_a_nan_at_every_step_ends_after_the_last_rollback_with_a_diagnosis(run, tiny_run, spoil_gradients):
+    runs = spoil_gradients(lambda step: step >= 2)
+    with pytest.raises(UserError) as error:
+        run(tiny_run(train__max_skipped_steps=2, train__max_rollbacks=2, train__save_every_steps=2, **NO_EVALUATION))
+    message = str(error.value)
+    assert "\n" not in message
+    starts = block_starts(1337, 56 + np.arange(8), runs[0].num_blocks, 32)[:6]  # 2 to 5 have been left out
+    blocks = ", ".join(map(str, starts))
+    assert message.startswith("train: step 4: the gradient is not finite")
+    assert f"first in {BAD}, blocks from tokens {blocks} and 2 more; 2 rollbacks did not help: lower optim" in message
+    assert runs[0].state.excluded_blocks == [[16, 32], [32, 48]]
+    assert runs[0].state.learning_rate_scale == 0.25
+    assert runs[0].folder.report.is_file(), "a run that died has a report, too"
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(run, tiny_run, spoil_gradients):
+    spoil_gradients(lambda step: True)
+    with pytest.raises(UserError, match=rf"^train: step 2: .* first in {BAD}.*; there is no checkpoint to go back to"):
+        run(tiny_run(train__max_skipped_steps=2))
+
+
+def test_the_scalers_search_for_its_scale_is_told_and_rolls_nothing_back(run, tiny_run, fp16_on_cpu, caplog):
+    fp16_on_cpu(2.0**24)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(train__max_steps=20, train__mixed_precision="fp16", train__max_skipped_steps=1))
+    skipped = [row["step"] for row in rows(folder) if row["grad_norm"] is None]
+    assert skipped, "a scale of 2^24 overflows fp16"
+    assert rows(folder)[-1]["grad_norm"] is not None
+    assert rows(folder)[-1]["skipped_steps"] == len(skipped)
+    assert [(event["event"], event["step"]) for event in events(folder)] == [("fp16_overflow", n) for n in skipped]
+    assert [event["loss_scale"] for event in events(folder)][:2] == [2.0**23, 2.0**22][: len(skipped)]
+    lines = [line for line in caplog.messages if "fp16 overflow" in line]
+    assert len(lines) == len(skipped) and lines[0].endswith("update skipped, the loss scale is 8,388,608 now")
+    assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == len(skipped)
+
+
+def test_a_nan_that_no_scale_helps_is_counted_in_fp16_too(run, tiny_run, fp16_on_cpu, spoil_gradients):
+    fp16_on_cpu(8.0)
+    spoil_gradients(lambda step: True)
+    options = {"train__max_steps": 20, "train__save_every_steps": 20, "train__max_skipped_steps": 2, **NO_EVALUATION}
+    with pytest.raises(UserError, match=r"^train: step 4: .*there is no checkpoint"):  # scales 4, 2, then 1 and 1/2
+        run(tiny_run(train__mixed_precision="fp16", **options))
+
+
+@pytest.fixture
+def break_weights(monkeypatch):
+    """Return a function that sets two weights, to infinity, right before the first save at a step."""
+
+    def install(at_step: int, value: float = math.inf) -> None:
+        real_save = loop.save
+        broken = []
+
+        def save(run_: Any) -> None:
+            if run_.state.step == at_step and not broken:
+                broken.append(at_step)
+                weight = run_.raw_model.get_parameter(BAD).data
+                weight[0, 0], weight[1, 0] = value, -value  # one of the two is positive, whatever the token
+            real_save(run_)
+
+        monkeypatch.setattr(loop, "save", save)
+
+    return install
+
+
+def test_weights_that_are_not_finite_are_not_saved(run, tiny_run, break_weights, caplog):
+    break_weights(4)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(train__save_every_steps=2, train__eval_every_steps=2, train__max_skipped_steps=9))
+    checkpoints = folder / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "latest", "step-000002"]
+    assert (checkpoints / "latest").resolve().name == "step-000002"
+    for step in (4, 6):  # the last save is spoken of too
+        reason = f"checkpoint of step {step} not written: {BAD} holds values that are not finite"
+        assert len([line for line in caplog.messages if line.startswith(reason)]) == 1
+    failed = [event for event in events(folder) if event["event"] == "save_failed"]
+    assert [event["step"] for event in failed] == [4, 6]
+    exported = load_file(folder / "model" / "model.safetensors")
+    best = load_file(checkpoints / "best" / "model.safetensors")
+    assert all(torch.equal(exported[name], best[name]) for name in best)
+    assert json.loads((folder / "summary.json").read_text())["step"] == 2
+
+
+def test_weights_that_end_not_finite_are_not_exported(run, tiny_run, break_weights):
+    break_weights(6)
+    folder = run(tiny_run())
+    assert json.loads((folder / "summary.json").read_text())["step"] == 3
+    exported = load_file(folder / "model" / "model.safetensors")
+    saved = load_file(folder / "checkpoints" / "latest" / "model.safetensors")
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
+
+
+def test_weights_that_end_not_finite_without_a_checkpoint_are_one_line(run, tiny_run, break_weights):
+    break_weights(6)
+    with pytest.raises(UserError, match=rf"^train: {BAD} holds values that are not finite, and there is no whole"):
+        run(tiny_run(train__save_every_steps="null", **NO_EVALUATION))
+
+
+def test_a_last_save_that_fails_in_the_background_is_spoken_of(run, tiny_run, monkeypatch, caplog):
+    real = contents.commit_checkpoint
+
+    def commit(partial: Path, step: int, *arguments: Any) -> Path:
+        if step == 6:
+            time.sleep(0.3)  # the loop has gone on by then
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(partial, step, *arguments)
+
+    monkeypatch.setattr(contents, "commit_checkpoint", commit)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run())
+    assert (folder / "checkpoints" / "latest").resolve().name == "step-000003"
+    assert len([line for line in caplog.messages if line.startswith("checkpoint of step 6 not written: ")]) == 1
+    assert [(event["event"], event["step"]) for event in events(folder)] == [("save_failed", 6)]
+
+
+def test_going_back_mends_weights_that_are_not_finite(run, tiny_run, break_weights):
+    break_weights(4)
+    folder = run(tiny_run(train__save_every_steps=2, train__max_skipped_steps=2, train__max_steps=8))
+    assert [event["event"] for event in events(folder)].count("rollback") == 1
+    assert [row["step"] for row in rows(folder)] == list(range(1, 9))
+    assert all(row["grad_norm"] is not None for row in rows(folder))
+    assert (folder / "checkpoints" / "latest").resolve().name == "step-000008"
+
+
+def test_a_checkpoint_that_no_good_step_comes_of_is_left_for_an_earlier_one(run, tiny_run, break_weights, caplog):
+    break_weights(4, 1e38)  # finite, so it is saved; any pass through it overflows
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(
+            tiny_run(train__save_every_steps=2, train__max_skipped_steps=2, train__max_steps=8, **NO_EVALUATION)
+        )
+    rollbacks = [event for event in events(folder) if event["event"] == "rollback"]
+    assert [(event["step"], event["from_step"]) for event in rollbacks] == [(4, 6), (2, 6)]
+    assert "no good step came of step-000004: going further back" in caplog.messages
+    assert [row["step"] for row in rows(folder)] == list(range(1, 9))
+    assert all(row["grad_norm"] is not None for row in rows(folder))
+
+
+def test_no_sample_stops_a_run(run, tiny_run, break_weights, caplog):
+    """Weights that overflow: the guard goes back, while each sample that can't be drawn is one line."""
+    break_weights(4, 1e38)
+    options = {"train__save_every_steps": 4, "train__max_skipped_steps": 3, "train__max_steps": 8}
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(**options))
+    told = [event["event"] for event in events(folder) if event["event"] in ("sample_failed", "rollback")]
+    assert told == ["sample_failed", "rollback"] * 2  # to step 4, then further back
+    lines = [line for line in caplog.messages if line.startswith("no sample at step 6: The model's logits are not fin")]
+    assert len(lines) == 2
+    assert "sample" in json.loads((folder / "summary.json").read_text())
+
+
+def test_no_sample_stops_the_end_of_a_run(run, tiny_run, break_weights):
+    break_weights(6, 1e38)
+    folder = run(tiny_run())
+    assert events(folder)[-1]["event"] == "sample_failed"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["step"] == 6 and "sample" not in summary
+    assert "A sample, written" not in (folder / "model" / "README.md").read_text()
+
+
+@pytest.fixture
+def shake_weights(edit_run):
+    """Return a function that spoils the embeddings, once, right before a step: the loss jumps and stays high."""
+
+    def install(before_step: int) -> None:
+        shaken = []
+
+        def edit(run_: Any) -> None:
+            def shake(module: Any, arguments: Any) -> None:
+                if module.training and run_.state.step == before_step - 1 and not shaken:
+                    shaken.append(before_step)
+                    weight = run_.raw_model.get_input_embeddings().weight.data
+                    weight.copy_(weight.roll(1, 0) * 30)
+
+            run_.raw_model.register_forward_pre_hook(shake)
+
+        edit_run(edit)
+
+    return install
+
+
+LOSSES = {"optim__adamw_learning_rate": 0.001, "train__max_steps": 60, "train__save_every_steps": 10, **NO_EVALUATION}
+
+
+def test_a_spike_that_stays_rolls_back_if_the_run_says_so(run, tiny_run, shake_weights, caplog):
+    shake_weights(39)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(**LOSSES, train__rollback_on="[nonfinite, spike]"))
+    (rollback,) = [event for event in events(folder) if event["event"] == "rollback"]
+    assert (rollback["cause"], rollback["step"], rollback["from_step"]) == ("spike", 30, 43)
+    assert rollback["excluded_blocks"] == [[38 * 8, 43 * 8]]
+    assert "step-000040 is of after the trouble began: going further back" in caplog.messages
+    assert len([line for line in caplog.messages if line.startswith("step 43: the training loss is ")]) == 1
+    after = losses(folder)
+    assert len(after) == 60 and max(after[30:]) < 1.2 * after[29]
+    assert json.loads((folder / "summary.json").read_text())["rollbacks"] == 1
+
+
+def test_a_spike_rolls_nothing_back_by_default(run, tiny_run, shake_weights):
+    shake_weights(39)
+    folder = run(tiny_run(**LOSSES))
+    assert "rollback" not in [event["event"] for event in events(folder)]
+    assert losses(folder)[38] > 1.5 * losses(folder)[37]
+
+
+def test_the_loss_watch_tells_spikes_and_divergence():
+    def verdicts(looks_for: str, loss: Any) -> list[tuple[int, str]]:
+        watch = LossWatch({looks_for})
+        told = [(step, watch.verdict(step, loss(step))) for step in range(1, 201)]
+        return [(step, verdict) for step, verdict in told if verdict]
+
+    def healthy(step: int) -> float:
+        return 2 + 3.5 * math.exp(-step / 30) + 0.05 * math.sin(step)
+
+    assert verdicts("spike", healthy) == verdicts("divergence", healthy) == []
+    assert verdicts("spike", lambda step: healthy(step) + 2 * (step == 90)) == [(90, "spike")]
+    diverging = verdicts("divergence", lambda step: healthy(step) + max(0, step - 100) / 50)
+    assert diverging[0][1] == "divergence" and 120 < diverging[0][0] < 160
+    assert verdicts("divergence", lambda step: 5.5 + step / 20)[0][0] < 60, "from the start"
+
+
+def test_a_run_that_may_not_roll_back_on_nan_ends_with_a_diagnosis(run, tiny_run, spoil_gradients):
+    spoil_gradients(lambda step: step >= 3)
+    with pytest.raises(UserError, match=r"^train: step 5: .*; train.rollback_on does not name nonfinite: lower optim"):
+        run(tiny_run(train__max_skipped_steps=2, train__rollback_on="[spike]", **NO_EVALUATION))
+
+
+DRIVER = """
+import math, os, sys
+import torch
+from hfgolf.command_line import load_config, run_command
+from hfgolf.train import loop
+from hfgolf.checkpoint import contents
+
+real_set_up, real_conclude = loop.set_up, loop.conclude
+
+def set_up(resolved):
+    run = real_set_up(resolved)
+    def hook(gradient):
+        bad = run.state.next_positions(1)[0] // 8 in (1, 4, 5)
+        return gradient * math.nan if bad and os.environ["RANK"] == "1" else gradient
+    run.raw_model.get_parameter("model.layers.0.mlp.up_proj.weight").register_hook(hook)
+    return run
+
+def conclude(run):
+    torch.save(run.raw_model.state_dict(), run.folder.path / f"rank{os.environ['RANK']}.pt")
+    return real_conclude(run)
+
+loop.set_up, loop.conclude = set_up, conclude
+run_command(lambda: loop.train(load_config()) and None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_nan_on_one_rank_is_skipped_and_undone_on_all(run, tiny_run, tmp_path, spoil_gradients):
+    options = {
+        "batch__micro_batch_size": 4,
+        "train__max_skipped_steps": 2,
+        "train__save_every_steps": 4,
+        "train__max_steps": 8,
+    }
+    runs = spoil_gradients(lambda step: step in (1, 4, 5))
+    one = run(tiny_run(run__name="one", **options))
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [*command, *tiny_run(run__name="two", **options)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    two = one.with_name("two")
+    assert hashes(two) == hashes(one) == hashes_of([0, 1, 2, 3, 6, 7, 8, 9], runs[0].num_blocks)
+    skipped = [[row["skipped_steps"] for row in rows(folder)] for folder in (one, two)]
+    assert skipped[0] == skipped[1] == [0, 1, 1, 1, 3, 3, 3, 3]
+    told = [[(event["event"], event["step"]) for event in events(folder)] for folder in (one, two)]
+    assert told[0] == told[1] == [("skipped_step", 2), ("skipped_step", 5), ("skipped_step", 6), ("rollback", 4)]
+    assert {event["first_parameter"] for event in events(two) if event["event"] == "skipped_step"} == {BAD}
+    first, second = (torch.load(two / f"rank{rank}.pt") for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ..."),
+    RuntimeError("could not create a primitive"),
+]
+
+
+@pytest.fixture
+def lack_memory(monkeypatch):
+    """Return a function that raises `error` where a training pass has more than `most` sequences, after `spared`."""
+
+    def install(error: Exception, most: int, spared: int = 0) -> None:
+        real = GolfForCausalLM.forward
+        passes = []
+
+        def forward(self: GolfForCausalLM, input_ids: Tensor, *arguments: Any, **options: Any) -> Any:
+            if self.training and torch.is_grad_enabled() and len(input_ids) > most:
+                passes.append(input_ids)
+                if len(passes) > spared:
+                    raise error
+            return real(self, input_ids, *arguments, **options)
+
+        monkeypatch.setattr(GolfForCausalLM, "forward", forward)
+
+    return install
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+@pytest.mark.parametrize(
+    ("size", "spared", "sizes", "at_step"),
+    [
+        pytest.param(8, 0, [[8, 4], [4, 2]], 0, id="at-the-start"),
+        pytest.param(4, 5, [[4, 2]], 2, id="in-the-middle-of-step-3"),
+    ],
+)
+def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
+    run, tiny_run, monkeypatch, lack_memory, caplog, error, size, spared, sizes, at_step
+):
+    # where products are in bf16, a rounding of the last bit of a gradient becomes one of the third digit of an update
+    monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
+    small = run(tiny_run(run__name="small", batch__micro_batch_size=2))
+    lack_memory(error, most=2, spared=spared)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(run__name="halved", batch__micro_batch_size=size))
+    assert hashes(folder) == hashes(small)
+    assert losses(folder) == pytest.approx(losses(small), rel=1e-5)
+    assert [row["tokens"] for row in rows(folder)] == [256 * step for step in range(1, 7)]
+    assert [event["event"] for event in events(folder)] == ["out_of_memory"] * len(sizes)
+    assert [event["micro_batch_size"] for event in events(folder)] == sizes
+    assert {event["step"] for event in events(folder)} == {at_step}
+    lines = [line for line in caplog.messages if line.startswith(f"out of memory at step {at_step + 1} with ")]
+    assert len(lines) == len(sizes)
+    assert "going on with 2, 4 accumulated; the tokens a step stay the same" in lines[-1]
+
+
+def test_one_sequence_too_much_is_one_line(run, tiny_run, lack_memory):
+    lack_memory(OUT_OF_MEMORY[0], most=0)
+    with pytest.raises(UserError, match=r"^train: out of memory with 1 sequences at once \(CUDA out of .*[^\n]*$"):
+        run(tiny_run(batch__micro_batch_size=2))
+
+
+def test_too_much_for_one_of_two_processes_in_mid_step_ends_with_the_setting_that_continues(run, tiny_run, edit_run):
+    """The other waits for it with micro-batches of the old size."""
+    runs: list[Any] = []
+    edit_run(runs.append)
+    run(tiny_run(train__max_steps=1, batch__micro_batch_size=4))
+    runs[0].accelerator = SimpleNamespace(num_processes=2)
+    advice = r"continue with --batch\.micro_batch_size 2 --train\.resume auto\.$"
+    with pytest.raises(UserError, match=rf"^train: out of memory with 4 sequences at once \(no room\); {advice}"):
+        runs[0].shrink_micro_batch("no room")
+
+
+def test_any_other_error_is_not_taken_for_a_lack_of_memory(run, tiny_run, lack_memory):
+    lack_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), most=0)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        run(tiny_run())
+
+
+def test_a_loss_that_no_longer_improves_ends_the_run(run, tiny_run, validation_losses):
+    """2.45 is the best, though no improvement by min_improvement."""
+    validation_losses([3.0, 2.5, 2.45, 2.6, 2.45])
+    options = {"train__patience_evals": 2, "train__min_improvement": 0.1}
+    folder = run(tiny_run(train__max_steps=20, train__eval_every_steps=2, train__save_every_steps=20, **options))
+    assert [row["step"] for row in rows(folder)] == list(range(1, 9))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["step"], summary["steps"], summary["is_best"]) == (6, 8, True)
+    assert summary["val_loss"] == pytest.approx(2.45)
+    checkpoints = folder / "checkpoints"
+    assert (checkpoints / "latest").resolve().name == "step-000008"
+    exported, best = (load_file(path / "model.safetensors") for path in (folder / "model", checkpoints / "step-000006"))
+    assert all(torch.equal(exported[name], best[name]) for name in best)
+    card = (folder / "model" / "README.md").read_text()
+    assert "The weights are those of step 6, the best by validation loss, of 8 steps" in card
+
+
+@pytest.mark.parametrize(("patience", "min_improvement", "last"), [(3, 0.1, 10), (2, 0.0, 20), ("null", 0.1, 20)])
+def test_patience_and_min_improvement_say_when(run, tiny_run, validation_losses, patience, min_improvement, last):
+    """Each evaluation after the second is 0.01 better than the one before."""
+    validation_losses([3.0, 2.5, *(2.5 - 0.01 * n for n in range(1, 20))])
+    folder = run(
+        tiny_run(
+            train__max_steps=20,
+            train__eval_every_steps=2,
+            train__log_every_steps=5,
+            train__patience_evals=patience,
+            train__min_improvement=min_improvement,
+        )
+    )
+    assert rows(folder)[-1]["step"] == last
+
+
+def test_the_averages_are_kept_evaluated_and_exported(run, tiny_run, edit_run, monkeypatch):
+    """Against their recurrence in fp64, from the weights of every step; chosen and exported by their own loss."""
+    real_step = loop.train_step
+    trajectory: list[dict[str, Tensor]] = []
+
+    def note(run_: Any) -> None:
+        trajectory.append({name: p.detach().double().clone() for name, p in run_.raw_model.named_parameters()})
+
+    def watched_step(run_: Any, total_steps: float) -> Any:
+        result = real_step(run_, total_steps)
+        note(run_)
+        return result
+
+    edit_run(note)
+    monkeypatch.setattr(loop, "train_step", watched_step)
+    folder = run(tiny_run(train__max_steps=12, optim__ema_decay=0.4, optim__ema_export="true"))
+    expected = trajectory[0]
+    for step, weights in enumerate(trajectory[1:], start=1):
+        decay = min(0.4, (1 + step) / (10 + step))
+        expected = {name: decay * expected[name] + (1 - decay) * weights[name] for name in expected}
+    saved = load_file(folder / "checkpoints" / "latest" / "ema.safetensors")
+    assert saved.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(saved[name].double(), expected[name], rtol=1e-5, atol=1e-6)
+
+    evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
+    assert all(row["val_loss_ema"] != row["val_loss"] for row in evaluated)
+    best = min(evaluated, key=lambda row: row["val_loss_ema"])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["step"], summary["weights"]) == (best["step"], "ema")
+    assert summary["val_loss"] == pytest.approx(best["val_loss_ema"], rel=1e-6)
+    exported = load_file(folder / "model" / "model.safetensors")
+    averages = load_file(folder / "checkpoints" / "best" / "ema.safetensors")
+    assert all(torch.equal(exported[name], averages[name]) for name in averages)
+    assert "the moving average of those" in (folder / "model" / "README.md").read_text()
+
+
+def test_the_best_averages_are_exported_where_an_earlier_step_had_them(run, tiny_run, validation_losses):
+    """Raw and averaged in turn: the raw weights are best at step 2, the averages at step 4."""
+    validation_losses([1.0, 3.0, 2.0, 2.0, 2.5, 2.5, 2.0])
+    folder = run(tiny_run(optim__ema_decay=0.9, optim__ema_export="true", train__eval_every_steps=2))
+    assert (folder / "checkpoints" / "best").resolve().name == "step-000004"
+    exported = load_file(folder / "model" / "model.safetensors")
+    averages = load_file(folder / "checkpoints" / "step-000004" / "ema.safetensors")
+    assert all(torch.equal(exported[name], averages[name]) for name in averages)
+
+
+def test_without_ema_export_the_raw_weights_are_judged_and_exported(run, tiny_run):
+    folder = run(tiny_run(optim__ema_decay=0.9))
+    evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
+    assert saved_state(folder)["best_val_loss"] == min(row["val_loss"] for row in evaluated)
+    exported = load_file(folder / "model" / "model.safetensors")
+    raw = load_file(folder / "checkpoints" / "best" / "model.safetensors")
+    assert all(torch.equal(exported[name], raw[name]) for name in raw)
+
+
+def test_a_half_life_far_shorter_than_a_step_still_keeps_averages(run, tiny_run):
+    """0.5^2048 is 0 in floating point, which is a decay like any other: the average is the weights themselves."""
+    folder = run(tiny_run(batch__tokens_per_step=2048, optim__ema_half_life_tokens=1, optim__ema_export="true"))
+    evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
+    assert [row["val_loss_ema"] for row in evaluated] == [row["val_loss"] for row in evaluated]
+    assert (folder / "checkpoints" / "latest" / "ema.safetensors").is_file()

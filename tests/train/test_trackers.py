@@ -1,0 +1,222 @@
+"""metrics.jsonl is the truth; trackers get copies, and none of them stops a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hfgolf.errors import UserError
+from hfgolf.run.metrics import read_rows
+from hfgolf.train import trackers
+
+ROOT = Path(__file__).parents[2]
+STATE = "checkpoints/latest/train_state.json"
+
+
+def test_tensorboard_gets_what_the_file_gets(run, tiny_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = run(tiny_run(track__trackers="[tensorboard]"))
+    rows = read_rows(folder / "metrics.jsonl")
+    events = EventAccumulator(str(folder / "hfgolf"))
+    events.Reload()
+    for column, name in {
+        "train_loss": "train/loss",
+        "learning_rate": "train/learning_rate",
+        "val_loss": "val/loss",
+        "seconds_train": "time/seconds_train",
+        "memory_bytes": "memory/memory_bytes",
+    }.items():
+        expected = {row["step"]: row[column] for row in rows if row[column] is not None}
+        written = {event.step: event.value for event in events.Scalars(name)}
+        assert written == pytest.approx(expected, rel=1e-6) and written
+    losses = [event.value for event in events.Scalars("train/loss_of_step")]
+    assert losses == pytest.approx([loss for row in rows for loss in row["train_losses"]], rel=1e-6)
+    assert [event.step for event in events.Scalars("train/grad_norm_of_step")] == list(range(1, len(losses) + 1))
+    known = {trackers.grouped(key) for row in rows for key, value in row.items() if isinstance(value, int | float)}
+    assert set(events.Tags()["scalars"]) == known | {"train/loss_of_step", "train/grad_norm_of_step"}
+
+
+def wandb_records(folder: Path, sessions: int) -> list[Any]:
+    """Return what wandb wrote of the sessions of a run; it goes on writing a while after they have ended."""
+    until = time.monotonic() + 30
+    records: list[Any] = []
+    while sum(record.WhichOneof("record_type") == "exit" for record in records) < sessions:
+        assert time.monotonic() < until
+        records = [record for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")) for record in read(path)]
+    return records
+
+
+def read(path: Path) -> Iterator[Any]:
+    """Yield the records of a file of wandb's, which is a log as LevelDB writes it, after 7 bytes of its own.
+
+    Blocks of 32 KiB hold records, each with 4 bytes of checksum, 2 of length and a kind: whole, first, middle or last.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, message = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:  # too little for a record: the next block
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        if place + 7 + length > len(data):
+            return  # it is being written
+        message += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield Record.FromString(message)
+            message = b""
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("event") == kind]
+
+
+@pytest.mark.slow
+def test_wandb_gets_what_the_file_gets_and_a_resumed_run_goes_on_in_it(run, tiny_run, monkeypatch, tmp_path):
+    options = {"track__trackers": "[wandb]", "track__offline": "true", "schedule__name": "constant"}
+    options |= {"train__eval_every_steps": 2, "optim__learning_rate": 0.0123, "train__sample_tokens": 4}
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "wandb"))  # copies of artifacts, else in the home folder
+    run(tiny_run(**options, train__max_steps=4, train__save_every_steps=2))
+    time.sleep(1)  # wandb names what it writes by the second
+    folder = run(tiny_run(**options, train__max_steps=6, train__resume="latest"))
+    records = wandb_records(folder, sessions=2)
+    starts = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert {start.run_id for start in starts} == {json.loads((folder / STATE).read_text())["wandb_id"]}
+    config = {item.key: json.loads(item.value_json) for start in starts for item in start.config.update}
+    config |= {item.key: json.loads(item.value_json) for record in records for item in record.config.update}
+    assert config["optim.learning_rate"] == 0.0123
+    history = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+    for row in read_rows(folder / "metrics.jsonl"):
+        (sent,) = [values for values in history if values["step"] == row["step"] and "train/loss" in values]
+        numbers = {trackers.grouped(key): value for key, value in row.items() if isinstance(value, int | float)}
+        assert sent.items() >= numbers.items() - {("train/step", row["step"])}
+    assert [values["step"] for values in history if "train/loss_of_step" in values] == [1, 2, 3, 4, 5, 6]
+    assert [values["step"] for values in history if "event/resumed" in values] == [4]
+    samples = [row["text"] for row in events(folder, "sample")]
+    assert len(samples) == 3 == len({values["step"] for values in history if "event/sample" in values})
+    assert [values["event/sample"] for values in history if "event/sample" in values] == samples
+    artifacts = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
+    assert [artifact.type for artifact in artifacts] == ["report", "report"]
+    (entry,) = artifacts[-1].manifest.contents
+    assert entry.path == "report.html" and Path(entry.local_path).read_text() == (folder / "report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lacking", ["an account", "a network"])
+def test_wandb_without_an_account_or_a_network_goes_offline_with_one_line(run, tiny_run, monkeypatch, caplog, lacking):
+    import wandb
+
+    def unreachable(**options: object) -> bool:
+        raise wandb.errors.AuthenticationError("no such host")
+
+    if lacking == "a network":
+        monkeypatch.setattr(wandb, "login", unreachable)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    with caplog.at_level(logging.WARNING, "hfgolf"):
+        folder = run(tiny_run(track__trackers="[wandb]"))
+    assert len([line for line in caplog.messages if line.startswith("wandb: offline")]) == 1
+    assert list((folder / "wandb").glob("offline-run-*/*.wandb"))
+    assert (folder / "summary.json").is_file()
+
+
+def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(run, tiny_run, monkeypatch, caplog):
+    from accelerate.tracking import TensorBoardTracker
+
+    def fail(self: object, values: dict, step: int | None = None, **options: object) -> None:
+        raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr(TensorBoardTracker, "log", fail)
+    with caplog.at_level(logging.WARNING, "hfgolf"):
+        folder = run(tiny_run(track__trackers="[tensorboard]"))
+    assert caplog.messages.count("tracker dropped, metrics.jsonl goes on: the server is gone") == 1
+    assert len(read_rows(folder / "metrics.jsonl")) == 6
+
+
+@pytest.mark.parametrize("stuck", ["in a call", "for good"])
+def test_a_tracker_that_does_not_answer_holds_nothing_up(run, tiny_run, monkeypatch, caplog, stuck):
+    from accelerate.tracking import TensorBoardTracker
+
+    released = threading.Event()
+    monkeypatch.setattr(TensorBoardTracker, "log", lambda *arguments, **options: released.wait(60))
+    if stuck == "in a call":
+        monkeypatch.setattr(trackers, "_MOST_WAITING_CALLS", 5)
+        reason = "no answer while 5 calls wait"
+    else:
+        monkeypatch.setattr(trackers, "_FINISH_SECONDS", 0.1)
+        reason = "no answer for 0.1 s"
+    with caplog.at_level(logging.WARNING, "hfgolf"):
+        folder = run(tiny_run(track__trackers="[tensorboard]"))
+    released.set()
+    assert [line for line in caplog.messages if "tracker" in line] == [
+        f"tracker dropped, metrics.jsonl goes on: {reason}"
+    ]
+    assert len(read_rows(folder / "metrics.jsonl")) == 6
+    assert (folder / "summary.json").is_file()
+
+
+@pytest.mark.slow
+def test_wandb_whose_process_is_stopped_holds_nothing_up(tiny_run, tmp_path):
+    """It waits for its process in every call, and once more at exit."""
+    program = """
+import os, signal, sys
+import psutil
+from hfgolf.command_line import load_config
+from hfgolf.train import loop
+from hfgolf.train import trackers
+
+trackers._FINISH_SECONDS = 1
+real = loop.train_step
+
+def stop_wandb(run, total_steps):
+    for process in psutil.Process().children(recursive=True):
+        if process.name().startswith("wandb"):
+            process.suspend()
+    return real(run, total_steps)
+
+loop.train_step = stop_wandb
+print(loop.train(load_config(sys.argv[1:]))["step"])
+"""
+    command = [sys.executable, "-c", program, *tiny_run(track__trackers="[wandb]", track__offline="true")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()[-1]) == (0, "6"), done.stderr
+    assert "tracker dropped, metrics.jsonl goes on: no answer for 1 s" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "runs" / "tiny" / "summary.json").is_file()
+
+
+def test_an_unknown_tracker_is_named(run, tiny_run):
+    with pytest.raises(UserError, match=r"track.trackers: wndb is not a tracker; available here: .*wandb"):
+        run(tiny_run(track__trackers="[wndb]"))
+
+
+def test_rows_after_the_resumed_step_and_broken_lines_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": \xb2}\n{"step": 2}\n{"step": 3}\n{"step": 4, "train_l')
+    trackers._drop_rows_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_json_has_no_nan():
+    assert json.dumps(trackers._json_number(math.nan)) == "null"
+    assert trackers._json_number(1.5) == 1.5
