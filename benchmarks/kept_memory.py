@@ -4,7 +4,7 @@
 
 Trains models of 10.7 M, 5 M and 124 M parameters, compiled, in a process of its own for each repetition, in turns as
 the C library and torch do by themselves ("returned"), with freed memory kept ("kept") and with pages of 2 MB as well
-("large pages"): the last is what train/environment.tune_memory() sets. Page faults are those of a step.
+("large pages"): the last is what train/process.tune_memory() sets. Page faults are those of a step.
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ from typing import Any
 
 def about(*packages: str, **facts: Any) -> dict[str, Any]:
     """Return the hardware, the versions of these packages ("python" is one, too), hfgolf's commit, and the facts."""
-    from hfgolf.train.environment import git_commit, hardware
+    from hfgolf.hardware import fingerprint
+    from hfgolf.run.provenance import git_commit
 
     versions = {package: version(package) for package in packages}
-    return {"hardware": hardware(), "versions": versions | {"hfgolf": git_commit()}, **facts}
+    return {"hardware": fingerprint(), "versions": versions | {"hfgolf": git_commit()}, **facts}
 
 
 def version(package: str) -> str:

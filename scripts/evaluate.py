@@ -31,7 +31,7 @@ def main() -> None:
     from hfgolf.model.causal_blocks import attend_fastest
     from hfgolf.publish.load import load_exported
     from hfgolf.train.console import quiet_libraries
-    from hfgolf.train.environment import resolve_precision
+    from hfgolf.train.process import resolve_precision
     from hfgolf.train.signals import Signals
 
     train = TrainConfig(max_steps=1, mixed_precision=arguments.mixed_precision)

@@ -39,9 +39,10 @@ def main() -> None:
     check_picture("--output", arguments.output)
 
     from hfgolf.durable import write_text
+    from hfgolf.hardware import fingerprint
+    from hfgolf.run.provenance import run_metadata
     from hfgolf.tools.find_lr import find_lr, suggested_values
     from hfgolf.train.console import show_log
-    from hfgolf.train.environment import run_metadata
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     show_log(is_main_process)
@@ -56,7 +57,7 @@ def main() -> None:
             dataclasses.asdict(sweep) | {"smoothed_losses": sweep.smoothed_losses, "gains": sweep.gains}
             for sweep in sweeps
         ],
-        "metadata": run_metadata(resolved),
+        "metadata": run_metadata(resolved, fingerprint()),
     }
     numbers = arguments.output.with_suffix(".json")
     try:

@@ -40,9 +40,10 @@ def main() -> None:
 
     from benchmarks.ladder import build_rungs, check_losses, climb
     from hfgolf.durable import write_text
+    from hfgolf.hardware import accelerator_name, fingerprint
+    from hfgolf.run.provenance import run_metadata
     from hfgolf.tools.scratch import scratch_run
     from hfgolf.train.console import show_log
-    from hfgolf.train.environment import device_name, run_metadata
 
     show_log(True)
     folder = check_output("--output", arguments.output)
@@ -55,9 +56,9 @@ def main() -> None:
         print(f"\nclimbing: {arguments.losses} + {arguments.repetitions} steps of each rung")
         rows = climb(rungs, arguments.losses, arguments.repetitions)
     check_losses(rows)
-    record = {"rungs": rows, "threads": torch.get_num_threads(), "metadata": run_metadata(run.resolved)}
+    record = {"rungs": rows, "threads": torch.get_num_threads(), "metadata": run_metadata(run.resolved, fingerprint())}
     write_text(folder / "ladder.json", json.dumps(record, indent=1))
-    draw(rows, f"{run.config.run.name} on {device_name()}", folder / "ladder.png")
+    draw(rows, f"{run.config.run.name} on {accelerator_name()}", folder / "ladder.png")
     print(f"\n{table(rows)}\nwrote {folder / 'ladder.png'} and {folder / 'ladder.json'}")
 
 

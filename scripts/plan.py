@@ -102,9 +102,9 @@ def _check(options: argparse.Namespace) -> None:
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
     """Return the config with its precision decided, and the machine that it is planned for."""
-    from hfgolf.measure.flops import DEVICES, find_device
+    from hfgolf.hardware import DEVICES, find_device
     from hfgolf.tools.plan import machine_of, this_machine
-    from hfgolf.train.environment import resolve_precision, set_cpu_threads, tune_memory
+    from hfgolf.train.process import resolve_precision, set_cpu_threads, tune_memory
 
     if name is None:
         config = resolve_precision(resolved).config

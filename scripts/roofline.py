@@ -43,12 +43,13 @@ def main() -> None:
     import torch
 
     from hfgolf.durable import write_text
+    from hfgolf.hardware import accelerator_name, fingerprint
     from hfgolf.measure.flops import training_flops_per_token
+    from hfgolf.run.provenance import run_metadata
     from hfgolf.tools.profile_step import timed_steps
     from hfgolf.tools.roofline import measure_roofline, place, step_operations
     from hfgolf.tools.scratch import scratch_run
     from hfgolf.train.console import show_log
-    from hfgolf.train.environment import device_name, run_metadata
 
     show_log(True)
     folder = check_output("--output", arguments.output)
@@ -69,10 +70,10 @@ def main() -> None:
         "operations": rows,
         "step": step,
         "threads": torch.get_num_threads(),
-        "metadata": run_metadata(run.resolved),
+        "metadata": run_metadata(run.resolved, fingerprint()),
     }
     write_text(folder / "roofline.json", json.dumps(record, indent=1))
-    draw(roofline, rows, step, f"{config.run.name} on {device_name()}", folder / "roofline.png")
+    draw(roofline, rows, step, f"{config.run.name} on {accelerator_name()}", folder / "roofline.png")
     print(f"\n{table(roofline, rows, step)}\nwrote {folder / 'roofline.png'} and {folder / 'roofline.json'}")
 
 

@@ -17,9 +17,9 @@ def train_once(signals: Signals) -> None:
     resolved = load_config()  # before torch is imported, so that --help and a wrong key answer at once
     from hfgolf.run.folder import run_folder
     from hfgolf.train.console import show_log
-    from hfgolf.train.environment import resolve_precision
     from hfgolf.train.finish import show_summary
     from hfgolf.train.loop import train
+    from hfgolf.train.process import resolve_precision
 
     show_log(is_main_process=os.environ.get("RANK", "0") == "0")
     resolved = resolve_precision(resolved)  # decided, it can be compared with that of a run that is complete

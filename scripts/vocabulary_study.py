@@ -55,9 +55,10 @@ def main() -> None:
 
     from hfgolf.data.pieces import num_text_bytes
     from hfgolf.durable import write_text
+    from hfgolf.hardware import fingerprint
+    from hfgolf.run.provenance import run_metadata
     from hfgolf.tools.vocabulary import measure_vocabulary, write_sample
     from hfgolf.train.console import show_log
-    from hfgolf.train.environment import run_metadata
     from hfgolf.train.signals import Signals
 
     show_log(True)
@@ -79,7 +80,7 @@ def main() -> None:
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_hidden_layers,
         "vocabularies": rows,
-        "metadata": run_metadata(resolved),
+        "metadata": run_metadata(resolved, fingerprint()),
     }
     about = (
         f"{megabytes(train_bytes + held_out_bytes)} of {megabytes(sample.file_bytes)} in {len(arguments.files)}"

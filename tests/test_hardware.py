@@ -1,14 +1,18 @@
-"""What is free: the machine's memory, or what a container leaves of it."""
+"""What is free in a container, the table of devices against names that torch reports, and the measured peak."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from hfgolf import hardware
-from hfgolf.hardware import free_cgroup_bytes
+from hfgolf.hardware import DEVICES, find_device, free_cgroup_bytes, measured_peak_flops, peak_flops
+
+CPU = torch.device("cpu")
 
 V2, V1 = "0::/user/run\n", "5:cpu,memory:/user/run\n1:name=systemd:/\n"
 LIMIT, FREE = 10**9, 10**9 - 300 + 100
@@ -48,3 +52,109 @@ def test_a_container_leaves_what_its_control_groups_say(listed, groups, free, tm
 def test_free_memory_is_that_of_the_container(monkeypatch):
     monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 12345.0)
     assert hardware.free_memory_bytes(torch.device("cpu")) == 12345
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("Tesla V100-PCIE-32GB", "V100 PCIe"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla T4", "T4"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("h100", "H100"),
+        # chips of their own, which have to be measured
+        ("NVIDIA A10G", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4080 SUPER", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA", None),
+    ],
+)
+def test_a_device_is_known_by_the_name_torch_reports(name, known):
+    device = find_device(name)
+    assert (device and device.name) == known
+
+
+def test_every_device_of_the_table_is_found_and_plausible():
+    for device in DEVICES:
+        assert find_device(device.name) is device
+        assert device.half >= device.tf32 >= device.single > 1e12
+        assert 16 <= device.memory_gb <= 288
+
+
+def test_a_known_gpu_takes_its_peak_from_the_table(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    gpu = torch.device("cuda")
+    assert peak_flops(gpu, "bf16") == peak_flops(gpu, "fp16") == 989e12
+    assert peak_flops(gpu, "no") == 67e12
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert peak_flops(gpu, "no") == 494e12
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_the_measured_peak_leaves_the_generators_alone():
+    state = torch.get_rng_state()
+    measured = measured_peak_flops(CPU, torch.float32, size=128)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert 1e8 < measured < 1e14
+
+
+@pytest.fixture
+def measure(monkeypatch, tmp_path):
+    """Return a function that has the next measurement say a number, with a home of its own for what is remembered."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+
+    def says(peak: float) -> float:
+        monkeypatch.setattr(hardware, "measured_peak_flops", lambda device, dtype: peak)
+        return peak_flops(CPU, "no")
+
+    return says
+
+
+def test_the_highest_measurement_is_remembered(measure, tmp_path, monkeypatch):
+    assert measure(2e9) == 2e9
+    assert measure(1e9) == 2e9, "the machine was busy"
+    assert measure(3e9) == 3e9
+    (key,) = json.loads((tmp_path / "home" / "hfgolf" / "device_peaks.json").read_text())
+    assert "float32" in key and torch.__version__ in key and f"{torch.get_num_threads()} threads" in key
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert measure(1e9) == 1e9, "other threads are another machine"
+    assert peak_flops(CPU, "bf16") == 1e9
+    assert len(json.loads((tmp_path / "home" / "hfgolf" / "device_peaks.json").read_text())) == 3
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', '{"a": null}', "\xff"])
+def test_a_damaged_memory_is_written_anew(measure, tmp_path, content):
+    file = tmp_path / "home" / "hfgolf" / "device_peaks.json"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content.encode("latin-1"))
+    assert measure(2e9) == 2e9
+    assert measure(1e9) == 2e9
+
+
+def test_a_home_that_cannot_be_written_costs_nothing(measure, tmp_path):
+    (tmp_path / "home").write_text("a file where a folder should be")
+    assert measure(2e9) == 2e9
+    assert measure(1e9) == 1e9

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_with_min_lr_schedule_with_warmup
 
 from hfgolf.durable import write_text
-from hfgolf.train.environment import hardware
+from hfgolf.hardware import fingerprint
 
 CONTEXT, BATCH, STEPS = 64, 12, 2000
 WARMUP_STEPS, LEARNING_RATE, MIN_LEARNING_RATE = 100, 1e-3, 1e-4
@@ -48,7 +48,7 @@ def main() -> None:
     means = {name: statistics.mean(run[name] for run in runs) for name in ("whole", "estimate")}
     print("mean:   whole {whole:.4f}, estimate {estimate:.4f}".format(**means))
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result = {"hardware": hardware(), "versions": versions, "runs": runs, "means": means}
+    result = {"hardware": fingerprint(), "versions": versions, "runs": runs, "means": means}
     write_text(arguments.output, json.dumps(result, indent=1) + "\n")
 
 

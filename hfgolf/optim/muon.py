@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from hfgolf.hardware import fast_product_dtype
 from hfgolf.optim.matrices import Split, batches, pieces
 from hfgolf.optim.orthogonalize import (
     SMALLEST_NORM,
-    fast_product_dtype,
     newton_schulz_polynomials,
     orthogonalize,
 )

@@ -34,15 +34,6 @@ def newton_schulz_polynomials(coefficients: str, steps: int) -> tuple[Polynomial
     raise ValueError(f"no {steps} steps of {coefficients!r}: classic, or polar_express with at most 5 steps")
 
 
-def fast_product_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 where the hardware multiplies it natively, else float32: emulated, it is several times slower."""
-    if device.type == "cuda":
-        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        is_fast = device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return torch.bfloat16 if is_fast else torch.float32
-
-
 def orthogonalize(matrices: Tensor, steps: int = 5, coefficients: str = "polar_express") -> Tensor:
     """Bring every singular value of each matrix close to 1 by Newton-Schulz iterations, in the dtype of the matrices.
 

@@ -24,8 +24,8 @@ from hfgolf.data.corpus import cache_folder, load_corpus
 from hfgolf.data.token_stream import open_stream
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.errors import UserError
-from hfgolf.hardware import free_memory_bytes
-from hfgolf.measure.flops import Device, TokenFlops, device_name, peak_flops, token_flops
+from hfgolf.hardware import Device, device_name, free_memory_bytes, peak_flops
+from hfgolf.measure.flops import TokenFlops, token_flops
 from hfgolf.measure.memory import (
     USABLE_SHARE,
     TrainingMemory,

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from hfgolf.errors import UserError
+from hfgolf.hardware import fingerprint
 from hfgolf.model.modeling_golf import GolfAttention, GolfForCausalLM, GolfMLP, GolfModel, GolfRMSNorm
+from hfgolf.run.provenance import run_metadata
 from hfgolf.tools.profile import Profile, what_bounds
 from hfgolf.tools.trace import STEP, read_trace
 from hfgolf.train.compilation import undo_compilation
-from hfgolf.train.environment import hardware, run_metadata
 from hfgolf.train.loop import train_step
 from hfgolf.train.setup import Run
 
@@ -72,8 +73,8 @@ def profile_run(run: Run, num_steps: int, trace: Path) -> dict[str, Any]:
         "precision": run.config.train.mixed_precision,
         "tokens_per_step": run.config.batch.tokens_per_step,
         "micro_batch_size": run.micro_batch_size,
-        "machine": hardware() | {"threads": torch.get_num_threads()},
-        "metadata": run_metadata(run.resolved),
+        "machine": fingerprint() | {"threads": torch.get_num_threads()},
+        "metadata": run_metadata(run.resolved, fingerprint()),
     }
 
 

@@ -19,12 +19,10 @@ from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from hfgolf.hardware import free_memory_bytes
-from hfgolf.measure.flops import measured_peak_flops
+from hfgolf.hardware import fast_product_dtype, free_memory_bytes, measured_peak_flops
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
-from hfgolf.optim.muon import fast_product_dtype
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Of an AdamW update, a parameter: decay 1, first moment 3, second 4, root, correction and epsilon 3, step 3; read

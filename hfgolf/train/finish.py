@@ -19,15 +19,16 @@ from hfgolf.checkpoint.store import Rejected, best_checkpoint, newest_first, sav
 from hfgolf.command_line import one_line
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
+from hfgolf.hardware import accelerator_name
 from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 from hfgolf.report.report import write_report
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
+from hfgolf.run.provenance import git_commit
 from hfgolf.run.record import read_run
 from hfgolf.train.compilation import undo_compilation
-from hfgolf.train.environment import device_name, git_commit
 from hfgolf.wording import duration, gigabytes
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def conclude(run: Run) -> dict[str, Any]:
         "predicted_memory_bytes": run.predicted_memory_bytes,
         "peak_memory_bytes": used_memory_bytes(run.accelerator.device),
         "parameters": run.raw_model.num_parameters(),
-        "device": device_name(),
+        "device": accelerator_name(),
         "commit": git_commit(),
         "commits": run.folder.commits(),
         "model": str(run.folder.model),

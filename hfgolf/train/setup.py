@@ -44,8 +44,8 @@ from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
-from hfgolf.hardware import free_memory_bytes
-from hfgolf.measure.flops import peak_flops, training_flops_per_token
+from hfgolf.hardware import accelerator_name, cpu_cores, fingerprint, free_memory_bytes, peak_flops
+from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.measure.memory import choose_micro_batch_size, expected_bytes, require_room, run_memory
 from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -55,21 +55,12 @@ from hfgolf.publish.export import files_beside_weights
 from hfgolf.publish.hub import HubPusher
 from hfgolf.redact import redact
 from hfgolf.run.folder import RunFolder, run_folder
+from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.clock import most_steps
 from hfgolf.train.compilation import compile_in_place, has_compiler, should_compile, uncompiled
-from hfgolf.train.environment import (
-    cpu_cores,
-    device_name,
-    processes,
-    resolve_precision,
-    run_metadata,
-    seed_everything,
-    set_cpu_threads,
-    tune_memory,
-    uncommitted_changes,
-)
 from hfgolf.train.meter import Meter
+from hfgolf.train.process import processes, resolve_precision, seed_everything, set_cpu_threads, tune_memory
 from hfgolf.train.recovery import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.trackers import Tracker, check_trackers
@@ -398,7 +389,7 @@ def _local_processes() -> int:
 def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: ResolvedConfig) -> None:
     count = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     cores = f", {config.train.cpu_threads} threads each" if accelerator.device.type == "cpu" else ""
-    logger.info("device: %s, %s%s", device_name(), count, cores)
+    logger.info("device: %s, %s%s", accelerator_name(), count, cores)
     precision, source = config.train.mixed_precision, resolved.sources["train.mixed_precision"]
     if source == "auto":
         source = "this hardware is fast at it" if precision == "bf16" else "this hardware is not fast at bf16"
@@ -472,7 +463,7 @@ def write_description(run: Run) -> None:
     config_yaml = ResolvedConfig(stated, run.resolved.sources).to_yaml()
     if run.begins_at:
         config_yaml = f"# The run went on from step {run.begins_at} with this; starts/ has each start.\n{config_yaml}"
-    run.folder.describe_start(config_yaml, run_metadata(run.resolved), uncommitted_changes())
+    run.folder.describe_start(config_yaml, run_metadata(run.resolved, fingerprint()), uncommitted_changes())
 
 
 def _settle_compilation(run: Run) -> None:

@@ -14,7 +14,8 @@ import torch
 from hfgolf.command_line import load_config
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
-from hfgolf.measure.flops import find_device, token_flops
+from hfgolf.hardware import find_device
+from hfgolf.measure.flops import token_flops
 from hfgolf.model.build import build_golf
 from hfgolf.tools import plan
 from hfgolf.tools.plan import (
@@ -182,7 +183,7 @@ def test_what_is_not_counted_says_why(tiny_run, monkeypatch):
 @pytest.fixture
 def script(run_script: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
-    monkeypatch.setattr("hfgolf.measure.flops.highest_measured_peak", lambda device, dtype: 1e12)
+    monkeypatch.setattr("hfgolf.hardware.highest_measured_peak", lambda device, dtype: 1e12)
 
     def run(*arguments: object, fails: bool = False) -> str:
         said = run_script("plan.py", *arguments)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfgolf.train import environment, loop, setup
+from hfgolf.train import loop, process, setup
 
 SPOILT_PARAMETER = "model.layers.0.mlp.up_proj.weight"
 
@@ -71,7 +71,7 @@ def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], N
             return accelerator
 
         monkeypatch.setattr(setup, "_build_accelerator", with_scaler)
-        monkeypatch.setattr(environment, "_device_type", lambda: "cuda")  # so that fp16 is let through
+        monkeypatch.setattr(process, "_device_type", lambda: "cuda")  # so that fp16 is let through
         monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
 
     yield install

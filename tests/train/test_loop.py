@@ -201,7 +201,7 @@ def test_two_processes_train_as_one(run, tiny_run):
 
 def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
     """accelerate scales only on GPUs, so the CPU's scaler is put in its place; the loop is the same."""
-    from hfgolf.train import environment
+    from hfgolf.train import process
 
     plain = run(tiny_run(run__name="fp32", train__max_steps=3))
     real_build = setup._build_accelerator
@@ -221,7 +221,7 @@ def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
 
     real_step = loop.train_step
     monkeypatch.setattr(setup, "_build_accelerator", with_scaler)
-    monkeypatch.setattr(environment, "_device_type", lambda: "cuda")  # so that fp16 is let through
+    monkeypatch.setattr(process, "_device_type", lambda: "cuda")  # so that fp16 is let through
     monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
     monkeypatch.setattr(loop, "train_step", counting_step)
     half = run(tiny_run(run__name="fp16", train__max_steps=40, train__mixed_precision="fp16"))

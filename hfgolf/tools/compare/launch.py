@@ -17,8 +17,9 @@ from hfgolf.command_line import one_line
 from hfgolf.config import join_words
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
+from hfgolf.hardware import cpu_cores
 from hfgolf.tools.compare.experiment import PlannedRun
-from hfgolf.train.environment import cpu_cores, resolve_precision
+from hfgolf.train.process import resolve_precision
 from hfgolf.train.signals import Signals
 
 logger = logging.getLogger(__name__)

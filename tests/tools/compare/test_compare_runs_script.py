@@ -12,7 +12,7 @@ import pytest
 
 from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "benchmarks" / "experiments").glob("*.yaml"))
 
 DEFINITION = """
