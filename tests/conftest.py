@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import runpy
 import signal
@@ -18,6 +19,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
+SPOILED_PARAMETER = "model.layers.0.mlp.up_proj.weight"
 
 
 def _reset_accelerate() -> None:
@@ -151,3 +153,92 @@ def tiny_run(tmp_path: Path, corpus_file: Path) -> Callable[..., list[str]]:
         return [f"--{key}={value}" for key, value in settings.items()]
 
     return arguments
+
+
+@pytest.fixture
+def edit_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], None]:
+    """Return a function that has `edit` see every Run from here on, between its set-up and its first step."""
+    from hfgolf.train import loop
+
+    real = loop.set_up
+
+    def install(edit: Callable[[Any], None]) -> None:
+        def set_up(resolved: Any) -> Any:
+            run = real(resolved)
+            edit(run)
+            return run
+
+        monkeypatch.setattr(loop, "set_up", set_up)
+
+    return install
+
+
+@pytest.fixture
+def spoil_gradients(edit_run: Callable[[Callable[[Any], None]], None]) -> Callable[[Callable[[int], bool]], list[Any]]:
+    """Return a function that makes the gradient of SPOILED_PARAMETER NaN on the batches that `is_bad` says.
+
+    is_bad: of the step whose batch it would be without rollbacks. Returns the list that the runs will be in.
+    """
+
+    def install(is_bad: Callable[[int], bool]) -> list[Any]:
+        runs: list[Any] = []
+
+        def spoil(run: Any) -> None:
+            def hook(gradient: Any) -> Any:
+                bad = is_bad(run.state.next_positions(1)[0] // run.config.batch.sequences_per_step)
+                return gradient * math.nan if bad else gradient
+
+            run.raw_model.get_parameter(SPOILED_PARAMETER).register_hook(hook)
+            runs.append(run)
+
+        edit_run(spoil)
+        return runs
+
+    return install
+
+
+@pytest.fixture
+def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Return a function that puts a CPU's gradient scaler into the runs from here on: accelerate has it for GPUs only.
+
+    It takes the scale to begin with; two steps without an overflow double it.
+    """
+    import torch
+
+    from hfgolf.train import process, setup
+
+    real = setup._build_accelerator
+
+    def install(scale: float) -> None:
+        def with_scaler(config: Any) -> Any:
+            accelerator = real(config)
+            accelerator.state._mixed_precision = "fp16"
+            accelerator.native_amp = True
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+            return accelerator
+
+        monkeypatch.setattr(setup, "_build_accelerator", with_scaler)
+        monkeypatch.setattr(process, "_device_type", lambda: "cuda")  # so that fp16 is let through
+        monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
+
+    yield install
+
+
+@pytest.fixture
+def validation_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
+    """Return a function that has the evaluations find these losses, one after the other, and the last ever after."""
+
+    def install(values: list[float]) -> None:
+        from hfgolf.train import setup
+
+        real = setup.evaluate_loss
+        left = list(values)
+
+        def evaluate(*arguments: Any, **options: Any) -> Any:
+            evaluation = real(*arguments, **options)
+            loss = left.pop(0) if len(left) > 1 else left[0]
+            return type(evaluation)(loss * evaluation.num_tokens, evaluation.num_tokens, evaluation.num_bytes)
+
+        monkeypatch.setattr(setup, "evaluate_loss", evaluate)
+
+    return install
