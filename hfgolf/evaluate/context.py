@@ -29,6 +29,15 @@ def most_positions(model: nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def require_embedded(most_id: int, vocab_size: int) -> None:
+    """Raise UserError if the highest id that a tokenizer gave is beyond the entries of the model's embedding."""
+    if most_id >= vocab_size:
+        raise UserError(
+            f"--model: its tokenizer gave id {most_id}, but it embeds only {vocab_size} entries; tokenizer and weights"
+            " do not belong together."
+        )
+
+
 def evaluation_length(model: nn.Module, stated: int | None) -> int:
     """Return the tokens of context to evaluate with: those stated, else the most the model was made for.
 

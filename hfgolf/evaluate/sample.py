@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hfgolf.errors import UserError
-from hfgolf.evaluate.context import evaluation_mode, most_positions
+from hfgolf.evaluate.context import evaluation_mode, most_positions, require_embedded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,12 +30,13 @@ def generate_text(
 
     The prompt follows a document separator, as every document did in training; without a prompt the model starts a
     document. If positions are learned, the text ends with them at the latest. The random generators and the model's
-    mode are left as they were. Raises UserError if the prompt leaves no room for a token, if there is no separator, or
-    if the model's logits are not finite.
+    mode are left as they were. Raises UserError if the prompt leaves no room for a token, if there is no separator, if
+    the tokenizer gives ids that the model does not embed, or if the model's logits are not finite.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("--model: its tokenizer has no eos_token to begin a document with; name a model that has one.")
     ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    require_embedded(max(ids), next(model.get_input_embeddings().parameters()).shape[0])
     limit = most_positions(model)
     if limit is not None and len(ids) >= limit:
         raise UserError(f"The prompt has {len(ids) - 1} tokens; this model takes at most {limit - 2}. Shorten it.")

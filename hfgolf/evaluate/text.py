@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.errors import UserError
+from hfgolf.evaluate.context import require_embedded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,9 +51,5 @@ def tokenize_files(
     except UserError as error:
         said = str(error).replace("data.val_files", "--files").replace("data.text_column", "--text_column")
         raise UserError(said) from None
-    if stream.tokens.max() >= vocab_size:
-        raise UserError(
-            f"--model: its tokenizer gave id {stream.tokens.max()}, but it embeds only {vocab_size} entries; tokenizer"
-            " and weights do not belong together."
-        )
+    require_embedded(int(stream.tokens.max()), vocab_size)
     return stream

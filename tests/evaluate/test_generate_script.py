@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 @pytest.fixture
 def generate(build_model, tokenizer, tmp_path, run_script):
     """Run the script on a model with learned positions; returns (exit status, what it printed, its error)."""
-    build_model(position_embedding="learned").save_pretrained(tmp_path / "model")
+    build_model(position_embedding="learned", num_hidden_layers=2).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return partial(run_script, "generate.py", "--model", tmp_path / "model")
 
@@ -72,3 +74,61 @@ def test_a_model_that_is_not_whole_writes_nothing(generate, tmp_path, change, sa
     save_file(weights, file, metadata={"format": "pt"})
     status, printed, error = generate()
     assert (status, printed, error.count("\n")) == (2, "", 1) and re.search(says, error), error
+
+
+def with_keys(name: str, **keys: object) -> Callable[[Path], None]:
+    """Return what sets keys of a JSON file in a folder."""
+    return lambda folder: (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | keys))
+
+
+def with_text(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def with_special_token(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    tokens = json.loads(path.read_text())
+    tokens["added_tokens"].append(tokens["added_tokens"][0] | {"id": 90_000, "content": "line", "special": False})
+    path.write_text(json.dumps(tokens))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (with_text("config.json", "{not json"), "config.json is not a JSON object; copy or export the model again."),
+        (with_text("config.json", "null"), "config.json is not a JSON object"),
+        (with_keys("config.json", model_type="banana"), "it needs the code in its repository|[Uu]nrecognized|banana"),
+        (with_keys("config.json", model_type=["golf"]), "cannot load .*unhashable"),
+        (with_keys("config.json", hidden_size=10**9), "cannot load"),
+        (with_keys("config.json", hidden_size=64), "its weights have other shapes than its config.json says"),
+        (with_keys("config.json", vocab_size=10**12), "its weights have other shapes than its config.json says"),
+        (with_keys("config.json", num_hidden_layers=10**9), "num_hidden_layers 1000000000 .* allowed: 1 to 1000"),
+        (
+            with_keys("config.json", num_hidden_layers=1),
+            "weights that its config.json has no place for: model.layers.1",
+        ),
+        (with_text("tokenizer.json", "[" * 100_000), "tokenizer.json is not a JSON object"),
+        (with_text("tokenizer.json", "{}"), "cannot load the tokenizer of .*added_tokens"),
+        (with_special_token, r"its tokenizer gave id \d+, but it embeds only \d+ entries"),
+        (with_text("tokenizer_config.json", "[]"), "tokenizer_config.json is not a JSON object"),
+        (with_keys("tokenizer_config.json", tokenizer_class="BertTokenizer"), "cannot load the tokenizer of"),
+        (with_keys("tokenizer_config.json", model_max_length="many"), "cannot load the tokenizer of"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "cannot load the tokenizer of"),
+    ],
+)
+def test_an_odd_file_of_a_model_is_one_line(generate, tmp_path, run_script, change, says):
+    change(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("line 1\n" * 9)
+    for status, printed, error in (
+        generate("--prompt", "line"),
+        run_script("evaluate.py", "--model", tmp_path / "model", "--files", tmp_path / "text.txt"),
+    ):
+        assert (status, printed, error.count("\n")) == (2, "", 1) and re.search(says, error), error
+        assert len(error) < 600
+
+
+def test_how_a_text_is_written_is_what_the_options_say(generate, tmp_path):
+    """A generation config of the model's folder may ask for a million beams, or a text without an end."""
+    plain = generate("--prompt", "ab")
+    with_keys("generation_config.json", num_beams=10**6, min_length=10**11, eos_token_id="x")(tmp_path / "model")
+    assert generate("--prompt", "ab") == plain and plain.status == 0
