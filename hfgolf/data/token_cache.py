@@ -211,7 +211,8 @@ def _build(
         for split in SPLITS:
             _write_split(split, pieces()[split], tokenizer, encode, partial)
         sample = list(texts(sample_evenly(pieces()["val"], _ROUND_TRIP_BYTES)))
-        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=find_loss(tokenizer, encode, sample))
+        loss = find_loss(tokenizer, sample, encode(sample))
+        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=loss)
         replace_folder(partial, folder)
     finally:
         for left_behind in (building, *tokens_dir.glob(".*")):

@@ -141,16 +141,17 @@ def _encode_bytes(texts: list[str]) -> Encoded:
     return np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32), list(map(len, encoded))
 
 
-def find_loss(tokenizer: PreTrainedTokenizerFast, encode: Encoder, sample: list[str]) -> str | None:
+def find_loss(tokenizer: PreTrainedTokenizerFast, texts: list[str], encoded: Encoded) -> str | None:
     """Say that decoding does not give texts back, and how many of their characters are lost; None if it does.
 
-    What a tokenizer drops, lower-cases or normalizes costs no bits, so bits per byte flatters a model that uses it.
+    encoded: the texts, by this tokenizer's encoder. What a tokenizer drops, lower-cases or normalizes costs no bits, so
+    bits per byte flatters a model that uses it.
     """
-    ids, num_ids = encode(sample)
+    ids, num_ids = encoded
     pieces = [piece.tolist() for piece in np.split(ids, np.cumsum(num_ids)[:-1])]
     decoded = tokenizer.backend_tokenizer.decode_batch(pieces, skip_special_tokens=False)
     # SentencePiece puts a space before a text and takes it away again, or keeps one that was there: no loss to speak of
-    pairs = [(text.removeprefix(" "), back.removeprefix(" ")) for text, back in zip(sample, decoded, strict=True)]
+    pairs = [(text.removeprefix(" "), back.removeprefix(" ")) for text, back in zip(texts, decoded, strict=True)]
     if all(text == back for text, back in pairs):
         return None
     lost = sum((Counter(text) - Counter(back)).total() for text, back in pairs)

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-import numpy as np
 import torch
 
 from hfgolf.config import RunConfig, TokenizerConfig
 from hfgolf.data.pieces import ROWS_PER_BATCH, PieceWriter, num_text_bytes
-from hfgolf.data.tokenizer import Encoder, TooFewEntriesError, build_encoder, build_tokenizer
+from hfgolf.data.tokenizer import Encoded, Encoder, TooFewEntriesError, build_encoder, build_tokenizer, find_loss
 from hfgolf.errors import UserError
 from hfgolf.model.build import golf_config
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -121,10 +120,10 @@ def measure_vocabulary(
         return error.reached
     tokens, characters, seconds, is_exact = 0, 0, 0.0, True
     for texts, encoded, batch_seconds in _encode(sample.held_out, build_encoder(tokenizer, tokenizer_config.kind)):
-        tokens += sum(map(len, encoded))
+        tokens += len(encoded[0])
         characters += sum(map(len, texts))
         seconds += batch_seconds
-        is_exact = is_exact and tokenizer.backend_tokenizer.decode_batch(encoded, skip_special_tokens=False) == texts
+        is_exact = is_exact and find_loss(tokenizer, texts, encoded) is None
     num_bytes = num_text_bytes(sample.held_out)
     embedding, share = embedding_parameters(config, len(tokenizer))
     return Vocabulary(
@@ -177,12 +176,12 @@ def _next_character(file: BinaryIO, offset: int) -> int:
     return offset + len(ahead) - len(ahead.lstrip(_CONTINUATION))
 
 
-def _encode(pieces: Dataset, encode: Encoder) -> Iterator[tuple[list[str], list[list[int]], float]]:
-    """Yield (texts, ids of each, seconds of the fastest pass) batch by batch."""
+def _encode(pieces: Dataset, encode: Encoder) -> Iterator[tuple[list[str], Encoded, float]]:
+    """Yield (texts, their ids, seconds of the fastest pass) batch by batch."""
     for batch in pieces.iter(batch_size=ROWS_PER_BATCH):
         texts, passes = batch["text"], []
         for _ in range(_PASSES):
             started_at = time.perf_counter()
-            ids, num_tokens = encode(texts)
+            encoded = encode(texts)
             passes.append(time.perf_counter() - started_at)
-        yield texts, [part.tolist() for part in np.split(ids, np.cumsum(num_tokens)[:-1])], min(passes)
+        yield texts, encoded, min(passes)

@@ -289,6 +289,21 @@ def test_a_tokenizer_that_loses_text_is_told(write, files_config, tmp_path, capl
             assert warnings[0].endswith("bits per byte is not comparable")
 
 
+def test_a_run_that_loses_text_says_so_where_its_figures_are(run, tiny_run, tmp_path, caplog):
+    tokenizer = tokenizer_module._byte_level([])
+    tokenizer.normalizer = normalizers.Lowercase()
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    saved.save_pretrained(tmp_path / "saved")
+    (tmp_path / "text.txt").write_text("The Cat. " * 2000)
+    pretrained = {"tokenizer__kind": "pretrained", "tokenizer__name_or_path": tmp_path / "saved"}
+    with caplog.at_level("INFO", logger="hfgolf"):
+        folder = run(tiny_run(**pretrained, data__files=tmp_path / "text.txt", train__max_steps=2))
+    loss = json.loads((folder / "summary.json").read_text())["tokenizer_loss"]
+    assert loss.startswith("the tokenizer does not give the text back (22.")  # T and C of "The Cat. "
+    assert f"Note: {loss}." in (folder / "model" / "README.md").read_text()
+    assert [line.strip() for line in caplog.messages].count(loss) == 2  # of the cache, and below bits per byte
+
+
 def test_ids_out_of_range_of_a_pretrained_tokenizer(data, tmp_path):
     with pytest.raises(UserError, match=r"id 90000, out of range .* 3 entries"):
         load_tokens(data, save_word_tokenizer(tmp_path / "saved", {"first": 90_000}))
