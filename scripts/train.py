@@ -17,16 +17,20 @@ def train_once(signals: Signals) -> None:
     resolved = load_config()  # before torch is imported, so that --help and a wrong key answer at once
     from hfgolf.run.folder import run_folder
     from hfgolf.train.console import show_log
-    from hfgolf.train.finish import show_summary
+    from hfgolf.train.finish import changed_text, show_summary
     from hfgolf.train.loop import train
     from hfgolf.train.process import resolve_precision
 
-    show_log(is_main_process=os.environ.get("RANK", "0") == "0")
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    show_log(is_main_process)
     resolved = resolve_precision(resolved)  # decided, it can be compared with that of a run that is complete
     folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
     summary = folder.completed(resolved)
     if summary:
         logger.info("%s is complete; another --run.name, or no such folder, trains anew", folder.path)
+        changes = changed_text(folder, resolved.config) if is_main_process else []
+        if changes:
+            logger.warning("it was trained on other text than there is now (%s)", ", ".join(changes))
         show_summary(summary)
         return
     damage = folder.damage(resolved)

@@ -193,12 +193,17 @@ def check_tokenizer(where: str, before: str, now: str) -> None:
         )
 
 
+def text_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between the corpora of a checkpoint and of today. before, now: identities of a corpus."""
+    return identity_changes(before, _short_corpus(now))
+
+
 def check_text(where: str, before: Mapping[str, Any], now: Mapping[str, Any], resolved: ResolvedConfig) -> list[str]:
     """Return what differs between the corpora of a checkpoint and of this run; UserError if the text may not change.
 
     before, now: identities of a corpus.
     """
-    changes = identity_changes(before, _short_corpus(now))
+    changes = text_changes(before, now)
     if changes and resolved.config.train.resume_with_other != "data":
         raise UserError(
             f"train.resume: {where} was trained on other text ({', '.join(changes)}); restore it, start anew"

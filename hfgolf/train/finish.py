@@ -15,8 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_not_finite
+from hfgolf.checkpoint.identity import read_identity, text_changes
 from hfgolf.checkpoint.store import Rejected, best_checkpoint, newest_first, saved_step, step_of, verified_file
 from hfgolf.command_line import one_line
+from hfgolf.config import RunConfig
+from hfgolf.data.corpus import load_corpus
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
 from hfgolf.hardware import accelerator_name
@@ -116,6 +119,15 @@ def report_run(run: Run, summary: dict[str, Any] | None = None) -> None:
         logger.warning("no report: %s", one_line(error))
         return
     run.tracker.attach(run.folder.report, "report")
+
+
+def changed_text(folder: RunFolder, config: RunConfig) -> list[str]:
+    """Return how the text of a complete run has changed since; nothing if it hasn't, or if that can't be told."""
+    newest = next(iter(newest_first(folder.checkpoints)), None)
+    try:
+        return text_changes(read_identity(newest)["corpus"], load_corpus(config.data).identity) if newest else []
+    except UserError:  # the text is gone, or its server is: nobody needs it any more
+        return []
 
 
 def show_summary(summary: dict[str, Any]) -> None:

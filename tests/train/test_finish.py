@@ -128,6 +128,27 @@ def test_a_run_whose_sample_could_not_be_drawn_is_complete(run, tiny_run, run_sc
     assert (folder / "summary.json").read_bytes() == before
 
 
+def test_a_complete_run_says_that_its_text_has_changed_since(run, tiny_run, run_script, tmp_path, reset_accelerate):
+    text = tmp_path / "text.txt"
+    text.write_text("one line and another\n" * 500)
+    arguments = tiny_run(data__files=text)
+    folder = run(arguments)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def again() -> str:
+        reset_accelerate()
+        said = run_script("train.py", *arguments)
+        assert said.status == 0 and "is complete" in said.out, said.err
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+        return said.out
+
+    assert "other text" not in again()
+    text.write_text("one line and another\n" * 501)
+    assert "it was trained on other text than there is now (files (text.txt))\n" in again()
+    text.unlink()
+    assert "other text" not in again()
+
+
 def full_disk(*arguments: Any, **options: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
