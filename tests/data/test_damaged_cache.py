@@ -151,18 +151,36 @@ def test_training_on_damaged_tokens_ends_with_a_line_and_an_event(
     assert event["reason"] == str(caught.value)
 
 
-def test_training_on_tokens_with_a_wrong_hash_ends_before_it_saves_and_the_doctor_knows_why(
-    run, tiny_run, tmp_path, large, caplog
+@pytest.mark.parametrize("known", ["at the first row", "after the last step"])
+def test_a_wrong_hash_ends_the_run_before_it_saves_more_and_the_doctor_knows_why(
+    run, tiny_run, tmp_path, large, monkeypatch, caplog, known
 ):
     arguments = tiny_run(data__in_memory="false")
     run(arguments)
     (path,) = (tmp_path / "cache").glob("tokens/*/train.arrow")
     overwrite(path, path.stat().st_size // 2, b"\1\0" * 50)
-    with pytest.raises(DamagedCacheError, match="SHA-256") as caught:
-        run([*arguments, "--run.name=again"])
-    assert not (tmp_path / "runs" / "again" / "model").exists()
+    may_hash = threading.Event()
+    hashes, check = token_cache.TokenStream.hashes, token_cache.TokenCache.check
+    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: may_hash.wait() and hashes(stream))
+
+    def check_(tokens, wait=False):
+        if wait or known == "at the first row":
+            may_hash.set()
+            wait = True
+        check(tokens, wait)
+
+    monkeypatch.setattr(token_cache.TokenCache, "check", check_)
+    try:
+        with pytest.raises(DamagedCacheError, match="SHA-256") as caught:
+            run([*arguments, "--run.name=again"])
+    finally:
+        may_hash.set()
+    again = tmp_path / "runs" / "again"
+    assert not (again / "model").exists()
+    saved = sorted(path.name for path in again.glob("checkpoints/step-*"))
+    assert saved == ([] if known == "at the first row" else ["step-000003", "step-000006"])
     assert [line for line in caplog.messages if line.startswith("doctor")]
-    (finding,), _ = examine(tmp_path / "runs" / "again")
+    (finding,), _ = examine(again)
     assert finding.symptom == "damaged token cache"
     assert finding.saw in str(caught.value) and "SHA-256" in finding.saw
 
