@@ -83,7 +83,6 @@ def run_steps(run: Run, clock: Clock) -> None:
     run.model.train()
     run.has_begun = True
     run.stopwatch.switch("train")
-    run.meter.restart()
     if run.state.unfinished_row is not None:
         with run.stopwatch.of("other"):
             report_step(run, clock, console, run.state.unfinished_row, evaluating=True, saving=False)

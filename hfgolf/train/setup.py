@@ -494,7 +494,6 @@ def _rehearse(run: Run) -> None:
             run.micro_batch_size, run.config.batch.sequence_length, dtype=torch.long, device=accelerator.device
         )
         with torch.random.fork_rng([accelerator.device] if on_gpu else []), accelerator.no_sync(run.model):
-            run.model.train()
             # a clone: torch would compile for labels that are the inputs, and once more for a real batch
             accelerator.backward(run.model(input_ids=ids, shift_labels=ids.clone()).loss)
         run.raw_model.zero_grad(set_to_none=True)

@@ -152,7 +152,7 @@ def test_training_on_damaged_tokens_ends_with_a_line_and_an_event(
 
 
 @pytest.mark.parametrize("known", ["at the first row", "after the last step"])
-def test_a_wrong_hash_ends_the_run_before_it_saves_more_and_the_doctor_knows_why(
+def test_training_on_tokens_with_a_wrong_hash_ends_before_it_saves_and_the_doctor_knows_why(
     run, tiny_run, tmp_path, large, monkeypatch, caplog, known
 ):
     arguments = tiny_run(data__in_memory="false")
