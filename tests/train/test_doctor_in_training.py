@@ -121,8 +121,12 @@ def test_a_learning_rate_that_teaches_nothing(run, tiny_run):
 
 def test_an_order_of_the_data_that_begins_anew(run, tiny_run, edit_run):
     with_batches(edit_run, lambda batches: map(dict, itertools.cycle(list(itertools.islice(batches, 5)))))
-    finding = the_finding(run(tiny_run(train__max_steps=20, train__log_every_steps=5, **AT_THE_END)))
+    folder = run(tiny_run(train__max_steps=20, train__log_every_steps=5, **AT_THE_END))
+    finding = the_finding(folder)
     assert (finding.symptom, finding.step) == ("same batches again", 6)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps_before = [line["step"] for line in itertools.takewhile(lambda line: line.get("event") != "finding", lines)]
+    assert steps_before[-1] == 10, "it is told at once, not at the end"
     assert "step 6 that of 1, 7 that of 2, 8 that of 3" in finding.saw
     assert "begins anew" in finding.causes[0]
 

@@ -373,6 +373,22 @@ def test_a_folder_deleted_under_a_run_is_given_to_one_of_two(tiny_run, tmp_path)
     assert steps == list(range(steps[0], steps[0] + len(steps))), "two runs wrote here"
 
 
+def test_who_finds_another_run_in_its_folder_leaves_that_alone(run, tiny_run, tmp_path, monkeypatch):
+    folder = tmp_path / "runs" / "tiny"
+    theirs = {".lock": b"1 on another machine\n", "metrics.jsonl": b'{"step": 1}\n', "report.html": b"their report"}
+
+    def take(run_: Any) -> None:
+        folder.rename(tmp_path / "deleted")
+        folder.mkdir()
+        for name, content in theirs.items():
+            (folder / name).write_bytes(content)
+
+    monkeypatch.setattr(loop, "train_step", before_step({5: take}))
+    with pytest.raises(UserError, match=r"another one has begun in it \(process 1 on another machine\)"):
+        run(tiny_run())
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == theirs
+
+
 def test_another_users_lock_is_one_line(run, tiny_run, monkeypatch):
     real_open = os.open
 

@@ -145,9 +145,10 @@ def test_a_closed_terminal_saves_and_ends_with_129(tiny_run, tmp_path):
     try:
         while last_step(folder) < 3:
             assert os.read(ours, 10**5)
-    finally:
         os.close(ours)
-    assert process.wait(60) == 129
+        assert process.wait(60) == 129
+    finally:
+        process.kill()
     step = last_step(folder)
     assert (folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").is_file()
     (stopped,) = [row for row in events(folder) if row["event"] == "stopped"]
