@@ -287,6 +287,26 @@ def test_a_checkpoint_that_no_good_step_comes_of_is_left_for_an_earlier_one(run,
     assert all(row["grad_norm"] is not None for row in rows(folder))
 
 
+def test_a_checkpoint_that_good_steps_came_of_is_gone_back_to_again(run, tiny_run, spoil_gradients):
+    spoil_gradients(lambda step: step in (6, 7, 9, 10))
+    folder = run(tiny_run(train__max_skipped_steps=2, train__max_steps=9, **NO_EVALUATION))
+    rollbacks = [event for event in events(folder) if event["event"] == "rollback"]
+    assert [(event["step"], event["from_step"]) for event in rollbacks] == [(6, 8), (6, 9)]
+    assert rollbacks[-1]["excluded_blocks"] == [[48, 64], [72, 88]]
+
+
+def test_blocks_that_are_excluded_after_later_ones_are_not_read_again(run, tiny_run, spoil_gradients):
+    """The second rollback goes further back, and there another two batches go wrong."""
+
+    def is_bad(step: int) -> bool:
+        return step in (6, 7, 8, 9) or (step in (4, 5) and runs[0].state.rollbacks == 2)
+
+    runs = spoil_gradients(is_bad)
+    folder = run(tiny_run(train__max_skipped_steps=2, train__max_steps=8, **NO_EVALUATION))
+    assert hashes(folder) == hashes_of([0, 1, 2, 3, 10, 11, 12, 13], runs[0].num_blocks)
+    assert saved_state(folder)["excluded_blocks"] == [[32, 48], [48, 64], [64, 80]]
+
+
 def test_no_sample_stops_a_run(run, tiny_run, break_weights, caplog):
     """Weights that overflow: the guard goes back, while each sample that can't be drawn is one line."""
     break_weights(4, 1e38)
@@ -311,17 +331,21 @@ def test_no_sample_stops_the_end_of_a_run(run, tiny_run, break_weights):
 
 @pytest.fixture
 def shake_weights(edit_run):
-    """Return a function that spoils the embeddings, once, right before a step: the loss jumps and stays high."""
+    """Return a function that spoils the embeddings right before a step: the loss jumps and stays high.
 
-    def install(before_step: int) -> None:
+    Once, or with until_rollback at each step from there on until a rollback.
+    """
+
+    def install(before_step: int, until_rollback: bool = False) -> None:
         shaken = []
 
         def edit(run_: Any) -> None:
             def shake(module: Any, arguments: Any) -> None:
-                if module.training and run_.state.step == before_step - 1 and not shaken:
+                is_due = run_.state.step >= before_step - 1 and not run_.state.rollbacks
+                if module.training and is_due and (until_rollback or not shaken):
                     shaken.append(before_step)
                     weight = run_.raw_model.get_input_embeddings().weight.data
-                    weight.copy_(weight.roll(1, 0) * 30)
+                    weight.copy_(weight.roll(1, 0) * (1 if until_rollback else 30))
 
             run_.raw_model.register_forward_pre_hook(shake)
 
@@ -330,6 +354,7 @@ def shake_weights(edit_run):
     return install
 
 
+LONGER = {"train__max_steps": 80, "train__keep_last": 9}
 LOSSES = {"optim__adamw_learning_rate": 0.001, "train__max_steps": 60, "train__save_every_steps": 10, **NO_EVALUATION}
 
 
@@ -345,6 +370,19 @@ def test_a_spike_that_stays_rolls_back_if_the_run_says_so(run, tiny_run, shake_w
     after = losses(folder)
     assert len(after) == 60 and max(after[30:]) < 1.2 * after[29]
     assert json.loads((folder / "summary.json").read_text())["rollbacks"] == 1
+
+
+def test_a_divergence_goes_back_to_where_the_loss_was_lowest(run, tiny_run, shake_weights, caplog):
+    shake_weights(39, until_rollback=True)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(**LOSSES | LONGER, train__rollback_on="[nonfinite, divergence]"))
+    (rollback,) = [event for event in events(folder) if event["event"] == "rollback"]
+    last = rollback["from_step"]
+    assert (rollback["cause"], rollback["step"]) == ("divergence", 30) and last > 39
+    assert rollback["excluded_blocks"] == [[8 * (last - 1), 8 * last]], "no batch is to blame for long"
+    assert "step-000040 is of after the trouble began: going further back" in caplog.messages
+    after = losses(folder)
+    assert len(after) == 80 and max(after[30:]) < 1.2 * after[29]
 
 
 def test_a_spike_rolls_nothing_back_by_default(run, tiny_run, shake_weights):
