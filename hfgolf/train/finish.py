@@ -63,7 +63,6 @@ def conclude(run: Run) -> dict[str, Any]:
         "tokens_per_second": _median_speed(run),
         "train_seconds": run.state.elapsed_seconds,
         "predicted_memory_bytes": run.predicted_memory_bytes,
-        "peak_memory_bytes": used_memory_bytes(run.accelerator.device),
         "parameters": run.raw_model.num_parameters(),
         "device": accelerator_name(),
         "commit": git_commit(),
@@ -79,6 +78,7 @@ def conclude(run: Run) -> dict[str, Any]:
         text = run.sample(100)
         summary |= {} if text is None else {"sample": text}
         summary |= run.stopwatch.row()
+        summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # for the report
         report_run(run, summary)
         try:
             picture = run.folder.report.with_suffix("") / "loss.png"
@@ -86,6 +86,7 @@ def conclude(run: Run) -> dict[str, Any]:
             card = model_card(run.config, summary, pictures)
             export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
             exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})  # a push edits that
+            summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # report and export took some, too
             summary["files"] = list_files(run.folder.model, exported)
             write_text(run.folder.summary, json.dumps(summary, indent=1))
         except (OSError, SafetensorError) as error:

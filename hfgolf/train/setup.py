@@ -46,7 +46,14 @@ from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hardware import accelerator_name, cpu_cores, fingerprint, free_memory_bytes, peak_flops
 from hfgolf.measure.flops import training_flops_per_token
-from hfgolf.measure.memory import choose_micro_batch_size, expected_bytes, require_room, run_memory
+from hfgolf.measure.memory import (
+    TrainingMemory,
+    choose_micro_batch_size,
+    expected_bytes,
+    fragmented_bytes,
+    require_room,
+    run_memory,
+)
 from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
@@ -443,9 +450,19 @@ def _settle_batch(
     )
     memory = run_memory(resolved.config, model, size, accelerator.num_processes, accelerator.device.type)
     predicted = expected_bytes(memory, accelerator.device)
-    of_training = "" if accelerator.device.type == "cuda" else f", {gigabytes(memory.peak)} of them for training"
-    logger.info("memory: %s predicted at the peak of each process%s", gigabytes(predicted), of_training)
+    parts = "" if accelerator.device.type == "cuda" else _memory_parts(memory, predicted)
+    logger.info("memory: %s predicted at the peak of each process%s", gigabytes(predicted), parts)
     return resolved, predicted
+
+
+def _memory_parts(memory: TrainingMemory, predicted: int) -> str:
+    """Say what the predicted bytes of a process on a CPU consist of."""
+    fragmented = fragmented_bytes(memory)
+    rest = gigabytes(predicted - memory.peak - fragmented)
+    return (
+        f": {gigabytes(memory.peak)} for training, {rest} for Python, its libraries and the tokens,"
+        f" {gigabytes(fragmented)} lost to fragmentation of the heap"
+    )
 
 
 def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:
