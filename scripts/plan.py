@@ -174,6 +174,8 @@ def does_not_fit(plan: Plan, config: RunConfig, machine: Machine) -> str:
 
 def describe(config: RunConfig, plan: Plan, data: Data, machine: Machine, speed: Speed) -> list[str]:
     """Return the lines of a plan."""
+    from hfgolf.measure.memory import fragmented_bytes
+
     batch, flops, total = config.batch, plan.flops, sum(plan.parameters.values())
     precision = {"no": "fp32"}.get(str(config.train.mixed_precision), config.train.mixed_precision)
     lines = [f"{config.run.name}: {total:,} parameters, vocabulary {data.vocabulary:,}"]
@@ -193,6 +195,9 @@ def describe(config: RunConfig, plan: Plan, data: Data, machine: Machine, speed:
     stated = [dataclasses.asdict(plan.memory_without_checkpointing), dataclasses.asdict(plan.memory_with_checkpointing)]
     rows = [(name, *(gb(memory[item]) for memory in stated)) for item, name in ITEMS.items() if stated[0][item]]
     lines += table([("checkpointing", "no", "yes"), *rows])
+    if machine.device == "cpu":
+        lost = gb(fragmented_bytes(plan.memory))
+        lines.append(f"  the peak is of tensors alone: `top` adds {lost} of fragmented heap and Python's libraries")
     lines.append(fit(config, plan, machine))
     if data.train_tokens is None:
         lines += ["", f"data: not counted ({data.note})"]

@@ -19,6 +19,8 @@ from hfgolf.measure.memory import (
     USABLE_SHARE,
     block_bytes,
     choose_micro_batch_size,
+    expected_bytes,
+    fragmented_bytes,
     run_memory,
     training_memory,
 )
@@ -260,6 +262,20 @@ def test_the_prediction_is_what_a_gpu_allocates(checkpointing):
         optimizer.zero_grad()
     predicted = run_memory(config, model, 8, 1, "cuda").peak
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
+
+
+def test_the_heap_loses_a_share_of_what_a_step_frees(monkeypatch):
+    """What stays from step to step leaves no holes; of another C library than glibc nothing is known."""
+    monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    small, large, averaged = (predict(device="cpu", **options) for options in ({}, {"batch": 8}, {"ema": True}))
+    assert fragmented_bytes(large) > 2 * fragmented_bytes(small) > 0
+    assert averaged.peak > small.peak and fragmented_bytes(averaged) == fragmented_bytes(small)
+    on_cpu, on_gpu = (expected_bytes(small, torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert on_gpu == small.peak
+    held = memory.process_memory_bytes()
+    assert on_cpu == pytest.approx(held + small.peak - small.weights + fragmented_bytes(small), rel=0.05)
+    monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("", ""))
+    assert fragmented_bytes(large) == 0
 
 
 def test_what_is_missing_to_watch_a_gpu_is_said_once(monkeypatch, caplog):

@@ -224,6 +224,7 @@ def test_the_script_prints_what_it_says_in_json(script, tiny_run):
     (line,) = (line for line in said.splitlines() if line.startswith("  peak"))
     assert line.split() == ["peak", f"{peaks[0]:.1f}", "MB", f"{peaks[1]:.1f}", "MB"]
     assert "fits into" in said and planned["budget"] is None
+    assert ("of fragmented heap" in said) == (planned["machine"]["device"] == "cpu")
 
 
 def test_the_script_answers_a_budget(script, tiny_run):
