@@ -38,8 +38,9 @@ USABLE_SHARE = 0.8
 # settle there, and then the hole that a tensor leaves is too small for the next one of its size (sourceware bug 30723).
 # The allocations of three steps of configs/small.yaml in bf16, 508 MB alive at the peak, replayed with glibc 2.36: 786
 # MB of heap by posix_memalign, 548 MB by malloc. No setting helps that costs no time: of blocks from 2 MB by mmap, the
-# peak is 633 MB, but each step faults 0.9 GB in. Both numbers fit runs of 5 M to 124 M parameters, fp32 and bf16, in
-# benchmarks/memory_prediction.py; the share that was lost ranged from 0.3 to 1.2. Not measured with other versions.
+# peak is 633 MB, but each step faults 0.9 GB in. Over the ten runs of benchmarks/memory_prediction.py (5 M to 124 M
+# parameters, fp32 and bf16) these two predict 0.85 to 1.29 of the peak, eight of them within 15 %; what was lost beside
+# the bytes was 0.1 to 1.2 of what a step frees. Other versions of glibc are not measured.
 FRAGMENTED_BYTES, FRAGMENTED_SHARE = 150_000_000, 0.6
 
 
@@ -235,7 +236,7 @@ def expected_bytes(memory: TrainingMemory, device: torch.device) -> int:
     """Return the peak that a person will see of this process, once the model is built: `top`'s RES, or a GPU's tensors.
 
     On a CPU it is what the process holds already (Python, torch, the tokens, the weights), what training adds, and
-    `fragmented_bytes`. Compiling is not in it: its libraries take about as much as a small model then saves.
+    `fragmented_bytes`; of a run that is not compiled, which takes more (measured for two shapes).
     """
     if device.type == "cuda":
         return memory.peak
