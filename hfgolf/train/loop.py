@@ -1,7 +1,7 @@
 """The training loop: the page a newcomer reads first.
 
 train() takes a run from its first step to its model; train_step() is one optimizer update. How things are built is in
-setup.py, what happens when a step goes wrong in guard.py, how it ends in conclusion.py; none of them is needed to
+setup.py, what happens when a step goes wrong in guard.py, how it ends in finish.py; none of them is needed to
 follow what happens here.
 """
 
