@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.durable import replace_folder, write_text
+from hfgolf.durable import make_folder, replace_folder, sync_tree, write_text
 
 
 @pytest.fixture
@@ -56,3 +56,24 @@ def test_a_folder_is_synced_whole_before_it_has_its_name(tmp_path: Path, calls: 
     named = calls.index(("rename", "model"))
     assert calls[:named].count(("sync", "weights")) == calls[:named].count(("sync", "sub")) == 1
     assert calls[named + 1 :] == [("sync", tmp_path.name)]
+
+
+def test_a_folder_is_replaced_although_a_kill_left_an_older_one_behind(tmp_path: Path) -> None:
+    for name in (".replaced-model", "model", ".partial-model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    replace_folder(tmp_path / ".partial-model", tmp_path / "model")
+    assert {path.name: (path / "weights").read_text() for path in tmp_path.iterdir()} == {"model": ".partial-model"}
+
+
+def test_new_folders_are_synced_in_those_above_them(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    make_folder(tmp_path / "runs" / "tiny")
+    make_folder(tmp_path / "runs" / "tiny")
+    assert sorted(calls) == sorted([("sync", "runs"), ("sync", tmp_path.name)])
+
+
+def test_a_link_to_nothing_is_no_content_to_sync(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path / "file").touch()
+    sync_tree(tmp_path)
+    assert calls == [("sync", "file"), ("sync", tmp_path.name)]

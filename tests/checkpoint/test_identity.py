@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hfgolf.checkpoint import identity
-from hfgolf.checkpoint.identity import UNDECIDED, Change, changed_keys, rule
+from hfgolf.checkpoint.identity import UNDECIDED, Change, changed_keys, check_text, rule, run_identity
 from hfgolf.command_line import KEY_TYPES, load_config
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import block_starts, sample_hash
@@ -131,6 +131,17 @@ def test_a_resume_may_go_on_with_other_text_and_keeps_the_tokenizer(run, tiny_ru
     with caplog.at_level(logging.INFO, "hfgolf"):  # the run is one of the new text now
         run(tiny_run(**options, train__max_steps=45, train__save_every_steps=20, train__resume="latest"))
     assert state_of(first, 45)["blocks"] == 5 * 8
+
+
+def test_a_text_of_many_files_is_kept_short_and_compared_all_the_same():
+    resolved = load_config(["--train.max_steps=3"])
+    corpus = {"source": "files", "files": [[f"{number}.txt", f"hash of {number}"] for number in range(2001)]}
+    saved = run_identity(resolved, corpus, "0" * 64)["corpus"]
+    assert len(json.dumps(saved)) < 1000
+    assert check_text("step-000003", saved, corpus, resolved) == []
+    corpus["files"][1000][1] = "another"
+    with pytest.raises(UserError, match=r"^train.resume: step-000003 was trained on other text \(files"):
+        check_text("step-000003", saved, corpus, resolved)
 
 
 def test_moved_text_is_the_same_text(run, tiny_run, text, tmp_path):

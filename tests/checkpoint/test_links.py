@@ -90,6 +90,16 @@ def test_a_file_system_without_links_costs_nothing(run, tiny_run, validation_los
     assert len(losses(folder)) == 10
 
 
+def test_no_link_stays_that_cannot_follow(tmp_path, no_links):
+    """Better none than one to an older checkpoint."""
+    for name in ("step-000003", "step-000006"):
+        (tmp_path / name).mkdir()
+    point(tmp_path / "latest", tmp_path / "step-000003")
+    no_links(PermissionError)
+    point(tmp_path / "latest", tmp_path / "step-000006")
+    assert not (tmp_path / "latest").is_symlink()
+
+
 def test_a_folder_in_the_place_of_a_link_is_kept_under_another_name(run, tiny_run):
     checkpoints = run(tiny_run()) / "checkpoints"
     follow_links(checkpoints)

@@ -43,6 +43,7 @@ from hfgolf.checkpoint.store import (
     make_latest,
     point,
     retain,
+    saved_step,
     set_aside,
     verify,
 )
@@ -90,6 +91,23 @@ def test_a_save_that_lacks_only_its_name_is_finished_at_the_next_start(tmp_path)
     clean_up(tmp_path)
     assert names(tmp_path) == ["latest", "step-000003"] and not whole.exists()
     assert choose(tmp_path, "auto") == tmp_path / "step-000003"
+
+
+def test_a_second_save_of_a_step_that_was_killed_gives_way_to_the_first(tmp_path):
+    """The kill came before the first was set aside: both are whole, and one has the name."""
+    first = commit(tmp_path, 3, "first")
+    again = commit(tmp_path / "elsewhere", 3, "again").rename(tmp_path / ".partial-step-000003")
+    clean_up(tmp_path)
+    assert (first / "model").read_text() == "first" and not again.exists()
+
+
+@pytest.mark.parametrize("damage", [truncate, remove])
+def test_the_newest_step_that_is_said_to_be_saved_has_all_its_files(tmp_path, damage):
+    commit(tmp_path, 3)
+    newest = commit(tmp_path, 6)
+    assert saved_step(tmp_path) == 6
+    damage(newest / "model")
+    assert saved_step(tmp_path) == 3
 
 
 @pytest.mark.parametrize(
@@ -424,6 +442,21 @@ def test_a_file_that_holds_something_else_is_one_line(run, tiny_run, reset_accel
         (checkpoint / name).write_bytes(whole)
     fresh.checkpoints.load(checkpoint)
     assert accepted == []
+
+
+def test_a_checkpoint_of_another_tokenizer_or_without_its_generators_is_refused(run, tiny_run):
+    """With a manifest that fits."""
+    checkpoint = run(tiny_run()) / "checkpoints" / "step-000006"
+    whole = json.loads((checkpoint / "run.json").read_text())
+    (checkpoint / "run.json").write_text(json.dumps(whole | {"tokenizer_sha256": "0" * 64}))
+    rewrite_manifest(checkpoint)
+    with pytest.raises(UserError, match=r"^train.resume: step-000006 belongs to another tokenizer"):
+        run(tiny_run(train__resume="latest"))
+    (checkpoint / "run.json").write_text(json.dumps(whole))
+    (checkpoint / "random_states_0.pkl").unlink()
+    rewrite_manifest(checkpoint)
+    with pytest.raises(UserError, match=r"random_states_0.pkl is missing; choose an earlier checkpoint"):
+        run(tiny_run(train__resume="latest"))
 
 
 def test_best_goes_back_with_the_run(run, tiny_run, tmp_path, reset_accelerate):

@@ -27,7 +27,7 @@ def of_run(monkeypatch):
         most_steps=math.inf,
     )
     signals = Signals()
-    return SimpleNamespace(clock=clock.Clock(run, signals), now=now, signals=signals)
+    return SimpleNamespace(clock=clock.Clock(run, signals), now=now, signals=signals, run=run)
 
 
 def is_due(of_run, at_seconds):
@@ -51,6 +51,18 @@ def test_who_asks_gets_one_checkpoint(of_run):
     assert is_due(of_run, 1)
     of_run.clock.note_save()
     assert not is_due(of_run, 2)
+
+
+def test_a_run_that_minutes_may_end_is_as_long_as_its_speed_says_now_and_no_longer_than_its_steps(of_run):
+    """Also by the seconds that an evaluation took since the last step."""
+    run = of_run.run
+    run.config = run.config.replace(train__max_minutes=1.0)
+    run.state.step = 100
+    minutes = clock.Clock(run, of_run.signals)
+    run.stopwatch.training_seconds = lambda: 30.0
+    assert minutes.total_steps() == pytest.approx(200)
+    run.most_steps = 150
+    assert minutes.total_steps() == 150
 
 
 @pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3, 4]), ("null", [4])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import logging
@@ -21,6 +22,7 @@ from faults import FORKING, before_step, differences, losses, rows, start, valid
 
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.errors import UserError
+from hfgolf.run.folder import run_folder
 from hfgolf.train import finish, loop, trackers
 
 KEPT = "the newest is of step 3"
@@ -400,6 +402,17 @@ def test_another_users_lock_is_one_line(run, tiny_run, monkeypatch):
     monkeypatch.setattr(os, "open", refuse_lock)
     with pytest.raises(UserError, match=r"run.name: cannot open .*tiny/.lock \(Permission denied\); if another user"):
         run(tiny_run())
+
+
+def test_a_file_system_without_locks_is_trained_on(tiny_run, monkeypatch):
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    resolved = load_config(tiny_run())
+    folder = run_folder(resolved.config)
+    folder.claim(resolved)
+    folder.hold()
 
 
 @pytest.mark.parametrize("option", ["size=4k", "size=12k", "nr_inodes=4"])

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 
 from hfgolf.evaluate import loss
 from hfgolf.train import loop, setup
-from hfgolf.train.signals import Signals, Stopped
+from hfgolf.train.signals import Signals, Stopped, _is_launcher
 
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "scripts/train.py"]
@@ -384,6 +385,43 @@ def test_outside_of_the_loop_the_process_ends_at_once_with_one_line(capsys, numb
     assert ended.value.code == 128 + number
     line = f"stopped by {number.name} before the first step; the same command starts again\n"
     assert capsys.readouterr().err == line
+
+
+def test_of_several_processes_one_says_that_they_stop(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit), Signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_forked_worker_ends_at_once_and_says_nothing(capfd):
+    """It has the handlers of the process that forked it, and none of its work to finish."""
+    with Signals() as signals, signals.noted():
+        worker = os.fork()
+        if not worker:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 143
+        assert signals.stop == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "is_one"),
+    [
+        ("/usr/bin/python /usr/bin/accelerate launch scripts/train.py", True),
+        ("/usr/bin/python -m accelerate.commands.launch scripts/train.py", True),
+        ("/usr/bin/python /usr/bin/accelerate-launch scripts/train.py", True),
+        ("bash launch.sh", False),
+        ("make launch", False),
+    ],
+)
+def test_a_launcher_is_known_by_its_command(monkeypatch, command, is_one):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(psutil, "Process", lambda number: SimpleNamespace(cmdline=command.split))
+    assert _is_launcher(1) is is_one
 
 
 def test_nohup_is_respected():
