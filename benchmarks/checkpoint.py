@@ -39,10 +39,10 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     from hfgolf.checkpoint.contents import Checkpointer
     from hfgolf.checkpoint.state import TrainState
     from hfgolf.checkpoint.store import newest_first
-    from hfgolf.model.build import golf_config
     from hfgolf.model.modeling_golf import GolfForCausalLM
     from hfgolf.optim.ema import Ema, ema_decay
     from hfgolf.optim.groups import build_optimizer
+    from hfgolf.train.build import golf_config
 
     name, vocabulary = MODELS[model]
     config = load_config(["--config", str(CONFIGS / name)]).config

@@ -93,9 +93,9 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
         row |= {"begin": save(), "steps_beside_a_save": steps(number)}
         run.checkpoints.wait()
         row["steps_again"] = steps(number)
-        read_off, loop.read_off = loop.read_off, lambda *scalars: [1.0] * len(scalars)
+        to_host, loop.to_host = loop.to_host, lambda *scalars: [1.0] * len(scalars)
         row["steps_without_a_look"] = steps(number)
-        loop.read_off = read_off
+        loop.to_host = to_host
         rows.append(row)
     failures = run.checkpoints.failures()
     if failures:

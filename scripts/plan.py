@@ -150,13 +150,13 @@ def find_budget(dollars: float | None, minutes: float | None, price: float | Non
 def planned_steps(config: RunConfig, data: Data, speed: Speed) -> tuple[int | None, str]:
     """Return the steps of the run, None where they are not known, and what there is to say of them."""
     from hfgolf.data.batches import num_blocks
-    from hfgolf.train.clock import most_steps
+    from hfgolf.train.clock import step_limit
 
     train, batch = config.train, config.batch
     if train.max_epochs and data.train_tokens is None:
         return None, "train.max_epochs: how many steps that is, only the tokens tell"
     blocks = num_blocks(data.train_tokens, batch.sequence_length) if train.max_epochs and data.train_tokens else 0
-    by_steps = most_steps(train, batch, blocks)
+    by_steps = step_limit(train, batch, blocks)
     by_clock = 60 * (train.max_minutes or math.inf) * speed.tokens_per_second / batch.tokens_per_step
     if by_clock < by_steps:
         return max(1, int(by_clock)), "train.max_minutes ends it, evaluations and compiling included"

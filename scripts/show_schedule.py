@@ -80,12 +80,12 @@ def main() -> None:
 
 def run_length(config: RunConfig, seconds_per_step: float | None) -> Length:
     """Return how long the run is; reads the text as the run would, but only where train.max_epochs is set."""
-    from hfgolf.train.clock import most_steps
+    from hfgolf.train.clock import step_limit
 
     minutes = config.train.max_minutes
     if seconds_per_step is not None and minutes is None:
         raise UserError("--seconds_per_step: train.max_minutes is null, so that no time matters; leave it out.")
-    by_steps = most_steps(config.train, config.batch, _blocks(config) if config.train.max_epochs else 0)
+    by_steps = step_limit(config.train, config.batch, _blocks(config) if config.train.max_epochs else 0)
     by_clock = math.ceil(60 * minutes / seconds_per_step) if minutes and seconds_per_step else math.inf
     if by_clock < by_steps:
         return Length(int(by_clock), minutes)

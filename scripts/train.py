@@ -16,8 +16,9 @@ def train_once(signals: Signals) -> None:
     """Train as the command line says, unless that run is complete already."""
     resolved = load_config()  # before torch is imported, so that --help and a wrong key answer at once
     from hfgolf.run.folder import run_folder
+    from hfgolf.train.claim import changed_text, completed, damage
     from hfgolf.train.console import show_log
-    from hfgolf.train.finish import changed_text, show_summary
+    from hfgolf.train.finish import show_summary
     from hfgolf.train.loop import train
     from hfgolf.train.process import resolve_precision
 
@@ -25,7 +26,7 @@ def train_once(signals: Signals) -> None:
     show_log(is_main_process)
     resolved = resolve_precision(resolved)  # decided, it can be compared with that of a run that is complete
     folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
-    summary = folder.completed(resolved)
+    summary = completed(folder, resolved)
     if summary:
         logger.info("%s is complete; another --run.name, or no such folder, trains anew", folder.path)
         changes = changed_text(folder, resolved.config) if is_main_process else []
@@ -33,9 +34,9 @@ def train_once(signals: Signals) -> None:
             logger.warning("it was trained on other text than there is now (%s)", ", ".join(changes))
         show_summary(summary)
         return
-    damage = folder.damage(resolved)
-    if damage:
-        logger.warning("%s: %s; making it again from the checkpoints", folder.path, damage)
+    damaged = damage(folder, resolved)
+    if damaged:
+        logger.warning("%s: %s; making it again from the checkpoints", folder.path, damaged)
         resolved = resolved.resolve("auto", train__resume="auto")
     train(resolved, signals)
 

@@ -229,9 +229,9 @@ def validation_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]]
     """Return a function that has the evaluations find these losses, one after the other, and the last ever after."""
 
     def install(values: list[float]) -> None:
-        from hfgolf.train import setup
+        from hfgolf.train import validation
 
-        real = setup.evaluate_loss
+        real = validation.evaluate_loss
         left = list(values)
 
         def evaluate(*arguments: Any, **options: Any) -> Any:
@@ -239,6 +239,6 @@ def validation_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]]
             loss = left.pop(0) if len(left) > 1 else left[0]
             return type(evaluation)(loss * evaluation.num_tokens, evaluation.num_tokens, evaluation.num_bytes)
 
-        monkeypatch.setattr(setup, "evaluate_loss", evaluate)
+        monkeypatch.setattr(validation, "evaluate_loss", evaluate)
 
     return install

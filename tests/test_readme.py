@@ -110,8 +110,8 @@ def test_the_keys_that_the_table_of_the_config_names_are_keys_with_these_values(
 
 
 def test_the_options_that_the_readme_gives_for_gpt2_make_it():
-    from hfgolf.model.build import build_golf
     from hfgolf.model.convert_gpt2 import gpt2_from_golf
+    from hfgolf.train.build import build_golf
 
     (options,) = re.findall(r"`(--model\.norm layernorm[^`]+)`", README)
     small = "--model.hidden_size 16 --model.num_hidden_layers 1 --model.num_attention_heads 2 --train.max_steps 1"

@@ -99,9 +99,11 @@ class Checkpointer:
         """
         self.wait()
         step = self._state.step
-        sick = first_not_finite(self._model.named_parameters())
-        if sick is not None:
-            self._failures.append(f"checkpoint of step {step} not written: {sick} holds values that are not finite")
+        nonfinite = first_not_finite(self._model.named_parameters())
+        if nonfinite is not None:
+            self._failures.append(
+                f"checkpoint of step {step} not written: {nonfinite} holds values that are not finite"
+            )
             return
         write = self._contents() if self._is_replicated else self._save_sharded()
         if self._accelerator.is_main_process:

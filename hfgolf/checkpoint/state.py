@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hfgolf.config import BatchConfig
-from hfgolf.data.batches import stream_positions
+from hfgolf.data.batches import as_ranges, stream_positions
 
 
 @dataclass
@@ -85,6 +85,24 @@ class TrainState:
                 raise ValueError(f"{name} is {state[name]!r}"[:100])
         for key in dataclasses.fields(self):
             setattr(self, key.name, state[key.name])
+
+
+def rolled_back(saved: TrainState, current: TrainState, bad_positions: np.ndarray, rate_factor: float) -> TrainState:
+    """Return the state in which a run goes on from a checkpoint after a rollback.
+
+    saved: as the checkpoint holds it. current: of the run just before. bad_positions: (n,) int64, positions of blocks
+    that no later step may read. rate_factor: on all learning rates from here on.
+    """
+    next_position = stream_positions(saved.blocks, 1, current.excluded_blocks)[0]
+    # bad blocks before the checkpoint are behind it anyway: to exclude them would move good ones past it
+    new_ranges = as_ranges(bad_positions[bad_positions >= next_position])
+    return dataclasses.replace(
+        saved,
+        skipped_steps=current.skipped_steps,
+        rollbacks=current.rollbacks + 1,
+        excluded_blocks=sorted(current.excluded_blocks + new_ranges),
+        learning_rate_scale=current.learning_rate_scale * rate_factor,
+    )
 
 
 def _fits(value: Any, kind: Any) -> bool:

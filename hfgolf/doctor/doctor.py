@@ -6,7 +6,6 @@ nothing itself and never stops a run.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,47 +75,6 @@ class Doctor:
 
 def _identity(symptom: str, step: int) -> tuple[str, int | None]:
     return symptom, step if symptom in (SPIKE, NORM_SPIKE) else None
-
-
-class Rounds:
-    """The visits to a run that trains: each looks at what metrics.jsonl has had since the last one.
-
-    The first looks at all that is there, of an earlier session too, and so does the one after a rollback, which writes
-    the file anew.
-    """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self._path = path
-        self._settings = settings
-        self._doctor = Doctor(settings)
-        self._file: int | None = None
-        """Which file it was, as `tail -F` knows it: the inode."""
-        self._read_bytes = 0
-        self._is_on_duty = True
-
-    def visit(self) -> list[Finding]:
-        """Return what is new; never raises, as no run is worth less than a look at it."""
-        try:
-            return self._visit() if self._is_on_duty else []
-        except OSError:
-            return []  # the file is not there, or not now
-        except Exception as error:
-            self._is_on_duty = False
-            logger.warning("doctor: gave up on %s (%s: %s)", self._path, type(error).__name__, one_line(error))
-            return []
-
-    def _visit(self) -> list[Finding]:
-        status = self._path.stat()
-        if status.st_ino != self._file:
-            self._doctor, self._file, self._read_bytes = Doctor(self._settings), status.st_ino, status.st_size
-            lines = in_order(read_metrics(self._path))
-        else:
-            with self._path.open("rb") as file:
-                file.seek(self._read_bytes)
-                new = file.read()
-            self._read_bytes += len(new)  # the tracker writes whole lines
-            lines = [json.loads(line) for line in new.splitlines()]
-        return [finding for line in lines for finding in self._doctor.look_at(line)]
 
 
 def examine(folder: Path) -> tuple[list[Finding], Metrics]:

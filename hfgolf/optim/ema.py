@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hfgolf.config import OptimConfig
 from hfgolf.errors import UserError
 from hfgolf.optim.state import state_dtype
-
-if TYPE_CHECKING:
-    from hfgolf.config import OptimConfig
 
 
 def ema_decay(optim: OptimConfig, tokens_per_step: int) -> float | None:

@@ -16,7 +16,6 @@ import sys
 import threading
 from pathlib import Path
 
-import hfgolf
 from hfgolf.command_line import one_line, run_command
 from hfgolf.errors import UserError
 from hfgolf.publish.model_card import name_in_card
@@ -131,7 +130,7 @@ class HubPusher:
         seconds = int(_PUSH_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
         options = [f"--seconds={seconds}", f"--message={message}", *["--private"] * self._private]
         command = [sys.executable, "-m", "hfgolf.publish.hub", str(folder), str(self._repo_id), *options]
-        package = Path(hfgolf.__file__).parents[1]
+        package = Path(__file__).parents[2]
         environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         try:
             done = subprocess.run(

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-import hfgolf
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig, RunSection, join_words
 from hfgolf.durable import write_text
@@ -61,7 +61,7 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
         summary=summary,
         pictures=[picture.name for picture in pictures],
         fence=_fence(summary.get("sample", "")),
-        version=hfgolf.__version__,
+        version=version("hfgolf"),
         yaml=_public_yaml(config),
     )
     return redact(f"{card}\n")

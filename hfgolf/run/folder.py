@@ -1,6 +1,6 @@
-"""The folder of a run: what is in it, and when a new run may use it.
+"""The folder of a run: the names of its files, and the lock that keeps other processes out of it.
 
-Owns the names of the files below `runs/NAME`. Refuses to let two different runs share a folder.
+Does not know which run may use it (train/claim.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hfgolf.checkpoint.identity import changed_keys, differences
-from hfgolf.checkpoint.store import newest_first
-from hfgolf.command_line import ResolvedConfig, read_yaml
+from hfgolf.command_line import read_yaml
 from hfgolf.config import RunConfig
 from hfgolf.durable import find_damage, make_folder, sync, write_text
 from hfgolf.errors import UserError
@@ -80,12 +78,8 @@ class RunFolder:
         """The final figures; there once the run is complete."""
         return self.path / "summary.json"
 
-    def claim(self, resolved: ResolvedConfig) -> None:
-        """Make the folder and check that this run may write there; the main process calls it before any work.
-
-        Raises UserError where the folder is not writable, is in use by another process, holds another config, or holds
-        a run that train.resume must continue. Leaves everything in it untouched but for unfinished writes.
-        """
+    def make(self) -> None:
+        """Make the folder and check that this process may write there; UserError if it may not."""
         try:
             make_folder(self.path)
             probe = self.path / ".writable"
@@ -95,26 +89,8 @@ class RunFolder:
             raise UserError(
                 f"run.output_dir: cannot write to {self.path} ({error.strerror}); choose another --run.output_dir."
             ) from None
-        self._lock()
-        self._clean_up()
-        resume = resolved.config.train.resume
-        has_checkpoints = bool(newest_first(self.checkpoints))
-        changed = self.changed_keys(resolved) if resume is None or not has_checkpoints else []
-        if resume in (None, "auto") and changed:  # of a checkpoint, its own config decides
-            raise UserError(
-                f"run.name: {self.path} holds a run with another config ({', '.join(changed[:3])}"
-                f"{', ...' if len(changed) > 3 else ''}); choose another --run.name, delete that folder, or continue"
-                " that run with these values by --train.resume latest."
-            )
-        if resume is None and self.summary.exists():
-            raise UserError(f"run.name: {self.path} holds a run that is complete; another --run.name starts a new one.")
-        if resume is None and has_checkpoints:
-            raise UserError(
-                f"run.name: {self.path} holds an unfinished run; --train.resume auto continues it,"
-                " another --run.name starts a new one."
-            )
 
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
         """Remove what a write that was killed left behind; not among the checkpoints, which do so themselves."""
         for pattern in (".partial-*", ".replaced-*", "starts/*/.partial-*", f"{self.report.stem}/.partial-*"):
             for path in self.path.glob(pattern):
@@ -123,7 +99,7 @@ class RunFolder:
                 else:
                     path.unlink(missing_ok=True)
 
-    def _lock(self) -> None:
+    def lock(self) -> None:
         """Keep other processes out for as long as this one lives, however it ends; UserError where one is in."""
         if fcntl is None or self.path.resolve() in self._locks:
             return
@@ -169,7 +145,7 @@ class RunFolder:
             if owner in ("", _this_process()):
                 self._lock_file.touch()
                 del self._locks[self.path.resolve()]
-                self._lock()
+                self.lock()
                 os.close(held)
                 return
         except UserError:
@@ -186,42 +162,15 @@ class RunFolder:
     def _lock_file(self) -> Path:
         return self.path / ".lock"
 
-    def changed_keys(self, resolved: ResolvedConfig) -> list[str]:
-        """Return "key old -> new" for each value of config.yaml that this run changes; none if it can't be read."""
-        before = self._read_config()
-        return differences(before, resolved, changed_keys(before, resolved)) if before else []
-
-    def _read_config(self) -> dict[str, Any]:
+    def read_config(self) -> dict[str, Any]:
+        """Return config.yaml as {"section.key": value}; nothing if it can't be read."""
         try:
             return read_yaml(self.config)
         except (UserError, OSError):  # not there, or cut by a power failure: checkpoints hold the config, too
             return {}
 
-    def completed(self, resolved: ResolvedConfig) -> dict[str, Any] | None:
-        """Return the summary if this very run is complete and all that it says of the model is so, else None."""
-        if not self._has_ended(resolved) or self.damage(resolved):
-            return None
-        return json.loads(self.summary.read_text()) | {"model": str(self.model)}
-
-    def damage(self, resolved: ResolvedConfig) -> str | None:
-        """Say what is not as it was when this very run ended: its summary, or a file of its model; else None.
-
-        Raises UserError if there is no checkpoint to make it again from.
-        """
-        damage = self._find_damage() if self._has_ended(resolved) else None
-        if damage and not any(self.checkpoints.glob("step-*")):
-            raise UserError(
-                f"run.name: {self.path} holds a run that ended, but {damage}, and there is no checkpoint to make it"
-                " again from; choose another --run.name, or delete that folder."
-            )
-        return damage
-
-    def _has_ended(self, resolved: ResolvedConfig) -> bool:
-        if resolved.config.train.resume not in (None, "auto") or not (self.summary.is_file() and self._read_config()):
-            return False
-        return not self.changed_keys(resolved)
-
-    def _find_damage(self) -> str | None:
+    def find_damage(self) -> str | None:
+        """Say what is not as it was when the run ended, its summary or a file of its model; None if nothing is."""
         try:
             summary = json.loads(self.summary.read_text())
             listed = summary.get("files", {})  # runs of older versions have none

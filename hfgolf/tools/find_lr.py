@@ -26,8 +26,9 @@ from hfgolf.config import OptimConfig
 from hfgolf.errors import UserError
 from hfgolf.tools.lr_sweep import Sweep, has_diverged, suggest
 from hfgolf.tools.scratch import scratch_run
+from hfgolf.train.feed import start_batches
 from hfgolf.train.loop import train_step
-from hfgolf.train.setup import Run
+from hfgolf.train.run import Run
 from hfgolf.train.trackers import Tracker
 
 logger = logging.getLogger(__name__)
@@ -132,9 +133,9 @@ def _trial(run: Run, step: int) -> Run:
     blocks = step * run.config.batch.sequences_per_step
     state = dataclasses.replace(run.state, step=step, blocks=blocks, learning_rate_scale=1.0)
     trial = dataclasses.replace(
-        run, resolved=resolved, state=state, ema=None, tracker=_Silent(), most_steps=math.inf, has_begun=True
+        run, resolved=resolved, state=state, ema=None, tracker=_Silent(), step_limit=math.inf, is_stepping=True
     )
-    trial.start_batches()
+    start_batches(trial)
     trial.model.train()
     return trial
 
@@ -144,7 +145,7 @@ def _step(trial: Run) -> float:
     accelerator = trial.accelerator
     result = train_step(trial, math.inf)
     trial.state.count_step(trial.config.batch)
-    is_skipped = result.sick_parameter is not None and accelerator.scaler is None  # a scaler skips while it adapts
+    is_skipped = result.nonfinite_parameter is not None and accelerator.scaler is None  # a scaler skips while it adapts
     loss = torch.tensor(math.nan if is_skipped else result.loss, device=accelerator.device)
     return accelerator.reduce(loss, "mean").item()
 

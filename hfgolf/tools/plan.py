@@ -32,9 +32,9 @@ from hfgolf.measure.memory import (
     choose_micro_batch_size,
     run_memory,
 )
-from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer, parameter_groups
+from hfgolf.train.build import build_golf
 
 # Of the peak, in training, uncompiled, where nobody measured: configs/small.yaml reaches 0.6 in fp32 on two CPU cores;
 # small GPTs on a GPU are published between 0.3 and 0.5.

@@ -26,7 +26,7 @@ from hfgolf.tools.profile import Profile, what_bounds
 from hfgolf.tools.trace import STEP, read_trace
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.loop import train_step
-from hfgolf.train.setup import Run
+from hfgolf.train.run import Run
 
 WARMUP_STEPS = 3
 KIND_OF_MODULE: dict[type[nn.Module], str] = {

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from hfgolf.command_line import ResolvedConfig
-from hfgolf.train.setup import Run, set_up
+from hfgolf.train.feed import start_batches
+from hfgolf.train.run import Run
+from hfgolf.train.setup import set_up
 from hfgolf.train.signals import Signals
 
 
@@ -30,7 +32,7 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
         run.checkpoints.wait()
         run.folder.path.mkdir(exist_ok=True)  # the main process has made its own
         stated = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for who describes it
-        run = dataclasses.replace(run, resolved=stated, most_steps=math.inf, has_begun=True)
-        run.start_batches()
+        run = dataclasses.replace(run, resolved=stated, step_limit=math.inf, is_stepping=True)
+        start_batches(run)
         run.model.train()
         yield run

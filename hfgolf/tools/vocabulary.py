@@ -20,8 +20,8 @@ from hfgolf.config import RunConfig, TokenizerConfig
 from hfgolf.data.pieces import ROWS_PER_BATCH, PieceWriter, num_text_bytes
 from hfgolf.data.tokenizer import Encoded, Encoder, TooFewEntriesError, build_encoder, build_tokenizer, find_loss
 from hfgolf.errors import UserError
-from hfgolf.model.build import golf_config
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.train.build import golf_config
 
 if TYPE_CHECKING:
     from datasets import Dataset

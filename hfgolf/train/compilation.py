@@ -1,4 +1,4 @@
-"""Whether to compile the model, and doing it in place so that state-dict keys stay clean."""
+"""Whether to compile the model, compiling it in place so that state-dict keys stay clean, and the pass that does it."""
 
 from __future__ import annotations
 
@@ -8,36 +8,52 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from hfgolf.command_line import one_line
-from hfgolf.train.recovery import is_out_of_memory
-
-if TYPE_CHECKING:
-    from torch import nn
+from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
+from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 
 # What a compilation costs, and by precision what it saves and the MFU without it; rounded against compiling. Measured
-# for the model of configs/small.yaml on 2 CPU cores: 35 s, 9 s where torch's cache has it from an earlier run; in bf16
+# for the model of configs/small.yaml on 2 CPU cores: 35 s, 9 s if torch's cache has it from an earlier run; in bf16
 # (AVX512-BF16) a step of 0.27 s instead of 0.34 s, in fp32 (another CPU) of 0.54 s instead of 0.61 s.
 COMPILE_SECONDS = 40.0
 SAVED_SHARE_OF_TIME = {"no": 0.12, "bf16": 0.2, "fp16": 0.2}
 UNCOMPILED_MFU = {"no": 0.6, "bf16": 0.4, "fp16": 0.4}
 
 
+def choose_compilation(run: Run) -> None:
+    """Decide train.compile if it is auto, and say why."""
+    train = run.config.train
+    if train.compile != "auto":
+        reason = f"{run.resolved.sources.get('train.compile', 'train.compile')} says so"
+        logger.info("compile: %s, because %s", "yes" if train.compile else "no", reason)
+        return
+    tokens = (run.step_limit - run.state.step) * run.config.batch.tokens_per_step
+    compiling, reason = should_compile(
+        run.accelerator.device,
+        str(train.mixed_precision),
+        seconds_at_peak=tokens * run.meter.flops_per_second_of_peak,
+        max_seconds=60 * (train.max_minutes or math.inf),
+    )
+    run.decide("auto", train__compile=compiling)
+    logger.info("compile: %s, because %s", "yes" if compiling else "no", reason)
+
+
 def should_compile(
-    device: torch.device, precision: str, seconds_at_peak: float, most_seconds: float = math.inf
+    device: torch.device, precision: str, seconds_at_peak: float, max_seconds: float = math.inf
 ) -> tuple[bool, str]:
     """Decide train.compile auto and say why.
 
-    seconds_at_peak: of the whole training, were its MFU 1; most_seconds: after which it ends in any case.
+    seconds_at_peak: of the whole training if its MFU were 1; max_seconds: after which it ends in any case.
     """
     if not has_compiler(device):
         return False, "there is no compiler for this device"
-    saved = min(seconds_at_peak / UNCOMPILED_MFU[precision], most_seconds) * SAVED_SHARE_OF_TIME[precision]
+    saved = min(seconds_at_peak / UNCOMPILED_MFU[precision], max_seconds) * SAVED_SHARE_OF_TIME[precision]
     if saved < COMPILE_SECONDS:
         return False, f"about {saved:.0f} s saved would not pay for about {COMPILE_SECONDS:.0f} s of compiling"
     return True, f"about {saved:.0f} s saved pay for about {COMPILE_SECONDS:.0f} s of compiling"
@@ -52,8 +68,44 @@ def has_compiler(device: torch.device) -> bool:
     return device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
+def warm_up(run: Run) -> None:
+    """Run a pass forward and back before the first step: to compile and, on a GPU, to see if the micro-batch fits."""
+    accelerator, compiling = run.accelerator, bool(run.config.train.compile)
+    on_gpu = accelerator.device.type == "cuda"
+
+    def run_once() -> None:
+        ids = torch.zeros(
+            run.micro_batch_size, run.config.batch.sequence_length, dtype=torch.long, device=accelerator.device
+        )
+        with torch.random.fork_rng([accelerator.device] if on_gpu else []), accelerator.no_sync(run.model):
+            # a clone: torch would compile for labels that are the inputs, and once more for a real batch
+            accelerator.backward(run.model(input_ids=ids, shift_labels=ids.clone()).loss)
+        run.raw_model.zero_grad(set_to_none=True)
+
+    def on_all_processes() -> None:
+        reason = None
+        try:
+            if compiling:
+                compile_in_place(run.raw_model, run_once)
+            else:
+                run_once()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error)
+        failed = torch.tensor(float(reason is not None), device=accelerator.device)
+        if accelerator.reduce(failed, "sum").item():
+            raise torch.OutOfMemoryError(reason or "on another process")
+
+    if compiling or on_gpu:
+        with run.stopwatch.of("compile" if compiling else "setup"):
+            halve_until_it_fits(run, on_all_processes)
+    if compiling:
+        logger.info("compile: %.0f s", run.stopwatch.seconds()["compile"])
+
+
 def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
-    """Compile the model in place; falls back to eager, with one line, where it fails.
+    """Compile the model in place; fall back to eager, with one line, if it fails.
 
     run_once: runs a forward and backward pass, which is when torch compiles; it must leave no trace.
     """
@@ -65,7 +117,7 @@ def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
         if is_out_of_memory(error):
             raise
         torch._dynamo.reset()
-        logger.warning("compile: failed, going on without: %s", one_line(error)[:200])
+        logger.warning("compile: failed, continuing without: %s", one_line(error)[:200])
         run_once()
 
 

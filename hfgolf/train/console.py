@@ -6,46 +6,42 @@ import logging
 import math
 import re
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from hfgolf.command_line import is_lost
 from hfgolf.redact import redact
 
-if TYPE_CHECKING:
-    from hfgolf.train.setup import Run
-
 logger = logging.getLogger("hfgolf")
 
 
 class Console:
-    """Shows the rows of a run; on ranks other than the main one it does nothing."""
+    """Shows the rows of a run: a bar if stderr is a terminal, plain lines elsewhere."""
 
-    def __init__(self, run: Run) -> None:
-        self._is_main = run.accelerator.is_main_process
-        total = None if run.most_steps == math.inf else int(run.most_steps)
-        hidden = not (self._is_main and sys.stderr.isatty())
-        self._bar = tqdm(total=total, initial=run.state.step, unit="step", disable=hidden, dynamic_ncols=True)
+    def __init__(self, first_step: int, step_limit: float, is_main_process: bool) -> None:
+        total = None if step_limit == math.inf else int(step_limit)
+        hidden = not (is_main_process and sys.stderr.isatty())
+        self._bar = tqdm(total=total, initial=first_step, unit="step", disable=hidden, dynamic_ncols=True)
 
-    def show(self, row: dict[str, Any], total_steps: float) -> None:
+    def show(self, row: dict[str, Any], expected_steps: float) -> None:
         """Show a row of metrics.jsonl."""
         if self._bar.disable:
-            logger.info("%s", format_row(row, total_steps))
+            logger.info("%s", format_row(row, expected_steps))
             return
         self._bar.update(row["step"] - self._bar.n)
         self._bar.set_postfix_str(f"loss {row['train_loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
         if row["val_loss"] is not None:
             with tqdm.external_write_mode(file=sys.stderr):
-                logger.info("%s", format_row(row, total_steps))
+                logger.info("%s", format_row(row, expected_steps))
 
     def close(self) -> None:
         self._bar.close()
 
 
-def format_row(row: dict[str, Any], total_steps: float) -> str:
+def format_row(row: dict[str, Any], expected_steps: float) -> str:
     """Return a row of metrics.jsonl as a line for a person."""
-    total = "" if total_steps == math.inf else f"/{max(total_steps, row['step']):.0f}"
+    total = "" if expected_steps == math.inf else f"/{max(expected_steps, row['step']):.0f}"
     parts = [
         f"step {row['step']}{total}",
         f"loss {row['train_loss']:.4f}",

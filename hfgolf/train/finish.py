@@ -8,18 +8,15 @@ import logging
 import math
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_not_finite
-from hfgolf.checkpoint.identity import read_identity, text_changes
 from hfgolf.checkpoint.store import Rejected, best_checkpoint, newest_first, saved_step, step_of, verified_file
 from hfgolf.command_line import one_line
-from hfgolf.config import RunConfig
-from hfgolf.data.corpus import load_corpus
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
 from hfgolf.hardware import accelerator_name
@@ -32,10 +29,9 @@ from hfgolf.run.metrics import read_metrics
 from hfgolf.run.provenance import git_commit
 from hfgolf.run.record import read_run
 from hfgolf.train.compilation import undo_compilation
+from hfgolf.train.run import Run
+from hfgolf.train.validation import evaluate, exported_weights, sample
 from hfgolf.wording import duration, gigabytes
-
-if TYPE_CHECKING:
-    from hfgolf.train.setup import Run
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +41,7 @@ def conclude(run: Run) -> dict[str, Any]:
     if run.accelerator.is_main_process:
         run.folder.hold()
     step, damaged_best = _take_best_weights(run)
-    evaluation = run.whole_evaluations.get(step) or run.evaluate()
+    evaluation = run.full_evaluations.get(step) or evaluate(run)
     summary: dict[str, Any] = {
         "run": run.config.run.name,
         "step": step,
@@ -75,7 +71,7 @@ def conclude(run: Run) -> dict[str, Any]:
         summary["damaged_best_step"] = damaged_best
     if run.accelerator.is_main_process:
         undo_compilation(run.raw_model)
-        text = run.sample(100)
+        text = sample(run, 100)
         summary |= {} if text is None else {"sample": text}
         summary |= run.stopwatch.row()
         summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # for the report
@@ -122,15 +118,6 @@ def report_run(run: Run, summary: dict[str, Any] | None = None) -> None:
     run.tracker.attach(run.folder.report, "report")
 
 
-def changed_text(folder: RunFolder, config: RunConfig) -> list[str]:
-    """Return how the text of a complete run has changed since; nothing if it hasn't, or if that can't be told."""
-    newest = next(iter(newest_first(folder.checkpoints)), None)
-    try:
-        return text_changes(read_identity(newest)["corpus"], load_corpus(config.data).identity) if newest else []
-    except UserError:  # the text is gone, or its server is: nobody needs it any more
-        return []
-
-
 def show_summary(summary: dict[str, Any]) -> None:
     """Print how the run ended and how to load what it made."""
     logger.info(
@@ -169,7 +156,7 @@ def push_in_training(run: Run) -> None:
         return
     folder = run.folder.path / "model-in-training"
     try:
-        with run.exported_weights():
+        with exported_weights(run):
             export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
     except (OSError, SafetensorError) as error:
         logger.warning("nothing pushed at step %d: %s", run.state.step, one_line(error))
@@ -186,18 +173,18 @@ def _take_best_weights(run: Run) -> tuple[int, int | None]:
     run.accelerator.wait_for_everyone()  # the main process has written what all read
     averaged = run.config.optim.ema_export
     name = EMA_NAME if averaged else WEIGHTS_NAME
-    sick = first_not_finite(run.raw_model.named_parameters())
+    nonfinite = first_not_finite(run.raw_model.named_parameters())
     answer: list[Any] = [None, None]
     if run.accelerator.is_main_process:
-        answer = list(_find_weights(run, name, sick is None))
+        answer = list(_find_weights(run, name, nonfinite is None))
     file, damaged_best = broadcast_object_list(answer)
     if file:
         weights, step = load_file(file), step_of(file.parent)
         logger.info("taking the weights of step %d", step)
-    elif sick:
+    elif nonfinite:
         raise UserError(
-            f"train: {sick} holds values that are not finite, and there is no whole checkpoint; nothing is exported."
-            f" Lower optim.learning_rate (now {run.config.optim.learning_rate:g}), then start anew."
+            f"train: {nonfinite} holds values that are not finite, and there is no whole checkpoint; nothing is"
+            f" exported. Lower optim.learning_rate (now {run.config.optim.learning_rate:g}), then start anew."
         )
     else:
         weights, step = run.ema.state_dict() if averaged and run.ema else {}, run.state.step

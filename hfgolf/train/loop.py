@@ -1,8 +1,8 @@
-"""The training loop: the page a newcomer reads first.
+"""The training loop: the page to read first.
 
-train() takes a run from its first step to its model; train_step() is one optimizer update. How things are built is in
-setup.py, what happens when a step goes wrong in guard.py, how it ends in finish.py; none of them is needed to
-follow what happens here.
+train() takes a run from its first step to its model; train_step() is one optimizer update. setup.py builds what they
+use, feed.py delivers the batches, recovery.py deals with steps that go wrong, finish.py ends the run. You need none of
+them to follow what happens here.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from accelerate import DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfgolf.checkpoint.store import saved_step
 from hfgolf.command_line import ResolvedConfig
@@ -27,72 +26,69 @@ from hfgolf.optim.schedule import apply_schedule
 from hfgolf.run.folder import FolderTakenError
 from hfgolf.train.clock import Clock, Interrupted
 from hfgolf.train.console import Console
+from hfgolf.train.feed import epoch, halve_until_it_fits
 from hfgolf.train.finish import conclude, push_in_training, report_run
 from hfgolf.train.meter import StepResult
-from hfgolf.train.recovery import Guard, first_sick_gradient, gradient_norm, halve_until_it_fits, should_stop_early
-from hfgolf.train.setup import Run, set_up, write_description
+from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
+from hfgolf.train.run import Run
+from hfgolf.train.setup import set_up, write_description
 from hfgolf.train.signals import Signals
+from hfgolf.train.validation import should_stop_early, validate, write_sample
 
 logger = logging.getLogger(__name__)
 
 
 def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str, Any]:
-    """Train as the config says and return the summary: losses, bits per byte, speed, where the model lies.
+    """Train as the config says and return the summary: losses, bits per byte, speed, the folder of the model.
 
-    signals: entered by the caller before its imports; None: handlers are there from here on, and gone afterwards.
-    Raises UserError for what a person can mend, SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP ended it after a
+    signals: entered by the caller before its imports; None: handled from here on, until the end of this call.
+    Raises UserError for what a person can fix, SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP ended it after a
     save. Call it in every process that `accelerate launch` started.
     """
     with signals or Signals() as signals:
         run = set_up(resolved)
-        clock = Clock(run, signals)
+        accelerator = run.accelerator
+        clock = Clock(
+            run.config.train,
+            run.state,
+            run.stopwatch,
+            signals,
+            run.step_limit,
+            accelerator.num_processes,
+            accelerator.is_main_process,
+        )
         with signals.noted():
             try:
                 run_steps(run, clock)
             except FolderTakenError:
-                raise  # what is there now is another run's
-            except BaseException as raised:
-                error = explain_worker(raised)
-                if isinstance(error, DamagedCacheError):
-                    run.tracker.event("damaged_cache", run.state, reason=str(error))
-                settle(run)
-                report_run(run)
-                if error is not raised:
-                    raise error from None
-                raise
-            settle(run)
+                raise  # the files there now belong to another run
+            except BaseException as error:
+                raise report_failure(run, error)  # noqa: B904 - most often the same error
+            flush(run)
             if clock.stop_signal:
-                leave(run, clock.stop_signal)
+                exit_after_signal(run, clock.stop_signal)
             signals.where = "after the last step; the same command with --train.resume auto finishes what is left"
         return conclude(run)
 
 
-def settle(run: Run) -> None:
-    """Bring to an end what the steps began, whatever ended them: what was to be saved is."""
-    run.stopwatch.switch("other")
-    with run.stopwatch.of("checkpoint"):
-        run.checkpoints.wait()
-    see_doctor(run)
-    report_failed_saves(run)
-
-
 def run_steps(run: Run, clock: Clock) -> None:
-    """Make the steps that the run has left; log, evaluate and save when it is time to."""
+    """Make the steps that the run has left; log, evaluate and save when due."""
     every, hub = run.config.train, run.config.hub
-    console, guard = Console(run), Guard(run)
+    console = Console(run.state.step, run.step_limit, run.accelerator.is_main_process)
+    recovery = Recovery(run)
     run.model.train()
-    run.has_begun = True
+    run.is_stepping = True
     run.stopwatch.switch("train")
     if run.state.unfinished_row is not None:
         with run.stopwatch.of("other"):
             report_step(run, clock, console, run.state.unfinished_row, evaluating=True, saving=False)
     while not (clock.is_over() or clock.stop_signal or should_stop_early(run)):
-        result = train_step(run, clock.total_steps())
+        result = train_step(run, clock.expected_steps())
         run.state.count_step(run.config.batch)
         run.meter.add(result)
-        clock.tick()
-        if guard.look_at(result):
-            continue  # back at an earlier step
+        clock.synchronize()
+        if recovery.review(result) is Next.REPEAT:
+            continue
         step, last = run.state.step, clock.is_over()
         evaluating = due(step, every.eval_every_steps, last)
         saving = clock.save_is_due() or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
@@ -108,57 +104,29 @@ def run_steps(run: Run, clock: Clock) -> None:
         run.tokens.check(wait=True)
 
 
-def report_step(run: Run, clock: Clock, console: Console, row: dict[str, Any], evaluating: bool, saving: bool) -> None:
-    """Complete the row of a step by an evaluation, write and show it, and save; each if it is due."""
-    if run.accelerator.is_main_process:
-        run.folder.hold()
-    is_saved = run.state.unfinished_row is not None  # by the session before, which was stopped here
-    run.state.unfinished_row = row if evaluating else None
-    try:
-        if evaluating:
-            row = row | validate(run, clock.interrupt)
-            write_sample(run)
-        run.state.unfinished_row = None
-        run.tracker.log(row | run.stopwatch.row())
-        console.show(row, clock.total_steps())
-    except Interrupted:
-        logger.info("the evaluation at step %d is left to the run that continues this one", run.state.step)
-        saving = not is_saved
-    see_doctor(run)
-    if saving or run.state.best_step == run.state.step or should_stop_early(run):
-        save(run)
-        clock.note_save()
-    report_failed_saves(run)
-
-
-def train_step(run: Run, total_steps: float) -> StepResult:
-    """Make one optimizer update; where the gradient is not finite, leave weights and optimizer as they are."""
+def train_step(run: Run, expected_steps: float) -> StepResult:
+    """Make one optimizer update; if the gradient is not finite, leave weights and optimizer as they are."""
     accelerator, optimizer, state, config = run.accelerator, run.optimizer, run.state, run.config
     loss, sample_hash = halve_until_it_fits(run, lambda: accumulate_gradients(run))
     accelerator.unscale_gradients()
     norm = gradient_norm(run.model.parameters())
-    loss_value, grad_norm = read_off(loss, norm)
-    sick_parameter = None if math.isfinite(grad_norm) else first_sick_gradient(run.raw_model)
-    apply_schedule(optimizer, state.step, total_steps, config.optim, config.schedule, state.learning_rate_scale)
-    if sick_parameter is None and config.train.max_grad_norm is not None:
+    loss_value, grad_norm = to_host(loss, norm)
+    nonfinite = None if math.isfinite(grad_norm) else first_nonfinite_gradient(run.raw_model)
+    apply_schedule(optimizer, state.step, expected_steps, config.optim, config.schedule, state.learning_rate_scale)
+    if nonfinite is None and config.train.max_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), config.train.max_grad_norm, norm)
-    if sick_parameter is None or accelerator.scaler is not None:  # the scaler skips by itself, and learns from it
+    if nonfinite is None or accelerator.scaler is not None:  # the scaler skips by itself, and learns from it
         optimizer.step()
-    if sick_parameter is None and run.ema is not None:
+    if nonfinite is None and run.ema is not None:
         run.ema.update(state.step + 1)
     optimizer.zero_grad()
-    return StepResult(loss_value, grad_norm, sick_parameter, sample_hash)
-
-
-def read_off(*scalars: Tensor) -> list[float]:
-    """Return numbers from the device: the one moment in a step that waits for it (benchmarks/saving.py measures it)."""
-    return torch.stack(scalars).tolist()
+    return StepResult(loss_value, grad_norm, nonfinite, sample_hash)
 
 
 def accumulate_gradients(run: Run) -> tuple[Tensor, Tensor]:
     """Run forward and backward passes over the micro-batches of a step.
 
-    Returns the loss (mean nats a token on this process) and the hash of the samples, both scalars on the device.
+    Returns the loss (mean nats per token on this process) and the hash of the samples, both scalars on the device.
     """
     accelerator = run.accelerator
     loss_sum = torch.zeros((), device=accelerator.device)
@@ -174,17 +142,50 @@ def accumulate_gradients(run: Run) -> tuple[Tensor, Tensor]:
     return loss_sum / run.accumulation_steps, hash_sum
 
 
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the global norm of the gradients, a scalar on the device, equal on all ranks; changes nothing."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor if FSDP2 shards the gradients
+
+
+def to_host(*scalars: Tensor) -> list[float]:
+    """Return numbers from the device: the one moment in a step that waits for it (benchmarks/saving.py measures it)."""
+    return torch.stack(scalars).tolist()
+
+
 def due(step: int, every_steps: int | None, last: bool) -> bool:
     """Say whether something that happens every so many steps, and at the end, happens now."""
     return last or (every_steps is not None and step % every_steps == 0)
 
 
+def report_step(run: Run, clock: Clock, console: Console, row: dict[str, Any], evaluating: bool, saving: bool) -> None:
+    """Evaluate if due, write and show the row of a step, and save if due."""
+    if run.accelerator.is_main_process:
+        run.folder.hold()
+    is_saved = run.state.unfinished_row is not None  # by the session before, which was stopped here
+    run.state.unfinished_row = row if evaluating else None
+    try:
+        if evaluating:
+            row = row | validate(run, clock.interrupt)
+            write_sample(run)
+        run.state.unfinished_row = None
+        run.tracker.log(row | run.stopwatch.row())
+        console.show(row, clock.expected_steps())
+    except Interrupted:
+        logger.info("the evaluation at step %d is left to the run that continues this one", run.state.step)
+        saving = not is_saved
+    report_findings(run)
+    if saving or run.state.best_step == run.state.step or should_stop_early(run):
+        save(run)
+        clock.note_save()
+    report_failed_saves(run)
+
+
 def describe(run: Run) -> dict[str, Any]:
     """Return the row of metrics.jsonl for the steps since the last one."""
-    step = run.state.step
     return {
-        "step": step,
-        "epoch": run.epoch,
+        "step": run.state.step,
+        "epoch": epoch(run),
         "tokens": run.state.tokens,
         **run.meter.row(run.accelerator.reduce),
         "val_loss": None,
@@ -195,47 +196,8 @@ def describe(run: Run) -> dict[str, Any]:
     }
 
 
-def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
-    """Evaluate on train.eval_tokens of the validation part, the averaged weights too; returns columns of the row."""
-    budget = run.config.train.eval_tokens
-    evaluation = run.evaluate(budget, before_batch)
-    row = {
-        "val_loss": evaluation.loss,
-        "val_bits_per_byte": evaluation.bits_per_byte,
-        "val_tokens": evaluation.num_tokens,
-        "val_bytes": evaluation.num_bytes,
-    }
-    if run.ema is not None:
-        with run.ema.applied():
-            averaged = run.evaluate(budget, before_batch)
-        row |= {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
-        evaluation = averaged if run.config.optim.ema_export else evaluation
-    if budget is None:
-        run.whole_evaluations = {run.state.step: evaluation}
-    run.state.judge(evaluation.loss, run.config.train.min_improvement)
-    return row
-
-
-def write_sample(run: Run) -> None:
-    """Let the model write some text and keep it as an event."""
-    tokens, accelerator = run.config.train.sample_tokens, run.accelerator
-    if tokens is None or not accelerator.is_main_process or accelerator.distributed_type == DistributedType.FSDP:
-        return  # sharded weights are on no process
-    with run.exported_weights():
-        text = run.sample(tokens)
-    if text is not None:
-        run.tracker.event("sample", run.state, text=text)
-
-
-def see_doctor(run: Run) -> None:
-    """Say and note what the doctor finds in what was logged since the last time."""
-    for finding in run.rounds.visit() if run.accelerator.is_main_process else []:
-        logger.warning("doctor: %s", finding)
-        run.tracker.event("finding", run.state, **asdict(finding))
-
-
 def save(run: Run) -> None:
-    """Have a checkpoint written, which goes on in the background."""
+    """Start writing a checkpoint, in the background."""
     with suppress(OSError):  # the save meets the same disk, and says so
         if not run.folder.config.exists():  # somebody deleted the folder under the run
             write_description(run)
@@ -244,16 +206,42 @@ def save(run: Run) -> None:
         run.checkpoints.save(is_best=run.state.best_step == run.state.step, before_commit=run.tracker.sync)
 
 
+def report_findings(run: Run) -> None:
+    """Log what the doctor finds in the rows since the last time."""
+    for finding in run.monitor.new_findings() if run.accelerator.is_main_process else []:
+        logger.warning("doctor: %s", finding)
+        run.tracker.event("finding", run.state, **asdict(finding))
+
+
 def report_failed_saves(run: Run) -> None:
-    """Say once of each checkpoint that could not be written why, and what there is."""
+    """Say once, for each checkpoint that could not be written, why, and which one there is."""
     for failure in run.checkpoints.failures():
         step = saved_step(run.folder.checkpoints)
         logger.warning("%s; %s", failure, "there is none" if step is None else f"the newest is of step {step}")
         run.tracker.event("save_failed", run.state, reason=failure)
 
 
-def leave(run: Run, signal_number: int) -> None:
-    """End the process after a signal, once the save has ended; says how to continue."""
+def flush(run: Run) -> None:
+    """Wait for the pending save and log its outcome, however the loop ended."""
+    run.stopwatch.switch("other")
+    with run.stopwatch.of("checkpoint"):
+        run.checkpoints.wait()
+    report_findings(run)
+    report_failed_saves(run)
+
+
+def report_failure(run: Run, raised: BaseException) -> BaseException:
+    """Leave a run that died as complete as it can be; return what ended it, explained if a loader worker did."""
+    error = explain_worker(raised)
+    if isinstance(error, DamagedCacheError):
+        run.tracker.event("damaged_cache", run.state, reason=str(error))
+    flush(run)
+    report_run(run)
+    return error
+
+
+def exit_after_signal(run: Run, signal_number: int) -> None:
+    """End the process after a signal, once the save has ended; say how to continue."""
     name, step = signal.Signals(signal_number).name, saved_step(run.folder.checkpoints)
     if step is None:
         logger.info("stopped by %s at step %d; nothing is saved: a resume begins anew", name, run.state.step)

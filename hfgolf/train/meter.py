@@ -22,7 +22,7 @@ class StepResult:
     """Mean nats a token on this process."""
     grad_norm: float
     """Global norm of the gradient before clipping, equal on all processes."""
-    sick_parameter: str | None
+    nonfinite_parameter: str | None
     """The first parameter whose gradient was not finite; None where all were, and the update was made."""
     sample_hash: Tensor
     """Of the blocks this process read, () int64 on the device; the processes' hashes add up to that of the step."""

@@ -1,4 +1,4 @@
-"""From a config to everything the loop needs, built once and in the right order.
+"""From a config to everything the loop needs, in six phases: claim, resolve, load data, build, restore, start.
 
 The order matters: precision and threads before the Accelerator, seeds before the model, the optimizer before
 `prepare`, the checkpoint after it. Owns that order; the loop only uses what comes out.
@@ -7,10 +7,7 @@ The order matters: precision and threads before the Accelerator, seeds before th
 from __future__ import annotations
 
 import logging
-import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.contents import Checkpointer
@@ -35,15 +32,12 @@ from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.command_line import ResolvedConfig, one_line
 from hfgolf.config import RunConfig
-from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
+from hfgolf.data.batches import num_blocks
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
-from hfgolf.doctor.doctor import Rounds
+from hfgolf.doctor.monitor import Monitor
 from hfgolf.errors import UserError
-from hfgolf.evaluate.bits_per_byte import Evaluation
-from hfgolf.evaluate.loss import evaluate_loss
-from hfgolf.evaluate.sample import generate_text
 from hfgolf.hardware import accelerator_name, cpu_cores, fingerprint, free_memory_bytes, peak_flops
 from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.measure.memory import (
@@ -54,21 +48,22 @@ from hfgolf.measure.memory import (
     require_room,
     run_memory,
 )
-from hfgolf.model.build import build_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.publish.export import files_beside_weights
 from hfgolf.publish.hub import HubPusher
-from hfgolf.redact import redact
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.train.attention_probe import describe_attention
-from hfgolf.train.clock import most_steps
-from hfgolf.train.compilation import compile_in_place, has_compiler, should_compile, uncompiled
+from hfgolf.train.build import build_golf
+from hfgolf.train.claim import claim
+from hfgolf.train.clock import step_limit
+from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
+from hfgolf.train.feed import start_batches
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import processes, resolve_precision, seed_everything, set_cpu_threads, tune_memory
-from hfgolf.train.recovery import halve_until_it_fits, is_out_of_memory
+from hfgolf.train.run import Run
 from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.trackers import Tracker, check_trackers
 from hfgolf.wording import gigabytes
@@ -76,264 +71,28 @@ from hfgolf.wording import gigabytes
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Run:
-    """Everything the loop touches."""
-
-    resolved: ResolvedConfig
-    folder: RunFolder
-    accelerator: Accelerator
-    tokens: TokenCache
-    raw_model: GolfForCausalLM
-    """The model itself; `model` may be wrapped (DDP)."""
-    model: nn.Module
-    optimizer: Any
-    ema: Ema | None
-    state: TrainState
-    checkpoints: Checkpointer
-    stopwatch: Stopwatch
-    meter: Meter
-    tracker: Tracker
-    rounds: Rounds
-    """The doctor's visits."""
-    hub: HubPusher
-    most_steps: float
-    """Steps after which max_steps, max_tokens or max_epochs end the run; infinity where only the clock does."""
-    predicted_memory_bytes: int
-    """Peak of this process, as `top` shows it, or of the tensors on its GPU."""
-    batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
-    begins_at: int = 0
-    """Step that this start of the run goes on from."""
-    has_begun: bool = False
-    """The loop makes its steps: from here on processes wait for each other in the middle of one."""
-    whole_evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    """The last evaluation on the whole validation part, by its step, so that the end need not repeat it."""
-
-    @property
-    def config(self) -> RunConfig:
-        return self.resolved.config
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Sequences a process runs at once; resolved, so no longer "auto"."""
-        return int(self.config.batch.micro_batch_size)
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Micro-batches of a process in an optimizer step."""
-        return self.accelerator.gradient_accumulation_steps
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in an epoch."""
-        return num_blocks(len(self.tokens.train), self.config.batch.sequence_length)
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the training blocks so far, excluded blocks counted as passed."""
-        return int(self.state.next_positions(1)[0]) / self.num_blocks
-
-    def start_batches(self) -> None:
-        """Let the data go on from the blocks read so far: at the start, after a rollback, for another micro-batch."""
-        config, accelerator = self.config, self.accelerator
-        loader = build_loader(
-            self.tokens.train,
-            sequence_length=config.batch.sequence_length,
-            micro_batch_size=self.micro_batch_size,
-            accumulation=self.accumulation_steps,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-            seed=config.run.seed,
-            num_steps=int(min(self.most_steps, 10**9)) - self.state.step,
-            blocks_read=self.state.blocks,
-            excluded=self.state.excluded_blocks,
-            num_workers=config.data.num_workers,
-            prefetch_factor=config.data.prefetch_factor,
-            device=accelerator.device,
-        )
-        self.batches = iter(device_prefetch(loader, accelerator.device))
-
-    def decide(self, source: str, **values: Any) -> None:
-        """Let `section__key=value` be part of the run from here on, in its checkpoints too."""
-        self.resolved = self.resolved.resolve(source, **values)
-        identity = self.checkpoints.identity
-        identity["config"] |= {key.replace("__", "."): value for key, value in values.items()}
-
-    def shrink_micro_batch(self, reason: str) -> None:
-        """Halve the micro-batch and accumulate more of them; UserError where that is not possible."""
-        batch, accelerator = self.config.batch, self.accelerator
-        sizes = batch.micro_batch_sizes(accelerator.num_processes)
-        smaller = [size for size in sizes if size <= self.micro_batch_size // 2]
-        is_in_step = accelerator.num_processes > 1 and self.has_begun
-        if not smaller or is_in_step:
-            size = smaller[-1] if smaller else None
-            advice = f"continue with --batch.micro_batch_size {size} --train.resume auto" if size else "make it smaller"
-            message = f"train: out of memory with {self.micro_batch_size} sequences at once ({reason}); {advice}"
-            logger.warning("%s", message)  # from every process, as the one that prints errors may not be this one
-            raise UserError(f"{message}.")
-        before, size = self.micro_batch_size, smaller[-1]
-        self.decide("out of memory", batch__micro_batch_size=size)
-        accelerator.gradient_accumulation_steps = batch.accumulation_steps(size, accelerator.num_processes)
-        accelerator.step = 0  # of micro-batches; those of the broken step do not count
-        self.start_batches()
-        self.tracker.event("out_of_memory", self.state, micro_batch_size=[before, size], reason=reason)
-        logger.warning(
-            "out of memory at step %d with %d sequences at once: going on with %d, %d accumulated; the tokens a step"
-            " stay the same",
-            self.state.step + 1,
-            before,
-            size,
-            self.accumulation_steps,
-        )
-
-    def exported_weights(self) -> AbstractContextManager[None]:
-        """Give the model, for a while, the weights that would be exported now: the averaged ones under ema_export."""
-        return self.ema.applied() if self.ema is not None and self.config.optim.ema_export else nullcontext()
-
-    def evaluate(self, budget_tokens: int | None = None, before_batch: Callable[[], None] = lambda: None) -> Evaluation:
-        """Evaluate the model as it is on the first `budget_tokens` of the validation part, or on all of it.
-
-        before_batch: may end the evaluation by an exception, on all processes before the same batch.
-        """
-        with self.stopwatch.of("evaluate"):
-            return evaluate_loss(
-                self.raw_model,
-                self.tokens.val,
-                self.accelerator,
-                sequence_length=self.config.batch.sequence_length,
-                batch_size=self.micro_batch_size,
-                budget_tokens=budget_tokens,
-                before_batch=before_batch,
-            )
-
-    def sample(self, max_new_tokens: int) -> str | None:
-        """Return text that the model writes, the same for the same weights; None, with a line, if it can't write any.
-
-        Never raises: no sample is worth a run, and weights that are not finite are the guard's business.
-        """
-        tokenizer, seed = self.tokens.tokenizer, self.config.run.seed
-        try:
-            with self.stopwatch.of("evaluate"), uncompiled(self.raw_model):
-                # redacted, because a model may have learned a secret from its corpus
-                return redact(generate_text(self.raw_model, tokenizer, max_new_tokens=max_new_tokens, seed=seed))
-        except Exception as error:
-            reason = one_line(error)[:200]
-        logger.warning("no sample at step %d: %s", self.state.step, reason)
-        self.tracker.event("sample_failed", self.state, reason=reason)
-        return None
-
-
 def set_up(resolved: ResolvedConfig) -> Run:
-    """Build a run: folder, data, model, optimizer; then continue from a checkpoint where train.resume names one.
+    """Build a run: folder, data, model, optimizer; then resume from a checkpoint if train.resume names one.
 
-    Raises UserError, in one line, for whatever a person can mend; nothing earlier is lost by it.
+    Raises UserError, in one line, for whatever a person can fix; nothing earlier is lost by it.
     """
     stopwatch = Stopwatch()
-    folder = run_folder(resolved.config)
-    check_resume(folder.checkpoints, resolved.config.train.resume)
-    if processes().is_main_process:
-        folder.claim(resolved)
-        clean_up(folder.checkpoints)
-    origin = _find_origin(folder, resolved)
-    resolved = _settle_machine(resolved, origin)
-    accelerator = _build_accelerator(resolved.config)
-    config = resolved.config
-    changed = check_config(origin.name, origin.identity["config"], resolved) if origin else []
-    stated_size = config.batch.micro_batch_size
-    config.batch.accumulation_steps(1 if stated_size == "auto" else stated_size, accelerator.num_processes)  # or raise
-    _say_environment(accelerator, config, resolved)
-
-    seed_everything(config.run.seed, config.train.deterministic)
-    with accelerator.local_main_process_first():
-        corpus = load_corpus(config.data)
-        if origin:
-            changed += check_text(origin.name, origin.identity["corpus"], corpus.identity, resolved)
-        tokens = load_tokens(config.data, config.tokenizer, corpus, origin.tokenizer() if origin else None)
-        tokenizer_hash = tokenizer_sha256(tokens.tokenizer)
-        if origin:
-            check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokenizer_hash)
-    blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
-    tokens.tokenizer.model_max_length = config.batch.sequence_length
-    _require_room(config, len(tokens.tokenizer), accelerator)
-    raw_model = _build_model(config, tokens, accelerator.device)
-    resolved, predicted_memory_bytes = _settle_batch(resolved, raw_model, accelerator)
-    config = resolved.config
-
-    optimizer = build_optimizer(raw_model.named_parameters(), config.optim, raw_model.fused_projections())
-    logger.info("%s", group_table(optimizer))
-    beside_weights = files_beside_weights(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
-    model, optimizer = accelerator.prepare(raw_model, optimizer)
-    torch.manual_seed(config.run.seed + accelerator.process_index)  # from here on dropout, which differs by rank
-    state = TrainState()
-    decay = ema_decay(config.optim, config.batch.tokens_per_step)
-    ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
-    identity = run_identity(resolved, corpus.identity, tokenizer_hash)
-    checkpoints = Checkpointer(
-        accelerator,
-        folder.checkpoints,
-        raw_model,
-        optimizer,
-        state,
-        ema,
-        config.train.keep_last,
-        identity,
-        beside_weights,
-    )
-    if accelerator.is_main_process:
-        folder.reopen()
-    if origin:
-        checkpoints.load(origin.checkpoint)
-        stopwatch.carry_over(state.seconds)
-        logger.info("resumed from %s at step %d", origin.checkpoint, state.step)
-        if changed:
-            logger.info("changed since then: %s", ", ".join(changed))
-    elif config.train.resume:
-        logger.info("nothing to resume yet: the run begins")
-    optimizer.optimizer.create_state()  # before the rehearsal, which asks whether all has room together
-    checkpoints.reserve()
-
-    run = Run(
-        resolved=resolved,
-        folder=folder,
-        accelerator=accelerator,
-        tokens=tokens,
-        raw_model=raw_model,
-        model=model,
-        optimizer=optimizer,
-        ema=ema,
-        state=state,
-        checkpoints=checkpoints,
-        stopwatch=stopwatch,
-        meter=_build_meter(config, raw_model, accelerator, stopwatch),
-        tracker=Tracker(accelerator, config, folder.path, state),
-        rounds=Rounds(folder.metrics, config.flat()),
-        hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
-        most_steps=most_steps(config.train, config.batch, blocks_per_epoch, state),
-        begins_at=state.step,
-        predicted_memory_bytes=predicted_memory_bytes,
-    )
-    if origin:
-        run.tracker.event("resumed", state, changed=changed, begins_data=not state.blocks)
-    _settle_compilation(run)
-    try:
-        write_description(run)
-    except OSError as error:
-        raise UserError(
-            f"run.output_dir: cannot write to {folder.path} ({one_line(error)}); make room, or choose another"
-            " --run.output_dir."
-        ) from None
-    logger.info("attention: %s", describe_attention(raw_model, accelerator, config.batch.sequence_length))
-    _rehearse(run)
-    run.start_batches()
-    return run
+    folder, origin = _claim(resolved)
+    resolved, accelerator = _resolve(resolved, origin)
+    data = _load_data(resolved, accelerator, origin)
+    learner = _build(resolved, accelerator, data, folder)
+    _restore(learner, origin, folder, stopwatch)
+    return _start(learner, origin, data, folder, stopwatch)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Origin:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     checkpoint: Path
     identity: dict[str, Any]
+    changes: list[str] = field(default_factory=list)
+    """What this run does otherwise, as "key old -> new"."""
 
     @property
     def name(self) -> str:
@@ -346,14 +105,43 @@ class _Origin:
         return PreTrainedTokenizerFast.from_pretrained(self.checkpoint)
 
 
-def _find_origin(folder: RunFolder, resolved: ResolvedConfig) -> _Origin | None:
-    which = resolved.config.train.resume
+@dataclass
+class _Data:
+    """The text of a run as tokens, and what identifies it."""
+
+    tokens: TokenCache
+    corpus_identity: dict[str, Any]
+    tokenizer_sha256: str
+
+
+@dataclass
+class _Learner:
+    """What learns, and what saves it; `resolved` has the micro-batch decided."""
+
+    resolved: ResolvedConfig
+    accelerator: Accelerator
+    raw_model: GolfForCausalLM
+    model: nn.Module
+    optimizer: Any
+    ema: Ema | None
+    state: TrainState
+    checkpoints: Checkpointer
+    predicted_memory_bytes: int
+
+
+def _claim(resolved: ResolvedConfig) -> tuple[RunFolder, _Origin | None]:
+    """Phase 1: make the run's folder ours, and find the checkpoint to resume from."""
+    folder, which = run_folder(resolved.config), resolved.config.train.resume
+    check_resume(folder.checkpoints, which)
+    if processes().is_main_process:
+        claim(folder, resolved)
+        clean_up(folder.checkpoints)
     checkpoint = choose_checkpoint(processes(), folder.checkpoints, which) if which else None
-    return _Origin(checkpoint, read_identity(checkpoint)) if checkpoint else None
+    return folder, _Origin(checkpoint, read_identity(checkpoint)) if checkpoint else None
 
 
-def _settle_machine(resolved: ResolvedConfig, origin: _Origin | None) -> ResolvedConfig:
-    """Decide precision and threads, as the run so far had them if it goes on, and set up this process for them."""
+def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[ResolvedConfig, Accelerator]:
+    """Phase 2: decide precision and threads, as the run so far had them if it resumes, and set up this process."""
     before = origin.identity["config"] if origin else {}
     resolved = resolve_precision(resolved, before.get("train.mixed_precision"))
     resolved = keep_decisions(resolved, before, partial(_is_possible, resolved))
@@ -362,11 +150,19 @@ def _settle_machine(resolved: ResolvedConfig, origin: _Origin | None) -> Resolve
         if resolved.config.train.cpu_threads == "auto":
             resolved = resolved.resolve("auto", train__cpu_threads=threads)
         tune_memory()
-    return resolved
+    accelerator = _build_accelerator(resolved.config)
+    if origin:
+        origin.changes += check_config(origin.name, before, resolved)
+    batch = resolved.config.batch
+    stated_size = 1 if batch.micro_batch_size == "auto" else batch.micro_batch_size
+    batch.accumulation_steps(stated_size, accelerator.num_processes)  # or raise
+    _log_environment(accelerator, resolved)
+    seed_everything(resolved.config.run.seed, resolved.config.train.deterministic)
+    return resolved, accelerator
 
 
 def _is_possible(resolved: ResolvedConfig, key: str, value: Any) -> bool:
-    """Say whether this machine can do what a run decided elsewhere, or with other tokens a step."""
+    """Say whether this machine can do what a run decided elsewhere, or with other tokens per step."""
     match key:
         case "train.cpu_threads":
             return value * _local_processes() <= cpu_cores()
@@ -393,7 +189,8 @@ def _local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: ResolvedConfig) -> None:
+def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None:
+    config = resolved.config
     count = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     cores = f", {config.train.cpu_threads} threads each" if accelerator.device.type == "cpu" else ""
     logger.info("device: %s, %s%s", accelerator_name(), count, cores)
@@ -401,6 +198,51 @@ def _say_environment(accelerator: Accelerator, config: RunConfig, resolved: Reso
     if source == "auto":
         source = "this hardware is fast at it" if precision == "bf16" else "this hardware is not fast at bf16"
     logger.info("precision: %s (%s)", "fp32" if precision == "no" else precision, source)
+
+
+def _load_data(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Origin | None) -> _Data:
+    """Phase 3: the text as tokens, by the tokenizer that the weights belong to if the run resumes."""
+    config = resolved.config
+    with accelerator.local_main_process_first():
+        corpus = load_corpus(config.data)
+        if origin:
+            origin.changes += check_text(origin.name, origin.identity["corpus"], corpus.identity, resolved)
+        tokens = load_tokens(config.data, config.tokenizer, corpus, origin.tokenizer() if origin else None)
+        tokenizer_hash = tokenizer_sha256(tokens.tokenizer)
+        if origin:
+            check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokenizer_hash)
+    num_blocks(len(tokens.train), config.batch.sequence_length)  # or raise
+    tokens.tokenizer.model_max_length = config.batch.sequence_length
+    return _Data(tokens, corpus.identity, tokenizer_hash)
+
+
+def _build(resolved: ResolvedConfig, accelerator: Accelerator, data: _Data, folder: RunFolder) -> _Learner:
+    """Phase 4: model, optimizer and averages, and what saves them; nothing of them is loaded yet."""
+    tokenizer = data.tokens.tokenizer
+    _require_room(resolved.config, len(tokenizer), accelerator)
+    raw_model = _build_model(resolved.config, data.tokens, accelerator.device)
+    resolved, predicted_memory_bytes = _choose_micro_batch(resolved, raw_model, accelerator)
+    config = resolved.config
+    optimizer = build_optimizer(raw_model.named_parameters(), config.optim, raw_model.fused_projections())
+    logger.info("%s", group_table(optimizer))
+    beside_weights = files_beside_weights(raw_model, tokenizer) if accelerator.is_main_process else {}
+    model, optimizer = accelerator.prepare(raw_model, optimizer)
+    torch.manual_seed(config.run.seed + accelerator.process_index)  # from here on dropout, which differs by rank
+    state = TrainState()
+    decay = ema_decay(config.optim, config.batch.tokens_per_step)
+    ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
+    checkpoints = Checkpointer(
+        accelerator,
+        folder.checkpoints,
+        raw_model,
+        optimizer,
+        state,
+        ema,
+        config.train.keep_last,
+        run_identity(resolved, data.corpus_identity, data.tokenizer_sha256),
+        beside_weights,
+    )
+    return _Learner(resolved, accelerator, raw_model, model, optimizer, ema, state, checkpoints, predicted_memory_bytes)
 
 
 def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) -> None:
@@ -425,7 +267,7 @@ def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) ->
     return model
 
 
-def _settle_batch(
+def _choose_micro_batch(
     resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator
 ) -> tuple[ResolvedConfig, int]:
     """Decide the micro-batch if it is auto, and tell the accelerator the accumulation that follows from it.
@@ -465,6 +307,62 @@ def _memory_parts(memory: TrainingMemory, predicted: int) -> str:
     )
 
 
+def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopwatch: Stopwatch) -> None:
+    """Phase 5: load the checkpoint, if there is one, and take the memory that the first step and save will need."""
+    if learner.accelerator.is_main_process:
+        folder.reopen()
+    if origin:
+        learner.checkpoints.load(origin.checkpoint)
+        stopwatch.carry_over(learner.state.seconds)
+        logger.info("resumed from %s at step %d", origin.checkpoint, learner.state.step)
+        if origin.changes:
+            logger.info("changed since then: %s", ", ".join(origin.changes))
+    elif learner.resolved.config.train.resume:
+        logger.info("nothing to resume yet: the run begins")
+    learner.optimizer.optimizer.create_state()  # before the warm-up, which asks whether everything fits
+    learner.checkpoints.reserve()
+
+
+def _start(learner: _Learner, origin: _Origin | None, data: _Data, folder: RunFolder, stopwatch: Stopwatch) -> Run:
+    """Phase 6: assemble the run, write down how it was started, compile, and start reading."""
+    config, accelerator, state = learner.resolved.config, learner.accelerator, learner.state
+    blocks_per_epoch = num_blocks(len(data.tokens.train), config.batch.sequence_length)
+    run = Run(
+        resolved=learner.resolved,
+        folder=folder,
+        accelerator=accelerator,
+        tokens=data.tokens,
+        raw_model=learner.raw_model,
+        model=learner.model,
+        optimizer=learner.optimizer,
+        ema=learner.ema,
+        state=state,
+        checkpoints=learner.checkpoints,
+        stopwatch=stopwatch,
+        meter=_build_meter(config, learner.raw_model, accelerator, stopwatch),
+        tracker=Tracker(accelerator, config, folder.path, state),
+        monitor=Monitor(folder.metrics, config.flat()),
+        hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
+        step_limit=step_limit(config.train, config.batch, blocks_per_epoch, state),
+        predicted_memory_bytes=learner.predicted_memory_bytes,
+        first_step=state.step,
+    )
+    if origin:
+        run.tracker.event("resumed", state, changed=origin.changes, begins_data=not state.blocks)
+    choose_compilation(run)
+    try:
+        write_description(run)
+    except OSError as error:
+        raise UserError(
+            f"run.output_dir: cannot write to {folder.path} ({one_line(error)}); make room, or choose another"
+            " --run.output_dir."
+        ) from None
+    logger.info("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
+    warm_up(run)
+    start_batches(run)
+    return run
+
+
 def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:
     flops = training_flops_per_token(model, config.batch.sequence_length)
     peak = peak_flops(accelerator.device, str(config.train.mixed_precision)) * accelerator.num_processes
@@ -478,60 +376,6 @@ def write_description(run: Run) -> None:
     # without what only a resume can do, so that the file repeats the run
     stated = run.resolved.config.replace(train__resume=None, train__resume_with_other=None)
     config_yaml = ResolvedConfig(stated, run.resolved.sources).to_yaml()
-    if run.begins_at:
-        config_yaml = f"# The run went on from step {run.begins_at} with this; starts/ has each start.\n{config_yaml}"
+    if run.first_step:
+        config_yaml = f"# The run resumed from step {run.first_step} with this; starts/ has each start.\n{config_yaml}"
     run.folder.describe_start(config_yaml, run_metadata(run.resolved, fingerprint()), uncommitted_changes())
-
-
-def _settle_compilation(run: Run) -> None:
-    """Decide train.compile if it is auto."""
-    train = run.config.train
-    if train.compile != "auto":
-        reason = f"{run.resolved.sources.get('train.compile', 'train.compile')} says so"
-        logger.info("compile: %s, because %s", "yes" if train.compile else "no", reason)
-        return
-    tokens = (run.most_steps - run.state.step) * run.config.batch.tokens_per_step
-    compiling, reason = should_compile(
-        run.accelerator.device,
-        str(train.mixed_precision),
-        seconds_at_peak=tokens * run.meter.flops_per_second_of_peak,
-        most_seconds=60 * (train.max_minutes or math.inf),
-    )
-    run.decide("auto", train__compile=compiling)
-    logger.info("compile: %s, because %s", "yes" if compiling else "no", reason)
-
-
-def _rehearse(run: Run) -> None:
-    """Run a forward and backward pass ahead of time: to compile and, on a GPU, to see whether the micro-batch fits."""
-    accelerator, compiling = run.accelerator, bool(run.config.train.compile)
-    on_gpu = accelerator.device.type == "cuda"
-
-    def run_once() -> None:
-        ids = torch.zeros(
-            run.micro_batch_size, run.config.batch.sequence_length, dtype=torch.long, device=accelerator.device
-        )
-        with torch.random.fork_rng([accelerator.device] if on_gpu else []), accelerator.no_sync(run.model):
-            # a clone: torch would compile for labels that are the inputs, and once more for a real batch
-            accelerator.backward(run.model(input_ids=ids, shift_labels=ids.clone()).loss)
-        run.raw_model.zero_grad(set_to_none=True)
-
-    def on_all_processes() -> None:
-        reason = None
-        try:
-            if compiling:
-                compile_in_place(run.raw_model, run_once)
-            else:
-                run_once()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error)
-        failed = torch.tensor(float(reason is not None), device=accelerator.device)
-        if accelerator.reduce(failed, "sum").item():
-            raise torch.OutOfMemoryError(reason or "on another process")
-
-    if compiling or on_gpu:
-        with run.stopwatch.of("compile" if compiling else "setup"):
-            halve_until_it_fits(run, on_all_processes)
-    if compiling:
-        logger.info("compile: %.0f s", run.stopwatch.seconds()["compile"])

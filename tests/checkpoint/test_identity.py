@@ -19,7 +19,7 @@ from hfgolf.config import RunConfig
 from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_rows
-from hfgolf.train import loop, setup
+from hfgolf.train import compilation, loop, setup
 
 CONSTANT = {"schedule__name": "constant"}
 
@@ -213,8 +213,8 @@ def test_what_changed_is_one_line_and_part_of_the_event(run, tiny_run, caplog):
 def test_a_run_sticks_to_what_it_decided(run, tiny_run, monkeypatch, caplog):
     """Precision, compilation, threads and micro-batch, though this machine would decide otherwise now."""
     undecided = {key.replace(".", "__"): value or "null" for key, value in UNDECIDED.items()}
-    monkeypatch.setattr(setup, "should_compile", lambda *a, **k: (True, "it pays"))
-    monkeypatch.setattr(setup, "compile_in_place", lambda model, run_once: run_once())
+    monkeypatch.setattr(compilation, "should_compile", lambda *a, **k: (True, "it pays"))
+    monkeypatch.setattr(compilation, "compile_in_place", lambda model, run_once: run_once())
     monkeypatch.setattr(setup, "choose_micro_batch_size", lambda *a: 4)
     monkeypatch.setattr("hfgolf.train.process.fast_product_dtype", lambda device: torch.bfloat16)
     folder = run(tiny_run(train__max_steps=3, **undecided))
@@ -222,7 +222,7 @@ def test_a_run_sticks_to_what_it_decided(run, tiny_run, monkeypatch, caplog):
     saved = json.loads((folder / "checkpoints" / "step-000003" / "run.json").read_text())["config"]
     assert {key: saved[key] for key in decided} == decided and isinstance(saved["train.cpu_threads"], int)
 
-    monkeypatch.setattr(setup, "should_compile", lambda *a, **k: (False, "it does not pay"))
+    monkeypatch.setattr(compilation, "should_compile", lambda *a, **k: (False, "it does not pay"))
     monkeypatch.setattr(setup, "choose_micro_batch_size", lambda *a: 3)
     monkeypatch.setattr("hfgolf.train.process.fast_product_dtype", lambda device: torch.float32)
     seen: list[Any] = []

@@ -33,7 +33,7 @@ from hfgolf.data.batches import (
     stream_positions,
 )
 from hfgolf.errors import UserError
-from hfgolf.train import setup
+from hfgolf.train import feed
 
 T = 8
 
@@ -241,8 +241,8 @@ def test_batches_for_a_gpu_are_pinned_and_copied_without_waiting(stream, monkeyp
 def test_a_run_says_for_which_device_its_batches_are_and_how_many_are_fetched(tiny_run, monkeypatch):
     options = {"data__num_workers": 2, "data__prefetch_factor": 5}
     asked = {}
-    monkeypatch.setattr(setup, "build_loader", lambda *_, **settings: asked.update(settings) or [])
-    monkeypatch.setattr(setup, "device_prefetch", lambda loader, device: loader)
+    monkeypatch.setattr(feed, "build_loader", lambda *_, **settings: asked.update(settings) or [])
+    monkeypatch.setattr(feed, "device_prefetch", lambda loader, device: loader)
     run = SimpleNamespace(
         config=load_config(tiny_run(**options)).config,
         accelerator=SimpleNamespace(device=torch.device("cuda"), process_index=0, num_processes=1),
@@ -250,9 +250,9 @@ def test_a_run_says_for_which_device_its_batches_are_and_how_many_are_fetched(ti
         state=SimpleNamespace(step=0, blocks=0, excluded_blocks=()),
         micro_batch_size=8,
         accumulation_steps=1,
-        most_steps=6,
+        step_limit=6,
     )
-    setup.Run.start_batches(run)
+    feed.start_batches(run)
     assert asked["device"] == torch.device("cuda")
     assert (asked["num_workers"], asked["prefetch_factor"]) == (2, 5)
 

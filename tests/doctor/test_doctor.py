@@ -13,8 +13,9 @@ import pytest
 
 from hfgolf.command_line import load_config
 from hfgolf.doctor import doctor
-from hfgolf.doctor.doctor import Doctor, Rounds, examine
+from hfgolf.doctor.doctor import Doctor, examine
 from hfgolf.doctor.finding import Finding
+from hfgolf.doctor.monitor import Monitor
 from hfgolf.errors import UserError
 from hfgolf.run import metrics
 
@@ -464,33 +465,33 @@ def as_event(finding: Finding) -> Line:
     return {"event": "finding", **vars(finding)}
 
 
-def test_the_rounds_see_what_was_written_since_the_last(tmp_path):
+def test_the_monitor_sees_what_was_written_since_the_last(tmp_path):
     """Visit after visit they say what a look at the whole says; what is in the file as told already, never again."""
     for lines in SICK.values():
         folder = write(tmp_path / "run", [])
-        rounds, seen = Rounds(folder / "metrics.jsonl", {}), []
+        monitor, seen = Monitor(folder / "metrics.jsonl", {}), []
         for line in lines:
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
                 file.flush()
-                new = rounds.visit()
+                new = monitor.new_findings()
                 file.writelines(json.dumps(as_event(finding)) + "\n" for finding in new)
             seen += new
         assert seen == told(lines) == examine(folder)[0]
-        assert rounds.visit() == [] == Rounds(folder / "metrics.jsonl", {}).visit()
+        assert monitor.new_findings() == [] == Monitor(folder / "metrics.jsonl", {}).new_findings()
         rewritten = (folder / "metrics.jsonl").read_text()
         (folder / "other").write_text(rewritten)
         (folder / "other").replace(folder / "metrics.jsonl")  # as a rollback does
-        assert rounds.visit() == []
+        assert monitor.new_findings() == []
 
 
-def test_the_rounds_never_raise(tmp_path, caplog):
-    rounds = Rounds(tmp_path / "metrics.jsonl", {})
-    assert rounds.visit() == []
+def test_the_monitor_never_raises(tmp_path, caplog):
+    monitor = Monitor(tmp_path / "metrics.jsonl", {})
+    assert monitor.new_findings() == []
     path = write(tmp_path, [{"step": 1, "train_losses": [7.0]}]) / "metrics.jsonl"
-    assert rounds.visit() == []
+    assert monitor.new_findings() == []
     path.write_text(path.read_text() + '{"step": 2, "train_losses": "seven"}\n')
-    assert rounds.visit() == [] == rounds.visit()
+    assert monitor.new_findings() == [] == monitor.new_findings()
     (line,) = caplog.messages
     assert line.startswith(f"doctor: gave up on {tmp_path}/metrics.jsonl (ValueError: ") and "\n" not in line
 

@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hfgolf.command_line import load_config
 from hfgolf.measure.flops import token_flops, training_flops_per_token
-from hfgolf.model.build import build_golf
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train import meter as meter_module
 from hfgolf.train import setup
+from hfgolf.train.build import build_golf
 from hfgolf.train.meter import Meter, StepResult
 from hfgolf.train.stopwatch import Stopwatch
 

@@ -24,12 +24,12 @@ from hfgolf.measure.memory import (
     run_memory,
     training_memory,
 )
-from hfgolf.model.build import build_golf
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.tools.plan import meta_model
+from hfgolf.train.build import build_golf
 
 GPT2_BLOCK = {
     "norm": "layernorm",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config import BatchConfig, OptimConfig, RunConfig, ScheduleConfig, TrainConfig
+from hfgolf.config import BatchConfig, OptimConfig, ScheduleConfig, TrainConfig
 from hfgolf.errors import UserError
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.muon import Muon
@@ -155,28 +155,26 @@ def updates_by_the_clock(schedule: ScheduleConfig, seed: int) -> list[SimpleName
     """
     noise = random.Random(seed)
     spent, has_died = 5.0, False
-    run = SimpleNamespace(
-        config=RunConfig(train=TrainConfig(max_minutes=MINUTES), schedule=schedule),
-        state=TrainState(),
-        accelerator=SimpleNamespace(num_processes=1, is_main_process=True),
-        stopwatch=SimpleNamespace(training_seconds=lambda: spent),
-        most_steps=math.inf,
-    )
-    of_run = clock.Clock(run, Signals())
+    state, stopwatch = TrainState(), SimpleNamespace(training_seconds=lambda: spent)
+
+    def start_clock() -> clock.Clock:
+        return clock.Clock(TrainConfig(max_minutes=MINUTES), state, stopwatch, Signals(), step_limit=math.inf)
+
+    of_run = start_clock()
     updates = []
     while not of_run.is_over():
-        multiplier = learning_rate_multiplier(run.state.step, of_run.total_steps(), schedule)
+        multiplier = learning_rate_multiplier(state.step, of_run.expected_steps(), schedule)
         share = spent / (60 * MINUTES)
         seconds = 0.5 * (1 + share) * noise.uniform(0.7, 1.4)
-        updates.append(SimpleNamespace(step=run.state.step, multiplier=multiplier, share=share, seconds=seconds))
+        updates.append(SimpleNamespace(step=state.step, multiplier=multiplier, share=share, seconds=seconds))
         spent += seconds
-        run.state.step += 1
-        of_run.tick()
-        if run.state.step % 9 == 0:
+        state.step += 1
+        of_run.synchronize()
+        if state.step % 9 == 0:
             spent += noise.uniform(3, 5)
         if spent > 40 and not has_died:
-            spent, has_died = run.state.elapsed_seconds + 2.0, True
-            of_run = clock.Clock(run, Signals())
+            spent, has_died = state.elapsed_seconds + 2.0, True
+            of_run = start_clock()
     return updates
 
 
@@ -216,7 +214,7 @@ def test_a_run_ends_at_the_first_of_its_limits():
     batch = BatchConfig(sequence_length=32, tokens_per_step=256)  # 8 blocks a step
 
     def steps(**limits) -> float:
-        return clock.most_steps(TrainConfig(**limits), batch, blocks=100)
+        return clock.step_limit(TrainConfig(**limits), batch, blocks=100)
 
     assert steps(max_minutes=1) == math.inf
     assert [steps(max_tokens=n) for n in (1, 256, 257, 1024)] == [1, 1, 2, 4]
@@ -224,8 +222,8 @@ def test_a_run_ends_at_the_first_of_its_limits():
     assert [steps(max_steps=n, max_tokens=1024, max_epochs=1) for n in (3, 9)] == [3, 4]
     assert steps(max_tokens=10**6, max_epochs=1, max_minutes=1) == 13
     half_way = TrainState(step=4, tokens=4 * 512, blocks=4 * 16)  # at twice the tokens a step
-    assert clock.most_steps(TrainConfig(max_tokens=4096), batch, 100, half_way) == 4 + 8
-    assert clock.most_steps(TrainConfig(max_epochs=1), batch, 100, half_way) == 4 + 5  # 36 blocks are left
+    assert clock.step_limit(TrainConfig(max_tokens=4096), batch, 100, half_way) == 4 + 8
+    assert clock.step_limit(TrainConfig(max_epochs=1), batch, 100, half_way) == 4 + 5  # 36 blocks are left
 
 
 def test_max_tokens_ends_the_run(run, tiny_run):

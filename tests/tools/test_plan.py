@@ -16,7 +16,6 @@ from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.hardware import find_device
 from hfgolf.measure.flops import token_flops
-from hfgolf.model.build import build_golf
 from hfgolf.tools import plan
 from hfgolf.tools.plan import (
     Data,
@@ -33,6 +32,7 @@ from hfgolf.tools.plan import (
     parameter_parts,
     run_length,
 )
+from hfgolf.train.build import build_golf
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config", str(ROOT / "configs" / "small.yaml"), "--train.mixed_precision=no"]

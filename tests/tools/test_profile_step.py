@@ -21,7 +21,7 @@ from hfgolf.tools.profile_step import WARMUP_STEPS, profile_run
 from hfgolf.tools.scratch import scratch_run
 from hfgolf.tools.trace import read_trace
 from hfgolf.train.loop import train_step
-from hfgolf.train.setup import Run
+from hfgolf.train.run import Run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "profile_step.py"
 STEPS = 2

@@ -9,7 +9,7 @@ import pytest
 
 from hfgolf.checkpoint.contents import Checkpointer
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config import RunConfig
+from hfgolf.config import TrainConfig
 from hfgolf.train import clock
 from hfgolf.train.signals import Signals
 
@@ -19,20 +19,14 @@ def of_run(monkeypatch):
     """A Clock with the default config, and its `now`, a list of one time."""
     now = [0.0]
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
-    run = SimpleNamespace(
-        config=RunConfig(),
-        state=TrainState(),
-        accelerator=SimpleNamespace(num_processes=1, is_main_process=True),
-        stopwatch=SimpleNamespace(training_seconds=lambda: 0.0),
-        most_steps=math.inf,
-    )
-    signals = Signals()
-    return SimpleNamespace(clock=clock.Clock(run, signals), now=now, signals=signals, run=run)
+    signals, stopwatch = Signals(), SimpleNamespace(training_seconds=lambda: 0.0)
+    of_run = clock.Clock(TrainConfig(max_steps=1), TrainState(), stopwatch, signals, step_limit=math.inf)
+    return SimpleNamespace(clock=of_run, now=now, signals=signals)
 
 
 def is_due(of_run, at_seconds):
     of_run.now[0] = at_seconds
-    of_run.clock.tick()
+    of_run.clock.synchronize()
     return of_run.clock.save_is_due()
 
 
@@ -53,16 +47,15 @@ def test_who_asks_gets_one_checkpoint(of_run):
     assert not is_due(of_run, 2)
 
 
-def test_a_run_that_minutes_may_end_is_as_long_as_its_speed_says_now_and_no_longer_than_its_steps(of_run):
+def test_a_run_that_minutes_may_end_is_as_long_as_its_speed_says_now_and_no_longer_than_its_steps():
     """Also by the seconds that an evaluation took since the last step."""
-    run = of_run.run
-    run.config = run.config.replace(train__max_minutes=1.0)
-    run.state.step = 100
-    minutes = clock.Clock(run, of_run.signals)
-    run.stopwatch.training_seconds = lambda: 30.0
-    assert minutes.total_steps() == pytest.approx(200)
-    run.most_steps = 150
-    assert minutes.total_steps() == 150
+    spent = [0.0]
+    stopwatch = SimpleNamespace(training_seconds=lambda: spent[0])
+    limits = TrainConfig(max_minutes=1.0)
+    by_time, shorter = (clock.Clock(limits, TrainState(step=100), stopwatch, Signals(), n) for n in (math.inf, 150))
+    spent[0] = 30.0
+    assert by_time.expected_steps() == pytest.approx(200)
+    assert shorter.expected_steps() == 150
 
 
 @pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3, 4]), ("null", [4])])

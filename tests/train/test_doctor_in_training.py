@@ -24,6 +24,7 @@ from hfgolf.doctor.finding import Finding
 from hfgolf.errors import UserError
 from hfgolf.evaluate import loss
 from hfgolf.train import loop, stopwatch
+from hfgolf.train.feed import blocks_per_epoch
 
 AT_THE_END = {"train__eval_every_steps": 1000, "train__save_every_steps": 1000}
 Install = Callable[[Callable[[Any], None]], None]
@@ -163,7 +164,7 @@ def test_a_block_that_no_step_survives(run, tiny_run, spoil_gradients, tmp_path)
     runs: list[Any] = []
 
     def holds_token_550(step: int) -> bool:
-        starts = block_starts(1337, 8 * step + np.arange(8), runs[0].num_blocks, 32)
+        starts = block_starts(1337, 8 * step + np.arange(8), blocks_per_epoch(runs[0]), 32)
         return bool(((starts <= 550) & (starts + 32 > 550)).any())
 
     runs = spoil_gradients(holds_token_550)

@@ -23,7 +23,7 @@ from hfgolf.errors import UserError
 from hfgolf.optim import muon
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_rows
-from hfgolf.train import loop, setup
+from hfgolf.train import loop, setup, validation
 from hfgolf.train.loop import due
 
 ROOT = Path(__file__).parents[2]
@@ -237,7 +237,7 @@ def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
 
 def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
     """Validation worsens after step 4: `best` stays, retention lets the others go, the export is of step 4."""
-    real = setup.evaluate_loss
+    real = validation.evaluate_loss
 
     def worsening(model: Any, *arguments: Any, **options: Any) -> Any:
         evaluation = real(model, *arguments, **options)
@@ -247,7 +247,7 @@ def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
         )
 
     worsening.calls = 0
-    monkeypatch.setattr(setup, "evaluate_loss", worsening)
+    monkeypatch.setattr(validation, "evaluate_loss", worsening)
     folder = run(
         tiny_run(train__max_steps=14, train__eval_every_steps=2, train__save_every_steps=2, train__keep_last=2)
     )

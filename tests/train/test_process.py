@@ -155,7 +155,7 @@ def test_a_failing_compiler_falls_back_with_one_line(run, tiny_run, caplog):
     # not by monkeypatch: it would end by deleting the settings, for the tests that follow, too
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
         compiled = run(tiny_run(run__name="compiled", train__max_steps=3, train__compile="true"))
-    lines = [line for line in caplog.messages if line.startswith("compile: failed, going on without")]
+    lines = [line for line in caplog.messages if line.startswith("compile: failed, continuing without")]
     assert len(lines) == 1 and "\n" not in lines[0]
     losses = [[row["train_loss"] for row in read_rows(f / "metrics.jsonl")] for f in (eager, compiled)]
     assert losses[0] == losses[1]

@@ -26,6 +26,7 @@ from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import muon
 from hfgolf.train import loop
+from hfgolf.train.feed import blocks_per_epoch, halve_micro_batch
 from hfgolf.train.loss_watch import LossWatch
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +100,7 @@ def test_a_step_with_a_nan_changes_nothing_and_is_named(run, tiny_run, spoil_gra
     assert [row["grad_norm"] is None for row in rows(folder)] == [False, True, False, True, False, False]
     assert [(row["event"], row["step"]) for row in events(folder)] == [("skipped_step", 2), ("skipped_step", 4)]
     for event, data_step in zip(events(folder), (1, 3), strict=True):
-        blocks = block_starts(1337, 8 * data_step + np.arange(8), runs[0].num_blocks, 32).tolist()
+        blocks = block_starts(1337, 8 * data_step + np.arange(8), blocks_per_epoch(runs[0]), 32).tolist()
         assert (event["block_starts"], event["first_parameter"]) == (blocks, BAD)
         lines = [line for line in caplog.messages if line.startswith(f"step {data_step + 1}: the gradient is not")]
         assert len(lines) == 1
@@ -134,7 +135,7 @@ def test_too_many_in_a_row_go_back_and_are_left_out(
         straight = run(tiny_run(run__name="straight", train__max_steps=12, **options))
     assert [row["step"] for row in rows(straight)] == list(range(1, 13))
     read = [step for step in range(20) if step not in left_out][:12]
-    assert hashes(straight) == hashes_of(read, runs[0].num_blocks)
+    assert hashes(straight) == hashes_of(read, blocks_per_epoch(runs[0]))
     assert [row["learning_rate"] for row in rows(straight)] == [0.02] * back_at + [0.01] * (12 - back_at)
     (event,) = [event for event in events(straight) if event["event"] == "rollback"]
     assert (event["step"], event["from_step"]) == (back_at, 7)
@@ -157,7 +158,7 @@ def test_a_nan_at_every_step_ends_after_the_last_rollback_with_a_diagnosis(run, 
         run(tiny_run(train__max_skipped_steps=2, train__max_rollbacks=2, train__save_every_steps=2, **NO_EVALUATION))
     message = str(error.value)
     assert "\n" not in message
-    starts = block_starts(1337, 56 + np.arange(8), runs[0].num_blocks, 32)[:6]  # 2 to 5 have been left out
+    starts = block_starts(1337, 56 + np.arange(8), blocks_per_epoch(runs[0]), 32)[:6]  # 2 to 5 have been left out
     blocks = ", ".join(map(str, starts))
     assert message.startswith("train: step 4: the gradient is not finite")
     assert f"first in {BAD}, blocks from tokens {blocks} and 2 more; 2 rollbacks did not help: lower optim" in message
@@ -465,7 +466,7 @@ def test_a_nan_on_one_rank_is_skipped_and_undone_on_all(run, tiny_run, tmp_path,
     )
     assert done.returncode == 0, done.stderr
     two = one.with_name("two")
-    assert hashes(two) == hashes(one) == hashes_of([0, 1, 2, 3, 6, 7, 8, 9], runs[0].num_blocks)
+    assert hashes(two) == hashes(one) == hashes_of([0, 1, 2, 3, 6, 7, 8, 9], blocks_per_epoch(runs[0]))
     skipped = [[row["skipped_steps"] for row in rows(folder)] for folder in (one, two)]
     assert skipped[0] == skipped[1] == [0, 1, 1, 1, 3, 3, 3, 3]
     told = [[(event["event"], event["step"]) for event in events(folder)] for folder in (one, two)]
@@ -527,7 +528,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
     assert {event["step"] for event in events(folder)} == {at_step}
     lines = [line for line in caplog.messages if line.startswith(f"out of memory at step {at_step + 1} with ")]
     assert len(lines) == len(sizes)
-    assert "going on with 2, 4 accumulated; the tokens a step stay the same" in lines[-1]
+    assert "continuing with 2, 4 accumulated; tokens per step stay the same" in lines[-1]
 
 
 def test_one_sequence_too_much_is_one_line(run, tiny_run, lack_memory):
@@ -544,7 +545,7 @@ def test_too_much_for_one_of_two_processes_in_mid_step_ends_with_the_setting_tha
     runs[0].accelerator = SimpleNamespace(num_processes=2)
     advice = r"continue with --batch\.micro_batch_size 2 --train\.resume auto\.$"
     with pytest.raises(UserError, match=rf"^train: out of memory with 4 sequences at once \(no room\); {advice}"):
-        runs[0].shrink_micro_batch("no room")
+        halve_micro_batch(runs[0], "no room")
 
 
 def test_any_other_error_is_not_taken_for_a_lack_of_memory(run, tiny_run, lack_memory):

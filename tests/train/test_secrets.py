@@ -10,7 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
-from hfgolf.train import setup
+from hfgolf.train import validation
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {
@@ -56,7 +56,7 @@ def test_no_secret_is_written(tiny_run, corpus_file, tmp_path):
 
 def test_a_secret_that_the_model_has_learned_is_in_no_file(run, tiny_run, monkeypatch, caplog, tmp_path):
     token = "ghp_" + "x7" * 18
-    monkeypatch.setattr(setup, "generate_text", lambda *arguments, **options: f"password = '{token}'")
+    monkeypatch.setattr(validation, "generate_text", lambda *arguments, **options: f"password = '{token}'")
     options = {"track__trackers": "[tensorboard]", "hub__push": "false"}
     with caplog.at_level("INFO", "hfgolf"):
         folder = run(tiny_run(train__sample_tokens=4, **options))

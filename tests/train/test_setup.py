@@ -13,14 +13,16 @@ from accelerate import Accelerator
 
 from hfgolf.command_line import load_config
 from hfgolf.data.batches import block_starts, sample_hash
-from hfgolf.train import finish, loop, setup
+from hfgolf.train import finish, setup, validation
+from hfgolf.train.feed import blocks_per_epoch
+from hfgolf.train.run import Run
 
 
 @pytest.fixture
-def build(tiny_run, reset_accelerate) -> Callable[..., setup.Run]:
+def build(tiny_run, reset_accelerate) -> Callable[..., Run]:
     """Return a function that sets up the tiny run with some options, as a fresh process would."""
 
-    def build_(**options: Any) -> setup.Run:
+    def build_(**options: Any) -> Run:
         reset_accelerate()
         return setup.set_up(load_config(tiny_run(**options)))
 
@@ -45,7 +47,7 @@ def test_deterministic_kernels_are_on_if_asked_for(build, own_determinism, deter
 @pytest.mark.parametrize("seed", [7, 8])
 def test_the_seed_of_the_run_decides_the_order_of_its_data(build, seed):
     run = build(run__seed=seed)
-    starts = block_starts(seed, np.arange(8), run.num_blocks, 32)
+    starts = block_starts(seed, np.arange(8), blocks_per_epoch(run), 32)
     assert next(run.batches)["sample_hash"] == sample_hash(starts)
 
 
@@ -100,10 +102,10 @@ def test_samples_and_pushes_in_training_are_of_the_weights_to_export(build, monk
     def look(*arguments: Any, **options: Any) -> None:
         seen.append(torch.equal(weight, expected))
 
-    monkeypatch.setattr(setup.Run, "sample", look)
+    monkeypatch.setattr(validation, "generate_text", look)
     monkeypatch.setattr(finish, "export_model", look)
     monkeypatch.setattr(run.hub, "push_later", lambda *arguments: None)
-    loop.write_sample(run)
+    validation.write_sample(run)
     finish.push_in_training(run)
     assert seen == [True, True]
     assert torch.equal(weight, initial + 1)

@@ -207,7 +207,7 @@ def test_an_evaluation_ends_at_a_batch_and_the_continued_run_makes_it(run, tiny_
     assert best[0] == best[1]
 
 
-@pytest.mark.parametrize("place", ["load_tokens", "_rehearse", "conclude"])
+@pytest.mark.parametrize("place", ["load_tokens", "warm_up", "conclude"])
 def test_before_and_after_the_loop_it_ends_at_once_and_the_same_command_goes_on(
     run, tiny_run, monkeypatch, capsys, place
 ):

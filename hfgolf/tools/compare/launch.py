@@ -19,6 +19,7 @@ from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.hardware import cpu_cores
 from hfgolf.tools.compare.experiment import PlannedRun
+from hfgolf.train.claim import changes, completed
 from hfgolf.train.process import resolve_precision
 from hfgolf.train.signals import Signals
 
@@ -76,9 +77,9 @@ def run_missing(runs: Sequence[PlannedRun], train_script: Path, jobs: int) -> di
 
 def _is_complete(run: PlannedRun) -> bool:
     resolved, folder = resolve_precision(run.resolved), run.folder
-    if folder.completed(resolved):
+    if completed(folder, resolved):
         return True
-    changed = folder.changed_keys(resolved) if folder.config.exists() else []
+    changed = changes(folder, resolved) if folder.config.exists() else []
     if changed:
         raise UserError(
             f"--output_dir: {folder.path} holds a run with another config ({join_words(changed[:3])}"

@@ -1,0 +1,57 @@
+"""The doctor at a run that is training: it reads what metrics.jsonl has gained since its last look."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hfgolf.command_line import one_line
+from hfgolf.doctor.doctor import Doctor, in_order
+from hfgolf.doctor.finding import Finding
+from hfgolf.run.metrics import read_metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Monitor:
+    """Looks at a run while it trains, each time at the rows that are new.
+
+    The first look reads all rows, those of an earlier session too, and so does the one after a rollback, which rewrites
+    the file.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self._path = path
+        self._settings = settings
+        self._doctor = Doctor(settings)
+        self._file: int | None = None
+        """Which file it was, as `tail -F` knows it: the inode."""
+        self._read_bytes = 0
+        self._is_active = True
+
+    def new_findings(self) -> list[Finding]:
+        """Return what is new; never raises, because no finding is worth a run."""
+        try:
+            return self._look() if self._is_active else []
+        except OSError:
+            return []  # the file is not there, or not now
+        except Exception as error:
+            self._is_active = False
+            logger.warning("doctor: gave up on %s (%s: %s)", self._path, type(error).__name__, one_line(error))
+            return []
+
+    def _look(self) -> list[Finding]:
+        status = self._path.stat()
+        if status.st_ino != self._file:
+            self._doctor, self._file, self._read_bytes = Doctor(self._settings), status.st_ino, status.st_size
+            lines = in_order(read_metrics(self._path))
+        else:
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                new = file.read()
+            self._read_bytes += len(new)  # the tracker writes whole lines
+            lines = [json.loads(line) for line in new.splitlines()]
+        return [finding for line in lines for finding in self._doctor.look_at(line)]

@@ -1,0 +1,79 @@
+"""A run while it trains: a record of what set-up built, which the loop and its neighbors pass to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from hfgolf.checkpoint.contents import Checkpointer
+from hfgolf.checkpoint.state import TrainState
+from hfgolf.command_line import ResolvedConfig
+from hfgolf.config import RunConfig
+from hfgolf.data.token_cache import TokenCache
+from hfgolf.doctor.monitor import Monitor
+from hfgolf.evaluate.bits_per_byte import Evaluation
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.ema import Ema
+from hfgolf.publish.hub import HubPusher
+from hfgolf.run.folder import RunFolder
+from hfgolf.train.meter import Meter
+from hfgolf.train.stopwatch import Stopwatch
+from hfgolf.train.trackers import Tracker
+
+
+@dataclass
+class Run:
+    """Everything the loop touches."""
+
+    resolved: ResolvedConfig
+    folder: RunFolder
+    accelerator: Accelerator
+    tokens: TokenCache
+    raw_model: GolfForCausalLM
+    """The model itself; `model` may be wrapped (DDP)."""
+    model: nn.Module
+    optimizer: Any
+    ema: Ema | None
+    state: TrainState
+    checkpoints: Checkpointer
+    stopwatch: Stopwatch
+    meter: Meter
+    tracker: Tracker
+    monitor: Monitor
+    hub: HubPusher
+    step_limit: float
+    """Steps after which max_steps, max_tokens or max_epochs end the run; infinity if only the clock does."""
+    predicted_memory_bytes: int
+    """Predicted peak of this process as `top` shows it, or of the tensors on its GPU."""
+    batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
+    """Micro-batches of this process, in order (see feed.py)."""
+    first_step: int = 0
+    """Step at which this start of the run began: 0, or that of the checkpoint it resumed from."""
+    is_stepping: bool = False
+    """The loop has begun: from here on, processes wait for each other in the middle of a step."""
+    full_evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    """The last evaluation on the whole validation part, by its step, so that the end need not repeat it."""
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences that a process runs at once; no longer "auto"."""
+        return int(self.config.batch.micro_batch_size)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of a process in an optimizer step."""
+        return self.accelerator.gradient_accumulation_steps
+
+    def decide(self, source: str, **values: Any) -> None:
+        """Set `section__key=value` for the rest of the run, in its checkpoints too."""
+        self.resolved = self.resolved.resolve(source, **values)
+        identity = self.checkpoints.identity
+        identity["config"] |= {key.replace("__", "."): value for key, value in values.items()}

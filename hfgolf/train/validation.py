@@ -1,0 +1,99 @@
+"""What is asked of the model while it trains: its loss on the validation part, and a sample of its writing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from accelerate import DistributedType
+
+from hfgolf.command_line import one_line
+from hfgolf.evaluate.bits_per_byte import Evaluation
+from hfgolf.evaluate.loss import evaluate_loss
+from hfgolf.evaluate.sample import generate_text
+from hfgolf.redact import redact
+from hfgolf.train.compilation import uncompiled
+from hfgolf.train.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
+    """Evaluate on train.eval_tokens of the validation part, the averaged weights too; return columns of the row."""
+    budget = run.config.train.eval_tokens
+    evaluation = evaluate(run, budget, before_batch)
+    row = {
+        "val_loss": evaluation.loss,
+        "val_bits_per_byte": evaluation.bits_per_byte,
+        "val_tokens": evaluation.num_tokens,
+        "val_bytes": evaluation.num_bytes,
+    }
+    if run.ema is not None:
+        with run.ema.applied():
+            averaged = evaluate(run, budget, before_batch)
+        row |= {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
+        evaluation = averaged if run.config.optim.ema_export else evaluation
+    if budget is None:
+        run.full_evaluations = {run.state.step: evaluation}
+    run.state.judge(evaluation.loss, run.config.train.min_improvement)
+    return row
+
+
+def evaluate(run: Run, budget_tokens: int | None = None, before_batch: Callable[[], None] = lambda: None) -> Evaluation:
+    """Evaluate the model as it is on the first `budget_tokens` of the validation part, or on all of it.
+
+    before_batch: may end the evaluation by an exception, on all processes before the same batch.
+    """
+    with run.stopwatch.of("evaluate"):
+        return evaluate_loss(
+            run.raw_model,
+            run.tokens.val,
+            run.accelerator,
+            sequence_length=run.config.batch.sequence_length,
+            batch_size=run.micro_batch_size,
+            budget_tokens=budget_tokens,
+            before_batch=before_batch,
+        )
+
+
+def should_stop_early(run: Run) -> bool:
+    """Say whether train.patience_evals evaluations have passed without an improvement."""
+    patience = run.config.train.patience_evals
+    return patience is not None and run.state.evals_without_improvement >= patience
+
+
+def exported_weights(run: Run) -> AbstractContextManager[None]:
+    """Give the model, for a while, the weights that would be exported now: the averaged ones under ema_export."""
+    return run.ema.applied() if run.ema is not None and run.config.optim.ema_export else nullcontext()
+
+
+def write_sample(run: Run) -> None:
+    """Let the model write train.sample_tokens tokens and keep the text as an event."""
+    max_new_tokens, accelerator = run.config.train.sample_tokens, run.accelerator
+    if max_new_tokens is None or not accelerator.is_main_process:
+        return
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return  # no process holds all of the weights
+    with exported_weights(run):
+        text = sample(run, max_new_tokens)
+    if text is not None:
+        run.tracker.event("sample", run.state, text=text)
+
+
+def sample(run: Run, max_new_tokens: int) -> str | None:
+    """Return text that the model writes, the same for the same weights; None, with a line, if it can't write any.
+
+    Never raises: no sample is worth a run, and weights that are not finite are recovery's business.
+    """
+    tokenizer, seed = run.tokens.tokenizer, run.config.run.seed
+    try:
+        with run.stopwatch.of("evaluate"), uncompiled(run.raw_model):
+            # redacted, because a model may have learned a secret from its corpus
+            return redact(generate_text(run.raw_model, tokenizer, max_new_tokens=max_new_tokens, seed=seed))
+    except Exception as error:
+        reason = one_line(error)[:200]
+    logger.warning("no sample at step %d: %s", run.state.step, reason)
+    run.tracker.event("sample_failed", run.state, reason=reason)
+    return None
