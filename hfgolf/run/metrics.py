@@ -1,16 +1,26 @@
-"""metrics.jsonl read back, whatever became of it: cut off by a crash, with null for NaN, or too long to read whole."""
+"""metrics.jsonl: written line by line while a run trains, and read back whatever became of it since.
+
+A line may be cut off by a crash, and a file may be too long to read whole. What the lines hold is in schema.py.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hfgolf.durable import sync, write_bytes
+
+logger = logging.getLogger(__name__)
 
 MOST_BYTES = 2**26
 """Of a file that is read whole: some 50,000 rows of 10 steps."""
@@ -18,6 +28,76 @@ SAMPLED_ROWS = 20_000
 _OF_EACH_STEP = ("train_losses", "grad_norms")
 _TOO_LARGE = 10**38
 _ALWAYS = (b'"event":', b'"val_tokens":')  # what makes a row worth more than its neighbours
+
+
+class MetricsFile:
+    """Appends to the metrics.jsonl of a run. A full disk costs no row: it waits, and is written with the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unwritten: list[str] = []
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append a row or an event; null stands for a number that is not finite, because JSON has none."""
+        self._unwritten.append(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+        reason = self._flush()
+        if reason and len(self._unwritten) == 1:
+            logger.warning("%s: not written (%s), kept for the next row", self._path, reason)
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows after `step`, which will be written again, and broken lines; events stay."""
+        self._unwritten = [line for line in self._unwritten if _outlives(line, step)]
+        try:
+            if self._path.is_file():
+                content = self._path.read_bytes()
+                kept = b"".join(line + b"\n" for line in content.splitlines() if _outlives(line, step))
+                if kept != content:
+                    write_bytes(self._path, kept)
+        except OSError as error:
+            logger.warning("%s: rows after step %d stay in it (%s)", self._path, step, error.strerror)
+
+    def sync(self) -> None:
+        """Have the rows so far on the disk, if it takes them; a checkpoint that follows has all rows up to its step."""
+        with suppress(OSError):  # no row is worth a checkpoint
+            sync(self._path)
+            sync(self._path.parent)
+
+    def close(self) -> None:
+        """Write what still waits; say how many rows are lost if the disk refuses them."""
+        reason = self._flush() if self._unwritten else None
+        if reason:
+            logger.warning("%s: %d rows are lost (%s)", self._path, len(self._unwritten), reason)
+
+    def _flush(self) -> str | None:
+        """Append what is not written yet; return why that is not possible now."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            append_lines(self._path, self._unwritten)
+        except OSError as error:
+            return str(error.strerror)
+        self._unwritten = []
+        return None
+
+
+def append_lines(path: Path, lines: list[str]) -> None:
+    """Append whole lines or none: what a full disk took of them is cut off again before OSError is raised."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            data = "".join(lines).encode()
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def _outlives(line: bytes | str, step: int) -> bool:
+    try:
+        row = json.loads(line)
+        return "event" in row or row["step"] <= step
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False  # cut off by a crash, or damaged
 
 
 @dataclass(frozen=True)

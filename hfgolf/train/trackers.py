@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import queue
 import sys
@@ -23,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hfgolf.command_line import one_line
-from hfgolf.durable import sync, write_bytes
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
+from hfgolf.run.metrics import MetricsFile
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,8 +44,7 @@ class Tracker:
 
     def __init__(self, accelerator: Accelerator, config: RunConfig, folder: Path, state: TrainState) -> None:
         self._accelerator = accelerator
-        self._path = folder / "metrics.jsonl"
-        self._unwritten: list[str] = []
+        self._metrics = MetricsFile(folder / "metrics.jsonl")
         self._active = accelerator.is_main_process
         self._tracking = bool(config.track.trackers)
         if not self._active:
@@ -63,7 +61,7 @@ class Tracker:
         """Append a row to metrics.jsonl and send its numbers to the trackers, by its step."""
         if not self._active:
             return
-        self._write(row)
+        self._metrics.append(row)
         for step, numbers in by_step(row):
             self._send(numbers, step)
 
@@ -71,7 +69,9 @@ class Tracker:
         """Append a row about something that happened: {"step", "event", "elapsed_seconds", ...}; it goes on as text."""
         if self._active:
             details = redact_values(details)
-            self._write({"step": state.step, "event": name, "elapsed_seconds": state.elapsed_seconds, **details})
+            self._metrics.append(
+                {"step": state.step, "event": name, "elapsed_seconds": state.elapsed_seconds, **details}
+            )
             text = details["text"] if details.keys() == {"text"} else json.dumps(details)
             self._send({f"event/{name}": text}, state.step)
 
@@ -82,37 +82,13 @@ class Tracker:
                 self._call(partial(tracker.tracker.log_artifact, str(file), f"{kind}-{tracker.tracker.id}", kind))
 
     def rewind(self, step: int) -> None:
-        """Forget the rows after `step`, which will be written again; what happened is not forgotten."""
-        if not self._active:
-            return
-        self._unwritten = [line for line in self._unwritten if _outlives(line, step)]
-        try:
-            _drop_rows_after(self._path, step)
-        except OSError as error:
-            logger.warning("%s: rows after step %d stay in it (%s)", self._path, step, error.strerror)
+        """Forget the rows after `step`, which will be written again; events are not forgotten."""
+        if self._active:
+            self._metrics.rewind(step)
 
     def sync(self) -> None:
-        """Have the rows so far on the disk, if it takes them; a checkpoint that follows has all rows up to its step."""
-        with suppress(OSError):  # no row is worth a checkpoint
-            sync(self._path)
-            sync(self._path.parent)
-
-    def _write(self, row: dict[str, Any]) -> None:
-        """Append a row; where the disk refuses, keep it and try again with the next."""
-        self._unwritten.append(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
-        reason = self._append()
-        if reason and len(self._unwritten) == 1:
-            logger.warning("%s: not written (%s), kept for the next row", self._path, reason)
-
-    def _append(self) -> str | None:
-        """Append what is not written yet; returns why that is not possible now."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            append_lines(self._path, self._unwritten)
-        except OSError as error:
-            return str(error.strerror)
-        self._unwritten = []
-        return None
+        """Have the rows so far on the disk."""
+        self._metrics.sync()
 
     def _send(self, values: dict[str, Any], step: int) -> None:
         for tracker in self._accelerator.trackers if self._tracking else []:
@@ -123,9 +99,7 @@ class Tracker:
 
     def finish(self) -> None:
         """Close the trackers, and the group of processes with them; the last thing that all ranks do together."""
-        reason = self._append() if self._unwritten else None
-        if reason:
-            logger.warning("%s: %d rows are lost (%s)", self._path, len(self._unwritten), reason)
+        self._metrics.close()
         self._accelerator.wait_for_everyone()
         if self._active and self._tracking:
             for tracker in self._accelerator.trackers:
@@ -184,19 +158,6 @@ def grouped(key: str) -> str:
     if "seconds" in key or key in ("tokens_per_second", "mfu", "gpu_utilization", "logged_at"):
         return f"time/{key}"
     return f"train/{key.removeprefix('train_')}"
-
-
-def append_lines(path: Path, lines: list[str]) -> None:
-    """Append whole lines or none: what a full disk took of them is cut off again before OSError is raised."""
-    with path.open("ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            data = "".join(lines).encode()
-            while data:
-                data = data[file.write(data) :]
-        except OSError:
-            file.truncate(size)
-            raise
 
 
 def check_trackers(names: list[str]) -> None:
@@ -267,28 +228,3 @@ def _wandb_obstacle() -> str | None:
         return None if wandb.login(prompt=False) else "nobody is logged in (`wandb login`)"
     except Exception as error:  # it checks the key over the network, and each way to fail has its own exception
         return f"it could not be reached: {one_line(error)}"
-
-
-def _drop_rows_after(path: Path, step: int) -> None:
-    """Forget the rows of a run that the resumed checkpoint never saw; they will be written again."""
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    kept = b"".join(line + b"\n" for line in content.splitlines() if _outlives(line, step))
-    if kept != content:  # rows are dropped, or the last line has lost its end
-        write_bytes(path, kept)
-
-
-def _outlives(line: bytes | str, step: int) -> bool:
-    try:
-        row = json.loads(line)
-        return "event" in row or row["step"] <= step
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False  # a line cut off by a crash, or damaged
-
-
-def _json_number(value: Any) -> Any:
-    """JSON has no NaN; a null in its place keeps the file readable by everyone."""
-    if isinstance(value, list):
-        return [_json_number(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

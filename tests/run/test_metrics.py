@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 
 import pytest
 
@@ -53,3 +54,18 @@ def test_of_very_many_evaluations_some(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 200)
     read = read_metrics(path)
     assert len(read.rows) <= 400 and read.rows[-1]["step"] == 9_999
+
+
+def test_rows_after_the_resumed_step_and_broken_lines_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1}\n{"step": \xb2}\n{"step": 2}\n{"step": 3, "event": "x"}\n{"step": 3}\n{"step": 4, "tr'
+    )
+    metrics.MetricsFile(path).rewind(2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "event": "x"}\n'
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path):
+    file = metrics.MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1, "train_loss": math.nan, "train_losses": [1.5, math.inf]})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train_loss": null, "train_losses": [1.5, null]}\n'

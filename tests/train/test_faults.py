@@ -22,8 +22,9 @@ from faults import FORKING, before_step, differences, losses, rows, start, valid
 
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.errors import UserError
+from hfgolf.run import metrics
 from hfgolf.run.folder import run_folder
-from hfgolf.train import finish, loop, trackers
+from hfgolf.train import finish, loop
 
 KEPT = "the newest is of step 3"
 
@@ -344,7 +345,7 @@ def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatc
     def append_lines(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(trackers, "append_lines", append_lines)
+    monkeypatch.setattr(metrics, "append_lines", append_lines)
     folder = run(tiny_run())
     said = [message for message in caplog.messages if "metrics.jsonl" in message]
     assert [line.split("metrics.jsonl: ")[1] for line in said] == [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import struct
 import subprocess
@@ -215,15 +214,3 @@ print(loop.train(load_config(sys.argv[1:]))["step"])
 def test_an_unknown_tracker_is_named(run, tiny_run):
     with pytest.raises(UserError, match=r"track.trackers: wndb is not a tracker; available here: .*wandb"):
         run(tiny_run(track__trackers="[wndb]"))
-
-
-def test_rows_after_the_resumed_step_and_broken_lines_are_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": \xb2}\n{"step": 2}\n{"step": 3}\n{"step": 4, "train_l')
-    trackers._drop_rows_after(path, 2)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_json_has_no_nan():
-    assert json.dumps(trackers._json_number(math.nan)) == "null"
-    assert trackers._json_number(1.5) == 1.5

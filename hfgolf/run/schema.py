@@ -1,0 +1,150 @@
+"""What a line of metrics.jsonl holds: the columns of a row, the kinds of events, with their units and meanings.
+
+`python -m hfgolf.run.schema` prints this as docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypedDict, get_type_hints
+
+Nats = Annotated[float | None, "nats per token"]
+Seconds = Annotated[float, "s"]
+
+
+class EvaluationColumns(TypedDict, total=False):
+    """Columns that only rows with an evaluation have; `_ema` only if weights are averaged."""
+
+    val_tokens: Annotated[int, "tokens", "tokens that were predicted for it"]
+    val_bytes: Annotated[int, "bytes", "bytes of the text of these tokens"]
+    val_loss_ema: Annotated[Nats, "validation loss of the averaged weights"]
+    val_bits_per_byte_ema: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
+
+
+class Row(EvaluationColumns):
+    """One row per log interval (train.log_every_steps), about the steps since the row before.
+
+    null stands for a number that is not finite, and for one that is not known on this machine.
+    """
+
+    step: Annotated[int, "steps", "optimizer steps so far, skipped ones included"]
+    epoch: Annotated[float, "epochs", "passes over the training blocks so far; excluded blocks count as passed"]
+    tokens: Annotated[int, "tokens", "training tokens read so far"]
+    train_loss: Annotated[Nats, "mean of the finite training losses of these steps, over all processes"]
+    grad_norm: Annotated[float | None, "", "mean of the finite gradient norms of these steps, before clipping"]
+    tokens_per_second: Annotated[float, "tokens/s", "speed of these steps, over all processes; compiling left out"]
+    mfu: Annotated[float, "", "useful FLOP/s of these steps over the peak of all devices (Chowdhery et al. 2022)"]
+    data_seconds: Annotated[Seconds, "what these steps waited for batches"]
+    compute_seconds: Annotated[Seconds, "the rest of the time of these steps"]
+    memory_bytes: Annotated[int, "bytes", "peak so far: of this process on a CPU, of its tensors on a GPU"]
+    process_memory_bytes: Annotated[int, "bytes", "memory of this process now, as `top` shows it"]
+    gpu_memory_bytes: Annotated[int | None, "bytes", "memory in use on the GPU, by all its processes"]
+    gpu_utilization: Annotated[float | None, "", "share of the last moment in which the GPU computed, as NVML says"]
+    train_losses: Annotated[list[float | None], "nats per token", "training loss of each of these steps"]
+    grad_norms: Annotated[list[float | None], "", "gradient norm of each of these steps, before clipping"]
+    sample_hashes: Annotated[list[str], "", "hash of the blocks that each of these steps read, whatever their order"]
+    val_loss: Annotated[Nats, "validation loss of the raw weights; null without an evaluation"]
+    val_bits_per_byte: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
+    learning_rate: Annotated[float, "", "of the first group of parameters, in the last of these steps"]
+    skipped_steps: Annotated[int, "steps", "steps so far without an update, because the gradient was not finite"]
+    elapsed_seconds: Annotated[Seconds, "training so far, without set-up: what train.max_minutes limits"]
+    seconds_setup: Annotated[Seconds, "from the start of the process to the first step, except compiling"]
+    seconds_compile: Annotated[Seconds, "compiling so far"]
+    seconds_data: Annotated[Seconds, "waiting for batches so far"]
+    seconds_train: Annotated[Seconds, "the rest of the steps so far"]
+    seconds_evaluate: Annotated[Seconds, "evaluations and samples so far"]
+    seconds_checkpoint: Annotated[Seconds, "waiting for saves, and rollbacks, so far"]
+    seconds_other: Annotated[Seconds, "logging so far and, after the last step, exporting and pushing"]
+    logged_at: Annotated[float, "s", "when the row was written: Unix time"]
+
+
+class Event(TypedDict):
+    """Something that happened; the further keys depend on the kind (EVENTS)."""
+
+    step: Annotated[int, "steps", "optimizer steps so far"]
+    event: Annotated[str, "", "the kind"]
+    elapsed_seconds: Annotated[Seconds, "training so far, without set-up"]
+
+
+EVENTS: dict[str, tuple[str, dict[str, str]]] = {
+    "resumed": (
+        "the run went on from a checkpoint",
+        {
+            "changed": 'what this start does otherwise, as "key old -> new"',
+            "begins_data": "true if other text or another order of it began",
+        },
+    ),
+    "sample": ("text that the model wrote", {"text": "without secrets"}),
+    "sample_failed": ("the model could not write any", {"reason": "why"}),
+    "skipped_step": (
+        "a step made no update, because its gradient was not finite",
+        {
+            "first_parameter": "the parameter whose gradient was the first",
+            "train_loss": "of that step, nats per token",
+            "grad_norm": "of that step",
+            "block_starts": "tokens at which the blocks of that step begin",
+        },
+    ),
+    "fp16_overflow": (
+        "a step overflowed under fp16's loss scale and made no update",
+        {"first_parameter": "as above", "loss_scale": "what the scaler lowered it to"},
+    ),
+    "rollback": (
+        "the run went back to a checkpoint",
+        {
+            "cause": "nonfinite, spike or divergence",
+            "from_step": "the step it had reached",
+            "excluded_blocks": "all positions [start, end) of the data that no later step reads",
+            "learning_rate_scale": "factor on all learning rates from here on",
+        },
+    ),
+    "out_of_memory": (
+        "the micro-batch was halved",
+        {"micro_batch_size": "[before, after], sequences", "reason": "what the allocator said"},
+    ),
+    "save_failed": ("a checkpoint could not be written", {"reason": "why"}),
+    "finding": (
+        "the doctor saw a symptom",
+        {
+            "symptom": "its name",
+            "saw": "what it is based on",
+            "causes": "the likely ones, the most likely first",
+            "fix": 'values to try, {"section.key": value}',
+        },
+    ),
+    "damaged_cache": ("the cached tokens are not what was written; the run ended", {"reason": "which file, and how"}),
+    "stopped": ("a signal ended the run after a save", {"signal": "its name"}),
+}
+"""{kind: (what happened, {key: what it holds})}"""
+
+
+def markdown() -> str:
+    """Return docs/metrics.md."""
+    lines = [
+        "# metrics.jsonl",
+        "",
+        "Generated by `python -m hfgolf.run.schema > docs/metrics.md`.",
+        "",
+        "Each line is a JSON object: a row, or an event if it has the key `event`.",
+        "",
+        "## Rows",
+        "",
+        *str(Row.__doc__).replace("\n    ", "\n").strip().splitlines(),
+        "",
+        "| column | unit | meaning |",
+        "|---|---|---|",
+    ]
+    hints = get_type_hints(Row, include_extras=True)
+    for name in sorted(hints, key=lambda name: name in Row.__optional_keys__):
+        unit, meaning = hints[name].__metadata__
+        often = "; only in rows with an evaluation" if name in Row.__optional_keys__ else ""
+        lines.append(f"| `{name}` | {unit} | {meaning}{often} |")
+    lines += ["", "## Events", "", "Each has `step`, `event` (its kind) and `elapsed_seconds`.", ""]
+    lines += ["| kind | what happened | further keys |", "|---|---|---|"]
+    for kind, (meaning, keys) in EVENTS.items():
+        further = "; ".join(f"`{key}`: {text}" for key, text in keys.items())
+        lines.append(f"| `{kind}` | {meaning} | {further} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,37 @@
+"""The schema of metrics.jsonl: a real run writes what it says, and docs/metrics.md is made from it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+from hfgolf.run.schema import EVENTS, Event, Row, markdown
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_run_writes_the_columns_and_events_of_the_schema(run, tiny_run):
+    folder = run(tiny_run(optim__ema_decay=0.9))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [line for line in lines if "event" not in line]
+    evaluated = [row for row in rows if row["val_loss"] is not None]
+    assert len(rows) == 6 and len(evaluated) == 2
+    for row in rows:
+        assert row.keys() - Row.__optional_keys__ == Row.__required_keys__
+    assert all(row.keys() == get_type_hints(Row).keys() for row in evaluated)
+    events = [line for line in lines if "event" in line]
+    assert {event["event"] for event in events} == {"sample"}
+    for event in events:
+        assert event.keys() == get_type_hints(Event).keys() | EVENTS[event["event"]][1].keys()
+
+
+def test_every_kind_of_event_in_the_code_is_in_the_schema():
+    code = "".join(path.read_text() for path in (ROOT / "hfgolf" / "train").glob("*.py"))
+    assert set(re.findall(r"tracker\.event\(\s*\"(\w+)\"", code)) == EVENTS.keys()
+
+
+def test_the_page_is_that_of_the_schema():
+    """To make it anew: python -m hfgolf.run.schema > docs/metrics.md"""
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == markdown()
