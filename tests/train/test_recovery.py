@@ -366,7 +366,7 @@ def test_a_spike_that_stays_rolls_back_if_the_run_says_so(run, tiny_run, shake_w
     (rollback,) = [event for event in events(folder) if event["event"] == "rollback"]
     assert (rollback["cause"], rollback["step"], rollback["from_step"]) == ("spike", 30, 43)
     assert rollback["excluded_blocks"] == [[38 * 8, 43 * 8]]
-    assert "step-000040 is of after the trouble began: going further back" in caplog.messages
+    assert "step-000040 is from after the trouble began: going further back" in caplog.messages
     assert len([line for line in caplog.messages if line.startswith("step 43: the training loss is ")]) == 1
     after = losses(folder)
     assert len(after) == 60 and max(after[30:]) < 1.2 * after[29]
