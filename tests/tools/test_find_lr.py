@@ -24,6 +24,7 @@ from hfgolf.tools.evidence import compare, evidence, verdict
 from hfgolf.tools.find_lr import LEAD_IN_STEPS, find_lr, suggested_values, sweep_run
 from hfgolf.tools.lr_sweep import Sweep, suggest, sweep_rates
 from hfgolf.train import loop
+from hfgolf.train.feed import halve_micro_batch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "find_lr.py"
@@ -83,7 +84,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_called(run, tiny_run, fp16_on_cpu, 
     def restless_step(run_: Any, total_steps: float) -> Any:
         random.random(), np.random.rand()  # as a library might
         if run_.state.step == 3:
-            run_.shrink_micro_batch("as if out of memory")
+            halve_micro_batch(run_, "as if out of memory")
         return of_finder(run_, total_steps)
 
     monkeypatch.setattr(loop, "train_step", train_step)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from hfgolf.checkpoint import contents
 from hfgolf.errors import UserError
-from hfgolf.train import finish, loop, setup
+from hfgolf.train import finish, loop, validation
 
 
 def empty(file: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_run_whose_sample_could_not_be_drawn_is_complete(run, tiny_run, run_sc
         raise RuntimeError("no text today")
 
     with monkeypatch.context() as patch:
-        patch.setattr(setup, "generate_text", no_text)
+        patch.setattr(validation, "generate_text", no_text)
         folder = run(tiny_run())
     before = (folder / "summary.json").read_bytes()
     assert "sample" not in json.loads(before)

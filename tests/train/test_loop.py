@@ -272,14 +272,14 @@ def test_evaluations_read_eval_tokens_and_the_last_one_reads_all(run, tiny_run):
 
 
 def test_an_evaluation_of_all_is_not_repeated_at_the_end(run, tiny_run, monkeypatch):
-    real = setup.evaluate_loss
+    real = validation.evaluate_loss
     budgets = []
 
     def noted(*arguments: Any, budget_tokens: int | None, **options: Any) -> Any:
         budgets.append(budget_tokens)
         return real(*arguments, budget_tokens=budget_tokens, **options)
 
-    monkeypatch.setattr(setup, "evaluate_loss", noted)
+    monkeypatch.setattr(validation, "evaluate_loss", noted)
     folder = run(tiny_run(train__eval_tokens="null", train__eval_every_steps=2, train__max_steps=4))
     assert budgets == [None, None]
     summary = json.loads((folder / "summary.json").read_text())
