@@ -32,7 +32,7 @@ SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
     f"{section}.{key}": kind for section, cls in SECTIONS.items() for key, kind in typing.get_type_hints(cls).items()
 }
-_MOST_VALUES = 100_000  # in a config
+_MAX_VALUES = 100_000  # in a config
 # what YAML 1.1 reads as another number than is written: 010 is octal, 1:30 is base 60
 _MISREAD = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 
@@ -223,8 +223,8 @@ def _check_nodes(node: yaml.Node | None, sizes: dict[int, float]) -> float:
                 raise yaml.YAMLError(f"{key} is there twice, the second time in line {line}")
         inner = [*sum(pairs, ())] if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
         sizes[id(node)] = 1 + sum(_check_nodes(value, sizes) for value in inner)
-        if sizes[id(node)] > _MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES:,} values")
+        if sizes[id(node)] > _MAX_VALUES:
+            raise yaml.YAMLError(f"its aliases make more than {_MAX_VALUES:,} values")
     return sizes[id(node)]
 
 

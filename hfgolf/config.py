@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from hfgolf.errors import UserError
 
-_MOST = 10**15  # of whole numbers; doubles hold them all
-_MOST_FLOAT = 1e38  # more is infinite in fp32
+_MAX_INT = 10**15  # of whole numbers; doubles hold them all
+_MAX_FLOAT = 1e38  # more is infinite in fp32
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
@@ -28,11 +28,11 @@ def _require(key: str, value: object, is_allowed: bool, allowed: str) -> None:
         raise UserError(f"{key}: {shortened(value)} is out of range; allowed: {allowed}.")
 
 
-def _require_positive(section: str, config: object, *names: str, most: int | None = None) -> None:
+def _require_positive(section: str, config: object, *names: str, maximum: int | None = None) -> None:
     for name in names:
         value = getattr(config, name)
-        allowed = "a number above 0" + (f", up to {most}" if most else "")
-        _require(f"{section}.{name}", value, value is None or 0 < value <= (most or math.inf), allowed)
+        allowed = "a number above 0" + (f", up to {maximum}" if maximum else "")
+        _require(f"{section}.{name}", value, value is None or 0 < value <= (maximum or math.inf), allowed)
 
 
 def _require_not_negative(section: str, config: object, *names: str) -> None:
@@ -50,8 +50,8 @@ def _require_sane(key: str, value: object) -> None:
         is_text = "\0" not in value and value == value.encode("utf-8", "ignore").decode()
         _require(key, value, is_text, "text in UTF-8, without NUL")
     elif isinstance(value, int | float) and key != "run.seed":
-        most = _MOST if isinstance(value, int) else _MOST_FLOAT
-        _require(key, value, abs(value) <= most, f"numbers up to {most:g}")
+        maximum = _MAX_INT if isinstance(value, int) else _MAX_FLOAT
+        _require(key, value, abs(value) <= maximum, f"numbers up to {maximum:g}")
 
 
 def shortened(value: object) -> str:
@@ -207,8 +207,8 @@ class ModelSection:
     """Recompute the blocks' activations in the backward pass: less memory, about a third more compute."""
 
     def __post_init__(self) -> None:
-        _require_positive("model", self, "hidden_size", "intermediate_size", "num_attention_heads", most=2**17)
-        _require_positive("model", self, "num_hidden_layers", most=1000)
+        _require_positive("model", self, "hidden_size", "intermediate_size", "num_attention_heads", maximum=2**17)
+        _require_positive("model", self, "num_hidden_layers", maximum=1000)
         _require_positive("model", self, "num_key_value_heads", "logit_soft_cap")
         for name in ("dropout", "attention_dropout"):
             rate = getattr(self, name)
@@ -245,7 +245,7 @@ class BatchConfig:
     def __post_init__(self) -> None:
         length = self.sequence_length
         _require("batch.sequence_length", length, 2 <= length <= 2**24, "2 to 16777216")
-        _require_positive("batch", self, "tokens_per_step", most=2**40)
+        _require_positive("batch", self, "tokens_per_step", maximum=2**40)
         if self.micro_batch_size != "auto":
             _require_positive("batch", self, "micro_batch_size")
         if self.tokens_per_step % self.sequence_length:
@@ -344,8 +344,8 @@ class OptimConfig:
             _require(f"optim.{name}", value, value is None or 0 <= value < 1, "0 up to, but not including, 1")
         _require("optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1")
         steps = self.newton_schulz_steps
-        most = 5 if self.newton_schulz_coefficients == "polar_express" else 20
-        _require("optim.newton_schulz_steps", steps, 1 <= steps <= most, f"1 to {most}")
+        maximum = 5 if self.newton_schulz_coefficients == "polar_express" else 20
+        _require("optim.newton_schulz_steps", steps, 1 <= steps <= maximum, f"1 to {maximum}")
         beta2 = self.normuon_beta2
         _require("optim.normuon_beta2", beta2, beta2 is None or 0 <= beta2 < 1, "null, or a number from 0 to below 1")
         decay = self.ema_decay
@@ -448,7 +448,7 @@ class TrainConfig:
     """Deterministic kernels on GPUs (slower); on one CPU process a run is always repeatable."""
 
     def __post_init__(self) -> None:
-        _require_positive("train", self, "max_steps", most=10**9)
+        _require_positive("train", self, "max_steps", maximum=10**9)
         _require_positive("train", self, "max_tokens", "max_epochs", "max_minutes", "max_grad_norm")
         _require_positive("train", self, "log_every_steps")
         _require_positive("train", self, "eval_every_steps", "eval_tokens", "sample_tokens")
@@ -458,7 +458,7 @@ class TrainConfig:
         factor = self.rollback_learning_rate_factor
         _require("train.rollback_learning_rate_factor", factor, 0 < factor <= 1, "above 0, up to 1")
         if self.cpu_threads != "auto":
-            _require_positive("train", self, "cpu_threads", most=1024)
+            _require_positive("train", self, "cpu_threads", maximum=1024)
         if all(limit is None for limit in (self.max_steps, self.max_tokens, self.max_epochs, self.max_minutes)):
             raise UserError(
                 "train: the run has no end; set one of train.max_steps, train.max_tokens, train.max_epochs,"

@@ -208,14 +208,14 @@ def describe(config: RunConfig, plan: Plan, data: Data, machine: Machine, speed:
 
 def fit(config: RunConfig, plan: Plan, machine: Machine) -> str:
     """Return whether the run fits, and which micro-batch would."""
-    from hfgolf.measure.memory import MOST_CPU_TOKENS, USABLE_SHARE
+    from hfgolf.measure.memory import MAX_CPU_TOKENS, USABLE_SHARE
 
     if plan.largest_micro_batch is None:
         return f"  does not fit: {does_not_fit(plan, config, machine)}"
     usable = f"{gb(plan.usable_bytes)} usable ({USABLE_SHARE:.0%} of what is free on {machine.name})"
     largest = f"the largest micro-batch that would is {plan.largest_micro_batch}"
     if machine.device == "cpu":
-        largest += f" (with more than {MOST_CPU_TOKENS:,} tokens a CPU is slower)"
+        largest += f" (with more than {MAX_CPU_TOKENS:,} tokens a CPU is slower)"
     return f"  {'fits' if plan.fits else 'does not fit'} into {usable}; {largest}"
 
 

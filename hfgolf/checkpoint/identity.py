@@ -23,7 +23,7 @@ from hfgolf.redact import redact_values
 logger = logging.getLogger(__name__)
 
 RUN_NAME = "run.json"
-MOST_FILES = 2000  # of a corpus, listed one by one in each checkpoint; of more only their hash is kept
+MAX_FILES = 2000  # of a corpus, listed one by one in each checkpoint; of more only their hash is kept
 
 
 class Change(Enum):
@@ -235,7 +235,7 @@ def _short_corpus(corpus: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shortened(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MOST_FILES:
+    if isinstance(value, list) and len(value) > MAX_FILES:
         return {"entries": len(value), "sha256": hashlib.sha256(json.dumps(value).encode()).hexdigest()}
     return value
 

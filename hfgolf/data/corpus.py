@@ -40,7 +40,7 @@ SPLITS = ("train", "val")
 _BLOCK_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1000
 _DOWNLOAD_SECONDS = 60  # without an answer, or with less than
-_LEAST_DOWNLOAD_BYTES = 1 << 16
+_MIN_DOWNLOAD_BYTES = 1 << 16
 _TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".zst")
 
@@ -297,7 +297,7 @@ def _fetch(url: str, path: Path) -> None:
             file.write(block)
             num_bytes += len(block)
             if time.monotonic() - checked_at > _DOWNLOAD_SECONDS:
-                if num_bytes < _LEAST_DOWNLOAD_BYTES:
+                if num_bytes < _MIN_DOWNLOAD_BYTES:
                     raise OSError(f"only {num_bytes} bytes came in {_DOWNLOAD_SECONDS} s")
                 checked_at, num_bytes = time.monotonic(), 0
         if answer.length:  # http.client does not call it an error

@@ -142,7 +142,7 @@ def blow_up(history: History) -> Finding | None:
 
 
 RISE = 1.2  # of the lowest level so far
-LEAST_RISE = 0.1  # nats a token; of next to nothing a fifth is nothing
+MIN_RISE = 0.1  # nats a token; of next to nothing a fifth is nothing
 RISE_FROM_START = 1.1  # of the first loss: nothing does worse than guessing for long
 
 
@@ -161,7 +161,7 @@ class Divergence:
         if history.level < self._lowest:
             self._lowest, self._lowest_step = history.level, history.step
         start = math.inf if restored_at else history.first_loss
-        high = max(RISE * self._lowest, self._lowest + LEAST_RISE)
+        high = max(RISE * self._lowest, self._lowest + MIN_RISE)
         if not history.level > min(high, RISE_FROM_START * start):
             return None
         was, at = min((self._lowest, self._lowest_step), (start, 1))

@@ -21,7 +21,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def most_positions(model: nn.Module) -> int | None:
+def max_positions(model: nn.Module) -> int | None:
     """Return the tokens after which a model has no more positions; None: it may go on beyond those of its training."""
     config = model.config
     if getattr(config, "position_embedding", "learned") != "learned":  # a Golf model with rope, or without positions
@@ -29,11 +29,11 @@ def most_positions(model: nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def require_embedded(most_id: int, vocab_size: int) -> None:
+def require_embedded(max_id: int, vocab_size: int) -> None:
     """Raise UserError if the highest id that a tokenizer gave is beyond the entries of the model's embedding."""
-    if most_id >= vocab_size:
+    if max_id >= vocab_size:
         raise UserError(
-            f"--model: its tokenizer gave id {most_id}, but it embeds only {vocab_size} entries; tokenizer and weights"
+            f"--model: its tokenizer gave id {max_id}, but it embeds only {vocab_size} entries; tokenizer and weights"
             " do not belong together."
         )
 
@@ -43,7 +43,7 @@ def evaluation_length(model: nn.Module, stated: int | None) -> int:
 
     Raises UserError where the model has no such figure, or fewer positions than were stated.
     """
-    limit = most_positions(model)
+    limit = max_positions(model)
     if stated is not None and (stated < 1 or (limit is not None and stated > limit)):
         allowed = "1 or more" if limit is None else f"1 to {limit}"
         raise UserError(f"--sequence_length: {stated} is out of range for this model; allowed: {allowed}.")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hfgolf.errors import UserError
-from hfgolf.evaluate.context import evaluation_mode, most_positions, require_embedded
+from hfgolf.evaluate.context import evaluation_mode, max_positions, require_embedded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ def generate_text(
         raise UserError("--model: its tokenizer has no eos_token to begin a document with; name a model that has one.")
     ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     require_embedded(max(ids), next(model.get_input_embeddings().parameters()).shape[0])
-    limit = most_positions(model)
+    limit = max_positions(model)
     if limit is not None and len(ids) >= limit:
         raise UserError(f"The prompt has {len(ids) - 1} tokens; this model takes at most {limit - 2}. Shorten it.")
     input_ids = torch.tensor([ids], device=model.device)

@@ -18,7 +18,7 @@ from hfgolf.model import modeling_golf
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
 from hfgolf.optim.groups import parameter_kind
-from hfgolf.optim.muon import MOST_ELEMENTS, MOST_ELEMENTS_ELSEWHERE
+from hfgolf.optim.muon import MAX_ELEMENTS, MAX_ELEMENTS_ELSEWHERE
 
 if TYPE_CHECKING:
     from hfgolf.config import RunConfig
@@ -30,7 +30,7 @@ Number = TypeVar("Number", int, float)
 
 # The most tokens in a micro-batch on a CPU. Larger ones leave the cache: configs/small.yaml ran forward and backward at
 # 3,600, 3,360 and 3,200 tokens/s with 1,024, 2,048 and 4,096 tokens (2 cores, AVX-512, fp32, best of several steps).
-MOST_CPU_TOKENS = 2048
+MAX_CPU_TOKENS = 2048
 # What the allocator, the kernels' workspaces and other programs may need beside the prediction.
 USABLE_SHARE = 0.8
 # The heap that glibc loses to fragmentation: some bytes, and a share of what a step allocates and frees. torch aligns
@@ -204,7 +204,7 @@ def _orthogonalization_bytes(model: GolfConfig, device: str) -> int:
     ups = 2 if model.activation == "swiglu" else 1
     alike = model.num_hidden_layers * model.hidden_size * max(4 * model.hidden_size, ups * model.intermediate_size)
     product_bytes = 4 if device == "cpu" else 2
-    return min(alike, MOST_ELEMENTS.get(device, MOST_ELEMENTS_ELSEWHERE)) * (4 + 6 * product_bytes)
+    return min(alike, MAX_ELEMENTS.get(device, MAX_ELEMENTS_ELSEWHERE)) * (4 + 6 * product_bytes)
 
 
 def run_memory(
@@ -310,7 +310,7 @@ def choose_micro_batch_size(
     batch.accumulation_steps(1, num_processes)  # raises where no micro-batch could divide it
     budget = int(free_bytes * USABLE_SHARE)
     for size in reversed(batch.micro_batch_sizes(num_processes)):
-        if device == "cpu" and size > 1 and size * batch.sequence_length > MOST_CPU_TOKENS:
+        if device == "cpu" and size > 1 and size * batch.sequence_length > MAX_CPU_TOKENS:
             continue
         if run_memory(config, model, size, num_processes, device).peak <= budget:
             return size

@@ -28,17 +28,17 @@ def pieces(tensors: list[Tensor], splits: list[Split], in_out: bool) -> list[Ten
 
 
 @lru_cache(maxsize=64)
-def batches(kinds: tuple[tuple[torch.Size, torch.device], ...], most_elements: int, ranks: int) -> list[list[int]]:
+def batches(kinds: tuple[tuple[torch.Size, torch.device], ...], max_elements: int, ranks: int) -> list[list[int]]:
     """Divide the positions in `kinds` into batches of one shape on one device.
 
-    most_elements: of a batch's matrices for each of the ranks that share it; one matrix each there is always room for.
+    max_elements: of a batch's matrices for each of the ranks that share it; one matrix each there is always room for.
     """
     alike: dict[tuple[torch.Size, torch.device], list[int]] = defaultdict(list)
     for position, kind in enumerate(kinds):
         alike[kind].append(position)
     divided = []
     for (shape, _), positions in alike.items():
-        most = ranks * max(1, most_elements // shape.numel())
+        most = ranks * max(1, max_elements // shape.numel())
         size = math.ceil(len(positions) / math.ceil(len(positions) / most))
         divided += [positions[start : start + size] for start in range(0, len(positions), size)]
     return divided

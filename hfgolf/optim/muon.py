@@ -34,8 +34,8 @@ PRODUCT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SMALLEST_ROOT = 1e-8  # NorMuon's epsilon
 # Of the matrices that are multiplied at once. A CPU is faster where they stay in its caches: 1.04 times with those of
 # GPT-2 124M. Elsewhere it bounds the memory that a step takes, about 12 bytes an element.
-MOST_ELEMENTS = {"cpu": 2**21}
-MOST_ELEMENTS_ELSEWHERE = 2**26
+MAX_ELEMENTS = {"cpu": 2**21}
+MAX_ELEMENTS_ELSEWHERE = 2**26
 
 
 def update_scale(rule: str, rows: int, cols: int) -> float:
@@ -249,8 +249,8 @@ def _add_orthogonal(
     )
     param_pieces, grad_pieces, buffer_pieces, mean_pieces = all_pieces
     rank, ranks = (dist.get_rank(process_group), dist.get_world_size(process_group)) if process_group else (0, 1)
-    most_elements = MOST_ELEMENTS.get(params[0].device.type, MOST_ELEMENTS_ELSEWHERE)
-    for positions in batches(tuple((piece.shape, piece.device) for piece in param_pieces), most_elements, ranks):
+    max_elements = MAX_ELEMENTS.get(params[0].device.type, MAX_ELEMENTS_ELSEWHERE)
+    for positions in batches(tuple((piece.shape, piece.device) for piece in param_pieces), max_elements, ranks):
         share = math.ceil(len(positions) / ranks)
         own = (positions + positions[-1:] * share * ranks)[rank * share : (rank + 1) * share]  # padded with the last
         directions = [grad_pieces[i] for i in own]

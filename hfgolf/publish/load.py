@@ -27,7 +27,7 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-_MOST_LAYERS = 1000  # transformers builds them before it looks at the weights; 10^9 take hours
+_MAX_LAYERS = 1000  # transformers builds them before it looks at the weights; 10^9 take hours
 
 
 def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -47,8 +47,8 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
     try:
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
         layers = getattr(config, "num_hidden_layers", 1)
-        if layers > _MOST_LAYERS:
-            raise ValueError(f"config.json: num_hidden_layers {layers} is out of range; allowed: 1 to {_MOST_LAYERS}")
+        if layers > _MAX_LAYERS:
+            raise ValueError(f"config.json: num_hidden_layers {layers} is out of range; allowed: 1 to {_MAX_LAYERS}")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path, trust_remote_code=False, output_loading_info=True
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_POINTS = 400
+MAX_POINTS = 400
 """Of a curve: about what a chart is wide in pixels."""
 
 
@@ -31,7 +31,7 @@ class Curve:
 def read_curve(rows: Sequence[dict[str, Any]], key: str) -> Curve:
     """Return the curve of `key`, a number a row or a list with one a step; what is null or missing is left out.
 
-    Of more than MOST_POINTS values as many means are left, each over an equal stretch of steps.
+    Of more than MAX_POINTS values as many means are left, each over an equal stretch of steps.
     """
     steps: list[int] = []
     numbers: list[float | None] = []
@@ -47,13 +47,13 @@ def read_curve(rows: Sequence[dict[str, Any]], key: str) -> Curve:
 
 
 def stretches(steps: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return for each step, ascending, the number of the stretch it is in, of MOST_POINTS equally long ones."""
-    length = (steps[-1] - steps[0] + 1) / MOST_POINTS
+    """Return for each step, ascending, the number of the stretch it is in, of MAX_POINTS equally long ones."""
+    length = (steps[-1] - steps[0] + 1) / MAX_POINTS
     return ((steps - steps[0]) // length).astype(np.int64)
 
 
 def _thin(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve:
-    if len(steps) <= MOST_POINTS:
+    if len(steps) <= MAX_POINTS:
         return Curve(steps, values, values, values)
     starts = np.flatnonzero(np.diff(stretches(steps), prepend=-1))
     counts = np.diff(starts, append=len(steps))

@@ -61,9 +61,9 @@ EVENTS = {
 """For each kind of event the marker at the foot of a chart, the sign for it in text, and what it is called."""
 
 DPI = 200  # of PNG: 840 pixels in width
-_MOST_LABELS = 6
+_MAX_LABELS = 6
 _LONGEST_LABEL = 20  # characters; about a third of a chart's width
-_MOST_MARKERS = 40
+_MAX_MARKERS = 40
 _LINEAR_RANGE = 10  # what spans more than this factor, such as a spike, would flatten everything below it
 
 
@@ -190,7 +190,7 @@ def _draw_run(axes: Axes, chart: Chart, run: RunRecord, number: int | None) -> l
             linestyle=(0, look.dashes) if look.dashes and number is not None else "-",
             alpha=0.4 if number is not None and place == 0 and chart.evaluated else 1,
             marker=look.marker if place > 0 or len(curve) == 1 else "",
-            markevery=math.ceil(len(curve) / _MOST_MARKERS),
+            markevery=math.ceil(len(curve) / _MAX_MARKERS),
             label=_ALONE[place] if number is None else None,
         )
         if number is None and curve.values_a_point > 1:
@@ -243,6 +243,6 @@ def _add_legend(axes: Axes) -> None:
     """Name the lines, unless there is but one, or their names would hide them."""
     # not matplotlib's own choice of lines, which leaves out a run whose name begins with _
     labels = {line: str(line.get_label()) for line in axes.lines if not str(line.get_label()).startswith("_child")}
-    if 2 <= len(labels) <= _MOST_LABELS and max(map(len, labels.values())) <= _LONGEST_LABEL:
+    if 2 <= len(labels) <= _MAX_LABELS and max(map(len, labels.values())) <= _LONGEST_LABEL:
         for text in axes.legend(list(labels), list(labels.values())).get_texts():
             text.set_parse_math(False)  # a name may hold a $

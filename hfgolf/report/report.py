@@ -19,8 +19,8 @@ from hfgolf.run.record import FIGURES, RunRecord, final_figures, seconds_by_kind
 from hfgolf.wording import dollars, duration
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_MOST_TOLD = 100  # events, findings and samples of a run, each; there may be one a step
-_MOST_CHARACTERS = 300  # of what is told about an event: the blocks of a step may be thousands
+_MAX_TOLD = 100  # events, findings and samples of a run, each; there may be one a step
+_MAX_CHARACTERS = 300  # of what is told about an event: the blocks of a step may be thousands
 _NAMES = {"run.name", "run.output_dir"}
 _OF_EVERY_EVENT = {"step", "event", "elapsed_seconds"}
 
@@ -76,7 +76,7 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
     total = sum(seconds.values())
     counts = Counter(event["event"] for event in run.metrics.events)
     events = [event for event in run.metrics.events if event["event"] in EVENTS.keys() - {"finding"}]
-    samples = run.events("sample")[-_MOST_TOLD:]
+    samples = run.events("sample")[-_MAX_TOLD:]
     if (
         run.summary.get("sample") is not None
     ):  # of the weights that are exported; it goes on where that of their step ends
@@ -92,9 +92,9 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
         "times": [_time(kind, spent, total, price) for kind, spent in seconds.items()],
         "wall_clock": _time("wall clock", total, total, price),
         "marks": [(sign, name, counts[kind]) for kind, (_, sign, name) in EVENTS.items() if counts[kind]],
-        "events": [_tell(event) for event in events[:_MOST_TOLD]],
-        "more_events": max(0, len(events) - _MOST_TOLD),
-        "findings": [_tell_finding(event) for event in run.events("finding")[:_MOST_TOLD]],
+        "events": [_tell(event) for event in events[:_MAX_TOLD]],
+        "more_events": max(0, len(events) - _MAX_TOLD),
+        "findings": [_tell_finding(event) for event in run.events("finding")[:_MAX_TOLD]],
         "samples": samples,
         "profile": run.profile,
         "config": run.config_yaml,
@@ -129,7 +129,7 @@ def _tell(event: dict[str, Any]) -> dict[str, Any]:
     details = {key: value for key, value in event.items() if key not in _OF_EVERY_EVENT and value is not None}
     text = redact(", ".join(f"{key} {value}" for key, value in details.items()))  # before it is cut
     _, sign, name = EVENTS[event["event"]]
-    shortened = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+    shortened = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
     return {"step": event["step"], "sign": sign, "name": name, "details": shortened}
 
 

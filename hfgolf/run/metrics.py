@@ -22,7 +22,7 @@ from hfgolf.durable import sync, write_bytes
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 """Of a file that is read whole: some 50,000 rows of 10 steps."""
 SAMPLED_ROWS = 20_000
 _OF_EACH_STEP = ("train_losses", "grad_norms")
@@ -113,11 +113,11 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the metrics.jsonl of a run; of one above MOST_BYTES a sample.
+    """Read the metrics.jsonl of a run; of one above MAX_BYTES a sample.
 
     Raises OSError where there is no such file. A missing or empty one is the caller's to explain.
     """
-    is_sampled = path.stat().st_size > MOST_BYTES
+    is_sampled = path.stat().st_size > MAX_BYTES
     rows, events, broken_lines = [], [], 0
     for line in _sample(path) if is_sampled else path.read_bytes().splitlines():
         row = _parse(line)

@@ -27,8 +27,8 @@ _VARIABLES = re.compile(
     r"|((LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|CC|CXX|LD_PRELOAD|PYTHONHASHSEED)$"
 )
 
-MOST_PATCH_BYTES = 1_000_000
-_MOST_NEW_FILES = 100  # in a patch; each costs a call of git
+MAX_PATCH_BYTES = 1_000_000
+_MAX_NEW_FILES = 100  # in a patch; each costs a call of git
 # whatever the user's git is set to, a patch that `git apply` takes
 _DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 
@@ -64,17 +64,17 @@ def uncommitted_changes(folder: Path = Path(__file__).parent) -> str | None:
     """Return what `git apply` needs to make, of the commit, the checkout that `folder` is part of; redacted.
 
     None where nothing differs, or there is no checkout. Files that git does not track are in it where they are text,
-    neither ignored nor hidden (.env, .netrc). What would make it longer than MOST_PATCH_BYTES is only named, at its
+    neither ignored nor hidden (.env, .netrc). What would make it longer than MAX_PATCH_BYTES is only named, at its
     top. A file that is not UTF-8, or lost a secret, does not come out of it as it was.
     """
     root = _checkout(folder)
     if root is None:
         return None
     patch, left_out = _git(root, *_DIFF, "HEAD") or b"", []
-    if len(patch) > MOST_PATCH_BYTES:
+    if len(patch) > MAX_PATCH_BYTES:
         patch, left_out = b"", ["the changes to tracked files"]
     for number, (name, size) in enumerate(_untracked_texts(root)):
-        if number >= _MOST_NEW_FILES or len(patch) + size > MOST_PATCH_BYTES:
+        if number >= _MAX_NEW_FILES or len(patch) + size > MAX_PATCH_BYTES:
             left_out.append(name)
         else:
             patch += _git(root, *_DIFF, "--no-index", "--", os.devnull, name) or b""

@@ -39,7 +39,7 @@ from hfgolf.train.build import build_golf
 # Of the peak, in training, uncompiled, where nobody measured: configs/small.yaml reaches 0.6 in fp32 on two CPU cores;
 # small GPTs on a GPU are published between 0.3 and 0.5.
 ASSUMED_MFU = 0.4
-MOST_CHEAP_BYTES = 20_000_000  # of text, to tokenise only to count it
+MAX_CHEAP_BYTES = 20_000_000  # of text, to tokenise only to count it
 VOCABULARIES = {"byte": 257, "char": 257}  # bytes and the end of text; with char, also what is not ASCII in the text
 PARTS = {"norms": "norm", "embedding": "embed_", "attention": ".self_attn.", "mlp": ".mlp.", "head": "lm_head"}
 MEASURED_STEPS = 5
@@ -131,7 +131,7 @@ def look_at_data(config: RunConfig) -> Data:
         corpus = load_corpus(config.data)
         listed = [*corpus.identity.get("files", []), *corpus.identity.get("val_files", [])]
         num_bytes = sum(size for _, size, _ in listed)
-        if 0 < num_bytes <= MOST_CHEAP_BYTES:
+        if 0 < num_bytes <= MAX_CHEAP_BYTES:
             tokens = token_cache.load_tokens(config.data, tokenizer)
             return Data(len(tokens.tokenizer), len(tokens.train), len(tokens.val))
         found = token_cache.find_cache(corpus, tokenizer, cache_folder(config.data))

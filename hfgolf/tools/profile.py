@@ -27,7 +27,7 @@ OVERHEAD_BOUND = 0.30
 OPTIMIZER_HEAVY = 0.15
 HEAD_HEAVY = 0.40
 NEAR_PEAK = 0.50  # MFU; what is not a product has its time too
-MOST_POINTS = 400  # of the memory curve
+MAX_POINTS = 400  # of the memory curve
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Profile:
     def memory_record(self) -> dict[str, Any]:
         """Return the memory of the last step for profile.json: its curve, and the peak with the phase it is in."""
         _, peak_bytes, phase = max(self.memory, key=lambda point: point[1], default=(0.0, 0, "forward"))
-        per_point = -(-len(self.memory) // MOST_POINTS) or 1
+        per_point = -(-len(self.memory) // MAX_POINTS) or 1
         buckets = (self.memory[i : i + per_point] for i in range(0, len(self.memory), per_point))
         curve = [max(bucket, key=lambda point: point[1]) for bucket in buckets]
         return {

@@ -31,8 +31,8 @@ ADAMW_FLOPS, ADAMW_BYTES = 14, 28
 NORM_FLOPS = 4  # of an element: square, add, times the root, times the weight
 PRODUCT_SIZES = {"cpu": (512, 1024, 2048)}
 PRODUCT_SIZES_ELSEWHERE = (4096, 8192)
-MOST_STREAM_ELEMENTS = 2**26  # 256 MiB of fp32 each in three arrays: larger than any cache
-LEAST_SECONDS = 0.3  # that an operation is repeated
+MAX_STREAM_ELEMENTS = 2**26  # 256 MiB of fp32 each in three arrays: larger than any cache
+MIN_SECONDS = 0.3  # that an operation is repeated
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ def measured_bandwidth(device: torch.device, num_elements: int | None = None) ->
 
     A CPU that reads what it is to overwrite moves 16, which as in STREAM do not count.
     """
-    num_elements = num_elements or min(MOST_STREAM_ELEMENTS, free_memory_bytes(device) // 64)
+    num_elements = num_elements or min(MAX_STREAM_ELEMENTS, free_memory_bytes(device) // 64)
     a, b, c = (torch.zeros(num_elements, device=device) for _ in range(3))
     return 12 * num_elements / best_seconds(lambda: torch.add(b, c, alpha=3.0, out=a))
 
 
 def best_seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of a call, the best of several over at least LEAST_SECONDS; waits for a GPU."""
+    """Return the seconds of a call, the best of several over at least MIN_SECONDS; waits for a GPU."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     timer.timeit(2)  # warms up
-    return min(timer.blocked_autorange(min_run_time=LEAST_SECONDS).times)
+    return min(timer.blocked_autorange(min_run_time=MIN_SECONDS).times)
 
 
 def place(operation: Operation, roofline: Roofline) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
     step_seconds = statistics.median(
         row["data_seconds"] + row["compute_seconds"] for row in read_rows(straight.metrics)
     )
-    most_files = len(list(newest_first(straight.checkpoints)[0].iterdir()))
+    max_files = len(list(newest_first(straight.checkpoints)[0].iterdir()))
     saves_to_hit, killed_at = 0, 0
     for number in range(1, plan.kills + 2):
         is_killed = False
@@ -194,7 +194,7 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
                 target = moments.randint(first + 1, last)
                 saves_to_hit += number % 2 == 0
                 if saves_to_hit:
-                    _wait_for_save(session, run, target, num_files=moments.randint(1, most_files))
+                    _wait_for_save(session, run, target, num_files=moments.randint(1, max_files))
                 else:
                     _wait_for_step(session, target, and_seconds=moments.uniform(0, step_seconds))
                 is_killed = session.kill()
@@ -207,7 +207,7 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
             logger.info("session %d: %s; completed%s", number, start, missed)
             return
         killed_at, save = session.step(), _save_under_way(run)
-        where = f"inside the save of {save} of {most_files} files" if save else "between saves"
+        where = f"inside the save of {save} of {max_files} files" if save else "between saves"
         where += "; it aimed at one, which was too quick" if saves_to_hit and not save else ""
         logger.info("session %d: %s; kill -9 after step %d, %s", number, start, killed_at, where)
         saves_to_hit -= bool(saves_to_hit and save)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 NUM_BYTES = 256
 """The vocabulary that is the bytes, without training; the end of text comes on top."""
-LEAST_BYTES = 1000  # of a sample: below, a slice is a few words
+MIN_BYTES = 1000  # of a sample: below, a slice is a few words
 _SLICE_BYTES = 2**16
-_LEAST_SLICES = 20
+_MIN_SLICES = 20
 _HELD_OUT = 10  # one slice of so many
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that begin no character
 _PASSES = 3  # over the text, to time it: the first fills the tokenizer's cache of words
@@ -79,9 +79,9 @@ def write_sample(files: Sequence[Path], max_bytes: int, folder: Path) -> Sample:
     sizes = {path: _size(path) for path in dict.fromkeys(file.resolve() for file in files)}
     total = sum(sizes.values())
     taken = min(total, max_bytes)
-    if taken < LEAST_BYTES:
-        raise UserError(f"--files: a sample of {taken:,} bytes is too small; allowed: {LEAST_BYTES:,} or more.")
-    count = max(_LEAST_SLICES, math.ceil(taken / _SLICE_BYTES))
+    if taken < MIN_BYTES:
+        raise UserError(f"--files: a sample of {taken:,} bytes is too small; allowed: {MIN_BYTES:,} or more.")
+    count = max(_MIN_SLICES, math.ceil(taken / _SLICE_BYTES))
     starts = [number * total // count for number in range(count + 1)]
     longest = math.ceil(taken / count)
     paths = [folder / f"{part}.arrow" for part in ("train", "held-out")]

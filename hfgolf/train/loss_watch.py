@@ -14,7 +14,7 @@ from typing import Literal
 from hfgolf.doctor.finding import robust_sigma
 from hfgolf.doctor.history import LEVEL_STEPS
 from hfgolf.doctor.spike_symptoms import SPIKE_SHARE
-from hfgolf.doctor.symptoms import LEAST_RISE, RISE, RISE_FROM_START, SIGMAS
+from hfgolf.doctor.symptoms import MIN_RISE, RISE, RISE_FROM_START, SIGMAS
 
 
 class LossWatch:
@@ -59,7 +59,7 @@ class LossWatch:
         level, lowest = median(self._recent), self._lowest_level
         if level < lowest:
             self._lowest_level, self.lowest_step = level, step
-        high = min(max(RISE * lowest, lowest + LEAST_RISE), RISE_FROM_START * self._first_loss)
+        high = min(max(RISE * lowest, lowest + MIN_RISE), RISE_FROM_START * self._first_loss)
         was, at = min((lowest, self.lowest_step), (self._first_loss, 1))
         self.saw = f"the training loss is {level:.4g} in the median, and was {was:.4g} at step {at}"
         return level > high

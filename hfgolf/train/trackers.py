@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 WANDB_TIMEOUT_SECONDS = 20  # wandb itself would keep a run without network waiting for 90
 _FINISH_SECONDS = 20  # for the trackers to take what was sent to them
-_MOST_WAITING_CALLS = 1000
+_MAX_WAITING_CALLS = 1000
 
 
 class Tracker:
@@ -52,7 +52,7 @@ class Tracker:
         self.rewind(state.step)
         if self._tracking:
             self._never_stop(lambda: _start_trackers(accelerator, config, folder, state))
-            self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING_CALLS)
+            self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING_CALLS)
             # trackers are called from a thread of their own, a daemon: one that does not return keeps nobody waiting
             self._caller = threading.Thread(target=self._call_trackers, daemon=True, name="trackers")
             self._caller.start()
@@ -118,7 +118,7 @@ class Tracker:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._drop(f"no answer while {_MOST_WAITING_CALLS} calls wait", is_stuck=True)
+            self._drop(f"no answer while {_MAX_WAITING_CALLS} calls wait", is_stuck=True)
 
     def _call_trackers(self) -> None:
         while self._tracking and (call := self._calls.get()):

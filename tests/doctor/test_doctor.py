@@ -519,7 +519,7 @@ def test_an_abandoned_timeline_is_no_illness(tmp_path):
 
 def test_of_a_long_log_a_sample(tmp_path, monkeypatch):
     folder = write(tmp_path / "run", log(range(1, 5001)))
-    monkeypatch.setattr(metrics, "MOST_BYTES", 1000)
+    monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 50)
     findings, read = examine(folder)
     assert findings == [] and read.is_sampled

@@ -15,7 +15,7 @@ from hfgolf.config import BatchConfig, ModelSection, OptimConfig, RunConfig, Tra
 from hfgolf.errors import UserError
 from hfgolf.measure import memory
 from hfgolf.measure.memory import (
-    MOST_CPU_TOKENS,
+    MAX_CPU_TOKENS,
     USABLE_SHARE,
     block_bytes,
     choose_micro_batch_size,
@@ -225,7 +225,7 @@ def test_the_largest_that_fits_is_chosen(free_gib):
 def test_on_a_cpu_it_stays_in_the_cache():
     config = gpu_config()
     model = meta_model(config, 50_257, "cpu")
-    assert choose_micro_batch_size(config, model, 1, "cpu", 2**50) * 1024 == MOST_CPU_TOKENS
+    assert choose_micro_batch_size(config, model, 1, "cpu", 2**50) * 1024 == MAX_CPU_TOKENS
 
 
 def test_each_process_takes_its_share():

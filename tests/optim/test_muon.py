@@ -311,7 +311,7 @@ def test_the_size_of_a_batch_changes_no_bit(monkeypatch):
     optimizer, one_by_one = Muon(together), Muon(apart)
     for step in range(2):
         step_with_gradients(optimizer, together, step)
-    monkeypatch.setitem(muon_module.MOST_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(muon_module.MAX_ELEMENTS, "cpu", 1)
     for step in range(2):
         step_with_gradients(one_by_one, apart, step)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))

@@ -16,7 +16,7 @@ import pytest
 
 from hfgolf.errors import UserError
 from hfgolf.report import figures
-from hfgolf.report.curves import MOST_POINTS, read_curve
+from hfgolf.report.curves import MAX_POINTS, read_curve
 from hfgolf.report.figures import CHARTS, draw_charts, line_look
 from hfgolf.report.report import write_report
 from hfgolf.run import metrics
@@ -401,7 +401,7 @@ def test_a_curve_of_very_many_values_keeps_mean_and_extremes():
     ]
     given = [x for row in made for x in row["loss"] if x is not None]
     curve = read_curve(made, "loss")
-    assert len(curve) == MOST_POINTS and 100 <= curve.values_a_point <= 125
+    assert len(curve) == MAX_POINTS and 100 <= curve.values_a_point <= 125
     assert curve.highest.max() == 99 and curve.lowest.min() == -99
     assert (curve.lowest <= curve.values).all() and (curve.values <= curve.highest).all()
     assert np.mean(curve.values) == pytest.approx(np.mean(given), abs=0.01)
@@ -416,7 +416,7 @@ def test_a_short_curve_is_what_was_logged():
 
 
 def test_of_a_long_file_a_sample_and_the_page_says_so(folder, monkeypatch):
-    monkeypatch.setattr(metrics, "MOST_BYTES", 1000)
+    monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 300)
     path = folder([*rows(3000, every=1), event("rollback", 3000)])
     page = report(path)

@@ -38,7 +38,7 @@ def test_of_a_long_file_a_sample_with_all_evaluations_and_events(tmp_path, monke
     rows.insert(5_000, {"step": 4_999, "event": "rollback"})
     path = write(tmp_path / "metrics.jsonl", rows, tail)
     whole = read_metrics(path)
-    monkeypatch.setattr(metrics, "MOST_BYTES", 1000)
+    monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 200)
     read = read_metrics(path)
     assert read.is_sampled and read.events == whole.events and read.broken_lines == whole.broken_lines
@@ -50,7 +50,7 @@ def test_of_a_long_file_a_sample_with_all_evaluations_and_events(tmp_path, monke
 
 def test_of_very_many_evaluations_some(tmp_path, monkeypatch):
     path = write(tmp_path / "metrics.jsonl", [{"step": step} | EVALUATED for step in range(10_000)])
-    monkeypatch.setattr(metrics, "MOST_BYTES", 1000)
+    monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 200)
     read = read_metrics(path)
     assert len(read.rows) <= 400 and read.rows[-1]["step"] == 9_999

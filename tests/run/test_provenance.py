@@ -142,7 +142,7 @@ def test_the_patch_tells_no_secret(repository, logged_in):
 
 
 def test_a_patch_that_would_be_too_large_names_what_it_lacks(repository, monkeypatch):
-    monkeypatch.setattr(provenance, "MOST_PATCH_BYTES", 2000)
+    monkeypatch.setattr(provenance, "MAX_PATCH_BYTES", 2000)
     (repository / "corpus.txt").write_text("word\n" * 1000)
     (repository / "small.py").write_text("x = 1\n")
     patch = provenance.uncommitted_changes(repository)
@@ -152,7 +152,7 @@ def test_a_patch_that_would_be_too_large_names_what_it_lacks(repository, monkeyp
     (repository / "windows.txt").write_text("more\n" * 1000)
     patch = provenance.uncommitted_changes(repository)
     assert patch.startswith("# left out, too large for this patch: the changes to tracked files, corpus.txt\ndiff")
-    monkeypatch.setattr(provenance, "_MOST_NEW_FILES", 0)
+    monkeypatch.setattr(provenance, "_MAX_NEW_FILES", 0)
     assert provenance.uncommitted_changes(repository) == (
         "# left out, too large for this patch: the changes to tracked files, corpus.txt, small.py\n"
     )

@@ -168,12 +168,12 @@ def test_small_text_is_counted_and_found_again(tiny_run, monkeypatch):
     counted = look_at_data(config)
     assert counted.vocabulary == 257 and counted.note == ""
     assert counted.train_tokens == pytest.approx(9 * counted.val_tokens, rel=0.05)
-    monkeypatch.setattr(plan, "MOST_CHEAP_BYTES", 0)
+    monkeypatch.setattr(plan, "MAX_CHEAP_BYTES", 0)
     assert look_at_data(config) == counted
 
 
 def test_what_is_not_counted_says_why(tiny_run, monkeypatch):
-    monkeypatch.setattr(plan, "MOST_CHEAP_BYTES", 0)
+    monkeypatch.setattr(plan, "MAX_CHEAP_BYTES", 0)
     assert look_at_data(load_config(tiny_run()).config) == Data(257, note="not tokenised yet: 0 MB of text")
     missing = look_at_data(load_config(tiny_run(data__files="nowhere.txt", tokenizer__kind="bpe")).config)
     assert missing.vocabulary == 4096 and missing.train_tokens is None

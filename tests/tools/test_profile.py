@@ -12,7 +12,7 @@ import pytest
 from hfgolf.tools.profile import (
     DATA_BOUND,
     KINDS,
-    MOST_POINTS,
+    MAX_POINTS,
     PYTHON,
     SMALL_OPERATION_SECONDS,
     Profile,
@@ -188,7 +188,7 @@ def test_memory_is_what_the_step_adds_to_what_was_held():
 def test_a_long_memory_curve_keeps_its_peak():
     changes = [memory(i / 100, i if i != 1234 else 10**6, 0) for i in range(9999)]
     record = profile_events([*FORWARD, *BACKWARD_ON_CPU, *changes]).memory_record()
-    assert len(record["bytes"]) <= MOST_POINTS
+    assert len(record["bytes"]) <= MAX_POINTS
     assert max(record["bytes"]) == record["peak_bytes"] == 10**6
 
 

@@ -98,8 +98,8 @@ def test_a_gpu_has_a_roof_and_no_large_product_is_above_it():
 
 def test_the_script_writes_a_picture_and_the_figures(tiny_run, tmp_path, monkeypatch, run_script):
     monkeypatch.setattr(roofline_module, "PRODUCT_SIZES", {"cpu": (64,)})
-    monkeypatch.setattr(roofline_module, "MOST_STREAM_ELEMENTS", 2**12)
-    monkeypatch.setattr(roofline_module, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(roofline_module, "MAX_STREAM_ELEMENTS", 2**12)
+    monkeypatch.setattr(roofline_module, "MIN_SECONDS", 0.01)
     status, said, error = run_script("roofline.py", *tiny_run(), "--output", tmp_path / "roofline")
     assert status == 0, error
     record = json.loads((tmp_path / "roofline" / "roofline.json").read_text())

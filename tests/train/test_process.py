@@ -125,7 +125,7 @@ def test_compiling_must_pay(monkeypatch):
     assert should_compile(CPU, "no", 3600.0)[0]
     assert not should_compile(CPU, "no", 60.0)[0]
     assert should_compile(CPU, "bf16", 100.0)[0]  # uncompiled 250 s, of which it saves 50
-    assert not should_compile(CPU, "bf16", 100.0, most_seconds=90.0)[0]
+    assert not should_compile(CPU, "bf16", 100.0, max_seconds=90.0)[0]
     assert not should_compile(CPU, "bf16", 20.0)[0]
     monkeypatch.setattr("hfgolf.train.compilation.has_compiler", lambda device: False)
     assert should_compile(CPU, "no", 3600.0) == (False, "there is no compiler for this device")

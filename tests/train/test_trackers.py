@@ -160,7 +160,7 @@ def test_a_tracker_that_does_not_answer_holds_nothing_up(run, tiny_run, monkeypa
     released = threading.Event()
     monkeypatch.setattr(TensorBoardTracker, "log", lambda *arguments, **options: released.wait())
     if stuck == "in a call":
-        monkeypatch.setattr(trackers, "_MOST_WAITING_CALLS", 5)
+        monkeypatch.setattr(trackers, "_MAX_WAITING_CALLS", 5)
         reason = "no answer while 5 calls wait"
     else:
         monkeypatch.setattr(trackers, "_FINISH_SECONDS", 0.1)
