@@ -241,7 +241,7 @@ def test_a_run_sticks_to_what_it_decided(run, tiny_run, monkeypatch, caplog):
 def test_each_start_keeps_its_config_metadata_and_patch(run, tiny_run, monkeypatch):
     patches = iter(["a patch", None, "another patch"])
     monkeypatch.setattr(setup, "uncommitted_changes", lambda: next(patches))
-    commits = iter(["aaa-dirty", "bbb", "aaa-dirty"])
+    commits = iter(["bbb", "aaa-dirty", "aaa-dirty"])
     real = setup.run_metadata
     monkeypatch.setattr(
         setup, "run_metadata", lambda resolved, hardware: real(resolved, hardware) | {"commit": next(commits)}
@@ -254,10 +254,10 @@ def test_each_start_keeps_its_config_metadata_and_patch(run, tiny_run, monkeypat
     assert [(path / "uncommitted.patch").is_file() for path in starts] == [True, False, True]
     assert (starts[0] / "uncommitted.patch").read_text() == "a patch"
     metadata = [json.loads((path / "metadata.json").read_text()) for path in starts]
-    assert [of_start["commit"] for of_start in metadata] == ["aaa-dirty", "bbb", "aaa-dirty"]
+    assert [of_start["commit"] for of_start in metadata] == ["bbb", "aaa-dirty", "aaa-dirty"]
     assert ["max_steps: 3" in (path / "config.yaml").read_text() for path in starts] == [True, False, False]
     assert (folder / "uncommitted.patch").read_text() == "another patch"
-    assert json.loads((folder / "summary.json").read_text())["commits"] == ["aaa-dirty", "bbb"]
+    assert json.loads((folder / "summary.json").read_text())["commits"] == ["bbb", "aaa-dirty"]
 
 
 def test_the_config_of_a_resumed_run_repeats_it(run, tiny_run):

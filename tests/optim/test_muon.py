@@ -262,6 +262,19 @@ def test_with_row_equilibration_the_scale_of_a_row_does_not_matter():
         assert torch.allclose(*params, rtol=1e-4, atol=1e-5) == is_on
 
 
+@pytest.mark.parametrize("num_zero_rows", [1, 8])
+@pytest.mark.parametrize("options", [{}, {"row_equilibration": True}, {"normuon_beta2": 0.9}, ALL_OPTIONS])
+def test_rows_without_a_gradient_stay_as_they_are(options, num_zero_rows):
+    """As those of neurons that are dead: nothing is divided by 0."""
+    (param,), (before,) = parameters(shapes=[(8, 12)]), parameters(shapes=[(8, 12)])
+    param.grad = torch.zeros(8, 12)
+    param.grad[num_zero_rows:] = random_tensors(3, [(8 - num_zero_rows, 12)])[0]
+    Muon([param], newton_schulz_dtype="fp32", **options).step()
+    assert param.isfinite().all()
+    assert torch.equal(param[:num_zero_rows], before[:num_zero_rows])
+    assert (param != before)[num_zero_rows:].all()
+
+
 @pytest.mark.parametrize("rule", ["muon", "adamw", "sgd"])
 def test_cautious_decay_takes_only_what_the_step_moves_towards_zero(rule):
     cautious, plain = parameters(), parameters()

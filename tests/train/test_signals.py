@@ -377,6 +377,14 @@ def test_in_the_loop_a_burst_is_one_wish_and_the_handlers_found_come_back():
     assert {number: signal.getsignal(number) for number in ALL} == before
 
 
+def test_who_enters_again_inside_takes_no_handler_away():
+    with Signals() as signals:
+        handlers = [signal.getsignal(number) for number in ALL]
+        with signals:
+            pass
+        assert [signal.getsignal(number) for number in ALL] == handlers
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_outside_of_the_loop_the_process_ends_at_once_with_one_line(capsys, number):
     with pytest.raises(SystemExit) as ended, Signals():
