@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import torch
 
+from hfgolf.durable import write_text
+
 
 def free_memory_bytes(device: torch.device) -> int:
     """Return the bytes that are free on the device: the GPU's, or for a CPU those of RAM that a container may use."""
@@ -241,11 +243,7 @@ def _read_peaks(path: Path) -> dict[str, float]:
 
 
 def _write_peaks(path: Path, peaks: dict[str, float]) -> None:
-    """Replace the file; a run does without where it cannot be written."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
+    """Replace the file; if it cannot be written, a run does without it."""
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(peaks, indent=1), "utf-8")
-        unfinished.replace(path)
-    except OSError:
-        pass
+        write_text(path, json.dumps(peaks, indent=1))

@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 
+from hfgolf import palette
 from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
 from hfgolf.script_options import ScriptParser, check_picture, within
@@ -80,16 +81,18 @@ def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) 
     panels = figure.subplots(2, len(sweeps), squeeze=False, sharex="col", height_ratios=[3, 2])
     for (losses, gain), sweep in zip(panels.T, sweeps, strict=True):
         rates, suggestion = sweep.learning_rates, values[f"optim.{sweep.key}"]
-        losses.plot(rates, sweep.losses_at_rest, color="#E69F00", alpha=0.4, linewidth=1)
-        losses.plot(rates, smooth(sweep.losses_at_rest), ":", color="#E69F00", linewidth=2, label="at rest, smoothed")
-        losses.plot(rates, sweep.losses, color="#0072B2", alpha=0.4, linewidth=1)
-        losses.plot(rates, sweep.smoothed_losses, color="#0072B2", linewidth=2, label="swept, smoothed")
+        losses.plot(rates, sweep.losses_at_rest, color=palette.ORANGE, alpha=0.4, linewidth=1)
+        losses.plot(
+            rates, smooth(sweep.losses_at_rest), ":", color=palette.ORANGE, linewidth=2, label="at rest, smoothed"
+        )
+        losses.plot(rates, sweep.losses, color=palette.BLUE, alpha=0.4, linewidth=1)
+        losses.plot(rates, sweep.smoothed_losses, color=palette.BLUE, linewidth=2, label="swept, smoothed")
         losses.set(xscale="log", ylabel="loss (nats a token)")
         gain.axhline(0, color="grey", linewidth=1)
         gain.plot(rates, sweep.gains, color="black", linewidth=2, label="at rest less swept")
         gain.set(xlabel=f"optim.{sweep.key}", ylabel="gain (nats a token)")
         for axes in (losses, gain):
-            axes.axvline(suggestion, color="#D55E00", linestyle="--", label=f"suggestion: {suggestion:g}")
+            axes.axvline(suggestion, color=palette.VERMILION, linestyle="--", label=f"suggestion: {suggestion:g}")
             axes.grid(alpha=0.3)
             axes.legend(frameon=False)
     figure.savefig(path)

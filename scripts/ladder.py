@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hfgolf import palette
 from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
 from hfgolf.script_options import ScriptParser, check_output, within
@@ -84,7 +85,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     climbed = [row for row in rows if "skipped" not in row]
     figure = Figure(figsize=(8, 1 + 0.5 * len(climbed)), dpi=120, layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh([row["rung"] for row in climbed], [row["milliseconds"] for row in climbed], color="#0072B2")
+    bars = axes.barh([row["rung"] for row in climbed], [row["milliseconds"] for row in climbed], color=palette.BLUE)
     labels = [f" {row['milliseconds']:,.0f} ms, {row['faster_than_first']:.2f}x" for row in climbed]
     axes.bar_label(bars, labels)
     axes.invert_yaxis()

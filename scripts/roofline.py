@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hfgolf import palette
 from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
 from hfgolf.script_options import ScriptParser, check_output
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from hfgolf.tools.roofline import Roofline
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000")  # Okabe and Ito's
 MARKERS = "os^Dvhpd"
 STEPS = 3
 
@@ -120,7 +120,7 @@ def draw(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, A
         linestyle="-.",
         label=f"the whole step: {step['flops_per_second'] / 1e9:,.0f} GFLOP/s, {share:.0%} of {step['precision']}",
     )
-    for row, color, marker in zip(rows, COLORS, MARKERS, strict=True):
+    for row, color, marker in zip(rows, palette.LINES, MARKERS, strict=True):
         label = f"{row['operation']} ({row['precision']}): {row['reached']:.0%} of its roof"
         point = row["intensity"], row["flops_per_second"]
         # hollow: the products often lie on each other

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfgolf import palette
 from hfgolf.command_line import load_config, one_line, run_command
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
@@ -22,7 +23,6 @@ STAND_INS = {  # a parameter of each kind: its name decides rule and peak
     "head": "lm_head.weight",
     "vector": "model.norm.weight",
 }
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's, which colour-blind eyes tell apart
 STYLES = ("-", "--", "-.", ":")
 POINTS = 1000
 
@@ -175,7 +175,7 @@ def draw(
     figure = Figure(figsize=(8, 4 + 1.5 * len(others)), dpi=120, layout="constrained")
     heights = [3, *(1.5 for _ in others)]
     top, *below = figure.subplots(1 + len(others), sharex=True, height_ratios=heights)
-    for (kinds, line), color, style in zip(rates.items(), COLORS, STYLES, strict=False):
+    for (kinds, line), color, style in zip(rates.items(), palette.LINES, STYLES, strict=False):
         top.plot(positions, line, style, color=color, linewidth=2, label=f"{kinds}: peak {max(line):g}")
     peaks = [max(line) for line in rates.values()]
     if max(peaks) > 10 * min(peaks):  # else the small one is a line at the bottom

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hfgolf import palette
 from hfgolf.command_line import load_config, run_command
 from hfgolf.script_options import ScriptParser, check_output, within
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"
-COLORS = ("#0072B2", "#D55E00")  # Okabe and Ito's
 
 
 def main() -> None:
@@ -151,7 +151,9 @@ def draw(rows: Sequence[dict[str, Any]], model: str, path: Path) -> None:
         ("tokens_per_character", "tokens a character", "text it was not trained on", "o-", "{:.2f}", "left"),
         ("embedding_share", "share of the parameters", f"embedding, {model}", "s--", "{:.0%}", "right"),
     )
-    for axes, color, (key, label, title, style, form, side) in zip(figure.subplots(1, 2), COLORS, panels, strict=True):
+    for axes, color, (key, label, title, style, form, side) in zip(
+        figure.subplots(1, 2), palette.LINES, panels, strict=False
+    ):
         values = [row[key] for row in measured]
         axes.plot(entries, values, style, color=color, linewidth=1.6, markersize=6)
         for x, y in zip(entries, values, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
 import re
@@ -90,6 +91,26 @@ def test_every_dependency_is_a_range_that_holds_its_pin():
     assert len(requirements) > 15
     for requirement in requirements:
         assert requirement.specifier.contains(pins()[requirement.name]), requirement
+
+
+def test_every_library_that_is_imported_is_declared():
+    """Optional ones among the extras: a library that another one happens to bring may be gone tomorrow."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    texts = "\n".join([setup["options"]["install_requires"], *setup["options.extras_require"].values()])
+    declared = {re.sub(r"[^a-z0-9]", "", Requirement(line).name.lower()) for line in texts.split("\n") if line}
+    names = {"yaml": "pyyaml", "pynvml": "nvidiamlpy"}
+    imported: set[str] = set()
+    for path in [*(ROOT / "hfgolf").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.split(".")[0])
+    libraries = imported - sys.stdlib_module_names - {"hfgolf", "benchmarks"}
+    assert len(libraries) > 12
+    undeclared = {name for name in libraries if names.get(name, name.replace("_", "")) not in declared}
+    assert not undeclared
 
 
 def test_importing_hfgolf_imports_no_torch():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hfgolf import palette
 from hfgolf.report.curves import Curve, read_curve, stretches
 from hfgolf.run.record import RunRecord
 
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLORS = {
-    "blue": "#0072B2",
-    "vermilion": "#D55E00",
-    "green": "#009E73",
-    "pink": "#CC79A7",
-    "orange": "#E69F00",
-    "sky blue": "#56B4E9",
+    "blue": palette.BLUE,
+    "vermilion": palette.VERMILION,
+    "green": palette.GREEN,
+    "pink": palette.PINK,
+    "orange": palette.ORANGE,
+    "sky blue": palette.SKY_BLUE,
 }
 # gaps follow dashes, in line widths; 5 kinds and 6 colours: 30 runs that all differ
 _DASHES = {

@@ -22,6 +22,7 @@ from hfgolf.tools.compare.experiment import PlannedRun
 from hfgolf.train.claim import changes, completed
 from hfgolf.train.process import resolve_precision
 from hfgolf.train.signals import Signals
+from hfgolf.wording import duration
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +129,5 @@ def _last_words(run: PlannedRun) -> str:
 
 
 def _progress(done: int, total: int, seconds: float) -> str:
-    left = f", about {_duration(seconds / done * (total - done))} to go" if done < total else ""
-    return f"{_duration(seconds)} so far{left}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    left = f", about {duration(seconds / done * (total - done))} to go" if done < total else ""
+    return f"{duration(seconds)} so far{left}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hfgolf import palette
 from hfgolf.tools.compare.differences import Curve, numbers
 
 if TYPE_CHECKING:
@@ -14,8 +15,15 @@ if TYPE_CHECKING:
     from hfgolf.tools.compare.experiment import Experiment
     from hfgolf.tools.compare.outcome import Outcome
 
-# Okabe and Ito: told apart by the colour-blind, and dark enough on white
-_COLORS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#56B4E9", "#CC79A7")
+_COLORS = (
+    palette.BLACK,
+    palette.ORANGE,
+    palette.BLUE,
+    palette.GREEN,
+    palette.VERMILION,
+    palette.SKY_BLUE,
+    palette.PINK,
+)
 _DASHES = ("-", "--", "-.", ":")
 
 
