@@ -213,10 +213,11 @@ def cache_folder(data: DataConfig) -> Path:
 def _stdlib_files() -> list[SourceFile]:
     """Return the sources of the standard library: over 10 MB of text, the same wherever the same Python is.
 
-    Without its tests, which some distributions leave out, and _sysconfigdata, which differs from build to build.
+    Without its tests, which some distributions leave out; _sysconfigdata, which differs from build to build; and
+    pydoc_data, the language reference as one generated string: 6 % of the text, and no code.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data"}
     paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skipped]
