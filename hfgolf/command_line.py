@@ -64,7 +64,7 @@ class ResolvedConfig:
             section, key = dotted.split(".")
             if f"{section}:" not in lines:
                 lines.append(f"{section}:")
-            lines.append(f"  {key}: {_to_yaml(redact_values(value))}  # {self.sources.get(dotted, 'default')}")
+            lines.append(f"  {key}: {as_yaml(redact_values(value))}  # {self.sources.get(dotted, 'default')}")
         return "\n".join(lines) + "\n"
 
 
@@ -87,14 +87,14 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
             raise _not_allowed("the command line", key, value)
     parser = _build_parser(description)
     if path:  # what was read above, not the file once more
-        arguments = [f"--config={_to_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
+        arguments = [f"--config={as_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
     try:
         sections = parser.parse_args(arguments)
     except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
         raise _explain(error, from_command_line, from_file, path) from None
     for key, value in from_file.items():  # jsonargparse lets a null pass for any type
         if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
-            raise UserError(f"{path}: {key}: null is not allowed; allowed: {_describe(KEY_TYPES[key])}.")
+            raise UserError(f"{path}: {key}: null is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
     config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
@@ -263,7 +263,7 @@ def _one_token_an_option(arguments: list[str]) -> list[str]:
         elif not equals:
             values = []
         if is_list and (len(values) != 1 or not values[0].startswith("[")):
-            values = [_to_yaml(values)]
+            values = [as_yaml(values)]
         tokens.append("=".join([key, *values]))
     return tokens
 
@@ -312,7 +312,7 @@ def _explain(
 
 
 def _not_allowed(where: str | None, key: str, value: object) -> UserError:
-    return UserError(f"{where}: {key}: {shortened(value)} is not allowed; allowed: {_describe(KEY_TYPES[key])}.")
+    return UserError(f"{where}: {key}: {shortened(value)} is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
 
 
 def _plain_types(kind: Any) -> list[Any]:
@@ -321,7 +321,7 @@ def _plain_types(kind: Any) -> list[Any]:
     return [kind] if not arguments else [inner for argument in arguments for inner in _plain_types(argument)]
 
 
-def _describe(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """Describe a type as a person would say it."""
     plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
     if kind in plain:
@@ -330,14 +330,15 @@ def _describe(kind: Any) -> str:
         return "null"
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
-        return join_words((_to_yaml(argument).strip("'") for argument in arguments), last=" or ")
+        return join_words((as_yaml(argument).strip("'") for argument in arguments), last=" or ")
     if typing.get_origin(kind) is list:
-        return f"a list, each {_describe(arguments[0])}"
+        return f"a list, each {describe_type(arguments[0])}"
     if typing.get_origin(kind) is tuple:
-        return f"a list of {len(arguments)}, each {_describe(arguments[0])}"
-    return " or ".join(_describe(argument) for argument in arguments)
+        return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
+    return " or ".join(describe_type(argument) for argument in arguments)
 
 
-def _to_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """Return a value as YAML on one line."""
     value = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

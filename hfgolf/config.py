@@ -171,7 +171,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """The shape of the model; the defaults are the modern block, and GPT-2 is four keys away (see the README)."""
+    """The shape of the model: a modern block by default; docs/config.md has the options that make it GPT-2."""
 
     hidden_size: int = 256
     """Width of the residual stream."""

@@ -1,0 +1,28 @@
+"""docs/config.md is made from config.py, and has every key with its values and default."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hfgolf.command_line import KEY_TYPES
+from hfgolf.config_reference import markdown
+
+PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+
+
+def test_the_page_is_that_of_the_config():
+    """To make it anew: python -m hfgolf.config_reference > docs/config.md"""
+    assert PAGE.read_text(encoding="utf-8") == markdown()
+
+
+def test_the_page_has_every_key_with_its_values_default_and_meaning():
+    keys = set()
+    for section in re.split(r"^## ", markdown(), flags=re.MULTILINE)[1:]:
+        name = section.split()[0]
+        rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
+        keys |= {f"{name}.{key}" for key, *_ in rows}
+    assert keys == set(KEY_TYPES)
+    assert "| `name` | muon, adamw or sgd | `muon` | muon: Muon on the hidden matrices" in markdown()
+    assert "| `betas` | a list of 2, each a number | `[0.9, 0.95]` | AdamW's" in markdown()
+    assert r"a file: tokenizer.json, \*.tiktoken" in markdown()  # not read as Markdown
