@@ -1,4 +1,4 @@
-"""What the README shows works: its commands, options and keys; and each test that a table of docs/ names is there."""
+"""What the pages show works: commands, options, keys, files; and each test that a table of docs/ names exists."""
 
 from __future__ import annotations
 
@@ -16,32 +16,99 @@ import yaml
 from hfgolf.command_line import KEY_TYPES, load_config
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+GENERATED = {"benchmarks.md", "metrics.md"}
 TABLES = ("docs/promises.md", "docs/faults.md")
+"""They name tests, and quote the pages."""
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        ROOT / "benchmarks" / "experiments" / "README.md",
+    ]
+    if path.name not in GENERATED and path.relative_to(ROOT).as_posix() not in TABLES
+}
+README = PAGES["README.md"]
+ARCHITECTURE = PAGES["ARCHITECTURE.md"]
 
 
 def commands(start: str) -> list[str]:
-    """Return the lines of the README's shell blocks that begin so, without their comments."""
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    """Return the commands in the pages that begin so, in shell blocks and in code within a line, without comments."""
+    text = re.sub(r"\\\n +", "", "\n".join(PAGES.values()))
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith(start)]
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return sorted({line for line in lines if line.startswith(start)})
 
 
 def promises() -> list[tuple[str, str]]:
-    """Return each fragment of the README that docs/promises.md quotes, and what holds it."""
+    """Return each fragment of the pages that docs/promises.md quotes, and what holds it."""
     return re.findall(r'^\| "(.+?)" \| (.+?) \|', (ROOT / "docs" / "promises.md").read_text(), re.MULTILINE)
 
 
-def test_what_the_readme_names_is_there():
-    named = set(re.findall(r"\b(?:scripts|configs|docs|benchmarks|hfgolf|tests)/[\w/.-]+\.\w+", README))
-    assert named
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_what_a_page_names_and_links_is_there(page):
+    text = PAGES[page]
+    named = set(re.findall(r"(?<![\w/.])(?:scripts|configs|docs|benchmarks|hfgolf|tests)/[\w/.-]+\.\w+", text))
+    links = {link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link}
     assert [name for name in named if not (ROOT / name).exists()] == []
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
-def test_every_promise_is_one_of_the_readme_and_has_a_test_or_a_file():
-    readme = " ".join(README.split())
+def test_every_page_of_docs_can_be_reached_from_the_readme():
+    reached, new = set(), {"README.md"}
+    while new:
+        reached |= new
+        linked = {
+            (ROOT / page).parent.joinpath(link).resolve()
+            for page in new
+            if (ROOT / page).suffix == ".md"
+            for link in re.findall(r"\]\(([^)#\s]+\.md)\)", (ROOT / page).read_text(encoding="utf-8"))
+            if "://" not in link
+        }
+        new = {path.relative_to(ROOT).as_posix() for path in linked} - reached
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - reached == set()
+
+
+def test_the_six_files_to_read_are_about_as_long_as_the_readme_says():
+    rows = re.findall(r"^\| `(hfgolf/[\w/]+\.py)` \| (\d+) \|", README, re.MULTILINE)
+    assert len(rows) == 6
+    for file, stated in rows:
+        lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
+        assert abs(lines - int(stated)) <= 0.15 * lines, f"{file} has {lines} lines"
+
+
+def test_every_file_of_the_package_is_in_the_architecture():
+    tree = ARCHITECTURE.split("## The files")[1].split("```text\n")[1].split("```")[0]
+    folders: list[str] = []
+    listed = []
+    for line in tree.splitlines():
+        name = line.split()[0]
+        del folders[(len(line) - len(line.lstrip())) // 2 :]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            listed.append("".join(folders) + name)
+            assert line.split()[1:], f"{listed[-1]} has no line of text"
+    suffixes = {".py", ".md", ".html"}
+    files = [path for path in (ROOT / "hfgolf").rglob("*") if path.suffix in suffixes and path.name != "__init__.py"]
+    assert sorted(listed) == sorted(path.relative_to(ROOT).as_posix() for path in files)
+
+
+def test_each_decision_is_where_the_architecture_says():
+    rows = re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \| (`.+`) \|$", ARCHITECTURE, re.MULTILINE)
+    assert len(rows) > 20
+    for file, names in rows:
+        tree = ast.parse((ROOT / "hfgolf" / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert set(re.findall(r"`(\w+)`", names)) <= defined, file
+
+
+def test_every_promise_is_one_of_a_page_and_has_a_test_or_a_file():
+    text = " ".join(" ".join(PAGES.values()).split())
     assert len(promises()) > 90
-    assert [fragment for fragment, _ in promises() if fragment not in readme] == []
+    assert [fragment for fragment, _ in promises() if fragment not in text] == []
     assert [fragment for fragment, holds in promises() if not re.search(r"`[^`]+`", holds)] == []
 
 
@@ -82,10 +149,26 @@ def test_make_installs_pinned_versions_and_passes_on_config_and_options():
     assert [line.split("/")[-1].split()[0] for line in make("check").splitlines()[-3:]] == ["ruff", "ruff", "mypy"]
 
 
-@pytest.mark.parametrize("command", commands("python scripts/"))
+def test_the_hooks_and_hosted_ci_run_what_everybody_runs():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    checks = [" ".join(line.split()).removesuffix(" .") for line in make("check").splitlines()[-3:]]
+    assert [hook["entry"].removesuffix(" --force-exclude") for hook in hooks] == checks
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    (python,) = (step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
+    assert f"on Python {python['python-version']}." in (ROOT / "constraints.txt").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("command", commands("make "))
+def test_make_knows_every_target(command):
+    assert make(*shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize("command", [*commands("python scripts/"), *commands("accelerate launch ")])
 def test_every_command_has_only_options_that_its_script_takes(command, run_script):
     """A key of the config must be one; an option of the script must be in its --help."""
-    script, *arguments = shlex.split(command)[1:]
+    words = shlex.split(command)
+    script, *arguments = words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
     options = {argument.removeprefix("--") for argument in arguments if argument.startswith("--")}
     said = run_script(Path(script).name, "--help")
     known = set(re.findall(r"--([a-z_.]+)", said.out)) | set(KEY_TYPES)
@@ -96,24 +179,12 @@ def test_every_command_has_only_options_that_its_script_takes(command, run_scrip
         load_config(["--config", str(ROOT / arguments[arguments.index("--config") + 1]), *stated])
 
 
-def test_the_keys_that_the_table_of_the_config_names_are_keys_with_these_values():
-    table = README.split("| section | says | keys to know |")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| `(\w+)` \|.*?\| (.+) \|$", table, re.MULTILINE)
-    named = {f"{section}.{key}" for section, keys in rows for key in re.findall(r"`(\w+)`", keys)}
-    assert len(rows) == len({key.split(".")[0] for key in KEY_TYPES}) and len(named) > 40
-    assert named - set(KEY_TYPES) == set()
-    shown = {"schedule.name": "constant, linear, cosine, cosine_warmdown, wsd", "optim.name": "muon, adamw, sgd"}
-    for key, values in shown.items():
-        assert f"`{key.split('.')[1]}` ({values})" in table
-        for value in values.split(", "):
-            load_config([f"--{key}={value}", "--train.max_steps=9"])
-
-
-def test_the_options_that_the_readme_gives_for_gpt2_make_it():
+def test_the_options_for_gpt2_make_it():
     from hfgolf.model.convert_gpt2 import gpt2_from_golf
     from hfgolf.train.build import build_golf
 
-    (options,) = re.findall(r"`(--model\.norm layernorm[^`]+)`", README)
+    (command,) = (command for command in commands("python scripts/train.py") if "layernorm" in command)
+    options = command.partition("small.yaml ")[2]
     small = "--model.hidden_size 16 --model.num_hidden_layers 1 --model.num_attention_heads 2 --train.max_steps 1"
     config = load_config([*options.split(), *small.split(), "--train.mixed_precision", "no"]).config
     gpt2 = gpt2_from_golf(build_golf(config, 61, "cpu"))  # it refuses what GPT-2 is not

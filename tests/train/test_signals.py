@@ -161,7 +161,7 @@ def test_sigusr1_saves_the_next_step_and_training_goes_on(tiny_run, tmp_path, st
     started = start([*PYTHON, *tiny_run(**UNSAVED, train__max_steps=10**5)])
     started.wait_until(lambda: last_step(folder) > 2)
     asked_at = last_step(folder)
-    (shown,) = re.findall(r"`(kill -USR1 [^`]+)`", (ROOT / "README.md").read_text())
+    (shown,) = re.findall(r"`(kill -USR1 [^`]+)`", (ROOT / "docs" / "running.md").read_text())
     subprocess.run(["sh", "-c", shown.replace("runs/NAME", str(folder))], check=True)
     started.wait_until(lambda: (folder / "checkpoints" / "latest").exists())
     (saved,) = (folder / "checkpoints").glob("step-*")
