@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from hfgolf.command_line import load_config
-from hfgolf.model import build
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.tools.profile import DATA_BOUND, HEAD_HEAVY, KINDS
 from hfgolf.tools.profile_step import WARMUP_STEPS, profile_run
 from hfgolf.tools.scratch import scratch_run
 from hfgolf.tools.trace import read_trace
+from hfgolf.train import build
 from hfgolf.train.loop import train_step
 from hfgolf.train.run import Run
 
