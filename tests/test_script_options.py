@@ -37,6 +37,111 @@ def test_an_absurd_number_is_one_line(run_script, tmp_path, monkeypatch, script,
     assert list(tmp_path.iterdir()) == []
 
 
+OF_A_CONFIG = "the options of a tiny run"
+MISTAKES = {  # script: what comes before the mistake, then {mistake: what the line says}
+    "compare_runs.py": (
+        "",
+        {
+            "nothing.yaml": "there is no definition nothing.yaml; name one, such as benchmarks/",
+            "--runs nothing": "nothing holds no complete run; train it to its end",
+            "--runs nothing --train.max_steps 3": "--runs: only reads, and takes no --train.max_steps",
+            "a.yaml b.yaml": "b.yaml: one definition at a time; --runs compares the folders of runs.",
+            "tiny.yaml --train.max_stops 3": "the command line: unknown key train.max_stops; did you",
+            "tiny.yaml --output_dir tiny.yaml/x": "--output_dir: cannot write to tiny.yaml/x (Not a dir",
+        },
+    ),
+    "find_lr.py": (
+        OF_A_CONFIG,
+        {
+            "--lowest 1 --highest 0.1": "--lowest 1, --highest 0.1: allowed: 0 < lowest < highest.",
+            "--steps 3": "--steps: 3 is out of range; allowed: 20 to 1000000.",
+            "--output rates.json": "--output: rates.json can't be written; allowed: a name that ends in .",
+            "--optim.learning_rat 1": "unknown key optim.learning_rat; did you mean optim.learning_rate?",
+            "--train.max_steps null": "train: the run has no end; set one of",
+        },
+    ),
+    "ladder.py": (
+        OF_A_CONFIG,
+        {"--train.max_step 3": "unknown key train.max_step; did you mean train.max_steps?"},
+    ),
+    "plan.py": (
+        OF_A_CONFIG,
+        {
+            "--dollars 15": "--dollars: the price of an hour is not known; state --price_per_hour.",
+            "--minutes nan": "--minutes: nan is out of range; allowed: 1e-06 to 1e+12.",
+            "--minutes 1 --tokens_per_second 1": "--minutes 1: 60 s do not pay for one step of 256 tokens",
+            "--mfu 0.5 --measure": "--measure and --mfu each say how fast the run is; state one.",
+            "--device abacus": "--device: abacus is not in the table; known: B300, ",
+            "--device H100 --measure": "--measure: only this machine can be measured",
+            "--batch.micro_batch_size 3": "batch.tokens_per_step: 256 cannot be made of micro-batches of 3 x 32 tokens",
+            "--steps 3": "unknown key steps",
+            "--device T4 --minutes 1 --model.hidden_size 65536": "not even one sequence of 32 tokens fits into",
+        },
+    ),
+    "profile_step.py": (
+        OF_A_CONFIG,
+        {"--optim.learning_rat 1": "unknown key optim.learning_rat; did you mean optim.learning_rate?"},
+    ),
+    "roofline.py": (
+        OF_A_CONFIG,
+        {"--batch.tokens_per_step 5": "batch.tokens_per_step: 5 is not a multiple of batch.sequence_length 32"},
+    ),
+    "show_schedule.py": (
+        OF_A_CONFIG,
+        {
+            "--seconds_per_step 1": "--seconds_per_step: train.max_minutes is null, so that no time matters",
+            "--schedule.warmdown_shape sqrt": "'sqrt' is not allowed; allowed: linear or 1-sqrt.",
+            "--schedule.weight_decay 0.1": "'0.1' is not allowed; allowed: constant, linear or learning_rate.",
+            "--schedule.peak 1": "unknown key schedule.peak",
+            "--output schedule.json": "--output: schedule.json can't be written; allowed: a name that ends in .",
+        },
+    ),
+    "verify_resume.py": (
+        OF_A_CONFIG,
+        {
+            "--model.hidden_sise 8": "unknown key model.hidden_sise; did you mean model.hidden_size?",
+            "--steps 4": "--steps: 4 is out of range; allowed: more than --kills 4.",
+            "--step 9": "unknown key step; did you mean",
+        },
+    ),
+    "vocabulary_study.py": (
+        "",
+        {
+            "--files none.txt": "none.txt (No such file or directory); name a text file.",
+            "--files .": "(Is a directory); name a text file.",
+            "--files text.txt empty.txt": "empty.txt is empty; leave it out, or fill it with text.",
+            "--files text.txt latin.txt": "latin.txt is not UTF-8 (byte 0: invalid start byte); convert it",
+            "--files text.txt cut.txt": "cut.txt is not UTF-8 (byte 0: unexpected end of data); convert it",
+            "--files cut.txt": "--files: a sample of 2 bytes is too small; allowed: 1,000 or more.",
+            "--files text.txt --max_bytes 9": "--files: a sample of 9 bytes is too small",
+            "--files text.txt --vocab_size 300": "unknown key vocab_size",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("script", "mistake"), [(script, text) for script in MISTAKES for text in MISTAKES[script][1]])
+def test_a_mistake_is_one_line(run_script, tiny_run, tmp_path, monkeypatch, script, mistake):
+    before, lines = MISTAKES[script]
+    folder = tmp_path / "here"
+    folder.mkdir()
+    files = {
+        "text.txt": b"a text\n" * 200,
+        "empty.txt": b"",
+        "latin.txt": "\xfcber".encode("latin-1") * 100,
+        "cut.txt": "\u4f60".encode()[:2],
+        "tiny.yaml": b"seeds: [1]\ncommon: {train.max_steps: 1}\narms: {a: {}}\n",
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    monkeypatch.chdir(folder)
+    options = tiny_run() if before == OF_A_CONFIG else []
+    status, printed, error = run_script(script, *options, *mistake.split())
+    assert (status, error.count("\n")) == (2, 1) and error.startswith("error: "), printed + error
+    assert lines[mistake] in error, error
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == files.keys()
+
+
 def test_what_argparse_refuses_is_one_line_too(run_script):
     for arguments in (["generate.py"], ["evaluate.py", "--model"], ["doctor.py", "--jsonn", "x"]):
         status, printed, error = run_script(*arguments)

@@ -106,24 +106,3 @@ def test_the_baselines_have_one_rule_and_adamw_no_momentum(show):
     sgd = cells(show(*config, "sgd", "--model.tie_word_embeddings", "false"))
     assert sgd[""] == ["step", "run done", "matrix, head, vector", "embedding", "momentum", "weight decay"]
     assert {row[4] for name, row in sgd.items() if name} == {"0.95"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seconds_per_step", "1"], "--seconds_per_step: train.max_minutes is null, so that no time matters"),
-        (
-            ["--seconds_per_step", "0", "--train.max_minutes", "1"],
-            "--seconds_per_step: 0.0 is out of range; allowed: 1e-06",
-        ),
-        (["--schedule.warmdown_shape", "sqrt"], "'sqrt' is not allowed; allowed: linear or 1-sqrt."),
-        (["--schedule.weight_decay", "0.1"], "'0.1' is not allowed; allowed: constant, linear or learning_rate."),
-        (["--schedule.peak", "1"], "unknown key schedule.peak"),
-        (["--output", "schedule.json"], "--output: schedule.json can't be written; allowed: a name that ends in ."),
-        (["--output", f"{__file__}/schedule.png"], "test_show_schedule.py (File exists); choose another folder."),
-        (["--output", "/proc/schedule.png"], "--output: cannot write"),
-    ],
-)
-def test_a_mistake_is_one_line(show, arguments, message):
-    said = show("--config", ROOT / "configs" / "small.yaml", *arguments, fails=True)
-    assert message in said and said.count("\n") == 1

@@ -131,21 +131,3 @@ def test_the_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, run_script
     assert "skipped: train.compile is false" in said
     assert "skipped: train.mixed_precision is no (command line)" in said
     assert all(row["losses_off_by"] < 1e-5 for row in rows if "losses" in row)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--train.max_step", "3"], "unknown key train.max_step; did you mean train.max_steps?"),
-        (
-            ["--output", "file/folder"],
-            "--output: cannot write to file/folder (Not a directory); choose another folder.",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(tiny_run, tmp_path, monkeypatch, run_script, options, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    status, _, error = run_script("ladder.py", *tiny_run(), *options)
-    assert status == 2
-    assert error.count("\n") == 1 and message in error

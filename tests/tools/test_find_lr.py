@@ -177,21 +177,14 @@ def test_the_script_prints_what_the_config_takes_and_leaves_two_files(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lowest", "1", "--highest", "0.1"], "--lowest 1, --highest 0.1: allowed: 0 < lowest < highest."),
-        (["--steps", "3"], "--steps: 3 is out of range; allowed: 20 to 1000000."),
-        (["--output", "rates.json"], "--output: rates.json can't be written; allowed: a name that ends in ."),
-        (["--optim.learning_rat", "1"], "unknown key optim.learning_rat; did you mean optim.learning_rate?"),
-        (["--train.max_steps", "null"], "train: the run has no end; set one of"),
         (["--lowest", "100", "--highest", "1e4", "--steps", "20"], "optim.learning_rate: no learning rate from 100 to"),
-        (["--lowest", "1e-6", "--highest", "1e-4", "--steps", "20"], "is the best yet; raise --highest."),
         (["--optim.adamw_learning_rate", "1e30"], "train: loss or gradient are not finite at"),
     ],
 )
-def test_a_mistake_is_one_line(temporary, tiny_run, monkeypatch, run_script, options, message):
+def test_a_sweep_that_can_say_nothing_is_one_line(temporary, tiny_run, monkeypatch, run_script, options, message):
     monkeypatch.chdir(temporary)
     status, _, error = run_script("find_lr.py", *tiny_run(), *options)
-    assert status == 2
-    assert error.count("\n") == 1 and message in error
+    assert (status, error.count("\n")) == (2, 1) and message in error
     assert list(temporary.iterdir()) == []
 
 

@@ -266,28 +266,3 @@ def test_the_clock_and_the_tokens_limit_the_steps(script, tiny_run):
     said = script(*unknown)
     assert "run: steps not known (train.max_epochs" in said and "data: not counted (data.files" in said
     assert numbers(script(*unknown, "--json"))["length"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dollars", 15], "--dollars: the price of an hour is not known; state --price_per_hour."),
-        (["--minutes", "nan"], "--minutes: nan is out of range; allowed: 1e-06 to 1e+12."),
-        (["--minutes", 1, "--tokens_per_second", 1], "--minutes 1: 60 s do not pay for one step of 256 tokens"),
-        (["--mfu", 1.5], "--mfu: 1.5 is out of range; allowed: 1e-06 to 1."),
-        (["--mfu", 0.5, "--measure"], "--measure and --mfu each say how fast the run is; state one."),
-        (["--device", "abacus"], "--device: abacus is not in the table; known: B300, "),
-        (["--device", "H100", "--measure"], "--measure: only this machine can be measured"),
-        (
-            ["--batch.micro_batch_size", 3],
-            "batch.tokens_per_step: 256 cannot be made of micro-batches of 3 x 32 tokens",
-        ),
-        (["--steps", 3], "unknown key steps"),
-        (
-            ["--device", "T4", "--minutes", 1, "--model.hidden_size", 65536, "--model.num_hidden_layers", 2],
-            "--minutes 1: not even one sequence of 32 tokens fits into the 12.80 GB usable of T4; try model.gradient",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(script, tiny_run, arguments, message):
-    assert message in script(*tiny_run(), *arguments, fails=True)

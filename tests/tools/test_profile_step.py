@@ -135,21 +135,3 @@ def test_the_script_writes_into_the_folder_of_the_run(tiny_run, tmp_path, monkey
     assert record["sentence"] in said and record["steps"] == 2 and record["machine"]["cores"]
     assert said.count("together       100.0%") == 2
     assert read_trace(folder / "trace.json.gz").shares == pytest.approx(record["shares"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--optim.learning_rat", "1"], "unknown key optim.learning_rat; did you mean optim.learning_rate?"),
-        (
-            ["--output", "file/folder"],
-            "--output: cannot write to file/folder (Not a directory); choose another folder.",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(tiny_run, tmp_path, monkeypatch, run_script, options, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    status, _, error = run_script("profile_step.py", *tiny_run(), *options)
-    assert status == 2
-    assert error.count("\n") == 1 and message in error

@@ -109,18 +109,3 @@ def test_the_script_writes_a_picture_and_the_figures(tiny_run, tmp_path, monkeyp
     assert head["flops"] == 2 * 8 * 32 * 32 * 257  # the shapes are those of the config
     step = record["step"]
     assert step["flops_per_second"] == pytest.approx(step["flops"] / step["seconds"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--batch.tokens_per_step", "5"], "batch.tokens_per_step: 5 is not a multiple of batch.sequence_length 32"),
-        (["--output", "file"], "--output: cannot write to file (File exists); choose another folder."),
-    ],
-)
-def test_a_mistake_is_one_line(tiny_run, tmp_path, monkeypatch, run_script, options, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    status, _, error = run_script("roofline.py", *tiny_run(), *options)
-    assert status == 2
-    assert error.count("\n") == 1 and message in error

@@ -210,23 +210,6 @@ def test_the_exit_status_is_the_verdict(tiny_run, monkeypatch, is_equal, status)
     assert exit_.value.code == status
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model.hidden_sise", "8"], "unknown key model.hidden_sise; did you mean model.hidden_size?"),
-        (["--steps", "4"], "--steps: 4 is out of range; allowed: more than --kills 4."),
-        (["--step", "9"], "unknown key step; did you mean"),
-    ],
-)
-def test_a_mistake_is_one_line_before_any_run(tiny_run, monkeypatch, capsys, options, message):
-    monkeypatch.setattr(sys, "argv", ["verify_resume.py", *tiny_run(), *options])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(ROOT / "scripts" / "verify_resume.py"), run_name="__main__")
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
-
-
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_run_under_way_and_leaves_nothing(tiny_run, tmp_path, monkeypatch, number):
     temporary, started = tmp_path / "temporary", tmp_path / "started"

@@ -163,30 +163,3 @@ def test_the_script_writes_tables_and_a_picture(tmp_path, monkeypatch, capsys):
         assert f"the text gives only {too_large['entries']:,} entries" in shown
         assert f"{trained['tokens_per_character']:.3f}" in shown and "tokens for 1,000 characters" in shown
     assert (tmp_path / "out" / "vocabulary.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--files", "none.txt"], "none.txt (No such file or directory); name a text file."),
-        (["--files", "."], "(Is a directory); name a text file."),
-        (["--files", "text.txt", "empty.txt"], "empty.txt is empty; leave it out, or fill it with text."),
-        (["--files", "text.txt", "latin.txt"], "latin.txt is not UTF-8 (byte 0: invalid start byte); convert it"),
-        (["--files", "text.txt", "cut.txt"], "cut.txt is not UTF-8 (byte 0: unexpected end of data); convert it"),
-        (["--files", "cut.txt"], "--files: a sample of 2 bytes is too small; allowed: 1,000 or more."),
-        (["--files", "text.txt", "--vocab_sizes", "256", "255"], "--vocab_sizes: 255 is out of range; allowed: 256"),
-        (["--files", "text.txt", "--hidden_size", "0"], "model.hidden_size: 0 is out of range"),
-        (["--files", "text.txt", "--max_bytes", "9"], "--files: a sample of 9 bytes is too small"),
-        (["--files", "text.txt", "--vocab_size", "300"], "unknown key vocab_size"),
-        (["--files", "text.txt", "--output", "text.txt"], "--output: cannot write to text.txt (File exists)"),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, options, message):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "text.txt", "a text\n" * 200)
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "latin.txt").write_bytes("über".encode("latin-1") * 100)
-    (tmp_path / "cut.txt").write_bytes("你".encode()[:2])
-    assert script(monkeypatch, *options) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error

@@ -59,24 +59,6 @@ def test_a_definition_whose_runs_are_there(compare_runs, tiny_definition, run, t
     assert read["settings"] == {"adamw": {"optim.name": "adamw"}, "muon": {"optim.name": "muon"}}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing.yaml"], "error: there is no definition nothing.yaml; name one, such as benchmarks/"),
-        (["--runs", "nothing"], "error: nothing holds no complete run; train it to its end"),
-        (["--runs", "nothing", "--train.max_steps", "3"], "error: --runs: only reads, and takes no --train.max_steps"),
-        (["a.yaml", "b.yaml"], "error: b.yaml: one definition at a time; --runs compares the folders of runs."),
-        (["tiny.yaml", "--train.max_stops", "3"], "error: the command line: unknown key train.max_stops; did you"),
-        (["tiny.yaml", "--output_dir", "tiny.yaml/x"], "error: --output_dir: cannot write to tiny.yaml/x (Not a dir"),
-    ],
-)
-def test_a_mistake_is_one_line(compare_runs, tiny_definition, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    tiny_definition(arms={"a": {}})
-    status, printed = compare_runs(*arguments)
-    assert (status, printed.count("\n")) == (2, 1) and printed.startswith(message)
-
-
 @pytest.mark.slow
 def test_runs_are_made(tiny_definition, tmp_path):
     """For real: two arms as processes at once, one of them diverging; then again, and nothing is done."""
