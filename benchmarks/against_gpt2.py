@@ -34,7 +34,7 @@ def build(shape: dict[str, int], device: str) -> dict[str, Any]:
     from hfgolf.model.convert_gpt2 import golf_from_gpt2
 
     torch.manual_seed(0)
-    options = {key: value for key, value in shape.items() if key != "batch"}
+    options: dict[str, Any] = {key: value for key, value in shape.items() if key != "batch"}
     gpt2 = GPT2LMHeadModel(
         GPT2Config(**options, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     ).train()

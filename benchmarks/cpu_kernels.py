@@ -34,8 +34,8 @@ def main() -> None:
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         for work, length in [("dropout", 0), *(("attention", length) for length in arguments.lengths)]:
-            seconds = dropout(dtype) if work == "dropout" else attention(length, dtype)
-            seconds = interleave(*seconds, arguments.repetitions)
+            kernels, operands = dropout(dtype) if work == "dropout" else attention(length, dtype)
+            seconds = interleave(kernels, operands, arguments.repetitions)
             first = next(iter(seconds.values()))  # torch's
             ratios = {n: median(a / b for a, b in zip(first, t, strict=True)) for n, t in seconds.items()}
             name = str(dtype).removeprefix("torch.")
@@ -59,9 +59,9 @@ def attention(length: int, dtype: Any) -> tuple[dict[str, Callable], list[Any]]:
         return scores.masked_fill(later, float("-inf")).softmax(-1).to(value.dtype) @ value
 
     kernels: dict[str, Callable] = {
-        "sdpa": lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True),
+        "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         "plain": plain,
-        "causal_blocks": lambda *qkv: causal_blocks(*qkv, HEAD_SIZE**-0.5),
+        "causal_blocks": lambda q, k, v: causal_blocks(q, k, v, HEAD_SIZE**-0.5),
     }
     torch.manual_seed(0)
     shape = (TOKENS // length, length, HEADS, HEAD_SIZE)

@@ -34,9 +34,9 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.train.compilation import has_compiler
+from hfgolf.train.feed import blocks_per_epoch, is_out_of_memory
 from hfgolf.train.loop import train_step
-from hfgolf.train.recovery import is_out_of_memory
-from hfgolf.train.setup import Run
+from hfgolf.train.run import Run
 
 Blocks = Callable[[np.ndarray], Tensor]
 """From the tokens of the training stream at which blocks begin to (B, T + 1) int64 tokens."""
@@ -162,7 +162,7 @@ def starts_of(run: Run, step: int) -> np.ndarray:
     """Return the tokens at which the blocks of a step begin."""
     batch = run.config.batch
     positions = step * batch.sequences_per_step + np.arange(batch.sequences_per_step)
-    return block_starts(run.config.run.seed, positions, run.num_blocks, batch.sequence_length)
+    return block_starts(run.config.run.seed, positions, blocks_per_epoch(run), batch.sequence_length)
 
 
 def copy_of(model: GolfForCausalLM, attention: str) -> GolfForCausalLM:
@@ -194,7 +194,7 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
     there is a compiler.
     """
     config, stream, length = run.config, run.tokens.train, run.config.batch.sequence_length
-    if num_steps * config.batch.sequences_per_step > run.num_blocks:
+    if num_steps * config.batch.sequences_per_step > blocks_per_epoch(run):
         raise UserError(f"--repetitions: {num_steps} steps read the text more than once; give more text, or fewer.")
     starts = [starts_of(run, step) for step in range(num_steps)]
     gathered = vectorised(stream, length)

@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(child(*arguments.child, arguments.vocab_size)))
+        print(json.dumps(child(arguments.child[0], arguments.child[1], arguments.vocab_size)))
         return
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(arguments.gigabytes, arguments.vocab_size, Path(folder))

@@ -49,14 +49,14 @@ def build(name: str, width: int, layers: int, device: str) -> Any:
             param.grad = torch.randn(shape, generator=generator).to(device)
             params.append(param)
             splits.append((width,) * 3 if name.endswith("apart") and shape[0] == 3 * width else None)
-    numbers = {"lr": 1e-3, "weight_decay": 0.1}
+    numbers: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
     if name == "torch.optim.Muon":
         return torch.optim.Muon(params, **numbers)
     if name == "torch.optim.AdamW":
         return torch.optim.AdamW(params, fused=True, **numbers)
     if name == "hfgolf AdamW":
         return Muon(params, rule="adamw", **numbers)
-    classic = {"newton_schulz_coefficients": "classic", "newton_schulz_dtype": "bf16"}
+    classic: dict[str, Any] = {"newton_schulz_coefficients": "classic", "newton_schulz_dtype": "bf16"}
     return Muon([{"params": params, "splits": splits}], **numbers, **classic)
 
 

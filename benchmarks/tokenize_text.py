@@ -19,6 +19,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +42,9 @@ def measure(name: str, text: str, folder: Path, repetitions: int) -> dict[str, A
     def data(cache: Path | str) -> DataConfig:
         if text == "python":
             return DataConfig(cache_dir=str(cache))
-        source = Path(str(importlib.util.find_spec("torch").origin)).parent
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None
+        source = Path(str(spec.origin)).parent
         return DataConfig(cache_dir=str(cache), source="files", files=[f"{source}/**/*.py"])
 
     config = TokenizerConfig(kind="bpe" if name.startswith("bpe") else "byte", vocab_size=VOCABULARIES[name])
@@ -65,10 +68,10 @@ def measure(name: str, text: str, folder: Path, repetitions: int) -> dict[str, A
         for way in BARE:
             backend = Tokenizer.from_str(serialized)
             encode = getattr(backend, way)
-            clock(way, lambda encode=encode: encode(texts, add_special_tokens=False))
+            clock(way, partial(encode, texts, add_special_tokens=False))
         with tempfile.TemporaryDirectory(dir=folder) as empty:
             for way in ("hfgolf", "hfgolf, cached"):
-                clock(way, lambda empty=empty: load_tokens(data(empty), config))
+                clock(way, partial(load_tokens, data(empty), config))
     num_bytes = tokens.train.num_bytes + tokens.val.num_bytes
     return {
         "tokenizer": name,

@@ -70,8 +70,11 @@ def train_gpt2(ids: Tensor, vocab_size: int, seed: int) -> GPT2LMHeadModel:
         n_layer=4,
         n_head=4,
         activation_function="gelu",
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = GPT2LMHeadModel(config).train()
     matrices = [param for param in model.parameters() if param.ndim >= 2]
