@@ -78,7 +78,10 @@ class Disk:
                     entries = list(self._entries_now())
                     break
             for names in ("nothing", "half", "zeros"):
-                tree = [(path, self._left_over(*found, names) if inode else found) for path, inode, found in entries]
+                tree = [
+                    (path, self._left_over(found[0], found[1], names) if inode else found)
+                    for path, inode, found in entries
+                ]
                 self._add(tree, names, before)
 
     def now(self) -> Tree:

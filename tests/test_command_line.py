@@ -331,9 +331,11 @@ def test_print_config_prints_the_outcome(config_file, capsys):
 def test_every_key_is_documented():
     documented = set()
     for section, cls in SECTIONS.items():
-        body = ast.parse(inspect.getsource(cls)).body[0].body
-        for key, docstring in itertools.pairwise(body):
+        (definition,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(definition, ast.ClassDef)
+        for key, docstring in itertools.pairwise(definition.body):
             if isinstance(key, ast.AnnAssign) and isinstance(docstring, ast.Expr):
+                assert isinstance(key.target, ast.Name)
                 documented.add(f"{section}.{key.target.id}")
     assert documented == set(KEY_TYPES)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_batches_are_written_in_order_and_few_are_in_memory(write, files_config,
 
     begun.clear()
     pieces = load_corpus(data).write_pieces(Path(data.cache_dir) / "again")["train"]
-    batches = token_cache._encode_ahead(pieces, slow_first(whole.tokenizer, "byte"))
+    batches: Any = token_cache._encode_ahead(pieces, slow_first(whole.tokenizer, "byte"))
     next(batches)
     time.sleep(0.1)
     assert len(begun) <= 1 + token_cache._BATCHES_AT_ONCE

@@ -98,7 +98,8 @@ def train_sharded(case: str, rank: int, ranks: int) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
     if ranks > 1:  # or a distributed checkpoint would hold it twice
         for param, state in optimizer.state.items():
-            assert all(value.placements == param.placements for value in state.values() if value.ndim)
+            places = [getattr(value, "placements") for value in (param, *state.values()) if value.ndim]  # noqa: B009
+            assert all(place == places[0] for place in places)
     return {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -395,7 +396,7 @@ def test_the_script_writes_page_and_picture(folder, tmp_path, capsys):
 def test_a_curve_of_very_many_values_keeps_mean_and_extremes():
     losses = np.random.default_rng(0).normal(3, 1, (5000, 10))
     losses[1234, 5], losses[77, 7] = 99.0, -99.0
-    made = [
+    made: list[dict[str, Any]] = [
         {"step": 10 * n, "loss": [None if abs(x - 3) < 0.1 else x for x in of_row]}
         for n, of_row in enumerate(losses, 1)
     ]

@@ -25,6 +25,7 @@ from hfgolf.errors import UserError
 from hfgolf.run import metrics
 from hfgolf.run.folder import run_folder
 from hfgolf.train import finish, loop
+from hfgolf.train.claim import claim
 
 KEPT = "the newest is of step 3"
 
@@ -412,7 +413,7 @@ def test_a_file_system_without_locks_is_trained_on(tiny_run, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", refuse)
     resolved = load_config(tiny_run())
     folder = run_folder(resolved.config)
-    folder.claim(resolved)
+    claim(folder, resolved)
     folder.hold()
 
 

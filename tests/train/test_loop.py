@@ -239,14 +239,14 @@ def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
     """Validation worsens after step 4: `best` stays, retention lets the others go, the export is of step 4."""
     real = validation.evaluate_loss
 
+    calls = itertools.count(1)
+
     def worsening(model: Any, *arguments: Any, **options: Any) -> Any:
         evaluation = real(model, *arguments, **options)
-        worsening.calls += 1
         return type(evaluation)(
-            evaluation.nats * (1.0 if worsening.calls == 2 else 2.0), *list(vars(evaluation).values())[1:]
+            evaluation.nats * (1.0 if next(calls) == 2 else 2.0), *list(vars(evaluation).values())[1:]
         )
 
-    worsening.calls = 0
     monkeypatch.setattr(validation, "evaluate_loss", worsening)
     folder = run(
         tiny_run(train__max_steps=14, train__eval_every_steps=2, train__save_every_steps=2, train__keep_last=2)

@@ -63,7 +63,9 @@ def read(path: Path) -> Iterator[Any]:
 
     Blocks of 32 KiB hold records, each with 4 bytes of checksum, 2 of length and a kind: whole, first, middle or last.
     """
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto import wandb_internal_pb2
+
+    Record: Any = getattr(wandb_internal_pb2, "Record")  # noqa: B009 - made by protobuf as it is imported
 
     data, place, message = path.read_bytes(), 7, b""
     while place + 7 <= len(data):

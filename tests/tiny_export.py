@@ -13,7 +13,7 @@ from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SUMMARY = {
     "step": 5,
     "steps": 6,
