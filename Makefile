@@ -1,11 +1,11 @@
-# make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test [ARGS="-k muon"]
+# make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test test-slow [ARGS="-k muon"]
 # make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only train_throughput"
 PYTHON ?= python3
 VENV := .venv
 CONFIG ?= configs/small.yaml
 ARGS ?=
 
-.PHONY: setup train test test-gpu bench-cpu bench-gpu check image
+.PHONY: setup train test test-slow test-gpu bench-cpu bench-gpu check image
 
 setup: $(VENV)/.ready
 
@@ -18,7 +18,10 @@ train: setup
 	$(VENV)/bin/accelerate launch --quiet scripts/train.py --config $(CONFIG) $(ARGS)
 
 test: setup
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup
+	$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 test-gpu: setup
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"

@@ -77,6 +77,7 @@ def test_a_mistake_is_one_line(mistake, bad_files, tiny_run, tmp_path):
     assert not (tmp_path / "runs" / "tiny" / "config.yaml").exists(), "nothing of the run was begun"
 
 
+@pytest.mark.slow
 def test_the_script_exits_with_2_and_one_line_and_no_traceback(tiny_run, tmp_path):
     arguments = tiny_run(data__files=tmp_path / "*.md")
     command = [sys.executable, "scripts/train.py", *arguments]

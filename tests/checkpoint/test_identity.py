@@ -21,6 +21,8 @@ from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import compilation, loop, setup
 
+pytestmark = pytest.mark.slow
+
 CONSTANT = {"schedule__name": "constant"}
 
 

@@ -16,6 +16,8 @@ from faults import differences, losses, valid_steps
 from hfgolf.checkpoint.store import best_checkpoint, newest_first, point
 from hfgolf.errors import UserError
 
+pytestmark = pytest.mark.slow
+
 LENGTH = {"train__max_steps": 9, "train__keep_last": 1, "schedule__name": "constant"}
 
 

@@ -310,6 +310,7 @@ def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplo
     ]
 
 
+@pytest.mark.slow
 def test_a_reader_never_sees_half_a_checkpoint(run, tiny_run, tmp_path):
     folder = tmp_path / "runs" / "tiny" / "checkpoints"
     over, halves, looks = threading.Event(), [], 0

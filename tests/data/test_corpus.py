@@ -227,6 +227,7 @@ print(json.dumps([len(tokens.train) + len(tokens.val), copies]))
 """
 
 
+@pytest.mark.slow
 def test_the_hub_client_streams_from_a_hub(tmp_path):
     texts = [f"document {row}" for row in range(40)]
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)

@@ -151,6 +151,7 @@ def test_training_on_damaged_tokens_ends_with_a_line_and_an_event(
     assert event["reason"] == str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", ["at the first row", "after the last step"])
 def test_training_on_tokens_with_a_wrong_hash_ends_before_it_saves_and_the_doctor_knows_why(
     run, tiny_run, tmp_path, large, monkeypatch, caplog, known

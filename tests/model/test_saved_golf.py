@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -42,6 +43,7 @@ save_file(said, root / "said.safetensors")
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_hfgolf_loads_every_option_with_equal_logits(build_golf, all_options, token_ids, tmp_path):
     expected_logits, expected_words = {}, {}
     for name, option in all_options.items():

@@ -130,6 +130,7 @@ def of_both_ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REPLICATED)
 def test_ranks_that_share_the_work_are_one_process_to_the_bit(of_both_ranks, case):
     expected, alone = train_replicated(case, None)

@@ -37,6 +37,7 @@ print(json.dumps({"greedy": greedy, "num_default": len(default), "text": text}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["folder", "hub"])
 def test_it_works_where_hfgolf_is_not_installed(source, exported, hub, python, tmp_path):
     """Logits, tokenizer and pipeline equal ours: from the folder, and from the Hub after a push, byte for byte."""

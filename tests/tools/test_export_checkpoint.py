@@ -60,6 +60,7 @@ def killed(run, tiny_run, monkeypatch, validation_losses):
     return make
 
 
+@pytest.mark.slow
 def test_every_checkpoint_loads_where_hfgolf_is_not(killed, tmp_path, run_script, reset_accelerate):
     folder = killed()
     best = folder / "checkpoints" / "best"

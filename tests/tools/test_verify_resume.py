@@ -29,6 +29,8 @@ from hfgolf.tools import verify_resume as verify_resume_module
 from hfgolf.tools.evidence import compare, evidence, relative_difference, table, verdict
 from hfgolf.tools.verify_resume import Plan, verify_resume
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LATEST = Path("checkpoints") / "latest"
 
@@ -231,7 +233,6 @@ def test_a_signal_ends_the_run_under_way_and_leaves_nothing(tiny_run, tmp_path, 
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_processes", "kills"), [("1", "2"), pytest.param("2", "1", marks=pytest.mark.distributed)]
 )
@@ -247,7 +248,6 @@ def test_a_run_survives_its_kills(tiny_run, num_processes, kills):
     assert ("\nbitwise identical" if num_processes == "1" else "random states 1") in answer.stdout
 
 
-@pytest.mark.slow
 def test_a_resume_that_forgets_is_found_out(tiny_run, tmp_path, monkeypatch, caplog):
     """The same kills on a trainer that restores all but the random state: dropout tells."""
     script = tmp_path / "forgetful.py"

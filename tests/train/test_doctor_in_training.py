@@ -26,6 +26,8 @@ from hfgolf.evaluate import loss
 from hfgolf.train import loop, stopwatch
 from hfgolf.train.feed import blocks_per_epoch
 
+pytestmark = pytest.mark.slow
+
 AT_THE_END = {"train__eval_every_steps": 1000, "train__save_every_steps": 1000}
 Install = Callable[[Callable[[Any], None]], None]
 

@@ -27,6 +27,8 @@ from hfgolf.run.folder import run_folder
 from hfgolf.train import finish, loop
 from hfgolf.train.claim import claim
 
+pytestmark = pytest.mark.slow
+
 KEPT = "the newest is of step 3"
 
 
@@ -52,7 +54,6 @@ def wait_for_a_save(checkpoints: Path, known: set[tuple[str, int]]) -> None:
     wait_until(lambda: bool(partial_folders(checkpoints) - known))
 
 
-@pytest.mark.slow
 def test_fifty_kills_leave_no_trace(tiny_run, tmp_path):
     """kill -9 at random moments, every second time while a checkpoint is being written; bitwise as a straight run."""
     options = {

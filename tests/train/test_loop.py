@@ -97,6 +97,7 @@ def test_training_from_python(tiny_run):
     assert "max_steps: 2  # code" in (folder / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_accumulation_is_exact(run, tiny_run, monkeypatch):
     """1x8 = 2x4 = 8x1: tokens_per_step is what the user states, micro-batches are how."""
     # where products are in bf16, a rounding of the last bit of a gradient becomes one of the third digit of an update
@@ -164,6 +165,7 @@ def test_what_only_saves_memory_or_time_changes_no_loss(run, tiny_run, options):
     assert losses(other) == pytest.approx(losses(plain), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_compiles_once(run, tiny_run, monkeypatch):
     """The pass that compiles must look like a training step, or the first step compiles again."""
     from torch._dynamo.utils import counters
@@ -181,6 +183,7 @@ def test_a_compiled_model_compiles_once(run, tiny_run, monkeypatch):
     assert losses(folder) == pytest.approx(losses(plain), rel=1e-5), "the pass that compiles left a trace"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_train_as_one(run, tiny_run):
     one = run(tiny_run(run__name="one", batch__micro_batch_size=4))
@@ -199,6 +202,7 @@ def test_two_processes_train_as_one(run, tiny_run):
     assert [row["grad_norm"] for row in rows(two)] == pytest.approx([row["grad_norm"] for row in rows(one)], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
     """accelerate scales only on GPUs, so the CPU's scaler is put in its place; the loop is the same."""
     from hfgolf.train import process
@@ -286,6 +290,7 @@ def test_an_evaluation_of_all_is_not_repeated_at_the_end(run, tiny_run, monkeypa
     assert summary["val_loss"] == rows(folder)[-1]["val_loss"]
 
 
+@pytest.mark.slow
 def test_max_minutes_ends_the_run_and_its_schedule(run, tiny_run):
     folder = run(
         tiny_run(

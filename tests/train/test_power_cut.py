@@ -23,6 +23,8 @@ from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.run.metrics import read_metrics
 from hfgolf.train import finish, loop
 
+pytestmark = pytest.mark.slow
+
 RUN = "runs/cut"  # below the disk
 OPTIONS = {
     "run__name": "cut",

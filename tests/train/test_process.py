@@ -161,6 +161,7 @@ def test_a_failing_compiler_falls_back_with_one_line(run, tiny_run, caplog):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_asking_for_the_precision_does_not_part_the_processes():
     """The first PartialState of a process settles whether it is one of several, and this is the first."""
@@ -212,6 +213,7 @@ def without_large_pages() -> dict[str, str]:
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
 def test_large_tensors_lie_in_large_pages():
     program = (

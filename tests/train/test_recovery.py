@@ -29,6 +29,8 @@ from hfgolf.train import loop
 from hfgolf.train.feed import blocks_per_epoch, halve_micro_batch
 from hfgolf.train.loss_watch import LossWatch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 NO_EVALUATION = {"train__eval_every_steps": 100}  # but at the end: it would save a checkpoint if it was the best
 BAD = "model.layers.0.mlp.up_proj.weight"  # what conftest.py spoils
@@ -441,7 +443,6 @@ run_command(lambda: loop.train(load_config()) and None)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_nan_on_one_rank_is_skipped_and_undone_on_all(run, tiny_run, tmp_path, spoil_gradients):
     options = {

@@ -21,6 +21,8 @@ from hfgolf.run.metrics import read_rows
 from hfgolf.train import loop
 from hfgolf.train.stopwatch import KINDS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TIMINGS = {
     *(f"seconds_{kind}" for kind in KINDS),
@@ -143,7 +145,6 @@ def moved(folder: Path, name: str) -> str:
     return name
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_one_process_two_and_one_again_are_one_run(run, tiny_run):
     """Odd numbers of steps, and of micro-batches so far, at each change."""

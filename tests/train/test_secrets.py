@@ -10,7 +10,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import pytest
+
 from hfgolf.train import validation
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {

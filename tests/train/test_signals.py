@@ -24,6 +24,8 @@ from hfgolf.evaluate import loss
 from hfgolf.train import loop, setup
 from hfgolf.train.signals import Signals, Stopped, _is_launcher
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "scripts/train.py"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/train.py"]
@@ -111,7 +113,6 @@ def assert_stopped_at_its_last_row(folder: Path, output: str, name: str) -> None
     assert not (folder / "summary.json").exists()
 
 
-@pytest.mark.slow
 def test_stopped_by_sigterm_and_by_sigint_and_continued_it_is_the_run(run, tiny_run, start):
     options = {**UNSAVED, "train__max_steps": 150}
     straight = run(tiny_run(run__name="straight", **options))
@@ -262,7 +263,6 @@ run_command(lambda: train(resolved) and None)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_all_processes_leave_an_evaluation_at_the_same_batch(tiny_run, tmp_path, start):
     (tmp_path / "driver.py").write_text(IN_AN_EVALUATION)
@@ -309,7 +309,6 @@ def test_who_repeats_the_wish_is_not_kept_waiting_by_a_save(tiny_run, tmp_path, 
     assert "stopped by" not in started.output
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("target", ["one-worker", "launcher"])
 def test_all_processes_stop_at_the_same_step(tiny_run, tmp_path, start, target):
@@ -327,7 +326,6 @@ def test_all_processes_stop_at_the_same_step(tiny_run, tmp_path, start, target):
     assert "Traceback" not in started.output.split("stopped by")[0]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("launcher", "number"), [(ACCELERATE, signal.SIGTERM), (TORCHRUN, signal.SIGKILL)], ids=["accelerate", "torchrun"]

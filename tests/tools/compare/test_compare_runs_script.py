@@ -12,6 +12,8 @@ import pytest
 
 from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -59,7 +61,6 @@ def test_a_definition_whose_runs_are_there(compare_runs, tiny_definition, run, t
     assert read["settings"] == {"adamw": {"optim.name": "adamw"}, "muon": {"optim.name": "muon"}}
 
 
-@pytest.mark.slow
 def test_runs_are_made(tiny_definition, tmp_path):
     """For real: two arms as processes at once, one of them diverging; then again, and nothing is done."""
     arms = {"muon": {}, "wild": {"optim.name": "sgd", "optim.learning_rate": "1e14", "train.max_rollbacks": 0}}
