@@ -216,7 +216,7 @@ def _end_wandb() -> None:
         with suppress(psutil.Error):
             if process.name().startswith("wandb"):
                 process.kill()
-    with suppress(Exception):  # it finds them gone
+    with suppress(Exception, SystemExit):  # it finds them gone, and wants to exit with their status
         wandb.teardown()
 
 

@@ -306,7 +306,7 @@ def test_blocks_that_are_excluded_after_later_ones_are_not_read_again(run, tiny_
 
     runs = spoil_gradients(is_bad)
     folder = run(tiny_run(train__max_skipped_steps=2, train__max_steps=8, **NO_EVALUATION))
-    assert hashes(folder) == hashes_of([0, 1, 2, 3, 10, 11, 12, 13], runs[0].num_blocks)
+    assert hashes(folder) == hashes_of([0, 1, 2, 3, 10, 11, 12, 13], blocks_per_epoch(runs[0]))
     assert saved_state(folder)["excluded_blocks"] == [[32, 48], [48, 64], [64, 80]]
 
 
@@ -383,7 +383,7 @@ def test_a_divergence_goes_back_to_where_the_loss_was_lowest(run, tiny_run, shak
     last = rollback["from_step"]
     assert (rollback["cause"], rollback["step"]) == ("divergence", 30) and last > 39
     assert rollback["excluded_blocks"] == [[8 * (last - 1), 8 * last]], "no batch is to blame for long"
-    assert "step-000040 is of after the trouble began: going further back" in caplog.messages
+    assert "step-000040 is from after the trouble began: going further back" in caplog.messages
     after = losses(folder)
     assert len(after) == 80 and max(after[30:]) < 1.2 * after[29]
 

@@ -179,6 +179,16 @@ def test_a_tracker_that_does_not_answer_holds_nothing_up(run, tiny_run, monkeypa
     assert (folder / "summary.json").is_file()
 
 
+def test_wandb_that_wants_to_exit_ends_no_run(monkeypatch):
+    import wandb
+
+    def exit_with_its_process() -> None:
+        raise SystemExit(-9)
+
+    monkeypatch.setattr(wandb, "teardown", exit_with_its_process)
+    trackers._end_wandb()
+
+
 @pytest.mark.slow
 def test_wandb_whose_process_is_stopped_holds_nothing_up(tiny_run, tmp_path):
     """It waits for its process in every call, and once more at exit."""
