@@ -1,12 +1,12 @@
-"""hfgolf: train a small GPT from text, fast, on what you have, and trust the result.
+"""hfgolf: train a small GPT from text, fast, on the hardware you have, and trust the result.
 
-Importing this package imports neither torch nor transformers; the public names load what they need on first use.
+Importing this package imports neither torch nor transformers. The public names load what they need on first use.
 """
 
 from importlib import import_module
 from typing import Any
 
-from hfgolf import train as train  # callable; the loop loads when it is called
+from hfgolf import train as train  # a callable package; it imports the loop when called
 
 __version__ = "0.1.0"
 

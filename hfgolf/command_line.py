@@ -1,8 +1,8 @@
-"""From `--config file.yaml --section.key value` to a checked RunConfig, and from a user's mistake to one clear line.
+"""Parse `--config file.yaml --section.key value` into a checked RunConfig; turn a user's mistake into one clear line.
 
 Owns the parsing, the source of every value (default, file, command line, code, accelerate, auto) and the wrapper that
-every script runs in. jsonargparse does the typing and `--help`; what it cannot do is here: naming the nearest key and
-saying in one line what is allowed. Imports nothing heavy before it is needed.
+runs every script. jsonargparse converts the types and prints `--help`. This module adds what it lacks: naming the
+nearest key, and saying in one line what is allowed. Imports nothing heavy before it is needed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
     f"{section}.{key}": kind for section, cls in SECTIONS.items() for key, kind in typing.get_type_hints(cls).items()
 }
-_MAX_VALUES = 100_000  # in a config
-# what YAML 1.1 reads as another number than is written: 010 is octal, 1:30 is base 60
+_MAX_VALUES = 100_000  # in one config, with aliases expanded
+# Numbers that YAML 1.1 reads differently than a person does: 010 is octal, 1:30 is base 60.
 _MISREAD = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 
 
@@ -46,19 +46,19 @@ class ResolvedConfig:
 
     @classmethod
     def from_code(cls, config: RunConfig) -> ResolvedConfig:
-        """Return a config that Python code built; what differs from the defaults is from there."""
+        """Wrap a config that Python code built; every value that differs from its default has the source "code"."""
         if config.run.name is None:
             config = config.replace(run__name="default")
         defaults = RunConfig().flat()
         return cls(config, {key: "code" for key, value in config.flat().items() if value != defaults[key]})
 
     def resolve(self, source: str, **values: Any) -> ResolvedConfig:
-        """Return a copy in which each `section__key=value` was decided by `source`."""
+        """Return a copy with each `section__key=value` set, and `source` as where it came from."""
         sources = self.sources | {name.replace("__", "."): source for name in values}
         return ResolvedConfig(self.config.replace(**values), sources)
 
     def to_yaml(self) -> str:
-        """Return YAML that repeats the run when given as --config, without secrets; comments name the sources."""
+        """Return YAML that repeats the run if passed as --config. Secrets are redacted; comments name the sources."""
         lines: list[str] = []
         for dotted, value in self.config.flat().items():
             section, key = dotted.split(".")
@@ -71,10 +71,10 @@ class ResolvedConfig:
 def load_config(argv: Sequence[str] | None = None, description: str = "Train a GPT from text.") -> ResolvedConfig:
     """Parse `--config FILE --section.key value ...` into a checked config; the command line wins over the file.
 
-    argv: the arguments, None takes the process's own. Raises UserError (one line) for a missing file, an unknown key,
-    a value of the wrong type or out of range. `--help` and `--print_config` print and exit with status 0.
+    argv: the arguments; None: those of the process. `--help` and `--print_config` print and exit with status 0.
+    Raises UserError (one line) for a missing file, an unknown key, or a value of the wrong type or out of range.
     """
-    arguments = _one_token_an_option(list(sys.argv[1:] if argv is None else argv))
+    arguments = _one_token_per_option(list(sys.argv[1:] if argv is None else argv))
     stated = dict(a[2:].split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
     path = stated.pop("config", None)
     from_file = {} if path is None else read_yaml(path)
@@ -83,16 +83,16 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
         for key in keys:
             _check_key(key, where)
     for key, value in from_command_line.items():
-        if ":" in value and {int, float} & set(_plain_types(KEY_TYPES[key])):  # 1:30 would be 90
+        if ":" in value and {int, float} & set(_plain_types(KEY_TYPES[key])):  # YAML 1.1 reads 1:30 as 90
             raise _not_allowed("the command line", key, value)
     parser = _build_parser(description)
-    if path:  # what was read above, not the file once more
+    if path:  # pass the values read above, so that the file is read only once
         arguments = [f"--config={as_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
     try:
         sections = parser.parse_args(arguments)
     except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
         raise _explain(error, from_command_line, from_file, path) from None
-    for key, value in from_file.items():  # jsonargparse lets a null pass for any type
+    for key, value in from_file.items():  # jsonargparse accepts null for any type
         if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
             raise UserError(f"{path}: {key}: null is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
     config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
@@ -102,11 +102,11 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a config file as {"section.key": value}; raises UserError if it is missing or not YAML in sections."""
+    """Read a config file as {"section.key": value}. Raises UserError if it is missing or is not YAML with sections."""
     if not os.path.isfile(path):
-        there = join_words(sorted(str(file) for file in Path("configs").glob("*.yaml")))
-        kind = " but a folder" if os.path.isdir(path) else ""
-        raise UserError(f"--config: there is no file {path}{kind}" + (f"; there are {there}." if there else "."))
+        available = join_words(sorted(str(file) for file in Path("configs").glob("*.yaml")))
+        problem = f"{path} is a folder, not a file" if os.path.isdir(path) else f"there is no file {path}"
+        raise UserError(f"--config: {problem}" + (f"; available: {available}." if available else "."))
     sections = load_yaml(path, f"--config: {path}") or {}
     if not isinstance(sections, dict):
         raise UserError(f"--config: {path} must hold sections ({join_words(SECTIONS)}).")
@@ -116,25 +116,26 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             raise UserError(f"{path}: unknown section {section}; did you mean {_nearest(str(section), SECTIONS)}?")
         if not isinstance(keys, dict | None):
             raise UserError(
-                f"{path}: {section}: {shortened(keys)} is not allowed; allowed: keys, as `{section}: {{key: value}}`."
+                f"{path}: {section}: {shortened(keys)} is not allowed; allowed: keys and values, as in"
+                f" `{section}: {{key: value}}`."
             )
         flat |= {f"{section}.{key}": value for key, value in (keys or {}).items()}
-    # YAML 1.1 reads a bare `no` as false
+    # YAML 1.1 reads an unquoted `no` as false
     return {key: "no" if value is False and "no" in _choices(key) else value for key, value in flat.items()}
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Return what `read_yaml` does, without keys of another version and values that their key can't have."""
+    """Return what `read_yaml` does, without keys that this version does not know and values of the wrong type."""
     return {
         key: value for key, value in read_yaml(path).items() if key in KEY_TYPES and _has_type(value, KEY_TYPES[key])
     }
 
 
 def load_yaml(path: str | Path, where: str, loader: type[Any] = yaml.SafeLoader) -> Any:
-    """Return what a YAML file holds. where: what names it in an error line.
+    """Return the content of a YAML file. where: the file's name in error messages.
 
-    Raises UserError for a file that cannot be read, is not YAML, says a key twice, grows without end by its aliases, or
-    holds a number that YAML reads as another one.
+    Raises UserError if the file cannot be read, is not YAML, repeats a key, expands without end through its aliases, or
+    holds a number that YAML reads as a different one.
     """
     try:
         document = loader(Path(path).read_text(encoding="utf-8"))
@@ -152,7 +153,7 @@ def load_yaml(path: str | Path, where: str, loader: type[Any] = yaml.SafeLoader)
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a script's main(): a UserError becomes one line on stderr (from one process only) and exit status 2."""
+    """Run a script's main(). A UserError becomes one line on stderr, from rank 0 only, and exit status 2."""
     try:
         status = main()
     except UserError as error:
@@ -162,26 +163,26 @@ def run_command(main: Callable[[], int | None]) -> None:
         status = 2
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # `| head` has read enough
-        if not is_lost(sys.stdout):
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
+        if not silence_if_closed(sys.stdout):
             raise
-        status = 141  # as a program that SIGPIPE ends
+        status = 141  # 128 + SIGPIPE
     finally:
         for stream in (sys.stdout, sys.stderr):
-            is_lost(stream)  # or Python, which flushes them at its end, would exit with 120
+            silence_if_closed(stream)  # else Python's flush at exit fails, and the status becomes 120
     sys.exit(status)
 
 
-def is_lost(stream: TextIO | None) -> bool:
-    """Say whether nobody reads a stream any more (a closed terminal, a pipe's end); it goes nowhere from then on."""
-    if stream is None or not hasattr(select, "poll"):  # Windows
+def silence_if_closed(stream: TextIO | None) -> bool:
+    """Redirect a stream to nowhere if its reader is gone (closed terminal, broken pipe); return whether it was."""
+    if stream is None or not hasattr(select, "poll"):  # Windows has no poll
         return False
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError):  # no file, as in a notebook
+    except (OSError, ValueError):  # not a file, as in a notebook
         return False
     poll = select.poll()
-    poll.register(descriptor, 0)  # tells of errors alone
+    poll.register(descriptor, 0)  # report only errors and hang-ups
     if not poll.poll(0):
         return False
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -191,12 +192,12 @@ def is_lost(stream: TextIO | None) -> bool:
 
 
 def one_line(error: object) -> str:
-    """Return a message without line breaks and without its final full stop."""
+    """Return a message on one line, without its final period."""
     return " ".join(str(error).split()).rstrip(".")
 
 
 def _has_type(value: object, kind: Any) -> bool:
-    """Say whether a value as YAML reads it has a type of the config."""
+    """Return whether a value read from YAML fits the type of a config key."""
     arguments = typing.get_args(kind)
     if kind in (int, float):
         return type(value) in (int, kind) and abs(typing.cast(float, value)) < 2**64
@@ -210,9 +211,9 @@ def _has_type(value: object, kind: Any) -> bool:
 
 
 def _check_nodes(node: yaml.Node | None, sizes: dict[int, float]) -> float:
-    """Return the values below a node, each alias as often as it is used. sizes: those that are known, by id."""
+    """Return the number of values below a node, counting every use of an alias. sizes: the known numbers, by id."""
     if id(node) not in sizes:
-        sizes[id(node)] = math.inf  # until it is known: an alias to what holds it
+        sizes[id(node)] = math.inf  # until it is known: an alias to its own parent is endless
         if isinstance(node, yaml.ScalarNode):
             _check_number(node)
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
@@ -220,23 +221,25 @@ def _check_nodes(node: yaml.Node | None, sizes: dict[int, float]) -> float:
         for number, key in enumerate(keys):
             if key in keys[:number]:
                 line = pairs[number][0].start_mark.line + 1
-                raise yaml.YAMLError(f"{key} is there twice, the second time in line {line}")
+                raise yaml.YAMLError(f"{key} appears twice, the second time in line {line}")
         inner = [*sum(pairs, ())] if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
         sizes[id(node)] = 1 + sum(_check_nodes(value, sizes) for value in inner)
         if sizes[id(node)] > _MAX_VALUES:
-            raise yaml.YAMLError(f"its aliases make more than {_MAX_VALUES:,} values")
+            raise yaml.YAMLError(f"its aliases expand to more than {_MAX_VALUES:,} values")
     return sizes[id(node)]
 
 
 def _check_number(node: yaml.ScalarNode) -> None:
-    """Raise UserError if YAML 1.1 reads a number as another one than is written. BaseLoader reads none at all."""
+    """Raise UserError if YAML 1.1 reads a number as a different one. BaseLoader resolves no numbers, so it passes."""
     text = node.value
     if not node.tag.endswith((":int", ":float")) or not _MISREAD.fullmatch(text):
         return
     value = yaml.safe_load(text)
-    if ":" in text or value != int(text.replace("_", "")):  # 007 is 7 either way
+    if ":" in text or value != int(text.replace("_", "")):  # octal 007 is 7, too
         line = node.start_mark.line + 1
-        raise UserError(f"line {line}: YAML reads {text} as {value}; write {value} if you mean that; quote a text.")
+        raise UserError(
+            f"line {line}: YAML reads {text} as {value}; write {value} if you mean that, or put text in quotes."
+        )
 
 
 def _build_parser(description: str) -> Any:
@@ -244,14 +247,16 @@ def _build_parser(description: str) -> Any:
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(description=description, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="YAML file with the sections below, as configs/small.yaml.")
+    parser.add_argument(
+        "--config", action="config", help="YAML file with the sections below, such as configs/small.yaml."
+    )
     for section, cls in SECTIONS.items():
         parser.add_class_arguments(cls, section)
     return parser
 
 
-def _one_token_an_option(arguments: list[str]) -> list[str]:
-    """Write every option as `--key=value`, and `--data.files a b` (what a shell makes of a glob) as one YAML list."""
+def _one_token_per_option(arguments: list[str]) -> list[str]:
+    """Rewrite every option as `--key=value`, and `--data.files a b` (an expanded glob) as one YAML list."""
     tokens: list[str] = []
     while arguments:
         key, equals, value = arguments.pop(0).partition("=")
@@ -284,7 +289,7 @@ def _nearest(word: str, words: Iterable[str]) -> str:
 
 
 def _choices(key: str) -> tuple[Any, ...]:
-    """Return the literal values a key may take, those of a union's members included."""
+    """Return the literal values that a key may have, including those inside a union."""
     kind = KEY_TYPES.get(key)
     return tuple(typing.get_args(kind)) + tuple(itertools.chain(*map(typing.get_args, typing.get_args(kind))))
 
@@ -299,7 +304,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _explain(
     error: Exception, from_command_line: dict[str, str], from_file: dict[str, Any], path: str | None
 ) -> UserError:
-    """Turn jsonargparse's message into one line: where, key, value, what is allowed."""
+    """Turn jsonargparse's message into one line: where, which key, which value, what is allowed."""
     if isinstance(error, RecursionError):
         return UserError("the command line: a value is nested too deeply.")
     match = re.search(r'key "([\w.]+)"', str(error))
@@ -316,14 +321,14 @@ def _not_allowed(where: str | None, key: str, value: object) -> UserError:
 
 
 def _plain_types(kind: Any) -> list[Any]:
-    """Return the types that a type of the config is made of: int of `int | None`, float of a tuple of floats."""
+    """Return the types inside a config type: int and None in `int | None`, float in a tuple of floats."""
     arguments = typing.get_args(kind)
     return [kind] if not arguments else [inner for argument in arguments for inner in _plain_types(argument)]
 
 
 def describe_type(kind: Any) -> str:
-    """Describe a type as a person would say it."""
-    plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    """Describe a config type in words."""
+    plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if kind in plain:
         return plain[kind]
     if kind is type(None):

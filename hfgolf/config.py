@@ -1,7 +1,7 @@
-"""Everything a run can be told, as frozen dataclasses, one a section.
+"""The config of a run: one frozen dataclass per section.
 
-Owns the keys, their meaning, defaults and ranges. Does not know how they are typed (command_line.py does that) nor
-what they cause; imports nothing heavy, so that `--help` is quick.
+Owns the keys, their meanings, defaults and ranges. Does not know how users set them (see command_line.py) or what they
+do. Imports nothing heavy, so `--help` is quick. The docstring under each key is its `--help` text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from hfgolf.errors import UserError
 
-_MAX_INT = 10**15  # of whole numbers; doubles hold them all
-_MAX_FLOAT = 1e38  # more is infinite in fp32
+_MAX_INT = 10**15  # a double represents every integer up to here exactly
+_MAX_FLOAT = 1e38  # larger values overflow fp32
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
@@ -42,7 +42,7 @@ def _require_not_negative(section: str, config: object, *names: str) -> None:
 
 
 def _require_sane(key: str, value: object) -> None:
-    """Refuse what no key can use, and what would end much later in an overflow or an encoding error."""
+    """Reject values that no key can use and that would cause an overflow or an encoding error much later."""
     if isinstance(value, list | tuple):
         for item in value:
             _require_sane(key, item)
@@ -55,12 +55,12 @@ def _require_sane(key: str, value: object) -> None:
 
 
 def shortened(value: object) -> str:
-    """Return a value as an error line shows it: its repr, cut in the middle if it is long."""
+    """Return a value's repr for an error message, shortened in the middle if it is long."""
     return _SHORT.repr(value)
 
 
 def join_words(words: Iterable[Any], last: str = ", ") -> str:
-    """Join words as a person would list them: "a, b or c" with last=" or "."""
+    """Join words into a list in prose: "a, b or c" with last=" or "."""
     texts = [str(word) for word in words]
     return last.join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
 
@@ -75,13 +75,13 @@ class RunSection:
     """The run and its folder."""
 
     name: str | None = None
-    """Name of the run and of its folder below output_dir; null takes the config file's name."""
+    """Name of the run and of its folder in output_dir; null: the name of the config file."""
     output_dir: str = "runs"
     """Folder that holds the run folders."""
     seed: int = 1337
-    """Seeds the weights, dropout and the order of the batches."""
+    """Seed of the weights, dropout and batch order."""
     price_per_hour: float | None = None
-    """Dollars an hour for the whole machine, for the cost in the report; null: not known."""
+    """Dollars per hour for the whole machine, used for the cost in the report; null: unknown."""
 
     def __post_init__(self) -> None:
         _require("run.seed", self.seed, 0 <= self.seed < 2**63, "0 to 9223372036854775807")
@@ -90,64 +90,64 @@ class RunSection:
         _require(
             "run.name", name, name is None or re.fullmatch(r"\w[\w.-]*", name) is not None, "letters, digits, . _ -"
         )
-        is_short = name is None or len(name.encode()) <= 200  # a file's name has 255 at most
+        is_short = name is None or len(name.encode()) <= 200  # file systems allow 255; leave room for suffixes
         _require("run.name", name, is_short, "up to 200 bytes")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the text comes from and how it is split; nothing here changes how it is read during training."""
+    """Where the text comes from and how it is split into training and validation."""
 
     source: Literal["python_stdlib", "files", "hub"] = "python_stdlib"
-    """python_stdlib: the source of this interpreter's standard library; files: data.files; hub: data.hub_name."""
+    """python_stdlib: the source code of Python's standard library; files: see data.files; hub: see data.hub_name."""
     files: list[str] = field(default_factory=list)
-    """Paths, globs, URLs: txt, md, py (a file is a document), jsonl, parquet, csv (a row is); also .gz, .zst."""
+    """Paths, globs or URLs. txt, md, py: one document per file; jsonl, parquet, csv: one per row. Also .gz, .zst."""
     hub_name: str | None = None
-    """Dataset on the Hub, such as roneneldan/TinyStories."""
+    """Hub dataset, such as roneneldan/TinyStories."""
     hub_config: str | None = None
     """Configuration of the Hub dataset."""
     hub_split: str = "train"
-    """Split of the Hub dataset to read; the validation part is held out from it."""
+    """Split of the Hub dataset to read; validation documents are held out from it."""
     streaming: bool = False
-    """Read a Hub dataset over the network into the token cache, not download it first; a resume is as exact as ever."""
+    """Stream a Hub dataset into the token cache instead of downloading it first; resuming stays exact."""
     text_column: str = "text"
     """Column that holds the text in jsonl, parquet, csv and Hub datasets."""
     max_documents: int | None = None
-    """Read only the first so many documents (files or rows); null reads all."""
+    """Read only the first N documents (files or rows); null: all."""
     split: Literal["documents", "contiguous"] = "documents"
-    """documents: each goes to train or validation by a hash of its name; contiguous: the last characters validate."""
+    """documents: assign each document by a hash of its name; contiguous: validate on the last characters."""
     val_fraction: float = 0.05
-    """Share of the documents (or, contiguous, of the characters) held out for validation."""
+    """Fraction of the documents (contiguous: of the characters) held out for validation."""
     val_files: list[str] = field(default_factory=list)
-    """Validation files stated outright (as data.files); then everything in data.files trains."""
+    """Explicit validation files, in the format of data.files; then all of data.files is used for training."""
     cache_dir: str | None = None
-    """Folder of the token cache; null takes <HF_HOME>/hfgolf."""
+    """Folder of the token cache; null: <HF_HOME>/hfgolf."""
     in_memory: Literal["auto", True, False] = "auto"
-    """Copy the tokens into RAM (true), read them from the memory map (false), or decide by size against free memory."""
+    """true: copy the tokens into RAM; false: memory-map them; auto: decide by their size and the free memory."""
     num_workers: int = 0
-    """DataLoader worker processes; 0 gathers the batches in the training process."""
+    """DataLoader worker processes; 0: load batches in the training process."""
     prefetch_factor: int | None = None
-    """Batches that each worker keeps ready; null: torch's default, 2. Needs data.num_workers above 0."""
+    """Batches each worker prefetches; null: torch's default, 2. Requires data.num_workers above 0."""
 
     def __post_init__(self) -> None:
         _require("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "a number between 0 and 1")
         _require_positive("data", self, "max_documents")
         _require("data.num_workers", self.num_workers, 0 <= self.num_workers <= 1024, "0 to 1024")
-        ahead = self.prefetch_factor
-        _require("data.prefetch_factor", ahead, ahead is None or 1 <= ahead <= 1024, "null, or 1 to 1024")
-        if ahead is not None and not self.num_workers:
+        factor = self.prefetch_factor
+        _require("data.prefetch_factor", factor, factor is None or 1 <= factor <= 1024, "null, or 1 to 1024")
+        if factor is not None and not self.num_workers:
             raise UserError(
-                f"data.prefetch_factor: {ahead} needs workers that fetch; set data.num_workers to 1 or more, or leave"
-                " it null."
+                f"data.prefetch_factor: {factor} needs worker processes; set data.num_workers to 1 or more, or leave"
+                " data.prefetch_factor null."
             )
         if self.source == "files" and not self.files:
-            raise UserError("data.files is empty while data.source is files; name at least one path, glob or URL.")
+            raise UserError("data.files is empty, but data.source is files; name at least one path, glob or URL.")
         if self.source == "hub" and not self.hub_name:
             raise UserError(
-                "data.hub_name is null while data.source is hub; name a dataset, such as roneneldan/TinyStories."
+                "data.hub_name is null, but data.source is hub; name a dataset, such as roneneldan/TinyStories."
             )
         if self.source != "files" and (self.files or self.val_files):
-            raise UserError(f"data.files and data.val_files need data.source files, not {self.source}.")
+            raise UserError(f"data.files and data.val_files require data.source files, not {self.source}.")
 
 
 @dataclass(frozen=True)
@@ -155,56 +155,56 @@ class TokenizerConfig:
     """How text becomes tokens."""
 
     kind: Literal["bpe", "byte", "char", "pretrained"] = "bpe"
-    """bpe: byte-level BPE trained on the train part; byte; char; pretrained: see tokenizer.name_or_path."""
+    """bpe: byte-level BPE trained on the training text; byte; char; pretrained: see tokenizer.name_or_path."""
     vocab_size: int = 4096
-    """Entries of a BPE vocabulary, specials included; byte, char and pretrained know their own."""
+    """Size of a BPE vocabulary, including special tokens; ignored by byte, char and pretrained."""
     name_or_path: str | None = None
-    """For kind pretrained: a Hub name, a folder, or a file: tokenizer.json, *.tiktoken, SentencePiece's *.model."""
+    """For pretrained: a Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model)."""
 
     def __post_init__(self) -> None:
         _require("tokenizer.vocab_size", self.vocab_size, 257 <= self.vocab_size < 2**24, "257 to 16777215")
         if self.kind == "pretrained" and not self.name_or_path:
             raise UserError(
-                "tokenizer.name_or_path is null while tokenizer.kind is pretrained; name one, such as gpt2."
+                "tokenizer.name_or_path is null, but tokenizer.kind is pretrained; name a tokenizer, such as gpt2."
             )
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """The shape of the model: a modern block by default; docs/config.md has the options that make it GPT-2."""
+    """The model architecture: a modern block by default; docs/config.md has the options that make it GPT-2."""
 
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 5
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_attention_heads: int = 4
-    """Query heads; must divide hidden_size."""
+    """Number of query heads; must divide hidden_size."""
     num_key_value_heads: int | None = None
-    """Key and value heads (grouped-query attention); null: as many as query heads."""
+    """Number of key and value heads (grouped-query attention); null: same as query heads."""
     intermediate_size: int | None = None
     """Width of the MLP; null: 4 x hidden_size."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation before attention, before the MLP and before the head."""
+    """Normalization before attention, before the MLP and before the head."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"
-    """rope: rotary; learned: a table as in GPT-2; none."""
+    """rope: rotary embedding; learned: GPT-2's position table; none."""
     activation: Literal["relu2", "gelu", "gelu_new", "silu", "swiglu"] = "relu2"
-    """Of the MLP; relu2 is the squared ReLU, gelu_new is GPT-2's tanh approximation."""
+    """Activation of the MLP; relu2 is squared ReLU, gelu_new is GPT-2's tanh approximation of GELU."""
     use_bias: bool = False
-    """Biases in the linear layers and layer norms."""
+    """Use biases in linear layers and layer norms."""
     qk_norm: bool = True
-    """RMSNorm on queries and keys, before the rotation."""
+    """Apply RMSNorm to queries and keys before the rotary embedding."""
     embedding_norm: bool = True
-    """A norm right after the embedding; false in GPT-2."""
+    """Normalize right after the embedding; false for GPT-2."""
     logit_soft_cap: float | None = None
-    """Squash the logits z to cap * tanh(z / cap)."""
+    """Cap the logits z smoothly: cap * tanh(z / cap); null: off."""
     tie_word_embeddings: bool = True
-    """Share one matrix between embedding and head."""
+    """Share one matrix between the embedding and the head."""
     dropout: float = 0.0
-    """Dropout on embedding and residual branches."""
+    """Dropout rate on the embedding and the residual branches."""
     attention_dropout: float = 0.0
-    """Dropout on the attention weights; on a CPU it costs a fifth of a step."""
+    """Dropout rate on the attention weights; on a CPU it makes a step about 20 % slower."""
     gradient_checkpointing: bool = False
-    """Recompute the blocks' activations in the backward pass: less memory, about a third more compute."""
+    """Recompute activations in the backward pass: saves memory, costs about a third more compute."""
 
     def __post_init__(self) -> None:
         _require_positive("model", self, "hidden_size", "intermediate_size", "num_attention_heads", maximum=2**17)
@@ -212,7 +212,7 @@ class ModelSection:
         _require_positive("model", self, "num_key_value_heads", "logit_soft_cap")
         for name in ("dropout", "attention_dropout"):
             rate = getattr(self, name)
-            _require(f"model.{name}", rate, 0 <= rate < 1, "0 up to, but not including, 1")
+            _require(f"model.{name}", rate, 0 <= rate < 1, "from 0 to below 1")
         heads, width = self.num_attention_heads, self.hidden_size
         if width % heads:
             near = _nearest_multiples(width, heads)
@@ -233,14 +233,14 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How many tokens an optimizer step sees, and in which portions."""
+    """How many tokens one optimizer step reads, and how they are divided into micro-batches."""
 
     sequence_length: int = 256
-    """Tokens of context in a training sequence."""
+    """Tokens per training sequence (the context length)."""
     tokens_per_step: int = 4096
-    """Tokens in one optimizer step over all processes; accumulation is derived from it."""
+    """Tokens per optimizer step over all processes; gradient accumulation follows from it."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences a process runs at once; auto: the most that memory rules allow."""
+    """Sequences per forward pass of one process; auto: the largest that fits the predicted memory."""
 
     def __post_init__(self) -> None:
         length = self.sequence_length
@@ -257,11 +257,11 @@ class BatchConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences in one optimizer step over all processes."""
+        """Return the sequences per optimizer step over all processes."""
         return self.tokens_per_step // self.sequence_length
 
     def micro_batch_sizes(self, num_processes: int) -> list[int]:
-        """Return the sequences a process may run at once, ascending: those that divide its share of a step evenly."""
+        """Return the possible micro-batch sizes, ascending: those that divide a process's share of a step evenly."""
         share, rest = divmod(self.sequences_per_step, num_processes)
         if rest:
             return []
@@ -269,17 +269,18 @@ class BatchConfig:
         return sorted({*small, *(share // n for n in small)})
 
     def accumulation_steps(self, micro_batch_size: int, num_processes: int) -> int:
-        """Return the micro-batches each process runs in one optimizer step.
+        """Return the micro-batches that each process runs per optimizer step.
 
-        Raises UserError, naming the nearest values that work, where the division leaves a rest.
+        Raises UserError, naming the nearest values that work, if they do not divide tokens_per_step evenly.
         """
         tokens = micro_batch_size * self.sequence_length * num_processes
         if self.tokens_per_step % tokens:
             nearest = sorted(self.micro_batch_sizes(num_processes), key=lambda n: abs(n - micro_batch_size))[:3]
             or_size = f" or batch.micro_batch_size {join_words(sorted(nearest))}" if nearest else ""
             raise UserError(
-                f"batch.tokens_per_step: {self.tokens_per_step} cannot be made of micro-batches of {micro_batch_size} x"
-                f" {self.sequence_length} tokens on {num_processes} process{'es' if num_processes > 1 else ''};"
+                f"batch.tokens_per_step: {self.tokens_per_step} is not a multiple of micro-batches of"
+                f" {micro_batch_size} x {self.sequence_length} tokens on {num_processes}"
+                f" process{'es' if num_processes > 1 else ''};"
                 f" try batch.tokens_per_step {_nearest_multiples(self.tokens_per_step, tokens)}{or_size}."
             )
         return self.tokens_per_step // tokens
@@ -287,61 +288,62 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimizer; under muon, the hidden matrices follow Muon and everything else AdamW."""
+    """The optimizer. With muon, the hidden matrices use Muon and everything else uses AdamW."""
 
     name: Literal["muon", "adamw", "sgd"] = "muon"
-    """muon: Muon on the hidden matrices and AdamW elsewhere; adamw; sgd (with optim.momentum)."""
+    """muon: Muon for the hidden matrices, AdamW for the rest; adamw; sgd (with optim.momentum)."""
     learning_rate: float = 0.02
-    """Peak learning rate of the matrices (muon), or of every parameter (adamw, sgd)."""
+    """Peak learning rate: of the hidden matrices (muon), or of all parameters (adamw, sgd)."""
     adamw_learning_rate: float = 0.003
-    """Under muon: peak learning rate of norms, biases and an untied head."""
+    """With muon: peak learning rate of norms, biases and an untied head."""
     embedding_learning_rate: float | None = None
-    """Peak learning rate of the embeddings; null: as the other AdamW parameters."""
+    """Peak learning rate of the embeddings; null: same as the other AdamW parameters."""
     momentum: float = 0.95
     """Momentum of Muon and of SGD."""
     nesterov: bool = True
-    """Nesterov momentum in Muon and SGD."""
+    """Use Nesterov momentum in Muon and SGD."""
     momentum_warmup_steps: int = 300
-    """Steps in which Muon's momentum rises from optim.momentum_start to optim.momentum; SGD's stays constant."""
+    """Steps over which Muon's momentum rises from optim.momentum_start to optim.momentum; SGD's is constant."""
     momentum_start: float = 0.85
-    """Muon's momentum at the first step, or optim.momentum where that is lower."""
+    """Muon's momentum at the first step; optim.momentum if that is lower."""
     momentum_end: float | None = None
-    """Muon's momentum at the end, reached linearly over the last schedule.warmdown_fraction of the run; null: stays."""
+    """Muon's final momentum, reached linearly over the last schedule.warmdown_fraction of the run; null: no change."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
+    """AdamW's decay rates for the first and second moments."""
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay on matrices only, times the group's learning rate."""
+    """Decoupled weight decay, on matrices only; multiplied by the group's learning rate."""
     newton_schulz_coefficients: Literal["classic", "polar_express"] = "polar_express"
-    """Polynomial of Muon's orthogonalisation."""
+    """Polynomial for Muon's orthogonalization."""
     newton_schulz_steps: int = 5
-    """Iterations of that polynomial."""
+    """Newton-Schulz iterations per Muon update."""
     newton_schulz_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """What its products are computed in; auto: bf16 where the hardware is fast at it, else fp32."""
+    """Precision of the Newton-Schulz products; auto: bf16 if the hardware is fast at it, else fp32."""
     update_scale: Literal["original", "match_rms_adamw"] = "original"
-    """Muon's scale: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which suits AdamW's learning rate."""
+    """Scale of Muon's update. original: sqrt(max(1, rows/columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns)),
+    which works with AdamW's learning rates."""
     split_qkv: bool = True
-    """Orthogonalise the queries', keys' and values' parts of the fused projection apart."""
+    """Orthogonalize the query, key and value parts of the fused projection separately."""
     row_equilibration: bool = False
-    """Divide each row by its norm before the orthogonalisation (MuonEq-R)."""
+    """Divide each row by its norm before orthogonalization (MuonEq-R)."""
     normuon_beta2: float | None = None
-    """Decay rate of NorMuon's running mean square of each row, which evens out the rows afterwards; null: off."""
+    """Decay rate of NorMuon's running mean square per row, which normalizes the rows of the update; null: off."""
     cautious_weight_decay: bool = False
-    """Decay only the weights that the step moves towards 0."""
+    """Apply weight decay only to weights that the update moves toward 0."""
     ema_decay: float | None = None
-    """Decay a step of the moving average of the weights; null: none, or as optim.ema_half_life_tokens says."""
+    """Decay per step of the exponential moving average (EMA) of the weights; null: see optim.ema_half_life_tokens."""
     ema_half_life_tokens: int | None = None
-    """The same as the tokens after which a weight's share of the average has halved; null: see optim.ema_decay."""
+    """The same decay, stated as the half-life of a weight's share in training tokens; both null: no EMA."""
     ema_export: bool = False
-    """Choose best, stop early and export by the averaged weights instead of the raw ones."""
+    """Use the averaged weights instead of the raw ones to choose the best step, stop early and export."""
 
     def __post_init__(self) -> None:
         _require_positive("optim", self, "learning_rate", "adamw_learning_rate", "embedding_learning_rate", "eps")
         _require_not_negative("optim", self, "weight_decay", "momentum_warmup_steps")
         for name in ("momentum", "momentum_start", "momentum_end"):
             value = getattr(self, name)
-            _require(f"optim.{name}", value, value is None or 0 <= value < 1, "0 up to, but not including, 1")
+            _require(f"optim.{name}", value, value is None or 0 <= value < 1, "from 0 to below 1")
         _require("optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1")
         steps = self.newton_schulz_steps
         maximum = 5 if self.newton_schulz_coefficients == "polar_express" else 20
@@ -353,37 +355,37 @@ class OptimConfig:
         _require_positive("optim", self, "ema_half_life_tokens")
         if decay is not None and self.ema_half_life_tokens is not None:
             raise UserError(
-                f"optim.ema_decay: {decay} and optim.ema_half_life_tokens {self.ema_half_life_tokens} both say how fast"
-                " the average moves; set one and leave the other null."
+                f"optim.ema_decay: {decay} and optim.ema_half_life_tokens {self.ema_half_life_tokens} set the same"
+                " thing; set one and leave the other null."
             )
         if self.ema_export and not self.has_ema:
             raise UserError(
-                "optim.ema_export is true while no average is kept; set optim.ema_decay or optim.ema_half_life_tokens."
+                "optim.ema_export is true, but there is no EMA; set optim.ema_decay or optim.ema_half_life_tokens."
             )
 
     @property
     def has_ema(self) -> bool:
-        """Say whether a moving average of the weights is kept; ema.py works out its decay."""
+        """Return whether the run keeps a moving average of the weights; ema.py computes its decay."""
         return self.ema_decay is not None or self.ema_half_life_tokens is not None
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How learning rates and weight decay move over the run, as a share of their peaks."""
+    """How learning rates and weight decay change over the run, as fractions of their peaks."""
 
     name: Literal["constant", "linear", "cosine", "cosine_warmdown", "wsd"] = "wsd"
-    """linear and cosine fall from the end of the warmup, wsd over the last schedule.warmdown_fraction of the run;
-    cosine_warmdown is cosine, times what falls from 1 to 0 over that last part."""
+    """linear and cosine decay from the end of the warmup; wsd decays over the last schedule.warmdown_fraction of the
+    run; cosine_warmdown is cosine times a factor that falls from 1 to 0 over that last part."""
     warmup_steps: int = 0
-    """Steps in which the learning rate rises linearly to its peak."""
+    """Steps over which the learning rate rises linearly to its peak."""
     warmdown_fraction: float = 0.4
-    """Share of the run, at its end, in which wsd falls to the floor and cosine_warmdown to 0."""
+    """Last fraction of the run, in which wsd decays to the floor and cosine_warmdown to 0."""
     warmdown_shape: Literal["linear", "1-sqrt"] = "linear"
-    """How the warmdown falls; 1-sqrt: as 1 - sqrt(share of the warmdown done), steep at first."""
+    """Shape of the warmdown; 1-sqrt: 1 - sqrt(fraction of the warmdown done), steep at first."""
     floor: float = 0.0
-    """Share of the peak at which the schedule ends; cosine_warmdown: at which its cosine would."""
+    """Final learning rate as a fraction of the peak; for cosine_warmdown, the floor of its cosine."""
     weight_decay: Literal["constant", "linear", "learning_rate"] = "constant"
-    """Of optim.weight_decay: it stays, falls linearly to 0 over the run, or is multiplied as the learning rate is."""
+    """Schedule of optim.weight_decay: constant, linear to 0 over the run, or the schedule of the learning rate."""
 
     def __post_init__(self) -> None:
         _require_not_negative("schedule", self, "warmup_steps")
@@ -397,55 +399,56 @@ class TrainConfig:
     """How long to train, in which precision, and how often to log, evaluate and save."""
 
     max_steps: int | None = None
-    """Optimizer steps; the run ends at the first of max_steps, max_tokens, max_epochs and max_minutes."""
+    """Optimizer steps. The run ends at whichever limit comes first: max_steps, max_tokens, max_epochs, max_minutes."""
     max_tokens: int | None = None
     """Training tokens, rounded up to whole steps."""
     max_epochs: float | None = None
-    """Passes over the training blocks."""
+    """Passes over the training data."""
     max_minutes: float | None = None
-    """Minutes of training, compilation and evaluation included; the schedule ends with them."""
+    """Minutes of training, including compilation and evaluation; the schedule is fitted to them."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """null: what `accelerate` was told, else bf16 where the hardware is fast at it, else no (fp32)."""
+    """null: the setting of `accelerate` if there is one, else bf16 if the hardware is fast at it, else no (fp32)."""
     compile: Literal["auto", True, False] = "auto"
-    """torch.compile; auto: where a compiler is there and the run is long enough to earn the compile time back."""
+    """Use torch.compile; auto: if a compiler is available and the run is long enough to pay for compiling."""
     cpu_threads: int | Literal["auto"] = "auto"
-    """Threads of a CPU process; auto: the cores shared out over the processes (`accelerate launch` says 1)."""
+    """Threads per CPU process; auto: divide the cores among the processes (`accelerate launch` would set 1)."""
     max_grad_norm: float | None = 1.0
-    """Clip the gradient's global norm to this; null only measures it."""
+    """Clip the global gradient norm to this value; null: only measure it."""
     log_every_steps: int = 10
-    """Steps between two rows of metrics.jsonl."""
+    """Log one row to metrics.jsonl every N steps."""
     eval_every_steps: int = 250
-    """Steps between two evaluations; the last step is always evaluated."""
+    """Evaluate every N steps, and always at the last step."""
     eval_tokens: int | None = None
-    """Validation tokens in an evaluation during the run; null: all. The last evaluation is always whole."""
+    """Validation tokens per evaluation during the run; null: all. The final evaluation always uses all."""
     sample_tokens: int | None = 64
-    """Tokens that the model writes at each evaluation, for metrics.jsonl, trackers and the report; null: none."""
+    """Tokens to sample from the model at each evaluation, for metrics.jsonl, trackers and the report; null: none."""
     save_every_steps: int | None = 500
-    """Steps between two checkpoints; null: none by steps. The last step is always saved."""
+    """Save a checkpoint every N steps, and always at the last step; null: not by steps."""
     save_every_minutes: float | None = 10.0
-    """Most minutes from one checkpoint to the next; null: none by time."""
+    """Also save a checkpoint when the last one is this old; null: not by time."""
     keep_last: int = 2
-    """Checkpoints kept beside the best one."""
+    """Newest checkpoints to keep, in addition to the best one."""
     resume: str | None = None
-    """auto: go on where the run stopped, or begin it; latest, best or a path: that checkpoint; null starts afresh."""
+    """auto: resume the run, or start it if there is no checkpoint; latest, best or a path: resume from that
+    checkpoint; null: start a new run."""
     resume_with_other: Literal["data"] | None = None
-    """data: let a resume go on with other text, split, seed or sequence length than before; null: refuse that."""
+    """data: allow a resume to change the text, split, seed or sequence length; null: refuse."""
     patience_evals: int | None = None
-    """Stop after so many evaluations without an improvement; null: never. The best weights are exported either way."""
+    """Stop after N evaluations without improvement; null: never. The best weights are exported either way."""
     min_improvement: float = 0.0
-    """Nats a token by which the validation loss must fall to count as an improvement."""
+    """Nats per token by which the validation loss must fall to count as an improvement."""
     max_skipped_steps: int = 5
-    """Steps in a row whose gradient is not finite that are skipped, before the run goes back to its last checkpoint;
-    fp16's search for a loss scale does not count."""
+    """Consecutive steps with a nonfinite gradient to skip before rolling back to the last checkpoint; overflows of
+    fp16's loss scaling do not count."""
     rollback_on: list[Literal["nonfinite", "spike", "divergence"]] = field(default_factory=lambda: ["nonfinite"])
-    """What makes a run go back, in a list: nonfinite gradients, a loss spike (a jump by a fifth or more that lasts
-    train.max_skipped_steps), divergence (the median of 50 losses a fifth above its lowest)."""
+    """What triggers a rollback, as a list: nonfinite gradients; a loss spike (20 % or more above the usual loss, for
+    train.max_skipped_steps steps); divergence (the median of 50 losses is 20 % above its lowest value)."""
     max_rollbacks: int = 3
-    """Times the run may go back; after that it stops with a diagnosis."""
+    """Rollbacks allowed; after that the run stops with a diagnosis."""
     rollback_learning_rate_factor: float = 0.5
-    """Factor on all learning rates at each time; the batches that were skipped are left out in any case."""
+    """Factor applied to all learning rates at each rollback; the bad batches are excluded in any case."""
     deterministic: bool = False
-    """Deterministic kernels on GPUs (slower); on one CPU process a run is always repeatable."""
+    """Use deterministic GPU kernels (slower); a run on one CPU process is always reproducible."""
 
     def __post_init__(self) -> None:
         _require_positive("train", self, "max_steps", maximum=10**9)
@@ -461,7 +464,7 @@ class TrainConfig:
             _require_positive("train", self, "cpu_threads", maximum=1024)
         if all(limit is None for limit in (self.max_steps, self.max_tokens, self.max_epochs, self.max_minutes)):
             raise UserError(
-                "train: the run has no end; set one of train.max_steps, train.max_tokens, train.max_epochs,"
+                "train: the run has no limit; set train.max_steps, train.max_tokens, train.max_epochs or"
                 " train.max_minutes."
             )
 
@@ -471,13 +474,13 @@ class TrackConfig:
     """Trackers that get a copy of metrics.jsonl."""
 
     trackers: list[str] = field(default_factory=list)
-    """Any of Accelerate's: wandb, tensorboard, ..."""
+    """Trackers that Accelerate supports: wandb, tensorboard, ..."""
     project: str = "hfgolf"
-    """Project in the tracker."""
+    """Project name in the tracker."""
     run_name: str | None = None
-    """Name in the tracker; null: run.name."""
+    """Run name in the tracker; null: run.name."""
     offline: bool = False
-    """Keep wandb on this machine (upload later with `wandb sync`)."""
+    """Run wandb offline (upload later with `wandb sync`)."""
 
 
 @dataclass(frozen=True)
@@ -485,23 +488,23 @@ class HubConfig:
     """Pushing the model to the Hugging Face Hub."""
 
     push: bool = False
-    """Push the model when the run ends."""
+    """Push the model to the Hub when the run ends."""
     repo_id: str | None = None
     """Repository, as user/name."""
     private: bool = False
-    """Create the repository as a private one."""
+    """Create the repository as private."""
     every_steps: int | None = None
-    """Also push every so many steps; null: only at the end."""
+    """Also push every N steps; null: only at the end."""
 
     def __post_init__(self) -> None:
         _require_positive("hub", self, "every_steps")
         if self.push and not self.repo_id:
-            raise UserError("hub.repo_id is null while hub.push is true; name the repository, as user/name.")
+            raise UserError("hub.repo_id is null, but hub.push is true; name the repository, as user/name.")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run, whole: what `configs/*.yaml` and the command line describe."""
+    """The whole config of a run, as `configs/*.yaml` and the command line describe it."""
 
     run: RunSection = field(default_factory=RunSection)
     data: DataConfig = field(default_factory=DataConfig)
@@ -527,7 +530,7 @@ class RunConfig:
         }
 
     def replace(self, **values: Any) -> RunConfig:
-        """Return a copy with `section__key=value` replaced, checked again."""
+        """Return a copy with each `section__key=value` replaced and checked."""
         sections = {section.name: getattr(self, section.name) for section in dataclasses.fields(self)}
         for name, value in values.items():
             section, key = name.split("__")

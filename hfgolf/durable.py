@@ -1,7 +1,7 @@
-"""Writing files that survive a power cut, and reading them back with a check.
+"""Write files that survive a power cut, and check them when they are read back.
 
-Owns the sequence of a write (a temporary file, fsync, rename, fsync of the folder), so that whatever is there under its
-final name is whole, and what a folder's list of files says: sizes and sha256. Does not know what the files hold.
+Owns the sequence of a durable write: temporary file, fsync, rename, fsync of the folder. A file with its final name is
+therefore complete. Also owns lists of files with their sizes and sha256. Does not know what the files contain.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hfgolf.command_line import one_line
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by UTF-8 text; at every moment it holds the old text or the new one. Raises OSError."""
+    """Replace a file with UTF-8 text. At any moment it holds either the old text or the new. Raises OSError."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file; at every moment it holds the old bytes or the new ones. Raises OSError."""
+    """Replace a file. At any moment it holds either the old bytes or the new. Raises OSError."""
     partial = path.with_name(f".partial-{path.name}")
     try:
         partial.write_bytes(content)
@@ -35,9 +35,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Give a finished folder its final name, in the place of what had it before. Both lie in the same parent.
+    """Rename a finished folder to its final name, replacing an older folder. Both must have the same parent.
 
-    Between two renames nothing has that name; the old folder is then `.replaced-NAME`, and `partial` is whole.
+    Between the two renames, nothing has the final name: the old folder is `.replaced-NAME`, and `partial` is complete.
     """
     sync_tree(partial)
     replaced = folder.with_name(f".replaced-{folder.name}")
@@ -50,7 +50,7 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are not there, so that a power cut does not take them away again."""
+    """Make a folder and its missing parents so that they survive a power cut."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in made:
@@ -58,7 +58,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have a folder and all that is in it on the disk before what follows."""
+    """Force a folder and everything in it to disk (fsync)."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             if not os.path.islink(os.path.join(parent, name)):
@@ -67,7 +67,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or a folder's list of names, on the disk before what follows."""
+    """Force the content of a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,14 +76,14 @@ def sync(path: Path) -> None:
 
 
 def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
-    """Return the size and sha256 of files in a folder, by their names in it; plain JSON."""
+    """Return {path relative to the folder: {"bytes": size, "sha256": digest}}; plain JSON."""
     return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in paths}
 
 
 def find_damage(folder: Path, name: str, listed: Any) -> str | None:
-    """Say in what a file is not as it was when `list_files` listed it; None if it is as it was.
+    """Describe how a file differs from its entry by `list_files`; None if it is unchanged.
 
-    Raises KeyError, TypeError or ValueError if `listed` is not what list_files said of a file.
+    listed: the entry. Raises KeyError, TypeError or ValueError if it is malformed.
     """
     num_bytes, sha256 = listed["bytes"], listed["sha256"]
     path = folder / name
@@ -95,13 +95,14 @@ def find_damage(folder: Path, name: str, listed: Any) -> str | None:
         if path.stat().st_size != num_bytes:
             return f"{name} has {path.stat().st_size} bytes instead of {num_bytes}"
         return None if file_sha256(path) == sha256 else f"{name} does not match its sha256"
-    except (OSError, RuntimeError) as error:  # a bad sector, a name too long; RuntimeError: links in a ring
+    except (OSError, RuntimeError) as error:  # a bad sector, a name too long; RuntimeError: a cycle of links
         return f"{name} is not readable ({one_line(error)})"
 
 
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    # not mapped: a bad sector would end the process. Large pieces: between two, a save waits for the loop's GIL
+    # Read, not memory-mapped: with mmap, a bad sector would kill the process (SIGBUS). Read in large chunks: between
+    # two of them, a save in the background must wait for the GIL, which the training loop holds.
     digest, buffer = hashlib.sha256(), bytearray(min(2**24, path.stat().st_size + 1))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

@@ -1,7 +1,7 @@
-"""What this machine is and what it can do: memory, cores, bf16, names of devices and their peaks.
+"""What this machine is and what it can do: memory, cores, fast bf16, device names and peak FLOP/s.
 
-Anything in hfgolf may import it, because the tokens, the checkpoints, the micro-batch and the MFU must agree on it. It
-knows nothing of models or runs.
+Anything in hfgolf may import this module: tokens, checkpoints, micro-batch and MFU must agree on these facts. It knows
+nothing about models or runs.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hfgolf.durable import write_text
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the bytes that are free on the device: the GPU's, or for a CPU those of RAM that a container may use."""
+    """Return the free bytes of the device: GPU memory, or for a CPU the RAM that this container may still use."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(min(psutil.virtual_memory().available, free_cgroup_bytes()))
 
 
 def free_cgroup_bytes(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the bytes that the control groups of this process leave it; infinity if none limits it.
+    """Return the bytes that this process's control groups still allow it; infinity if none sets a limit.
 
-    In each group and those above it: the limit less what is used, without the file cache, which the kernel gives back.
-    Version 2 has one tree (docs.kernel.org/admin-guide/cgroup-v2), version 1 one for memory. In a container the path is
-    often that of the host, and the container's own group is the root.
+    For each group and its parents, that is the limit minus the usage. The file cache does not count as used, because
+    the kernel can reclaim it. Version 2 has one tree (docs.kernel.org/admin-guide/cgroup-v2), version 1 one for memory.
+    In a container, the path is often the host's, and the container's own group is the root.
     """
     try:
         lines = process.read_text().splitlines()
@@ -53,20 +53,20 @@ def free_cgroup_bytes(process: Path = Path("/proc/self/cgroup"), root: Path = Pa
         own = tree / path.lstrip("/")
         for folder in (own, *(parent for parent in own.parents if parent == tree or tree in parent.parents)):
             with suppress(OSError, ValueError):  # no such group here, or "max": no limit
-                most = int((folder / limit).read_text())
+                max_bytes = int((folder / limit).read_text())
                 statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                taken = int((folder / used).read_text()) - int(statistics.get(cache, 0))
-                free = min(free, max(0, most - taken))
+                used_bytes = int((folder / used).read_text()) - int(statistics.get(cache, 0))
+                free = min(free, max(0, max_bytes - used_bytes))
     return free
 
 
 def cpu_cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def fast_product_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 where the hardware multiplies it natively, else float32: emulated, it is several times slower."""
+    """Return bfloat16 if the hardware multiplies it natively, else float32: emulated bf16 is several times slower."""
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -75,7 +75,7 @@ def fast_product_dtype(device: torch.device) -> torch.dtype:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or the model of this machine's CPU."""
+    """Return the name of a GPU, or the model name of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -87,7 +87,7 @@ def device_name(device: torch.device) -> str:
 
 
 def accelerator_name() -> str:
-    """Return the name of this machine's GPU, or else of its CPU."""
+    """Return the name of this machine's GPU, or of its CPU if there is no GPU."""
     return device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -107,29 +107,30 @@ def fingerprint() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator as its data sheet describes it: dense peaks, without sparsity, in FLOP/s."""
+    """An accelerator's peaks from its data sheet: dense, without sparsity, in FLOP/s."""
 
     name: str
-    """Words of the name that torch reports."""
+    """Words that must all appear in the name that torch reports."""
     half: float
-    """16 bits, sums in fp32."""
+    """16-bit operands, fp32 accumulation."""
     tf32: float
-    """fp32 operands rounded to TF32; as single where the hardware has none."""
+    """fp32 operands rounded to TF32; equal to `single` if the hardware has no TF32."""
     single: float
     memory_gb: int
     has_bf16: bool = True
 
     def peak_flops(self, precision: str) -> float:
-        """Return the peak in a precision (no, bf16, fp16) as torch is set to multiply now."""
+        """Return the peak in a precision (no, bf16, fp16), with torch's current setting for fp32 products."""
         if precision != "no":
             return self.half
         return self.tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else self.single
 
 
-# The first whose words are all in the name: what is special stands before what is general. Sources: NVIDIA's data
-# sheets of the HGX B300 and B200 (a GPU's share), GB200 NVL72, GH200, H200, H100, A100, A40, A30, A10, L40S, L40, L4,
-# V100 and T4; the appendices of its white papers on RTX Blackwell, Ada and Ampere GA102; AMD's of the MI300X. A800 and
-# H800 compute as A100 and H100; of the H20 there are only the figures that resellers and the press agree on.
+# The first entry whose words are all in the name matches, so specific names come before general ones. Sources: NVIDIA's
+# data sheets of the HGX B300 and B200 (one GPU's share), GB200 NVL72, GH200, H200, H100, A100, A40, A30, A10, L40S,
+# L40, L4, V100 and T4; the appendices of its white papers on RTX Blackwell, Ada and Ampere GA102; AMD's data sheet of
+# the MI300X. The A800 and H800 compute like the A100 and H100. The H20 has no public data sheet: its figures are those
+# that resellers and the press agree on.
 DEVICES = (
     Device("B300", 2250e12, 1125e12, 75e12, 288),
     Device("GB200", 2500e12, 1250e12, 80e12, 186),
@@ -164,14 +165,14 @@ DEVICES = (
     Device("T4", 65e12, 8.1e12, 8.1e12, 16, has_bf16=False),
     Device("MI300X", 1307e12, 653.7e12, 163.4e12, 192),
 )
-# Of a name, these do not make it another chip; "Laptop", "Ti", "MIG" or "Max-Q" would.
+# Words in a name that do not mean a different chip. "Laptop", "Ti", "MIG" and "Max-Q" do.
 _MAKERS_AND_FORMS = re.compile(
     r"NVIDIA|AMD|Instinct|GeForce|Tesla|SXM\d?|PCIe?|HBM\w+|\d+GB?|Generation|AC", re.IGNORECASE
 )
 
 
 def find_device(name: str) -> Device | None:
-    """Return the table's entry for a name such as torch reports, or a person types; None where it has none."""
+    """Return the entry of DEVICES for a name as torch reports it or a person types it; None if there is none."""
     words = re.split(r"[\s-]+", name.strip().casefold())
     for device in DEVICES:
         own = device.name.casefold().split()
@@ -182,7 +183,7 @@ def find_device(name: str) -> Device | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Return the device's FLOP/s in a precision (no, bf16, fp16): from DEVICES, else measured by a product."""
+    """Return the device's peak FLOP/s in a precision (no, bf16, fp16), from DEVICES or else by measurement."""
     known = find_device(device_name(device)) if device.type == "cuda" else None
     if known:
         return known.peak_flops(precision)
@@ -191,10 +192,10 @@ def peak_flops(device: torch.device, precision: str) -> float:
 
 
 def highest_measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s and return the highest of this and the earlier times, which a file remembers.
+    """Measure the FLOP/s; return the highest value of this and all earlier measurements, which are kept in a file.
 
-    Whatever else the machine was busy with can only have made a product slower, so that the highest is nearest to the
-    peak, and two runs are compared with the same one.
+    Other load on the machine can only slow a product down, so the highest value is the closest to the true peak. Using
+    it also compares different runs against the same peak.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     fp32 = torch.backends.cuda.matmul.fp32_precision if device.type == "cuda" and dtype == torch.float32 else ""
@@ -208,12 +209,12 @@ def highest_measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
-    """Return the FLOP/s of the best of five square matrix products; about a tenth of a second on two CPU cores."""
+    """Return the FLOP/s of the fastest of five square matrix products. Takes about 0.1 s on two CPU cores."""
     size = size or (1024 if device.type == "cpu" else 4096)
-    own_generator = torch.Generator(device).manual_seed(0)  # the run's must not notice
+    own_generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
     a, b = torch.randn(2, size, size, device=device, generator=own_generator).to(dtype)
     best_seconds = float("inf")
-    for _ in range(6):  # the first one warms up and is never the best
+    for _ in range(6):  # the first is a warm-up
         _synchronize(device)
         started_at = time.perf_counter()
         a @ b
@@ -234,7 +235,7 @@ def _peaks_path() -> Path:
 
 
 def _read_peaks(path: Path) -> dict[str, float]:
-    """Return what was measured earlier; nothing where the file is missing or damaged, so that it is written anew."""
+    """Return the earlier measurements, or {} if the file is missing or damaged, so that it is rewritten."""
     try:
         peaks = json.loads(path.read_text("utf-8"))
         return {str(key): float(peak) for key, peak in peaks.items()}
@@ -243,7 +244,7 @@ def _read_peaks(path: Path) -> dict[str, float]:
 
 
 def _write_peaks(path: Path, peaks: dict[str, float]) -> None:
-    """Replace the file; if it cannot be written, a run does without it."""
+    """Replace the file of measurements, if it can be written; a run does not depend on it."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(peaks, indent=1))

@@ -1,8 +1,8 @@
-"""Keeping secrets out of what a run says, writes and publishes.
+"""Keep secrets out of what a run logs, writes and publishes.
 
-Owns what a secret is: the value of an environment variable that is named like one, what huggingface_hub and wandb
-have stored at a login, and what looks like a token or a password wherever it stands. A password that looks like any
-other word, and is in none of these places, cannot be told from a word.
+Owns the definition of a secret: the value of an environment variable with a name like HF_TOKEN, the credentials that
+huggingface_hub and wandb store at login, and any text in the form of a token or a password. A password that looks like
+an ordinary word and is stored elsewhere cannot be recognized.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 REDACTED = "[redacted]"
-_SHORTEST = 8  # characters: a shorter value is a switch or a number, and would be cut out of every other text
+_MIN_CHARACTERS = 8  # a shorter value is a switch or a number; redacting it everywhere would damage other text
 
 _WORDS = r"(?:TOKEN|JWT|KEYS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)"
-# a TOKEN is a secret, TOKENIZERS and MAX_TOKENS are not; nor is what only says where a secret lies, or its kind
+# TOKEN names a secret; TOKENIZERS and MAX_TOKENS do not, and neither do names of a secret's location or type.
 _SECRET_NAME = re.compile(
     rf"(?!.*_(?:PATH|FILE|DIR|NAME|TYPE)$).*{_WORDS}\d*(?:_|$)|(?:.*_)?PASS$|.+_(?:PAT|PWD)$", re.IGNORECASE
 )
 
-# Tokens that their form gives away. The forms are those of gitleaks (github.com/gitleaks/gitleaks, config/gitleaks.toml
-# at 420a0f5) that need no word beside them; "+" marks forms that gitleaks lacks and other public scanners have. Lengths
-# are lower bounds, because issuers lengthen tokens. No library: detect-secrets 1.5 takes 0.6 s to import, needs
-# requests, knows none of Hugging Face's tokens, and finds secrets without cutting them out.
+# Tokens recognizable by their form. The forms are those of gitleaks (github.com/gitleaks/gitleaks, config/gitleaks.toml
+# at 420a0f5) that need no keyword next to them; "+" marks forms from other public scanners. Lengths are lower bounds,
+# because issuers lengthen tokens. Why no library: detect-secrets 1.5 takes 0.6 s to import, needs requests, knows none
+# of Hugging Face's tokens, and finds secrets without redacting them.
 _TOKENS = (
     r"hf_[A-Za-z0-9]{20,}|api_org_\w{20,}|hf_(?:oauth|jwt)_[\w.-]{20,}",  # Hugging Face; + OAuth and JWT
     r"gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,}",
@@ -51,7 +51,7 @@ _TOKENS = (
 _PATTERNS = (
     (re.compile(rf"(?:hf_[A-Za-z0-9]{{20,}}|(?<![A-Za-z0-9_])(?:{'|'.join(_TOKENS)}))"), REDACTED),
     (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[^-]{20,}"), rf"\1{REDACTED}"),  # RFC 7468
-    # a user and password, or a token, before the host; a password may hold @ or /, a port is none, {user} is a template
+    # user:password@ or token@ in a URL. A password may contain @ or /; a port is not a password; {user} is a template.
     (
         re.compile(
             r"""(?<=://)(?![\[<{$])(?:[^\s"'<>/?#:]*:(?!\$?\{\w+\}@)(?:[^\s"'<>/?#]*|(?!\d+[/?#])[^\s"'<>@]{0,256})"""
@@ -59,7 +59,7 @@ _PATTERNS = (
         ),
         REDACTED,
     ),
-    # addresses that are signed, or that carry their key
+    # signed URLs, and URLs with a key as a parameter
     (
         re.compile(
             r"""([?&;](?:[\w-]*(?:token|secret|password|signature|credential|api[_-]?key)|sig|key)=)"""
@@ -68,10 +68,10 @@ _PATTERNS = (
         ),
         rf"\1{REDACTED}",
     ),
-    # API_KEY=... as in a shell
+    # API_KEY=..., as in a shell
     (
         re.compile(
-            rf"""(\b(?:(?:[A-Z0-9]+_)*[A-Z]*{_WORDS}\d*|(?:[A-Z0-9]+_)+(?:PASS|PAT|PWD))=["']?)(?![$`({{\[<])[^\s"']{{{_SHORTEST},}}"""
+            rf"""(\b(?:(?:[A-Z0-9]+_)*[A-Z]*{_WORDS}\d*|(?:[A-Z0-9]+_)+(?:PASS|PAT|PWD))=["']?)(?![$`({{\[<])[^\s"']{{{_MIN_CHARACTERS},}}"""
         ),
         rf"\1{REDACTED}",
     ),
@@ -80,11 +80,11 @@ _PATTERNS = (
 
 
 def redact(text: str) -> str:
-    """Return the text with `[redacted]` in the place of every secret.
+    """Return the text with every secret replaced by `[redacted]`.
 
-    What will become JSON or YAML goes through `redact_values` first: their escapes would hide a secret from this.
+    Pass values through `redact_values` before you write them as JSON or YAML, whose escapes would hide secrets.
     """
-    for secret in sorted(_known_secrets(), key=len, reverse=True):  # one may hold another
+    for secret in sorted(_known_secrets(), key=len, reverse=True):  # longest first: one may contain another
         text = text.replace(secret, REDACTED)
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
@@ -92,7 +92,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples with every text in it redacted; keys stay."""
+    """Return a copy of nested dicts, lists and tuples with every string redacted; keys are kept."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
@@ -103,15 +103,15 @@ def redact_values(value: Any) -> Any:
 
 
 def is_secret_name(name: str) -> bool:
-    """Say whether an environment variable of this name holds a secret."""
+    """Return whether an environment variable with this name holds a secret."""
     return _SECRET_NAME.match(name) is not None
 
 
 def _known_secrets() -> set[str]:
     secrets = [value for name, value in os.environ.items() if is_secret_name(name) and not _is_path(value)]
     secrets += [*_words_in(_expand(_hf_token_path())), *_passwords_in(_expand(os.environ.get("NETRC") or "~/.netrc"))]
-    lines = (line.strip() for secret in secrets for line in secret.splitlines())  # a private key has many
-    return {line for line in lines if len(line) >= _SHORTEST}
+    lines = (line.strip() for secret in secrets for line in secret.splitlines())  # a private key spans many lines
+    return {line for line in lines if len(line) >= _MIN_CHARACTERS}
 
 
 def _is_path(value: str) -> bool:
@@ -119,7 +119,7 @@ def _is_path(value: str) -> bool:
 
 
 def _hf_token_path() -> str:
-    """Return where huggingface_hub keeps its token; worked out here, as importing it takes longer than all of this."""
+    """Return the path of huggingface_hub's token; computed here, because importing huggingface_hub is slow."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")
 
@@ -128,7 +128,7 @@ def _expand(path: str) -> str:
     return os.path.expanduser(os.path.expandvars(path))
 
 
-# Both are read once: every log line passes here, and a home folder may lie on a slow network.
+# Both files are read once: every log line is redacted, and a home folder may be on a slow network.
 @cache
 def _words_in(path: str) -> list[str]:
     try:
@@ -139,7 +139,7 @@ def _words_in(path: str) -> list[str]:
 
 @cache
 def _passwords_in(path: str) -> list[str]:
-    """Return the passwords of a netrc file, which is where `wandb login` puts its key."""
+    """Return the passwords in a netrc file, where `wandb login` stores its key."""
     import netrc
 
     try:

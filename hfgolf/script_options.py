@@ -1,6 +1,6 @@
-"""What the options of all scripts have in common: bounds, --output checked before any work, one line for a mistake.
+"""What all scripts' options share: bounds, --output checked before any work, one line per mistake.
 
-Does not know any script, nor the options of a config (command_line.py). Imports nothing heavy before it is needed.
+Does not know any script, or the options of a config (command_line.py). Imports nothing heavy before it is needed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hfgolf.errors import UserError
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """Parse a script's options; a mistake is a UserError, one line without argparse's page of usage."""
+    """Parse a script's options. A mistake raises UserError, one line without argparse's usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}.")
 
 
-def within(least: float, most: float) -> Callable[[str], float]:
-    """Return an option's `type`: a number from least to most, a whole one if both bounds are ints."""
-    kind = int if isinstance(least, int) and isinstance(most, int) else float
-    allowed = f"allowed: {least} to {most}" if kind is int else f"allowed: {least:g} to {most:g}"
+def within(minimum: float, maximum: float) -> Callable[[str], float]:
+    """Return an argparse `type` for numbers from minimum to maximum; whole numbers if both bounds are ints."""
+    kind = int if isinstance(minimum, int) and isinstance(maximum, int) else float
+    allowed = f"allowed: {minimum} to {maximum}" if kind is int else f"allowed: {minimum:g} to {maximum:g}"
 
     def parse(text: str) -> float:
         try:
@@ -33,7 +33,7 @@ def within(least: float, most: float) -> Callable[[str], float]:
         except ValueError:
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{shortened(text)} is not {what}; {allowed}") from None
-        if not least <= value <= most:  # nan is not either
+        if not minimum <= value <= maximum:  # also rejects nan
             raise argparse.ArgumentTypeError(f"{shortened(value)} is out of range; {allowed}")
         return value
 
@@ -41,9 +41,9 @@ def within(least: float, most: float) -> Callable[[str], float]:
 
 
 def check_output(option: str, path: Path, kinds: Collection[str] = ()) -> Path:
-    """Raise UserError, before any work, if what an option names can't be written; make the folders that are missing.
+    """Return the path of an output option, after making missing folders; raise UserError if it can't be written.
 
-    kinds: suffixes that a file may have, such as "html"; none: path is a folder. Returns the path.
+    Call it before any work. kinds: allowed suffixes of a file, such as "html"; if empty, the path is a folder.
     """
     if kinds and path.suffix[1:] not in kinds:
         raise UserError(f"{option}: {path} can't be written; allowed: a name that ends in .{', .'.join(kinds)}.")
@@ -59,9 +59,9 @@ def check_output(option: str, path: Path, kinds: Collection[str] = ()) -> Path:
 
 
 def check_picture(option: str, path: Path) -> Path:
-    """Do what `check_output` does for a picture, whose suffix says which kind of matplotlib's it is."""
+    """Do the same as `check_output` for a picture, in any format of matplotlib's."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise UserError(f"{option}: matplotlib, which draws it, is not installed; pip install matplotlib.") from None
+        raise UserError(f"{option}: drawing needs matplotlib; run `pip install matplotlib`.") from None
     return check_output(option, path, sorted(FigureCanvasBase.get_supported_filetypes()))

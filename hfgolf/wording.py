@@ -1,4 +1,4 @@
-"""Seconds, bytes and dollars as a person would say them."""
+"""Format seconds, bytes and dollars for people."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def dollars(amount: float) -> str:
-    """Return "$12.34", and less than ten cents with four decimals."""
+    """Return "$12.34"; four decimals below ten cents."""
     return f"${amount:,.2f}" if amount >= 0.1 or amount == 0 else f"${amount:.4f}"

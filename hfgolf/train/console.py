@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from hfgolf.command_line import is_lost
+from hfgolf.command_line import silence_if_closed
 from hfgolf.redact import redact
 
 logger = logging.getLogger("hfgolf")
@@ -72,7 +72,7 @@ class _LogHandler(logging.StreamHandler[TextIO]):
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exc_info()[1], OSError):
-            is_lost(self.stream)
+            silence_if_closed(self.stream)
         else:
             super().handleError(record)
 
