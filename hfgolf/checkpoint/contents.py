@@ -99,7 +99,7 @@ class Checkpointer:
         """
         self.wait()
         step = self._state.step
-        nonfinite = first_not_finite(self._model.named_parameters())
+        nonfinite = first_nonfinite(self._model.named_parameters())
         if nonfinite is not None:
             self._failures.append(
                 f"checkpoint of step {step} not written: {nonfinite} holds values that are not finite"
@@ -315,7 +315,7 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor that holds an infinity or a NaN."""
     names, tensors = zip(*named, strict=True)
     norms = torch._foreach_norm(tensors)  # one pass and one look at the device, a tenth of isfinite's time on a CPU

@@ -1,9 +1,9 @@
-"""Train as a config says: the training loop and what it needs around it.
+"""Train a model from a config: the training loop and everything around it.
 
     summary = hfgolf.train(hfgolf.load_config(["--config", "configs/small.yaml"]))
 
-The package is callable. A function `hfgolf.train` would be replaced by this package of the same name as soon as anybody
-imports `hfgolf.train.loop`; this way there is one object, whoever imports what first.
+This package is callable. If `hfgolf.train` were a function, importing `hfgolf.train.loop` would replace it with this
+package, which has the same name. A callable package is one object, in whatever order modules are imported.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 class _CallablePackage(ModuleType):
     def __call__(self, config: ResolvedConfig | RunConfig) -> dict[str, Any]:
-        """Train as the config says and return the summary: losses, bits per byte, speed, and the model's folder.
+        """Train a model and return the summary: losses, bits per byte, speed and the model's folder.
 
         config: from `load_config`, or a RunConfig.
-        Raises UserError for what a person can mend, SystemExit(128 + signal) if a signal ended the run after a save.
+        Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if a signal ended the run.
         """
         from hfgolf.command_line import ResolvedConfig
         from hfgolf.train.loop import train
 
         return train(config if isinstance(config, ResolvedConfig) else ResolvedConfig.from_code(config))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a function can be pickled, so this can too
+    def __reduce__(self) -> tuple[Any, ...]:  # picklable, like a function
         import importlib
 
         return importlib.import_module, (self.__name__,)

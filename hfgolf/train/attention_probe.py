@@ -1,4 +1,4 @@
-"""Which attention kernel runs and what it gets, seen in a pass: below autocast, and whatever the model casts itself."""
+"""Find out which attention kernel runs, and in which dtypes, from a real pass: below autocast and the model's casts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SDPA_KERNELS = {
     "_scaled_dot_product_efficient_attention": "memory-efficient",
     "_scaled_dot_product_cudnn_attention": "cuDNN",
 }
-"""{operator that SDPA may end in: the backend's name in PyTorch}; if none of them runs, it is plain products, math."""
+"""{operator that SDPA may dispatch to: PyTorch's name of the backend}; if none of them runs, the backend is math."""
 
 
 def describe_attention(model: GolfForCausalLM, accelerator: Accelerator, sequence_length: int) -> str:
-    """Return the attention implementation, SDPA's backend if it ran, and the dtypes of q, k and v in its products."""
+    """Describe the attention implementation, SDPA's backend if it ran, and the dtypes of q, k and v in its products."""
     ids = torch.zeros(1, sequence_length, dtype=torch.long, device=accelerator.device)
     devices = [accelerator.device] if accelerator.device.type == "cuda" else []
     was_training = model.training
     seen = _Products()
-    model.train()  # dropout on the attention weights decides about the backend
+    model.train()  # attention dropout affects SDPA's choice of backend
     try:
         with torch.random.fork_rng(devices), torch.no_grad(), accelerator.autocast(), seen:
             model.forward(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -38,11 +38,11 @@ def describe_attention(model: GolfForCausalLM, accelerator: Accelerator, sequenc
     if seen.backend or name == "sdpa":
         name = f"{name}, SDPA's {seen.backend or 'math'} kernel"
     dtypes = " and ".join(sorted({str(dtype) for dtype in seen.dtypes}))
-    return f"{name}, q, k and v in {dtypes or 'no product that was seen'}"
+    return f"{name}, q, k and v in {dtypes or 'unknown dtypes (no product seen)'}"
 
 
 class _Products(TorchDispatchMode):
-    """Notes the operands of the first attention: of a fused kernel, or of the batched products q k^T and p v."""
+    """Records the operand dtypes of the first attention: of a fused kernel, or of the batched product q k^T."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +55,6 @@ class _Products(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not self.dtypes and name in SDPA_KERNELS:
             self.backend, self.dtypes = SDPA_KERNELS[name], [tensor.dtype for tensor in args[:3]]
-        elif not self.dtypes and name == "bmm":  # projections are no batched products
+        elif not self.dtypes and name == "bmm":  # projections are not batched products
             self.dtypes = [tensor.dtype for tensor in args[:2]]
         return func(*args, **(kwargs or {}))

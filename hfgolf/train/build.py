@@ -1,6 +1,6 @@
-"""From the config of a run to its model.
+"""Build the model from the config of a run.
 
-Owns which keys make the shape, and how a model is made ready for a device. Does not know weights that exist already.
+Owns which keys define the architecture, and how a model is prepared for a device. Does not load weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 
 
 def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfConfig:
-    """Return the model's own config. token_ids: bos_token_id and the like."""
+    """Return the model's config. token_ids: bos_token_id, eos_token_id, pad_token_id."""
     shape = dataclasses.asdict(config.model)
     del shape["gradient_checkpointing"]
     limit = config.batch.sequence_length
@@ -25,9 +25,9 @@ def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfCon
 
 
 def build_golf(config: RunConfig, vocab_size: int, device: str, **token_ids: Any) -> GolfForCausalLM:
-    """Build the model of a config whose precision is decided, for training on a type of device (cuda, cpu).
+    """Build the model for training on a device type (cuda, cpu). train.mixed_precision must be decided.
 
-    Its weights are where torch puts tensors by default: on the CPU, or as a `with torch.device` says.
+    The weights are on torch's default device: the CPU, or that of an enclosing `with torch.device`.
     """
     model = GolfForCausalLM(golf_config(config, vocab_size, **token_ids))
     attend_fastest(model, torch.device(device), config.train.mixed_precision, config.batch.sequence_length)

@@ -1,4 +1,4 @@
-"""Which run may use a folder: the one that began there, unless it is complete."""
+"""Decide which run may use a folder: only the run that began there, and only until it is complete."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hfgolf.run.folder import RunFolder
 
 
 def claim(folder: RunFolder, resolved: ResolvedConfig) -> None:
-    """Make and lock the folder of this run; the main process calls it before any work.
+    """Make and lock the folder of this run. The main process calls it before any other work.
 
-    Raises UserError if the folder is not writable, is in use by another process, or holds another config or a run that
-    train.resume must continue. Leaves everything in it untouched except unfinished writes.
+    Raises UserError if the folder is not writable, is in use by another process, holds a run with another config, or
+    holds a run that needs train.resume. Touches nothing in the folder except unfinished writes.
     """
     folder.make()
     folder.lock()
@@ -30,49 +30,49 @@ def claim(folder: RunFolder, resolved: ResolvedConfig) -> None:
         raise UserError(
             f"run.name: {folder.path} holds a run with another config ({', '.join(changed[:3])}"
             f"{', ...' if len(changed) > 3 else ''}); choose another --run.name, delete that folder, or continue"
-            " that run with these values by --train.resume latest."
+            " that run with these values: --train.resume latest."
         )
     if resume is None and folder.summary.exists():
-        raise UserError(f"run.name: {folder.path} holds a run that is complete; another --run.name starts a new one.")
+        raise UserError(f"run.name: {folder.path} holds a complete run; choose another --run.name to start a new one.")
     if resume is None and has_checkpoints:
         raise UserError(
-            f"run.name: {folder.path} holds an unfinished run; --train.resume auto continues it,"
-            " another --run.name starts a new one."
+            f"run.name: {folder.path} holds an unfinished run; continue it with --train.resume auto, or choose another"
+            " --run.name to start a new one."
         )
 
 
 def changes(folder: RunFolder, resolved: ResolvedConfig) -> list[str]:
-    """Return "key old -> new" for each value of config.yaml that this run changes; none if it can't be read."""
+    """Return "key old -> new" for each value of config.yaml that this run changes; [] if it can't be read."""
     before = folder.read_config()
     return differences(before, resolved, changed_keys(before, resolved)) if before else []
 
 
 def completed(folder: RunFolder, resolved: ResolvedConfig) -> dict[str, Any] | None:
-    """Return the summary if this very run is complete and its model is undamaged, else None."""
+    """Return the summary if this run is already complete and its model is undamaged, else None."""
     if not _has_ended(folder, resolved) or damage(folder, resolved):
         return None
     return json.loads(folder.summary.read_text()) | {"model": str(folder.model)}
 
 
 def changed_text(folder: RunFolder, config: RunConfig) -> list[str]:
-    """Return how the text of a complete run has changed since; nothing if it hasn't, or if that can't be told."""
+    """Return how the text of a complete run has changed since; [] if it hasn't, or if that is unknown."""
     newest = next(iter(newest_first(folder.checkpoints)), None)
     try:
         return text_changes(read_identity(newest)["corpus"], load_corpus(config.data).identity) if newest else []
-    except UserError:  # the text is gone, or its server is: nobody needs it any more
+    except UserError:  # the text or its server is gone, and a complete run no longer needs it
         return []
 
 
 def damage(folder: RunFolder, resolved: ResolvedConfig) -> str | None:
-    """Say what is not as it was when this very run ended: its summary, or a file of its model; else None.
+    """Describe what has changed since this run ended: its summary or a file of its model. None if nothing has.
 
-    Raises UserError if there is no checkpoint to make it again from.
+    Raises UserError if there is no checkpoint to rebuild it from.
     """
     found = folder.find_damage() if _has_ended(folder, resolved) else None
     if found and not any(folder.checkpoints.glob("step-*")):
         raise UserError(
-            f"run.name: {folder.path} holds a run that ended, but {found}, and there is no checkpoint to make it"
-            " again from; choose another --run.name, or delete that folder."
+            f"run.name: {folder.path} holds a complete run, but {found}, and there is no checkpoint to rebuild it"
+            " from; choose another --run.name, or delete that folder."
         )
     return found
 

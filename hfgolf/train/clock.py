@@ -1,4 +1,4 @@
-"""How far a run is, and what it was asked to do, agreed on by all processes once per step."""
+"""Track a run's progress and its stop and save requests; all processes agree on them once per step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _BATCHES_PER_AGREEMENT = 8
 
 
 def step_limit(train: TrainConfig, batch: BatchConfig, blocks: int, state: TrainState | None = None) -> float:
-    """Return the steps after which max_steps, max_tokens or max_epochs end a run; infinity if only the clock does.
+    """Return the step at which max_steps, max_tokens or max_epochs ends a run; infinity if only max_minutes does.
 
-    blocks: sequences in an epoch. state: of a run that resumes; its tokens and blocks count, whatever batch read them.
+    blocks: sequences per epoch. state: of a resumed run; its tokens and blocks count, even if read in other batches.
     """
     state = state or TrainState()
     steps = float(train.max_steps or math.inf)
@@ -33,14 +33,14 @@ def step_limit(train: TrainConfig, batch: BatchConfig, blocks: int, state: Train
 
 
 class Interrupted(Exception):
-    """An evaluation that ends before its last batch, on all processes, because one was asked to stop."""
+    """Ends an evaluation early, on all processes, because one of them was asked to stop."""
 
 
 class Clock:
-    """Measures a run in steps or in minutes of the main process, and spreads what any process was asked to do.
+    """Measures progress in steps and in minutes of the main process, and shares stop and save requests.
 
-    One all-reduce of three numbers between the hosts per step, and one of the time if minutes end the run, over gloo:
-    no GPU waits for them.
+    Per step, this costs one all-reduce of three numbers, and one more if minutes limit the run. They run over gloo
+    between the CPUs, so no GPU waits for them.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class Clock:
         self._save_is_due = False
         self._batches = 0
         self.stop_signal = 0
-        """Number of the signal that ends the run after this step; 0: none."""
+        """Number of the signal that ends the run after this step; 0 if there is none."""
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Agree with all processes on the time, on an end and on a save; all of them call it after each step."""
+        """Agree with all processes on the time, a stop and a save. All processes call it after each step."""
         save = max(self._signals.save, time.perf_counter() - self._saved_at >= self._save_every_seconds)
         seconds, stop, is_due = self._maximum(self._seconds(), self._signals.stop, save)
         self._state.elapsed_seconds = seconds
         self.stop_signal, self._save_is_due = int(stop), bool(is_due)
 
-    def interrupt(self) -> None:
-        """Raise Interrupted if any process was asked to stop; all call it before each batch of an evaluation.
+    def raise_if_stopped(self) -> None:
+        """Raise Interrupted if any process was asked to stop. All call it before each batch of an evaluation.
 
-        They agree every few batches: an all-reduce between hosts takes some 0.1 ms, and more between machines.
+        They agree only every few batches: an all-reduce takes about 0.1 ms on one machine, and more between machines.
         """
         self._batches += 1
         if not self.stop_signal and (self._hosts is None or self._batches % _BATCHES_PER_AGREEMENT == 0):
@@ -88,33 +88,33 @@ class Clock:
             raise Interrupted
 
     def expected_steps(self) -> float:
-        """Return the steps that the run will have made at its end, as far as one can tell; all processes call it."""
+        """Return the expected number of steps at the end of the run. All processes call it."""
         if self._max_seconds == math.inf:
             return self._step_limit
-        # the time now, not as of the last step: an evaluation or a save since then took its part of the minutes
+        # the time now, not at the last step: an evaluation or a save since then used some of the minutes
         (seconds,) = self._maximum(self._seconds())
         return min(self._step_limit, projected_steps(self._state.step, seconds / self._max_seconds))
 
     def is_over(self) -> bool:
-        """Say whether the run has reached its last step or minute."""
+        """Return whether the run has reached its last step or minute."""
         return self._state.step >= self._step_limit or self._state.elapsed_seconds >= self._max_seconds
 
     def save_is_due(self) -> bool:
-        """Say whether train.save_every_minutes have passed since the last save, or somebody asked for a checkpoint."""
+        """Return whether train.save_every_minutes have passed since the last save, or a checkpoint was requested."""
         return self._save_is_due
 
     def note_save(self) -> None:
-        """Start counting the minutes to the next save; what was asked for is done."""
+        """Restart the minutes to the next save, and clear a pending request."""
         self._saved_at, self._signals.save = time.perf_counter(), 0
         self._save_is_due = False
 
     def _seconds(self) -> float:
-        """Return the seconds of training by this process's stopwatch, which counts on the main process only."""
+        """Return the seconds of training on the main process, 0 on the others: the maximum over all is its time."""
         return self._stopwatch.training_seconds() if self._is_main_process else 0.0
 
     def _maximum(self, *numbers: float) -> list[float]:
         """Return the maximum of each number over the processes."""
-        seen = torch.tensor(numbers, dtype=torch.float64)
+        maxima = torch.tensor(numbers, dtype=torch.float64)
         if self._hosts is not None:
-            distributed.all_reduce(seen, distributed.ReduceOp.MAX, group=self._hosts)
-        return seen.tolist()
+            distributed.all_reduce(maxima, distributed.ReduceOp.MAX, group=self._hosts)
+        return maxima.tolist()

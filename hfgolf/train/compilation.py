@@ -1,4 +1,4 @@
-"""Whether to compile the model, compiling it in place so that state-dict keys stay clean, and the pass that does it."""
+"""Decide whether to compile the model, compile it in place (state-dict keys stay clean), and warm it up."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 
-# What a compilation costs, and by precision what it saves and the MFU without it; rounded against compiling. Measured
-# for the model of configs/small.yaml on 2 CPU cores: 35 s, 9 s if torch's cache has it from an earlier run; in bf16
-# (AVX512-BF16) a step of 0.27 s instead of 0.34 s, in fp32 (another CPU) of 0.54 s instead of 0.61 s.
+# The cost of compiling, the share of time it saves by precision, and the MFU without it, all rounded against compiling.
+# Measured with the model of configs/small.yaml on 2 CPU cores: compiling takes 35 s, or 9 s if it is in torch's cache.
+# A step takes 0.27 s instead of 0.34 s in bf16 (AVX512-BF16), and 0.54 s instead of 0.61 s in fp32 (on another CPU).
 COMPILE_SECONDS = 40.0
 SAVED_SHARE_OF_TIME = {"no": 0.12, "bf16": 0.2, "fp16": 0.2}
 UNCOMPILED_MFU = {"no": 0.6, "bf16": 0.4, "fp16": 0.4}
 
 
 def choose_compilation(run: Run) -> None:
-    """Decide train.compile if it is auto, and say why."""
+    """Decide train.compile if it is auto, and log the reason."""
     train = run.config.train
     if train.compile != "auto":
         reason = f"{run.resolved.sources.get('train.compile', 'train.compile')} says so"
@@ -47,20 +47,18 @@ def choose_compilation(run: Run) -> None:
 def should_compile(
     device: torch.device, precision: str, seconds_at_peak: float, max_seconds: float = math.inf
 ) -> tuple[bool, str]:
-    """Decide train.compile auto and say why.
+    """Decide whether compiling pays, and return the decision and the reason.
 
-    seconds_at_peak: of the whole training if its MFU were 1; max_seconds: after which it ends in any case.
+    seconds_at_peak: time of the remaining training at an MFU of 1. max_seconds: train.max_minutes in seconds.
     """
     if not has_compiler(device):
         return False, "there is no compiler for this device"
     saved = min(seconds_at_peak / UNCOMPILED_MFU[precision], max_seconds) * SAVED_SHARE_OF_TIME[precision]
-    if saved < COMPILE_SECONDS:
-        return False, f"about {saved:.0f} s saved would not pay for about {COMPILE_SECONDS:.0f} s of compiling"
-    return True, f"about {saved:.0f} s saved pay for about {COMPILE_SECONDS:.0f} s of compiling"
+    return saved >= COMPILE_SECONDS, f"it would save about {saved:.0f} s and cost about {COMPILE_SECONDS:.0f} s"
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Say whether torch.compile can make code for this device: a C++ compiler for a CPU, Triton for a GPU."""
+    """Return whether torch.compile works on this device: it needs a C++ compiler for a CPU, Triton for a GPU."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -69,7 +67,7 @@ def has_compiler(device: torch.device) -> bool:
 
 
 def warm_up(run: Run) -> None:
-    """Run a pass forward and back before the first step: to compile and, on a GPU, to see if the micro-batch fits."""
+    """Run a forward and backward pass before the first step, to compile and, on a GPU, to test the micro-batch."""
     accelerator, compiling = run.accelerator, bool(run.config.train.compile)
     on_gpu = accelerator.device.type == "cuda"
 
@@ -78,7 +76,7 @@ def warm_up(run: Run) -> None:
             run.micro_batch_size, run.config.batch.sequence_length, dtype=torch.long, device=accelerator.device
         )
         with torch.random.fork_rng([accelerator.device] if on_gpu else []), accelerator.no_sync(run.model):
-            # a clone: torch would compile for labels that are the inputs, and once more for a real batch
+            # clone: if labels and inputs were one tensor, torch would compile for that, and again for real batches
             accelerator.backward(run.model(input_ids=ids, shift_labels=ids.clone()).loss)
         run.raw_model.zero_grad(set_to_none=True)
 
@@ -105,9 +103,9 @@ def warm_up(run: Run) -> None:
 
 
 def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
-    """Compile the model in place; fall back to eager, with one line, if it fails.
+    """Compile the model in place; if that fails, log a warning and fall back to eager.
 
-    run_once: runs a forward and backward pass, which is when torch compiles; it must leave no trace.
+    run_once: runs a forward and backward pass, which triggers the compilation; it must have no side effects.
     """
     model.compile()
     try:
@@ -117,13 +115,13 @@ def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
         if is_out_of_memory(error):
             raise
         torch._dynamo.reset()
-        logger.warning("compile: failed, continuing without: %s", one_line(error)[:200])
+        logger.warning("compile: failed, continuing without it: %s", one_line(error)[:200])
         run_once()
 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Make the model eager for a while."""
+    """Run the model eagerly inside this context."""
     compiled_call = model._compiled_call_impl
     undo_compilation(model)
     try:
@@ -133,5 +131,5 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def undo_compilation(model: nn.Module) -> None:
-    """Make the model eager again: generate() would have it compiled anew for every length."""
-    model._compiled_call_impl = None  # what Module.compile() set
+    """Make the model eager again: generate() would recompile it for every length."""
+    model._compiled_call_impl = None  # set by Module.compile()

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a progress bar on a terminal, plain lines elsewhere."""
+"""Show a run's progress: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("hfgolf")
 
 
 class Console:
-    """Shows the rows of a run: a bar if stderr is a terminal, plain lines elsewhere."""
+    """Shows the rows of a run: as a progress bar if stderr is a terminal, else as lines."""
 
     def __init__(self, first_step: int, step_limit: float, is_main_process: bool) -> None:
         total = None if step_limit == math.inf else int(step_limit)
@@ -40,7 +40,7 @@ class Console:
 
 
 def format_row(row: dict[str, Any], expected_steps: float) -> str:
-    """Return a row of metrics.jsonl as a line for a person."""
+    """Format a row of metrics.jsonl as one line."""
     total = "" if expected_steps == math.inf else f"/{max(expected_steps, row['step']):.0f}"
     parts = [
         f"step {row['step']}{total}",
@@ -58,7 +58,7 @@ def format_row(row: dict[str, Any], expected_steps: float) -> str:
 
 
 def show_log(is_main_process: bool) -> None:
-    """Print hfgolf's log lines, without secrets, from the main process only; warnings come from every process."""
+    """Print hfgolf's log lines, with secrets redacted: all from the main process, warnings from every process."""
     handler = _LogHandler(sys.stdout)
     handler.setFormatter(_SafeFormatter("%(message)s"))
     logger.handlers = [handler]
@@ -68,7 +68,7 @@ def show_log(is_main_process: bool) -> None:
 
 
 class _LogHandler(logging.StreamHandler[TextIO]):
-    """Falls silent when nobody reads any more (a closed terminal, `| head`), because training goes on."""
+    """Goes silent when its reader is gone (closed terminal, `| head`), so that training continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exc_info()[1], OSError):
@@ -78,29 +78,29 @@ class _LogHandler(logging.StreamHandler[TextIO]):
 
 
 class _SafeFormatter(logging.Formatter):
-    """Redacts a line, and shows its control characters, once it is whole: only then its arguments are in it."""
+    """Redacts each line and escapes its control characters, after the arguments are filled in."""
 
     def format(self, record: logging.LogRecord) -> str:
         return shown(redact(super().format(record)))
 
 
-# C0 and C1 but tab and newline, and what reverses the order of a line (Unicode TR 36)
+# C0 and C1 except tab and newline, and characters that reverse text (bidirectional controls, Unicode TR 36)
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def shown(text: str) -> str:
-    """Return a text with its control characters as escapes: a sample could else set the terminal's title, or worse."""
+    """Return text with its control characters escaped: a sample could otherwise control the terminal."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def quiet_libraries() -> None:
-    """Keep what says nothing to a user of hfgolf off the terminal."""
+    """Silence messages of libraries that mean nothing to hfgolf's users."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    # "Removed shared tensor lm_head.weight": tied weights are one tensor, and saved once
+    # "Removed shared tensor lm_head.weight": tied weights are one tensor, saved once
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-    # a sample longer than model_max_length, which is sequence_length; rotary positions go on
+    # a sample longer than model_max_length (sequence_length); rotary positions have no limit
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
-    # hfgolf says it in one line
+    # hfgolf reports these errors itself, in one line
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)

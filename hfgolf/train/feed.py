@@ -1,4 +1,4 @@
-"""What a step reads: the loader, the micro-batch, the accumulation, and smaller micro-batches when memory runs out."""
+"""Deliver the batches of a step: the loader, the micro-batch, accumulation, and halving when memory runs out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_MAX_LOADER_STEPS = 10**9  # of a run that only the clock ends
+_MAX_LOADER_STEPS = 10**9  # for a run that only train.max_minutes limits
 
 
 def start_batches(run: Run) -> None:
-    """Read on from the blocks read so far: at the start, after a rollback, and for another micro-batch."""
+    """Start the loader after the blocks read so far: at the start, after a rollback, and for a new micro-batch size."""
     config, accelerator = run.config, run.accelerator
     loader = build_loader(
         run.tokens.train,
@@ -41,28 +41,28 @@ def start_batches(run: Run) -> None:
 
 
 def blocks_per_epoch(run: Run) -> int:
-    """Return the number of blocks of the training text."""
+    """Return the number of blocks in the training data."""
     return num_blocks(len(run.tokens.train), run.config.batch.sequence_length)
 
 
 def epoch(run: Run) -> float:
-    """Return the passes over the training blocks so far; excluded blocks count as passed."""
+    """Return the epochs read so far, as a fraction; excluded blocks count as read."""
     return int(run.state.next_positions(1)[0]) / blocks_per_epoch(run)
 
 
 def set_micro_batch(run: Run, size: int, source: str) -> None:
-    """Let `size` sequences be the micro-batch, and accumulate as many of them as tokens_per_step needs."""
+    """Set the micro-batch size (sequences) and the accumulation that tokens_per_step requires."""
     run.decide(source, batch__micro_batch_size=size)
     batch, accelerator = run.config.batch, run.accelerator
     accelerator.gradient_accumulation_steps = batch.accumulation_steps(size, accelerator.num_processes)
-    accelerator.step = 0  # counts micro-batches; those of a broken step do not count
+    accelerator.step = 0  # accelerate counts micro-batches; forget those of a failed step
 
 
 def halve_until_it_fits(run: Run, work: Callable[[], Result]) -> Result:
-    """Return work(), with ever smaller micro-batches while it runs out of memory; the tokens per step stay the same.
+    """Return work(); each time it runs out of memory, halve the micro-batch and repeat. tokens_per_step is unchanged.
 
-    work: forward and backward passes that may be repeated. Raises UserError if one sequence is already too much, or if
-    other processes are waiting in the middle of the step.
+    work: forward and backward passes that can be repeated. Raises UserError if even one sequence does not fit, or if
+    other processes wait in the middle of the step.
     """
     while True:
         try:
@@ -71,28 +71,29 @@ def halve_until_it_fits(run: Run, work: Callable[[], Result]) -> Result:
             if not is_out_of_memory(error):
                 raise
             reason = one_line(error)[:120]
-        # outside of the except block: the error holds on to the frames, and these to the activations
+        # outside the except block: the error keeps the frames alive, and the frames keep the activations
         run.raw_model.zero_grad(set_to_none=True)
         clear_device_cache(garbage_collection=True)
         halve_micro_batch(run, reason)
 
 
 def halve_micro_batch(run: Run, reason: str) -> None:
-    """Halve the micro-batch and accumulate more of them; UserError if that is not possible."""
+    """Take the largest possible micro-batch up to half of this one. Raises UserError if there is none."""
     accelerator, before = run.accelerator, run.micro_batch_size
     sizes = run.config.batch.micro_batch_sizes(accelerator.num_processes)
     size = max((size for size in sizes if size <= before // 2), default=None)
     if size is None or (accelerator.num_processes > 1 and run.is_stepping):
-        advice = f"continue with --batch.micro_batch_size {size} --train.resume auto" if size else "make it smaller"
-        message = f"train: out of memory with {before} sequences at once ({reason}); {advice}"
-        logger.warning("%s", message)  # from every process, because another one may be the one that prints errors
+        smaller = "use a smaller model or a shorter batch.sequence_length"
+        advice = f"continue with --batch.micro_batch_size {size} --train.resume auto" if size else smaller
+        message = f"train: out of memory with a micro-batch of {before} ({reason}); {advice}"
+        logger.warning("%s", message)  # on this process, because rank 0, which prints errors, may not be the one
         raise UserError(f"{message}.")
     set_micro_batch(run, size, "out of memory")
     start_batches(run)
     run.tracker.event("out_of_memory", run.state, micro_batch_size=[before, size], reason=reason)
     logger.warning(
-        "out of memory at step %d with %d sequences at once: continuing with %d, %d accumulated; tokens per step stay"
-        " the same",
+        "out of memory at step %d with a micro-batch of %d; continuing with %d and %d accumulation steps (same tokens"
+        " per step)",
         run.state.step + 1,
         before,
         size,
@@ -101,6 +102,6 @@ def halve_micro_batch(run: Run, reason: str) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Say whether an error means that a smaller micro-batch might do; a CPU's allocator has no exception of its own."""
-    is_of_onednn = str(error) == "could not create a primitive"  # what it says if it gets no memory for its workspace
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error) or is_of_onednn
+    """Return whether an error means out of memory. On a CPU, torch raises no dedicated exception."""
+    is_onednn_workspace = str(error) == "could not create a primitive"  # oneDNN could not allocate its workspace
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error) or is_onednn_workspace

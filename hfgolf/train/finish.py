@@ -1,4 +1,4 @@
-"""How a run ends: the best weights, judged on the whole validation part, exported, shown and pushed."""
+"""End a run: evaluate the best weights on the whole validation set, export them, report and push."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_not_finite
+from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_nonfinite
 from hfgolf.checkpoint.store import Rejected, best_checkpoint, newest_first, saved_step, step_of, verified_file
 from hfgolf.command_line import one_line
 from hfgolf.durable import list_files, write_text
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def conclude(run: Run) -> dict[str, Any]:
-    """Evaluate, export, show and push the best weights of the run; returns the summary, also in summary.json."""
+    """Evaluate, export, report and push the best weights of the run; return the summary (as in summary.json)."""
     if run.accelerator.is_main_process:
         run.folder.hold()
     step, damaged_best = _take_best_weights(run)
@@ -74,24 +74,25 @@ def conclude(run: Run) -> dict[str, Any]:
         text = sample(run, 100)
         summary |= {} if text is None else {"sample": text}
         summary |= run.stopwatch.row()
-        summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # for the report
+        summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # so far, for the report
         report_run(run, summary)
         try:
             picture = run.folder.report.with_suffix("") / "loss.png"
             pictures = [picture] if picture.is_file() else []
             card = model_card(run.config, summary, pictures)
             export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
-            exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})  # a push edits that
-            summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # report and export took some, too
+            # without the README, which a push edits
+            exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})
+            summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # with report and export
             summary["files"] = list_files(run.folder.model, exported)
             write_text(run.folder.summary, json.dumps(summary, indent=1))
         except (OSError, SafetensorError) as error:
             saved = saved_step(run.folder.checkpoints)
             advice = (
-                "no checkpoint could be written either, so its weights are lost: make room and train anew"
+                "no checkpoint could be written either, so the weights are lost; free disk space and train again"
                 if saved is None
-                else f"checkpoints hold step {saved} of {run.state.step}: make room, then the same command with"
-                " --train.resume auto"
+                else f"checkpoints hold step {saved} of {run.state.step}; free disk space, then run the same command"
+                " with --train.resume auto"
             )
             raise UserError(
                 f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); {advice}."
@@ -103,25 +104,25 @@ def conclude(run: Run) -> dict[str, Any]:
 
 
 def report_run(run: Run, summary: dict[str, Any] | None = None) -> None:
-    """Write the report of a run; where that fails, say why and go on: what matters more is still to come.
+    """Write the report of a run. If that fails, warn and continue, because exporting the model matters more.
 
-    summary: of a run that is complete; None where it was stopped or died.
+    summary: of a complete run; None if the run was stopped or failed.
     """
     if not (run.accelerator.is_main_process and run.folder.metrics.is_file()):
-        return  # nothing logged yet, or a disk that took nothing
+        return  # nothing logged yet, or the disk is full
     try:
         record = dataclasses.replace(read_run(run.folder.path), summary=summary or {})
         write_report([record], run.folder.report)
-    except Exception as error:  # a full disk, or what a drawing library comes upon
-        logger.warning("no report: %s", one_line(error))
+    except Exception as error:  # a full disk, or any error of the drawing library
+        logger.warning("report not written: %s", one_line(error))
         return
     run.tracker.attach(run.folder.report, "report")
 
 
 def show_summary(summary: dict[str, Any]) -> None:
-    """Print how the run ended and how to load what it made."""
+    """Print the results of the run and how to load its model."""
     logger.info(
-        "\nvalidation loss  %.4f nats a token (%sstep %d, %s tokens of the whole validation part)",
+        "\nvalidation loss  %.4f nats per token (%sstep %d, whole validation set of %s tokens)",
         summary["val_loss"],
         "averaged weights of " if summary["weights"] == "ema" else "",
         summary["step"],
@@ -151,7 +152,7 @@ def show_summary(summary: dict[str, Any]) -> None:
 
 
 def push_in_training(run: Run) -> None:
-    """Export the present weights, or their averages, and push them while training goes on."""
+    """Export the current weights, or their averages under ema_export, and push them while training continues."""
     if not run.accelerator.is_main_process:
         return
     folder = run.folder.path / "model-in-training"
@@ -159,43 +160,45 @@ def push_in_training(run: Run) -> None:
         with exported_weights(run):
             export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
     except (OSError, SafetensorError) as error:
-        logger.warning("nothing pushed at step %d: %s", run.state.step, one_line(error))
+        logger.warning("push at step %d failed: %s", run.state.step, one_line(error))
         return
     run.hub.push_later(folder, f"step {run.state.step}")
 
 
 def _take_best_weights(run: Run) -> tuple[int, int | None]:
-    """Give the model the weights to export: the best of the run, or the last if the best are damaged on the disk.
+    """Load the weights to export into the model: the best ones, or the last ones if the best are damaged on disk.
 
-    Under optim.ema_export the averaged ones. If the last are not finite, the newest checkpoint that is whole has them.
-    Returns their step, and the step of the best if those are damaged. Raises UserError if no weights are left.
+    Under optim.ema_export, takes the averaged weights. If the last weights are not finite, takes the newest undamaged
+    checkpoint. Returns the step of the weights, and the step of the best if they are damaged. Raises UserError if no
+    weights are left.
     """
-    run.accelerator.wait_for_everyone()  # the main process has written what all read
+    run.accelerator.wait_for_everyone()  # until the main process has written the files that all ranks read
     averaged = run.config.optim.ema_export
     name = EMA_NAME if averaged else WEIGHTS_NAME
-    nonfinite = first_not_finite(run.raw_model.named_parameters())
+    nonfinite = first_nonfinite(run.raw_model.named_parameters())
     answer: list[Any] = [None, None]
     if run.accelerator.is_main_process:
         answer = list(_find_weights(run, name, nonfinite is None))
     file, damaged_best = broadcast_object_list(answer)
     if file:
         weights, step = load_file(file), step_of(file.parent)
-        logger.info("taking the weights of step %d", step)
+        logger.info("using the weights of step %d", step)
     elif nonfinite:
         raise UserError(
-            f"train: {nonfinite} holds values that are not finite, and there is no whole checkpoint; nothing is"
-            f" exported. Lower optim.learning_rate (now {run.config.optim.learning_rate:g}), then start anew."
+            f"train: {nonfinite} holds nonfinite values, and there is no undamaged checkpoint, so nothing was"
+            f" exported; lower optim.learning_rate (now {run.config.optim.learning_rate:g}) and start again."
         )
     else:
         weights, step = run.ema.state_dict() if averaged and run.ema else {}, run.state.step
-    run.raw_model.load_state_dict(weights, strict=False)  # tied weights are in the file once
+    run.raw_model.load_state_dict(weights, strict=False)  # not strict: the file holds tied weights only once
     return step, damaged_best
 
 
 def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int | None]:
-    """Return the checkpoint's file with the weights to export, and the step of the best if those are damaged.
+    """Return the file with the weights to export, and the step of the best weights if those are damaged.
 
-    name: of the file. has_last: the model's own weights will do; then the file may be None, which means these.
+    name: the file's name in a checkpoint. has_last: the model's own weights are usable; then the file may be None,
+    which means these.
     """
     folder, state, damaged_best = run.folder.checkpoints, run.state, None
     best = best_checkpoint(folder) if state.best_step != state.step else None
@@ -204,8 +207,8 @@ def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int
             return verified_file(best, name), None
         except Rejected as rejected:
             damaged_best = step_of(best)
-            instead = f"the last ones, of step {state.step}" if has_last else "the newest that are whole"
-            logger.warning("the best weights, of step %d, are damaged: %s; taking %s", damaged_best, rejected, instead)
+            instead = f"the last ones, of step {state.step}" if has_last else "the newest undamaged ones"
+            logger.warning("the best weights, of step %d, are damaged: %s; using %s", damaged_best, rejected, instead)
     for checkpoint in [] if has_last else newest_first(folder):
         try:
             return verified_file(checkpoint, name), damaged_best
@@ -215,7 +218,7 @@ def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int
 
 
 def _median_speed(run: Run) -> float:
-    """Return the median of the rows' tokens/s, which leaves warm-up and pauses out; NaN where the rows are lost."""
+    """Return the median tokens/s of the rows, which ignores warm-up and pauses; NaN if there are no rows."""
     rows = read_metrics(run.folder.metrics).rows if run.folder.metrics.is_file() else []
     speeds = [speed for row in rows if (speed := row.get("tokens_per_second")) is not None]
     return statistics.median(speeds) if speeds else math.nan

@@ -1,8 +1,8 @@
 """The training loop: the page to read first.
 
-train() takes a run from its first step to its model; train_step() is one optimizer update. setup.py builds what they
-use, feed.py delivers the batches, recovery.py deals with steps that go wrong, finish.py ends the run. You need none of
-them to follow what happens here.
+train() takes a run from its first step to the exported model; train_step() is one optimizer update. setup.py builds
+the run, feed.py delivers batches, recovery.py handles bad steps and finish.py ends the run. You can follow this page
+without reading any of them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str, Any]:
-    """Train as the config says and return the summary: losses, bits per byte, speed, the folder of the model.
+    """Train a model and return the summary: losses, bits per byte, speed and the model's folder.
 
-    signals: entered by the caller before its imports; None: handled from here on, until the end of this call.
-    Raises UserError for what a person can fix, SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP ended it after a
-    save. Call it in every process that `accelerate launch` started.
+    Call it in every process that `accelerate launch` starts. signals: already entered by the caller, before its slow
+    imports; None: handle signals during this call only.
+    Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP
+    ended the run after a save.
     """
     with signals or Signals() as signals:
         run = set_up(resolved)
@@ -57,22 +58,22 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
             accelerator.num_processes,
             accelerator.is_main_process,
         )
-        with signals.noted():
+        with signals.deferred():
             try:
                 run_steps(run, clock)
             except FolderTakenError:
-                raise  # the files there now belong to another run
+                raise  # the files in the folder belong to another run now: write nothing
             except BaseException as error:
-                raise report_failure(run, error)  # noqa: B904 - most often the same error
+                raise report_failure(run, error)  # noqa: B904 - usually the same error
             flush(run)
             if clock.stop_signal:
                 exit_after_signal(run, clock.stop_signal)
-            signals.where = "after the last step; the same command with --train.resume auto finishes what is left"
+            signals.stop_message = "after the last step; run the same command with --train.resume auto to finish"
         return conclude(run)
 
 
 def run_steps(run: Run, clock: Clock) -> None:
-    """Make the steps that the run has left; log, evaluate and save when due."""
+    """Run the remaining steps; log, evaluate and save when due."""
     every, hub = run.config.train, run.config.hub
     console = Console(run.state.step, run.step_limit, run.accelerator.is_main_process)
     recovery = Recovery(run)
@@ -95,7 +96,7 @@ def run_steps(run: Run, clock: Clock) -> None:
         pushing = hub.push and due(step, hub.every_steps, False)
         if evaluating or saving or pushing or due(step, every.log_every_steps, last or step == 1):
             with run.stopwatch.of("other"):
-                run.tokens.check()  # before what was learned from them is saved
+                run.tokens.check()  # before saving: a damaged cache must not reach a checkpoint
                 report_step(run, clock, console, describe(run), evaluating, saving)
                 if pushing and not clock.stop_signal:
                     push_in_training(run)
@@ -105,7 +106,7 @@ def run_steps(run: Run, clock: Clock) -> None:
 
 
 def train_step(run: Run, expected_steps: float) -> StepResult:
-    """Make one optimizer update; if the gradient is not finite, leave weights and optimizer as they are."""
+    """Run one optimizer update; if the gradient is not finite, leave the weights and the optimizer state unchanged."""
     accelerator, optimizer, state, config = run.accelerator, run.optimizer, run.state, run.config
     loss, sample_hash = halve_until_it_fits(run, lambda: accumulate_gradients(run))
     accelerator.unscale_gradients()
@@ -115,7 +116,7 @@ def train_step(run: Run, expected_steps: float) -> StepResult:
     apply_schedule(optimizer, state.step, expected_steps, config.optim, config.schedule, state.learning_rate_scale)
     if nonfinite is None and config.train.max_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), config.train.max_grad_norm, norm)
-    if nonfinite is None or accelerator.scaler is not None:  # the scaler skips by itself, and learns from it
+    if nonfinite is None or accelerator.scaler is not None:  # the scaler skips nonfinite steps and lowers its scale
         optimizer.step()
     if nonfinite is None and run.ema is not None:
         run.ema.update(state.step + 1)
@@ -124,7 +125,7 @@ def train_step(run: Run, expected_steps: float) -> StepResult:
 
 
 def accumulate_gradients(run: Run) -> tuple[Tensor, Tensor]:
-    """Run forward and backward passes over the micro-batches of a step.
+    """Run the forward and backward passes of one step.
 
     Returns the loss (mean nats per token on this process) and the hash of the samples, both scalars on the device.
     """
@@ -143,36 +144,36 @@ def accumulate_gradients(run: Run) -> tuple[Tensor, Tensor]:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the global norm of the gradients, a scalar on the device, equal on all ranks; changes nothing."""
+    """Return the global norm of the gradients: a scalar on the device, equal on all ranks. Does not clip."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor if FSDP2 shards the gradients
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2 shards gradients: norm is a DTensor
 
 
 def to_host(*scalars: Tensor) -> list[float]:
-    """Return numbers from the device: the one moment in a step that waits for it (benchmarks/saving.py measures it)."""
+    """Copy scalars from the device: the only point of a step that waits for it (benchmarks/saving.py measures this)."""
     return torch.stack(scalars).tolist()
 
 
 def due(step: int, every_steps: int | None, last: bool) -> bool:
-    """Say whether something that happens every so many steps, and at the end, happens now."""
+    """Return whether an action that runs every `every_steps` steps, and at the last step, is due."""
     return last or (every_steps is not None and step % every_steps == 0)
 
 
 def report_step(run: Run, clock: Clock, console: Console, row: dict[str, Any], evaluating: bool, saving: bool) -> None:
-    """Evaluate if due, write and show the row of a step, and save if due."""
+    """Evaluate if due, log the row of a step, and save if due."""
     if run.accelerator.is_main_process:
         run.folder.hold()
-    is_saved = run.state.unfinished_row is not None  # by the session before, which was stopped here
+    is_saved = run.state.unfinished_row is not None  # the previous session stopped in this evaluation and saved
     run.state.unfinished_row = row if evaluating else None
     try:
         if evaluating:
-            row = row | validate(run, clock.interrupt)
+            row = row | validate(run, clock.raise_if_stopped)
             write_sample(run)
         run.state.unfinished_row = None
         run.tracker.log(row | run.stopwatch.row())
         console.show(row, clock.expected_steps())
     except Interrupted:
-        logger.info("the evaluation at step %d is left to the run that continues this one", run.state.step)
+        logger.info("evaluation at step %d interrupted; resuming the run repeats it", run.state.step)
         saving = not is_saved
     report_findings(run)
     if saving or run.state.best_step == run.state.step or should_stop_early(run):
@@ -182,7 +183,7 @@ def report_step(run: Run, clock: Clock, console: Console, row: dict[str, Any], e
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Return the row of metrics.jsonl for the steps since the last one."""
+    """Return the row of metrics.jsonl for the steps since the last row."""
     return {
         "step": run.state.step,
         "epoch": epoch(run),
@@ -197,9 +198,9 @@ def describe(run: Run) -> dict[str, Any]:
 
 
 def save(run: Run) -> None:
-    """Start writing a checkpoint, in the background."""
-    with suppress(OSError):  # the save meets the same disk, and says so
-        if not run.folder.config.exists():  # somebody deleted the folder under the run
+    """Start writing a checkpoint in the background."""
+    with suppress(OSError):  # if the disk fails, the save fails too and reports it
+        if not run.folder.config.exists():  # someone deleted the folder during the run
             write_description(run)
     run.state.seconds = run.stopwatch.seconds()
     with run.stopwatch.of("checkpoint"):
@@ -207,17 +208,17 @@ def save(run: Run) -> None:
 
 
 def report_findings(run: Run) -> None:
-    """Log what the doctor finds in the rows since the last time."""
+    """Log the doctor's findings in the rows since the last call."""
     for finding in run.monitor.new_findings() if run.accelerator.is_main_process else []:
         logger.warning("doctor: %s", finding)
         run.tracker.event("finding", run.state, **asdict(finding))
 
 
 def report_failed_saves(run: Run) -> None:
-    """Say once, for each checkpoint that could not be written, why, and which one there is."""
+    """Warn once about each checkpoint that could not be written, and name the newest one on disk."""
     for failure in run.checkpoints.failures():
         step = saved_step(run.folder.checkpoints)
-        logger.warning("%s; %s", failure, "there is none" if step is None else f"the newest is of step {step}")
+        logger.warning("%s; %s", failure, "no checkpoint exists" if step is None else f"the newest is of step {step}")
         run.tracker.event("save_failed", run.state, reason=failure)
 
 
@@ -231,7 +232,7 @@ def flush(run: Run) -> None:
 
 
 def report_failure(run: Run, raised: BaseException) -> BaseException:
-    """Leave a run that died as complete as it can be; return what ended it, explained if a loader worker did."""
+    """Save and report what a failed run still can; return its error, explained if a loader worker raised it."""
     error = explain_worker(raised)
     if isinstance(error, DamagedCacheError):
         run.tracker.event("damaged_cache", run.state, reason=str(error))
@@ -241,12 +242,12 @@ def report_failure(run: Run, raised: BaseException) -> BaseException:
 
 
 def exit_after_signal(run: Run, signal_number: int) -> None:
-    """End the process after a signal, once the save has ended; say how to continue."""
+    """End the process after a signal and its save; say how to resume."""
     name, step = signal.Signals(signal_number).name, saved_step(run.folder.checkpoints)
     if step is None:
-        logger.info("stopped by %s at step %d; nothing is saved: a resume begins anew", name, run.state.step)
+        logger.info("stopped by %s at step %d; no checkpoint was saved, so a resume starts over", name, run.state.step)
     else:
-        text = "stopped by %s at step %d; saved up to step %d; the same command with --train.resume auto continues it"
+        text = "stopped by %s at step %d; saved up to step %d; resume with the same command and --train.resume auto"
         logger.info(text, name, run.state.step, step)
     run.tracker.event("stopped", run.state, signal=name)
     report_run(run)

@@ -1,4 +1,4 @@
-"""Figures between two rows of metrics.jsonl: losses, gradient norms, sample hashes, speed and memory."""
+"""Collect the figures of a metrics.jsonl row: losses, gradient norms, sample hashes, speed and memory."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from hfgolf.train.stopwatch import Stopwatch
 
 @dataclass
 class StepResult:
-    """What one optimizer step tells."""
+    """The result of one optimizer step."""
 
     loss: float
-    """Mean nats a token on this process."""
+    """Mean nats per token on this process."""
     grad_norm: float
     """Global norm of the gradient before clipping, equal on all processes."""
     nonfinite_parameter: str | None
-    """The first parameter whose gradient was not finite; None where all were, and the update was made."""
+    """The first parameter with a nonfinite gradient; None if all were finite and the update was made."""
     sample_hash: Tensor
-    """Of the blocks this process read, () int64 on the device; the processes' hashes add up to that of the step."""
+    """Hash of the blocks this process read, () int64 on the device; the sum over processes is the step's hash."""
 
 
 @dataclass
 class Meter:
-    """Collect the steps since the last row; `row()` sums them up and starts anew."""
+    """Collects the steps since the last row; `row()` summarizes them and starts over."""
 
     device: torch.device
     tokens_per_step: int
     flops_per_second_of_peak: float
-    """FLOPs of one token divided by the peak FLOP/s of all processes: tokens/s times this is the MFU."""
+    """FLOPs per token divided by the peak FLOP/s of all processes; times tokens/s, this is the MFU."""
     stopwatch: Stopwatch
     _steps: list[StepResult] = field(default_factory=list)
     _seconds: dict[str, float] = field(default_factory=dict)
-    """What the stopwatch said when the first of these steps began."""
+    """The stopwatch's seconds when the first of these steps began."""
 
     def __post_init__(self) -> None:
         self.restart()
 
     def add(self, result: StepResult) -> None:
-        """Note one optimizer step."""
+        """Add one optimizer step."""
         self._steps.append(result)
 
     def row(self, reduce: Callable[[Tensor, str], Tensor]) -> dict[str, Any]:
-        """Return the figures since the last row. reduce takes the "mean" or "sum" of a tensor over the processes."""
+        """Return the figures since the last row. reduce: takes the "mean" or "sum" of a tensor over all processes."""
         of_this_process = torch.tensor([step.loss for step in self._steps], device=self.device)
         losses = reduce(of_this_process, "mean").tolist()
         hashes = reduce(torch.stack([step.sample_hash for step in self._steps]), "sum").tolist()
@@ -76,12 +76,12 @@ class Meter:
         return row
 
     def restart(self) -> None:
-        """Forget what came before: the next row starts now."""
+        """Discard the steps so far: the next row starts now."""
         self._steps = []
         self._seconds = self.stopwatch.seconds()
 
 
 def _mean(values: list[float]) -> float:
-    """Return the mean of the finite values; NaN where there is none."""
+    """Return the mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan

@@ -1,4 +1,4 @@
-"""How this process computes: its rank and device, precision, threads, memory and seeds."""
+"""Set up this process: its rank and device, precision, threads, memory allocator and seeds."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from hfgolf.hardware import accelerator_name, cpu_cores, fast_product_dtype
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
-def resolve_precision(resolved: ResolvedConfig, of_run: str | None = None) -> ResolvedConfig:
-    """Decide train.mixed_precision if it is null: as `accelerate` was told, else bf16 if it is fast here, else no.
+def resolve_precision(resolved: ResolvedConfig, before: str | None = None) -> ResolvedConfig:
+    """Decide train.mixed_precision if it is null: accelerate's setting, else bf16 if it is fast here, else no.
 
-    of_run: what a run that goes on had decided; it comes after what accelerate was told.
-    Raises UserError for a precision that accelerate would pass over in silence (fp16 on a CPU) or does not exist here.
+    before: the precision of the run that this one resumes; accelerate's setting takes precedence over it.
+    Raises UserError for a precision that accelerate would silently ignore (fp16 on a CPU) or that does not exist here.
     """
     if resolved.config.train.mixed_precision is None:
-        told = _precision_told_to_accelerate()
         is_fast = fast_product_dtype(torch.device(_device_type())) == torch.bfloat16
-        choices = {"accelerate": told, "the run so far": of_run, "auto": "bf16" if is_fast else "no"}
+        choices = {
+            "accelerate": _accelerate_precision(),
+            "the run so far": before,
+            "auto": "bf16" if is_fast else "no",
+        }
         source, choice = next((source, choice) for source, choice in choices.items() if choice)
         resolved = resolved.resolve(source, train__mixed_precision=choice)
     precision = resolved.config.train.mixed_precision
@@ -45,11 +48,11 @@ def resolve_precision(resolved: ResolvedConfig, of_run: str | None = None) -> Re
 
 
 def processes() -> PartialState:
-    """Return which process of how many this is, and its device; known before there is an Accelerator."""
+    """Return this process's rank, the number of processes and the device, before there is an Accelerator."""
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    # as Accelerator does it: the first one to ask settles for the process whether there are others
+    # same arguments as Accelerator's own call: the first PartialState of a process decides for all later ones
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
@@ -57,11 +60,11 @@ def _device_type() -> str:
     return processes().device.type
 
 
-def _precision_told_to_accelerate() -> str | None:
-    """Return the precision a person chose for `accelerate launch`, None if nobody did.
+def _accelerate_precision() -> str | None:
+    """Return the precision that the user chose for `accelerate launch`, None if they chose none.
 
-    Without `accelerate config` and without a flag, launch exports ACCELERATE_MIXED_PRECISION=no all the same: that
-    "no" is told from a chosen one by the launcher's own command line and by the default config file.
+    Without `accelerate config` and without a flag, launch still exports ACCELERATE_MIXED_PRECISION=no. The launcher's
+    command line and the default config file tell whether that "no" was chosen.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
     if precision != "no":
@@ -75,9 +78,9 @@ def _precision_told_to_accelerate() -> str | None:
 
 
 def set_cpu_threads(threads: int | str, local_processes: int) -> int:
-    """Set torch's CPU threads and return their number; "auto" shares this process's cores over the local processes.
+    """Set torch's CPU threads and return their number; "auto" divides the cores among the local processes.
 
-    `accelerate launch` sets OMP_NUM_THREADS=1 on a machine without a GPU, which would leave the other cores idle.
+    On a machine without a GPU, `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle.
     """
     number = max(1, cpu_cores() // local_processes) if threads == "auto" else int(threads)
     torch.set_num_threads(number)
@@ -85,11 +88,11 @@ def set_cpu_threads(threads: int | str, local_processes: int) -> int:
 
 
 def tune_memory() -> None:
-    """Have freed memory kept for the next step, and large tensors lie in pages of 2 MB; before the first tensor.
+    """Keep freed memory for the next step, and put large tensors in 2 MB pages. Call before the first tensor.
 
-    By default glibc hands large blocks back at once, and in the next step the kernel has to find and clear the same
-    memory again; where it is another C library nothing happens. Large pages cost fewer look-ups and some memory; the
-    variable is torch's, and a person's own value stays. What each brings is in benchmarks/kept_memory.py.
+    By default, glibc returns large blocks at once, and the kernel must map and clear the same memory again in the next
+    step. With another C library, this does nothing. Large pages need fewer TLB lookups and a little more memory; torch
+    reads THP_MEM_ALLOC_ENABLE, and a value set by the user wins. benchmarks/kept_memory.py measures both.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with contextlib.suppress(OSError, AttributeError):
@@ -99,10 +102,10 @@ def tune_memory() -> None:
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
-    """Seed Python, NumPy, torch and CUDA; called before anything is built, so that all ranks build equal weights.
+    """Seed Python, NumPy, torch and CUDA. Call before building anything, so that all ranks build equal weights.
 
-    deterministic: deterministic kernels, and an error where an operation has none (torch.use_deterministic_algorithms;
-    cuBLAS needs its workspace setting for it).
+    deterministic: use deterministic kernels, and raise if an operation has none (torch.use_deterministic_algorithms;
+    cuBLAS also needs its workspace setting).
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,7 +1,7 @@
-"""What is done about a step that went wrong: a gradient that is not finite, a loss that spikes or diverges.
+"""Handle bad steps: nonfinite gradients, loss spikes and divergence.
 
-Owns the bounded retries, each with one line in the log and one row in metrics.jsonl. Does not know what a normal step
-is (loop.py) or what is done when memory runs out (feed.py).
+Owns the bounded retries; each logs one line and writes one event to metrics.jsonl. Does not know how a step works
+(loop.py) or what happens when memory runs out (feed.py).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 def first_nonfinite_gradient(model: nn.Module) -> str:
-    """Return the parameter whose gradient was the first to become nonfinite: a backward pass starts at the end.
+    """Return the name of the first parameter to get a nonfinite gradient; the backward pass starts at the end.
 
-    Ask before clipping: a norm that is not finite would make all gradients NaN.
+    Call it before clipping: a nonfinite norm would turn all gradients into NaN.
     """
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and not parameter.grad.isfinite().all():
             return name
-    return "no single parameter: the sum of their squares overflows"
+    return "no single parameter (the sum of the squares overflows)"
 
 
 class Next(Enum):
@@ -45,25 +45,25 @@ class Next(Enum):
     CONTINUE = auto()
     """Log, evaluate and save as usual."""
     REPEAT = auto()
-    """Start over with the next step: the run is back at an earlier one."""
+    """Go straight to the next step: the run was rolled back to an earlier one."""
 
 
 class Recovery:
-    """Counts a run's bad steps, and takes it back to its last good checkpoint if there are too many in a row."""
+    """Counts a run's consecutive bad steps, and rolls back to the last good checkpoint if there are too many."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        looks_for = set(run.config.train.rollback_on) - {"nonfinite"}
-        self._watch = LossWatch(looks_for) if looks_for else None
+        symptoms = set(run.config.train.rollback_on) - {"nonfinite"}
+        self._watch = LossWatch(symptoms) if symptoms else None
         self._bad_positions: list[np.ndarray] = []
-        """Positions of the blocks of each step that was skipped or spiked since the last good one."""
+        """For each bad step since the last good one, the positions of its blocks."""
         self._suspect: Path | None = None
-        """The checkpoint of the last rollback, until a good step follows: its weights may be what is wrong."""
+        """The checkpoint of the last rollback, until a good step follows: its weights may be the problem."""
 
     def review(self, result: StepResult) -> Next:
-        """Note the step just made, and roll back if it was one bad step too many.
+        """Record the last step, and roll back if it was one bad step too many.
 
-        Raises UserError, with a diagnosis, if that has happened train.max_rollbacks times or cannot happen.
+        Raises UserError, with a diagnosis, if train.max_rollbacks is reached or a rollback is not possible.
         """
         if result.nonfinite_parameter is not None:
             return self._review_nonfinite(result)
@@ -81,7 +81,7 @@ class Recovery:
         run.state.skipped_steps += 1
         scaler = run.accelerator.scaler
         if scaler is not None and scaler.get_scale() > 1:
-            self._report_overflow(result, scaler.get_scale())  # the search for a scale rolls nothing back
+            self._report_overflow(result, scaler.get_scale())  # finding the right scale needs no rollback
             return Next.CONTINUE
         self._bad_positions.append(self._positions_read())
         blocks = self._block_starts(self._bad_positions[-1])
@@ -101,21 +101,21 @@ class Recovery:
         logger.info("%s; update skipped (%d of %d in a row)", diagnosis, in_a_row, train.max_skipped_steps)
         if in_a_row < train.max_skipped_steps:
             return Next.CONTINUE
-        return self._roll_back("nonfinite", diagnosis, good_until=run.state.step)  # no bad step touched the weights
+        return self._roll_back("nonfinite", diagnosis, good_until=run.state.step)  # skipped steps left weights alone
 
     def _report_overflow(self, result: StepResult, scale: float) -> None:
-        """Report a step that overflowed under fp16's loss scale; scale: what the scaler has lowered it to."""
+        """Report a step that overflowed under fp16's loss scale. scale: the scaler's new, lower scale."""
         run, first = self._run, result.nonfinite_parameter
         run.tracker.event("fp16_overflow", run.state, first_parameter=first, loss_scale=scale)
         logger.info(
-            "step %d: fp16 overflow, first in %s; update skipped, the loss scale is %s now",
+            "step %d: fp16 overflow, first in %s; update skipped, loss scale lowered to %s",
             run.state.step,
             first,
             f"{scale:,.0f}",
         )
 
     def _mean_loss(self, result: StepResult) -> float:
-        """Return the loss over all processes, because they must decide alike."""
+        """Return the mean loss over all processes, so that they all decide alike."""
         accelerator = self._run.accelerator
         if accelerator.num_processes == 1:
             return result.loss
@@ -140,25 +140,25 @@ class Recovery:
     def _roll_back(self, cause: str, diagnosis: str, good_until: int) -> Next:
         with self._run.stopwatch.of("checkpoint"):
             self._restore(cause, diagnosis, good_until)
-        self._run.meter.restart()  # the steps it holds did not happen
+        self._run.meter.restart()  # the steps since the last row are undone
         return Next.REPEAT
 
     def _restore(self, cause: str, diagnosis: str, good_until: int) -> None:
-        """Load the newest checkpoint that is neither later than step good_until nor suspect, or else the oldest."""
+        """Load the newest checkpoint up to step good_until that is not suspect, or else the oldest one."""
         run, train = self._run, self._run.config.train
         run.checkpoints.wait()
         advice = (
-            f"lower optim.learning_rate (now {run.config.optim.learning_rate:g}) or look at these blocks of the data"
+            f"lower optim.learning_rate (now {run.config.optim.learning_rate:g}) or inspect these blocks of the data"
         )
         if cause not in train.rollback_on:
-            raise UserError(f"train: {diagnosis}; train.rollback_on does not name {cause}: {advice}.")
+            raise UserError(f"train: {diagnosis}; train.rollback_on does not include {cause}; {advice}.")
         if run.state.rollbacks >= train.max_rollbacks:
-            raise UserError(f"train: {diagnosis}; {run.state.rollbacks} rollbacks did not help: {advice}.")
+            raise UserError(f"train: {diagnosis}; {run.state.rollbacks} rollbacks did not help; {advice}.")
         if run.accelerator.is_main_process:
-            self._set_doubtful_aside(good_until)
+            self._set_suspects_aside(good_until)
         checkpoint = run.checkpoints.choose("auto")
         if checkpoint is None:
-            raise UserError(f"train: {diagnosis}; there is no checkpoint to go back to: {advice}.")
+            raise UserError(f"train: {diagnosis}; there is no checkpoint to roll back to; {advice}.")
         current = dataclasses.replace(run.state)
         run.checkpoints.load(checkpoint)
         bad_positions = np.concatenate(self._bad_positions)
@@ -186,23 +186,23 @@ class Recovery:
             sum(end - start for start, end in state.excluded_blocks),
         )
 
-    def _set_doubtful_aside(self, good_until: int) -> None:
-        """Set aside the checkpoints that are suspect or later than a step, except the oldest of all."""
+    def _set_suspects_aside(self, good_until: int) -> None:
+        """Set aside every checkpoint that is suspect or later than step good_until, except the oldest."""
         for checkpoint in newest_first(self._run.folder.checkpoints)[:-1]:
             if checkpoint == self._suspect:
-                logger.info("no good step came of %s: going further back", checkpoint.name)
+                logger.info("no good step followed %s; going further back", checkpoint.name)
                 set_aside(checkpoint)
             elif step_of(checkpoint) > good_until:
-                logger.info("%s is from after the trouble began: going further back", checkpoint.name)
+                logger.info("%s was saved after the problem began; going further back", checkpoint.name)
                 set_aside(checkpoint)
 
     def _positions_read(self) -> np.ndarray:
-        """Return the positions of the blocks that the last update read."""
+        """Return the positions of the blocks that the last step read."""
         state, count = self._run.state, self._run.config.batch.sequences_per_step
         return stream_positions(state.blocks - count, count, state.excluded_blocks)
 
     def _block_starts(self, positions: np.ndarray) -> list[int]:
-        """Return the tokens at which blocks begin."""
+        """Return the token offset at which each block begins."""
         config = self._run.config
         return block_starts(
             config.run.seed, positions, blocks_per_epoch(self._run), config.batch.sequence_length

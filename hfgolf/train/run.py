@@ -1,4 +1,4 @@
-"""A run while it trains: a record of what set-up built, which the loop and its neighbors pass to each other."""
+"""The state of a run in training: a record of what setup.py built, passed around by the loop and its modules."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from hfgolf.train.trackers import Tracker
 
 @dataclass
 class Run:
-    """Everything the loop touches."""
+    """Everything that the loop uses."""
 
     resolved: ResolvedConfig
     folder: RunFolder
     accelerator: Accelerator
     tokens: TokenCache
     raw_model: GolfForCausalLM
-    """The model itself; `model` may be wrapped (DDP)."""
+    """The unwrapped model; `model` may be wrapped (DDP)."""
     model: nn.Module
     optimizer: Any
     ema: Ema | None
@@ -46,17 +46,17 @@ class Run:
     monitor: Monitor
     hub: HubPusher
     step_limit: float
-    """Steps after which max_steps, max_tokens or max_epochs end the run; infinity if only the clock does."""
+    """Steps at which max_steps, max_tokens or max_epochs end the run; infinity if only max_minutes does."""
     predicted_memory_bytes: int
-    """Predicted peak of this process as `top` shows it, or of the tensors on its GPU."""
+    """Predicted peak: of this process, as `top` shows it, on a CPU; of its tensors on a GPU."""
     batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
-    """Micro-batches of this process, in order (see feed.py)."""
+    """This process's micro-batches, in order (see feed.py)."""
     first_step: int = 0
-    """Step at which this start of the run began: 0, or that of the checkpoint it resumed from."""
+    """Step at which this session began: 0, or the step of the checkpoint it resumed from."""
     is_stepping: bool = False
-    """The loop has begun: from here on, processes wait for each other in the middle of a step."""
+    """True once the loop runs: processes then wait for each other in the middle of a step."""
     full_evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    """The last evaluation on the whole validation part, by its step, so that the end need not repeat it."""
+    """{step: the latest evaluation on the whole validation set}, so that the end of the run need not repeat it."""
 
     @property
     def config(self) -> RunConfig:
@@ -64,16 +64,16 @@ class Run:
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences that a process runs at once; no longer "auto"."""
+        """Sequences per forward pass of one process; never "auto" here."""
         return int(self.config.batch.micro_batch_size)
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of a process in an optimizer step."""
+        """Micro-batches per process and optimizer step."""
         return self.accelerator.gradient_accumulation_steps
 
     def decide(self, source: str, **values: Any) -> None:
-        """Set `section__key=value` for the rest of the run, in its checkpoints too."""
+        """Set `section__key=value` for the rest of the run, including its checkpoints."""
         self.resolved = self.resolved.resolve(source, **values)
         identity = self.checkpoints.identity
         identity["config"] |= {key.replace("__", "."): value for key, value in values.items()}

@@ -1,7 +1,7 @@
-"""From a config to everything the loop needs, in six phases: claim, resolve, load data, build, restore, start.
+"""Build everything the loop needs from a config, in six phases: claim, resolve, load data, build, restore, start.
 
-The order matters: precision and threads before the Accelerator, seeds before the model, the optimizer before
-`prepare`, the checkpoint after it. Owns that order; the loop only uses what comes out.
+Owns the order of these phases, and the order matters: precision and threads before the Accelerator, seeds before the
+model, the optimizer before `prepare`, the checkpoint after it.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ logger = logging.getLogger(__name__)
 
 
 def set_up(resolved: ResolvedConfig) -> Run:
-    """Build a run: folder, data, model, optimizer; then resume from a checkpoint if train.resume names one.
+    """Build a run: folder, data, model, optimizer. Resume from a checkpoint if train.resume says so.
 
-    Raises UserError, in one line, for whatever a person can fix; nothing earlier is lost by it.
+    Raises UserError for a problem that the user can fix; an earlier run in the folder is not harmed.
     """
     stopwatch = Stopwatch()
     folder, origin = _claim(resolved)
@@ -92,7 +92,7 @@ class _Origin:
     checkpoint: Path
     identity: dict[str, Any]
     changes: list[str] = field(default_factory=list)
-    """What this run does otherwise, as "key old -> new"."""
+    """What this run changes, as "key old -> new"."""
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class _Origin:
 
 @dataclass
 class _Data:
-    """The text of a run as tokens, and what identifies it."""
+    """The tokens of a run, and the identity of its text and tokenizer."""
 
     tokens: TokenCache
     corpus_identity: dict[str, Any]
@@ -116,7 +116,7 @@ class _Data:
 
 @dataclass
 class _Learner:
-    """What learns, and what saves it; `resolved` has the micro-batch decided."""
+    """The model, its optimizer and what saves them. In `resolved`, the micro-batch is decided."""
 
     resolved: ResolvedConfig
     accelerator: Accelerator
@@ -130,7 +130,7 @@ class _Learner:
 
 
 def _claim(resolved: ResolvedConfig) -> tuple[RunFolder, _Origin | None]:
-    """Phase 1: make the run's folder ours, and find the checkpoint to resume from."""
+    """Phase 1: claim the run's folder, and find the checkpoint to resume from."""
     folder, which = run_folder(resolved.config), resolved.config.train.resume
     check_resume(folder.checkpoints, which)
     if processes().is_main_process:
@@ -141,7 +141,7 @@ def _claim(resolved: ResolvedConfig) -> tuple[RunFolder, _Origin | None]:
 
 
 def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[ResolvedConfig, Accelerator]:
-    """Phase 2: decide precision and threads, as the run so far had them if it resumes, and set up this process."""
+    """Phase 2: decide precision and threads (a resumed run keeps its own), and set up this process."""
     before = origin.identity["config"] if origin else {}
     resolved = resolve_precision(resolved, before.get("train.mixed_precision"))
     resolved = keep_decisions(resolved, before, partial(_is_possible, resolved))
@@ -155,14 +155,14 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
         origin.changes += check_config(origin.name, before, resolved)
     batch = resolved.config.batch
     stated_size = 1 if batch.micro_batch_size == "auto" else batch.micro_batch_size
-    batch.accumulation_steps(stated_size, accelerator.num_processes)  # or raise
+    batch.accumulation_steps(stated_size, accelerator.num_processes)  # raises if it does not divide
     _log_environment(accelerator, resolved)
     seed_everything(resolved.config.run.seed, resolved.config.train.deterministic)
     return resolved, accelerator
 
 
 def _is_possible(resolved: ResolvedConfig, key: str, value: Any) -> bool:
-    """Say whether this machine can do what a run decided elsewhere, or with other tokens per step."""
+    """Return whether a decision made on another machine, or for other tokens_per_step, is possible here."""
     match key:
         case "train.cpu_threads":
             return value * _local_processes() <= cpu_cores()
@@ -178,7 +178,7 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
     folder = str(run_folder(config).path)
     return Accelerator(
         mixed_precision=config.train.mixed_precision,
-        # the loader is not accelerate's, so it must not end an accumulation; num_steps follows once it is known
+        # the loader is not accelerate's, so its end must not force a sync; _choose_micro_batch sets the real num_steps
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         log_with=config.track.trackers or None,
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder),
@@ -201,7 +201,7 @@ def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None
 
 
 def _load_data(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Origin | None) -> _Data:
-    """Phase 3: the text as tokens, by the tokenizer that the weights belong to if the run resumes."""
+    """Phase 3: load the text as tokens. A resumed run uses the tokenizer of its checkpoint."""
     config = resolved.config
     with accelerator.local_main_process_first():
         corpus = load_corpus(config.data)
@@ -211,13 +211,13 @@ def _load_data(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Orig
         tokenizer_hash = tokenizer_sha256(tokens.tokenizer)
         if origin:
             check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokenizer_hash)
-    num_blocks(len(tokens.train), config.batch.sequence_length)  # or raise
+    num_blocks(len(tokens.train), config.batch.sequence_length)  # raises if there is not one block
     tokens.tokenizer.model_max_length = config.batch.sequence_length
     return _Data(tokens, corpus.identity, tokenizer_hash)
 
 
 def _build(resolved: ResolvedConfig, accelerator: Accelerator, data: _Data, folder: RunFolder) -> _Learner:
-    """Phase 4: model, optimizer and averages, and what saves them; nothing of them is loaded yet."""
+    """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
     tokenizer = data.tokens.tokenizer
     _require_room(resolved.config, len(tokenizer), accelerator)
     raw_model = _build_model(resolved.config, data.tokens, accelerator.device)
@@ -227,7 +227,7 @@ def _build(resolved: ResolvedConfig, accelerator: Accelerator, data: _Data, fold
     logger.info("%s", group_table(optimizer))
     beside_weights = files_beside_weights(raw_model, tokenizer) if accelerator.is_main_process else {}
     model, optimizer = accelerator.prepare(raw_model, optimizer)
-    torch.manual_seed(config.run.seed + accelerator.process_index)  # from here on dropout, which differs by rank
+    torch.manual_seed(config.run.seed + accelerator.process_index)  # dropout must differ between ranks
     state = TrainState()
     decay = ema_decay(config.optim, config.batch.tokens_per_step)
     ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
@@ -246,9 +246,9 @@ def _build(resolved: ResolvedConfig, accelerator: Accelerator, data: _Data, fold
 
 
 def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) -> None:
-    """Raise UserError if a model cannot fit even with one sequence at a time, before any of it takes memory."""
+    """Raise UserError, before allocating the model, if it cannot fit even with one sequence at a time."""
     if accelerator.distributed_type == DistributedType.FSDP:
-        return  # each process holds a part, which the prediction does not know
+        return  # each process holds only a shard, which the prediction does not model
     device = accelerator.device
     with torch.device("meta"), torch.random.fork_rng([]):
         model = build_golf(config, vocab_size, device.type)
@@ -256,7 +256,7 @@ def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) 
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that are free for this process: on a CPU, the processes of this machine share them."""
+    """Return the free bytes for this process. On a CPU, the processes of this machine share the memory."""
     return free_memory_bytes(device) // (1 if device.type == "cuda" else _local_processes())
 
 
@@ -270,9 +270,9 @@ def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) ->
 def _choose_micro_batch(
     resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator
 ) -> tuple[ResolvedConfig, int]:
-    """Decide the micro-batch if it is auto, and tell the accelerator the accumulation that follows from it.
+    """Choose the micro-batch size if it is auto, and set the accelerator's accumulation accordingly.
 
-    Returns the config with the micro-batch, and the predicted peak of this process's memory in bytes.
+    Returns the config with the micro-batch size, and the predicted peak memory of this process in bytes.
     """
     config = resolved.config
     if config.batch.micro_batch_size == "auto":
@@ -283,7 +283,7 @@ def _choose_micro_batch(
     accumulation = config.batch.accumulation_steps(size, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = accumulation
     logger.info(
-        "batch: %s tokens a step = %d sequences x %d tokens x %d accumulated x %d processes",
+        "batch: %s tokens per step = %d sequences x %d tokens x %d accumulation steps x %d processes",
         f"{config.batch.tokens_per_step:,}",
         size,
         config.batch.sequence_length,
@@ -293,12 +293,12 @@ def _choose_micro_batch(
     memory = run_memory(resolved.config, model, size, accelerator.num_processes, accelerator.device.type)
     predicted = expected_bytes(memory, accelerator.device)
     parts = "" if accelerator.device.type == "cuda" else _memory_parts(memory, predicted)
-    logger.info("memory: %s predicted at the peak of each process%s", gigabytes(predicted), parts)
+    logger.info("memory: predicted peak %s per process%s", gigabytes(predicted), parts)
     return resolved, predicted
 
 
 def _memory_parts(memory: TrainingMemory, predicted: int) -> str:
-    """Say what the predicted bytes of a process on a CPU consist of."""
+    """Describe what makes up the predicted memory of a process on a CPU."""
     fragmented = fragmented_bytes(memory)
     rest = gigabytes(predicted - memory.peak - fragmented)
     return (
@@ -308,9 +308,9 @@ def _memory_parts(memory: TrainingMemory, predicted: int) -> str:
 
 
 def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopwatch: Stopwatch) -> None:
-    """Phase 5: load the checkpoint, if there is one, and take the memory that the first step and save will need."""
+    """Phase 5: load the checkpoint, if there is one, and allocate what the first step and the first save need."""
     if learner.accelerator.is_main_process:
-        folder.reopen()
+        folder.mark_incomplete()
     if origin:
         learner.checkpoints.load(origin.checkpoint)
         stopwatch.carry_over(learner.state.seconds)
@@ -318,13 +318,13 @@ def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopw
         if origin.changes:
             logger.info("changed since then: %s", ", ".join(origin.changes))
     elif learner.resolved.config.train.resume:
-        logger.info("nothing to resume yet: the run begins")
-    learner.optimizer.optimizer.create_state()  # before the warm-up, which asks whether everything fits
+        logger.info("no checkpoint to resume from; starting the run")
+    learner.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
     learner.checkpoints.reserve()
 
 
 def _start(learner: _Learner, origin: _Origin | None, data: _Data, folder: RunFolder, stopwatch: Stopwatch) -> Run:
-    """Phase 6: assemble the run, write down how it was started, compile, and start reading."""
+    """Phase 6: assemble the run, record how it was started, compile, and start the loader."""
     config, accelerator, state = learner.resolved.config, learner.accelerator, learner.state
     blocks_per_epoch = num_blocks(len(data.tokens.train), config.batch.sequence_length)
     run = Run(
@@ -354,7 +354,7 @@ def _start(learner: _Learner, origin: _Origin | None, data: _Data, folder: RunFo
         write_description(run)
     except OSError as error:
         raise UserError(
-            f"run.output_dir: cannot write to {folder.path} ({one_line(error)}); make room, or choose another"
+            f"run.output_dir: cannot write to {folder.path} ({one_line(error)}); free disk space or choose another"
             " --run.output_dir."
         ) from None
     logger.info("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
@@ -370,12 +370,13 @@ def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Acceler
 
 
 def write_description(run: Run) -> None:
-    """Write what repeats this start of the run: config, metadata and, if hfgolf differs from its commit, the patch."""
+    """Write what is needed to repeat this start of the run: config, metadata and a patch of uncommitted changes."""
     if not run.accelerator.is_main_process:
         return
-    # without what only a resume can do, so that the file repeats the run
+    # without the resume keys, so that the file repeats the run from its beginning
     stated = run.resolved.config.replace(train__resume=None, train__resume_with_other=None)
     config_yaml = ResolvedConfig(stated, run.resolved.sources).to_yaml()
     if run.first_step:
-        config_yaml = f"# The run resumed from step {run.first_step} with this; starts/ has each start.\n{config_yaml}"
+        note = f"# The run resumed from step {run.first_step} with this config; starts/ has one config per start."
+        config_yaml = f"{note}\n{config_yaml}"
     run.folder.describe_start(config_yaml, run_metadata(run.resolved, fingerprint()), uncommitted_changes())

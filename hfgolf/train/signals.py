@@ -1,8 +1,8 @@
-"""Being asked to stop or to save: SIGTERM, SIGINT, SIGHUP and SIGUSR1, from the first line of a run to its last.
+"""Handle requests to stop or save (SIGTERM, SIGINT, SIGHUP, SIGUSR1) from the first line of a run to its last.
 
-In the training loop a signal is only noted; the loop looks at it after each step. Elsewhere there is nothing to save,
-so the process ends at once. Does not know what is done about a wish. Imports nothing heavy: the handlers must be there
-before torch is.
+In the training loop, a signal only sets a flag, which the loop reads after each step. Elsewhere there is nothing to
+save, so the process ends at once. Does not know how a run stops or saves. Imports nothing heavy, because the handlers
+must be installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-# Ctrl-C reaches a launcher and its processes alike, and the launcher passes it on: that is one wish, not two.
-_ONE_WISH_SECONDS = 1.0
+# Ctrl-C reaches the launcher and its processes, and the launcher forwards it: two signals, one request.
+_SAME_REQUEST_SECONDS = 1.0
 _LAUNCHER_POLL_SECONDS = 1.0
-_SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has neither this one
-_SIGUSR1 = getattr(signal, "SIGUSR1", None)  # nor this one
+# Windows has neither of these.
+_SIGHUP = getattr(signal, "SIGHUP", None)
+_SIGUSR1 = getattr(signal, "SIGUSR1", None)
 
 
 class Stopped(SystemExit):
-    """End the process with 128 + the signal's number; raised by the handler where there is nothing to save."""
+    """Ends the process with status 128 + signal; the handler raises it if there is nothing to save."""
 
 
 class Signals:
-    """Handle signals while entered; may be entered again inside, which changes nothing.
+    """Handles signals while entered. Entering it again inside has no effect.
 
-    The first wish to stop raises Stopped, or is noted inside of `noted()`. A second one ends the process at once. Only
-    the main thread can install handlers; elsewhere nobody is ever asked for anything.
+    The first request to stop raises Stopped, or inside `deferred()` only sets `stop`. A second one ends the process at
+    once. Python installs handlers only in the main thread; in another thread, this object never receives a request.
     """
 
-    def __init__(self, where: str = "before the first step; the same command starts again") -> None:
+    def __init__(self, stop_message: str = "before the first step; run the same command to start again") -> None:
         self.stop = 0
-        """Number of the signal that asks for an end; 0: none."""
+        """Number of the signal that requested a stop; 0 if none did."""
         self.save = 0
-        """1 if somebody asks for a checkpoint."""
-        self.where = where
-        """What a person reads after "stopped by SIGTERM"."""
+        """1 if a checkpoint was requested."""
+        self.stop_message = stop_message
+        """Printed after "stopped by SIGTERM"."""
         self._stopped_at = 0.0
-        self._is_noting = False
+        self._is_deferring = False
         self._depth = 0
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
@@ -52,7 +53,7 @@ class Signals:
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             handlers = {signal.SIGTERM: self._on_stop, signal.SIGINT: self._on_stop}
-            if _SIGHUP and signal.getsignal(_SIGHUP) != signal.SIG_IGN:  # nohup ignores it, and means that
+            if _SIGHUP and signal.getsignal(_SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
                 handlers[_SIGHUP] = self._on_stop
             if _SIGUSR1:
                 handlers[_SIGUSR1] = self._on_save
@@ -70,44 +71,44 @@ class Signals:
             signal.signal(number, handler)
         self._before = {}
         if isinstance(error, Stopped) and os.environ.get("RANK", "0") == "0":
-            with suppress(OSError):  # a terminal that was closed
-                print(f"stopped by {signal.Signals(self.stop).name} {self.where}", file=sys.stderr)
+            with suppress(OSError):  # the terminal may be closed
+                print(f"stopped by {signal.Signals(self.stop).name} {self.stop_message}", file=sys.stderr)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Only note, inside, that somebody wants an end; raise Stopped on leaving if nothing was done about it."""
-        self._is_noting = True
+    def deferred(self) -> Iterator[None]:
+        """Only record a request to stop inside this context; raise Stopped on exit if it was not handled."""
+        self._is_deferring = True
         try:
             yield
         finally:
-            self._is_noting = False
+            self._is_deferring = False
         if self.stop:
             raise Stopped(128 + self.stop)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a child that was forked, not executed: a worker of a pool
+        if os.getpid() != self._process:  # in a forked child, such as a pool worker
             os._exit(128 + number)
         now = time.monotonic()
         if not self.stop:
             self.stop, self._stopped_at = number, now
-            if not self._is_noting:
+            if not self._is_deferring:
                 raise Stopped(128 + number)
-        elif number != _SIGHUP and now - self._stopped_at > _ONE_WISH_SECONDS:  # nobody repeats a SIGHUP on purpose
-            os._exit(128 + number)  # not sys.exit: that would wait for a save under way
+        elif number != _SIGHUP and now - self._stopped_at > _SAME_REQUEST_SECONDS:  # nobody repeats SIGHUP on purpose
+            os._exit(128 + number)  # not sys.exit, which would wait for a pending save
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self.save = 1
 
 
 def follow_launcher(is_stopping: Callable[[], bool] = lambda: False) -> None:
-    """Have this process stop, by SIGTERM, when its launcher dies: training would go on without it, unseen.
+    """Send this process SIGTERM when its launcher dies; otherwise it would keep training unnoticed.
 
-    is_stopping: says that somebody has asked for an end already, so that no second wish is made of the launcher's.
+    is_stopping: returns whether a stop was already requested, because a second signal would end the process at once.
     """
     launcher = os.getppid()
 
     def watch() -> None:
-        # not PR_SET_PDEATHSIG: the kernel sends that at the end of the thread that forked, and launchers have several
+        # not PR_SET_PDEATHSIG: the kernel sends that when the forking thread ends, and launchers have several threads
         while os.getppid() == launcher:
             time.sleep(_LAUNCHER_POLL_SECONDS)
         if not is_stopping():
@@ -118,7 +119,7 @@ def follow_launcher(is_stopping: Callable[[], bool] = lambda: False) -> None:
 
 
 def _is_launcher(process: int) -> bool:
-    """Say whether a process is `accelerate launch` or `torchrun`: a shell, for one, may end before the training."""
+    """Return whether a process is `accelerate launch` or `torchrun`. A shell, for example, may end before training."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return True
     import psutil

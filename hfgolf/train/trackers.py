@@ -1,7 +1,7 @@
-"""What a run writes about itself: metrics.jsonl first, the lines on the terminal, then copies to trackers.
+"""Write a run's metrics: to metrics.jsonl first, then copies to trackers.
 
-metrics.jsonl is the truth; trackers get all that is in it, under names in groups, and one that fails or doesn't answer
-is dropped with one line and never stops a run or holds it up. The only file that knows wandb.
+metrics.jsonl is the truth. Trackers get everything in it, under grouped names. A tracker that fails or hangs is dropped
+with one warning; it never stops or delays a run. This is the only file that knows wandb.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WANDB_TIMEOUT_SECONDS = 20  # wandb itself would keep a run without network waiting for 90
-_FINISH_SECONDS = 20  # for the trackers to take what was sent to them
+WANDB_TIMEOUT_SECONDS = 20  # without a network, wandb's own default would block for 90
+_FINISH_SECONDS = 20  # for the trackers to process their pending calls
 _MAX_WAITING_CALLS = 1000
 
 
 class Tracker:
-    """Writes the rows of a run; on ranks other than the main one it does nothing."""
+    """Writes the rows of a run. Does nothing on ranks other than the main one."""
 
     def __init__(self, accelerator: Accelerator, config: RunConfig, folder: Path, state: TrainState) -> None:
         self._accelerator = accelerator
@@ -53,12 +53,12 @@ class Tracker:
         if self._tracking:
             self._never_stop(lambda: _start_trackers(accelerator, config, folder, state))
             self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING_CALLS)
-            # trackers are called from a thread of their own, a daemon: one that does not return keeps nobody waiting
+            # a daemon thread calls the trackers, so that a call that never returns blocks nothing
             self._caller = threading.Thread(target=self._call_trackers, daemon=True, name="trackers")
             self._caller.start()
 
     def log(self, row: dict[str, Any]) -> None:
-        """Append a row to metrics.jsonl and send its numbers to the trackers, by its step."""
+        """Append a row to metrics.jsonl and send its numbers to the trackers."""
         if not self._active:
             return
         self._metrics.append(row)
@@ -66,7 +66,7 @@ class Tracker:
             self._send(numbers, step)
 
     def event(self, name: str, state: TrainState, **details: Any) -> None:
-        """Append a row about something that happened: {"step", "event", "elapsed_seconds", ...}; it goes on as text."""
+        """Append an event, {"step", "event", "elapsed_seconds", ...}, and send it to the trackers as text."""
         if self._active:
             details = redact_values(details)
             self._metrics.append(
@@ -76,29 +76,29 @@ class Tracker:
             self._send({f"event/{name}": text}, state.step)
 
     def attach(self, file: Path, kind: str) -> None:
-        """Give a file of the run to those trackers that keep files."""
+        """Upload a file of the run to the trackers that store files."""
         for tracker in self._accelerator.trackers if self._active and self._tracking else []:
             if tracker.name == "wandb":
                 self._call(partial(tracker.tracker.log_artifact, str(file), f"{kind}-{tracker.tracker.id}", kind))
 
     def rewind(self, step: int) -> None:
-        """Forget the rows after `step`, which will be written again; events are not forgotten."""
+        """Drop the rows after `step`, which will be written again; keep the events."""
         if self._active:
             self._metrics.rewind(step)
 
     def sync(self) -> None:
-        """Have the rows so far on the disk."""
+        """Force the rows so far to disk."""
         self._metrics.sync()
 
     def _send(self, values: dict[str, Any], step: int) -> None:
         for tracker in self._accelerator.trackers if self._tracking else []:
-            if tracker.name == "wandb":  # whose own steps never go back, as a rollback does
+            if tracker.name == "wandb":  # wandb's own step cannot decrease, but a rollback does
                 self._call(partial(tracker.log, values | {"step": step}))
             else:
                 self._call(partial(tracker.log, values, step=step))
 
     def finish(self) -> None:
-        """Close the trackers, and the group of processes with them; the last thing that all ranks do together."""
+        """Close the trackers and the process group. This is the last thing that all ranks do together."""
         self._metrics.close()
         self._accelerator.wait_for_everyone()
         if self._active and self._tracking:
@@ -108,17 +108,17 @@ class Tracker:
             self._caller.join(_FINISH_SECONDS)
             if self._caller.is_alive():
                 self._drop(f"no answer for {_FINISH_SECONDS} s", is_stuck=True)
-        self._accelerator.trackers = []  # they have ended
+        self._accelerator.trackers = []  # already finished: end_training must not finish them again
         self._never_stop(self._accelerator.end_training)
 
     def _call(self, call: Callable[[], None] | None) -> None:
-        """Have a tracker called, after the calls before; None is the last one."""
+        """Queue a call to a tracker; None ends the queue."""
         if not self._tracking:
             return
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._drop(f"no answer while {_MAX_WAITING_CALLS} calls wait", is_stuck=True)
+            self._drop(f"no answer with {_MAX_WAITING_CALLS} calls waiting", is_stuck=True)
 
     def _call_trackers(self) -> None:
         while self._tracking and (call := self._calls.get()):
@@ -127,30 +127,30 @@ class Tracker:
     def _drop(self, reason: str, is_stuck: bool = False) -> None:
         if self._tracking:
             self._tracking = False
-            logger.warning("tracker dropped, metrics.jsonl goes on: %s", reason)
+            logger.warning("tracker dropped, metrics.jsonl continues: %s", reason)
             if is_stuck and "wandb" in sys.modules:
                 _end_wandb()
 
     def _never_stop(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # whatever a tracker raises, the run goes on
+        except Exception as error:  # no error of a tracker may stop the run
             self._drop(one_line(error))
 
 
 def by_step(row: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the steps of a row, each with the numbers that trackers get for it; those of the row go with its last."""
+    """Yield (step, numbers for the trackers) for each step of a row; the row's own numbers go with its last step."""
     names = {"train_losses": "train/loss_of_step", "grad_norms": "train/grad_norm_of_step"}
     lists = {name: row[key] for key, name in names.items() if key in row}
     first = row["step"] + 1 - max(map(len, lists.values()), default=1)
     for step in range(first, row["step"]):
         yield step, {name: values[step - first] for name, values in lists.items()}
-    of_row = {grouped(key): value for key, value in row.items() if isinstance(value, int | float)}
-    yield row["step"], of_row | {name: values[-1] for name, values in lists.items() if values}
+    numbers = {grouped(key): value for key, value in row.items() if isinstance(value, int | float)}
+    yield row["step"], numbers | {name: values[-1] for name, values in lists.items() if values}
 
 
 def grouped(key: str) -> str:
-    """Return the name that trackers know a column by: below train/, val/, time/ or memory/."""
+    """Return a column's name in the trackers, grouped under train/, val/, time/ or memory/."""
     if key.startswith("val_"):
         return f"val/{key.removeprefix('val_')}"
     if key.endswith("memory_bytes"):
@@ -201,7 +201,7 @@ def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[
         logger.warning("wandb: offline, because %s; `wandb sync` uploads the run later", obstacle)
         mode = "offline"
     state.wandb_id = state.wandb_id or uuid.uuid4().hex[:8]
-    # x_disable_meta, disable_git: wandb would upload the command line and a diff as they are, secrets included
+    # x_disable_meta, disable_git: otherwise wandb uploads the command line and a diff, including any secrets
     settings = wandb.Settings(
         init_timeout=WANDB_TIMEOUT_SECONDS, silent=mode == "offline", x_disable_meta=True, disable_git=True
     )
@@ -209,22 +209,22 @@ def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[
 
 
 def _end_wandb() -> None:
-    """End wandb's processes, for which it would wait at exit; what they have not written is in metrics.jsonl."""
+    """Kill wandb's processes, which would delay the exit; metrics.jsonl has what they did not upload."""
     import wandb
 
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if process.name().startswith("wandb"):
                 process.kill()
-    with suppress(Exception, SystemExit):  # it finds them gone, and wants to exit with their status
+    with suppress(Exception, SystemExit):  # its processes are gone, and it wants to exit with their status
         wandb.teardown()
 
 
 def _wandb_obstacle() -> str | None:
-    """Say why a run cannot be sent to wandb now, None if it can."""
+    """Return why a run cannot be sent to wandb now; None if it can."""
     import wandb
 
     try:
-        return None if wandb.login(prompt=False) else "nobody is logged in (`wandb login`)"
-    except Exception as error:  # it checks the key over the network, and each way to fail has its own exception
+        return None if wandb.login(prompt=False) else "you are not logged in (`wandb login`)"
+    except Exception as error:  # it checks the key over the network, and can fail with many exceptions
         return f"it could not be reached: {one_line(error)}"

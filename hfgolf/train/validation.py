@@ -1,4 +1,4 @@
-"""What is asked of the model while it trains: its loss on the validation part, and a sample of its writing."""
+"""Evaluate the model during training: its validation loss, and text sampled from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
-    """Evaluate on train.eval_tokens of the validation part, the averaged weights too; return columns of the row."""
+    """Evaluate the weights, and their averages if there are any, on train.eval_tokens; return columns of the row."""
     budget = run.config.train.eval_tokens
     evaluation = evaluate(run, budget, before_batch)
     row = {
@@ -42,9 +42,9 @@ def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
 
 
 def evaluate(run: Run, budget_tokens: int | None = None, before_batch: Callable[[], None] = lambda: None) -> Evaluation:
-    """Evaluate the model as it is on the first `budget_tokens` of the validation part, or on all of it.
+    """Evaluate the model's current weights on the first `budget_tokens` validation tokens, or on all of them.
 
-    before_batch: may end the evaluation by an exception, on all processes before the same batch.
+    before_batch: called before each batch. To end the evaluation, it raises on all processes before the same batch.
     """
     with run.stopwatch.of("evaluate"):
         return evaluate_loss(
@@ -59,23 +59,23 @@ def evaluate(run: Run, budget_tokens: int | None = None, before_batch: Callable[
 
 
 def should_stop_early(run: Run) -> bool:
-    """Say whether train.patience_evals evaluations have passed without an improvement."""
+    """Return whether train.patience_evals evaluations have passed without improvement."""
     patience = run.config.train.patience_evals
     return patience is not None and run.state.evals_without_improvement >= patience
 
 
 def exported_weights(run: Run) -> AbstractContextManager[None]:
-    """Give the model, for a while, the weights that would be exported now: the averaged ones under ema_export."""
+    """Return a context in which the model has the weights to export: under ema_export, the averaged ones."""
     return run.ema.applied() if run.ema is not None and run.config.optim.ema_export else nullcontext()
 
 
 def write_sample(run: Run) -> None:
-    """Let the model write train.sample_tokens tokens and keep the text as an event."""
+    """Sample train.sample_tokens tokens from the model and record the text as an event."""
     max_new_tokens, accelerator = run.config.train.sample_tokens, run.accelerator
     if max_new_tokens is None or not accelerator.is_main_process:
         return
     if accelerator.distributed_type == DistributedType.FSDP:
-        return  # no process holds all of the weights
+        return  # no process holds all the weights
     with exported_weights(run):
         text = sample(run, max_new_tokens)
     if text is not None:
@@ -83,14 +83,14 @@ def write_sample(run: Run) -> None:
 
 
 def sample(run: Run, max_new_tokens: int) -> str | None:
-    """Return text that the model writes, the same for the same weights; None, with a line, if it can't write any.
+    """Return text sampled from the model, the same for the same weights; None, with a warning, if sampling fails.
 
-    Never raises: no sample is worth a run, and weights that are not finite are recovery's business.
+    Never raises: a sample must not end a run, and recovery.py handles nonfinite weights.
     """
     tokenizer, seed = run.tokens.tokenizer, run.config.run.seed
     try:
         with run.stopwatch.of("evaluate"), uncompiled(run.raw_model):
-            # redacted, because a model may have learned a secret from its corpus
+            # redacted, because the model may have memorized a secret from its corpus
             return redact(generate_text(run.raw_model, tokenizer, max_new_tokens=max_new_tokens, seed=seed))
     except Exception as error:
         reason = one_line(error)[:200]

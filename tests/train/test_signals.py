@@ -364,7 +364,7 @@ ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 def test_in_the_loop_a_burst_is_one_wish_and_the_handlers_found_come_back():
     before = {number: signal.getsignal(number) for number in ALL}
-    with Signals() as signals, pytest.raises(Stopped) as ended, signals, signals.noted():
+    with Signals() as signals, pytest.raises(Stopped) as ended, signals, signals.deferred():
         assert (signals.stop, signals.save) == (0, 0)
         signal.raise_signal(signal.SIGUSR1)
         assert (signals.stop, signals.save) == (0, 1)
@@ -402,7 +402,7 @@ def test_of_several_processes_one_says_that_they_stop(monkeypatch, capsys):
 
 def test_a_forked_worker_ends_at_once_and_says_nothing(capfd):
     """It has the handlers of the process that forked it, and none of its work to finish."""
-    with Signals() as signals, signals.noted():
+    with Signals() as signals, signals.deferred():
         worker = os.fork()
         if not worker:
             try:
@@ -444,8 +444,8 @@ def test_a_second_sighup_is_no_second_wish(monkeypatch):
     """A shell and the kernel each send one when a terminal closes; the save in between must come to its end."""
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr("hfgolf.train.signals._ONE_WISH_SECONDS", -1.0)
-    with pytest.raises(Stopped), Signals() as signals, signals.noted():
+    monkeypatch.setattr("hfgolf.train.signals._SAME_REQUEST_SECONDS", -1.0)
+    with pytest.raises(Stopped), Signals() as signals, signals.deferred():
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
         assert ends == []

@@ -53,7 +53,7 @@ def run_missing(runs: Sequence[PlannedRun], train_script: Path, jobs: int) -> di
     waiting, under_way = list(missing), dict[subprocess.Popen, PlannedRun]()
     started_at = time.perf_counter()
     signals = Signals("before all runs were made; the same command continues")
-    with signals, signals.noted():
+    with signals, signals.deferred():
         try:
             while (waiting or under_way) and not signals.stop:
                 while waiting and len(under_way) < jobs:
