@@ -14,7 +14,7 @@ from hfgolf.report.curves import read_curve
 from hfgolf.report.report import write_report
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
-from hfgolf.run.record import final_figures, read_run, status, written
+from hfgolf.run.record import final_figures, format_figures, read_run, status
 from hfgolf.tools.compare.comparison import compare_outcomes
 from hfgolf.tools.compare.markdown import to_markdown
 from hfgolf.tools.compare.outcome import group_by_arm, read_outcome
@@ -90,7 +90,7 @@ def folder(tmp_path: Path) -> Path:
 
 def report(folder: Path) -> None:
     record = read_run(folder)
-    written(final_figures(record, 2.0))
+    format_figures(final_figures(record, 2.0))
     status(record)
     for key in ("train_losses", "grad_norms", "val_loss", "learning_rate", "memory_bytes"):
         read_curve(record.metrics.rows, key)

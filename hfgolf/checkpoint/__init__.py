@@ -1,1 +1,1 @@
-"""Checkpoints: folders that are complete or absent, what is in them, and which run they belong to."""
+"""Checkpoints: folders that are either complete or absent, their contents, and the run they belong to."""

@@ -1,9 +1,9 @@
-"""Saving the whole state of a run while it goes on, and loading it to the last bit.
+"""Save the complete state of a run while it continues, and restore it bit for bit.
 
-Owns what is in a checkpoint: the files of accelerate's save_state and, unless the weights are sharded, what
-`from_pretrained` needs beside them. A thread writes them while the run computes the next gradients; the next update
-waits until they are written, but not until they are hashed and on the disk. A GPU's tensors are copied to the host
-first, so that no update waits. Does not know when to save, nor which checkpoint is the right one (checkpoint.py).
+Owns what is in a checkpoint: the files of accelerate's save_state and, unless the weights are sharded, the other files
+that `from_pretrained` needs. A thread writes them while the run computes the next gradients. The next update waits
+until they are written, but not until they are hashed and synced to disk. A GPU's tensors are first copied to the host,
+so that no update waits. Does not know when to save (train/loop.py) or which checkpoint to load (store.py).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from hfgolf.checkpoint.store import (
     choose_checkpoint,
     commit_checkpoint,
     make_latest,
-    point,
+    prune,
     read_manifest,
-    retain,
+    replace_link,
     step_folder,
 )
 from hfgolf.command_line import one_line
@@ -76,64 +76,66 @@ class Checkpointer:
         self._ema = ema
         self._keep_last = keep_last
         self.identity = identity
-        """What makes the run this run (run_identity), for `run.json`."""
+        """The identity of the run (see run_identity), saved as `run.json`."""
         self._files_beside_weights = files_beside_weights
         self._is_replicated = accelerator.distributed_type in _REPLICATED
         self._copies: dict[tuple[str, ...], Tensor] = {}
-        self._is_read = Event()
-        self._is_read.set()
-        optimizer.optimizer.register_step_pre_hook(self._wait_until_read)
+        """Pinned host copies of a GPU's tensors, reused by each save."""
+        self._tensors_released = Event()
+        """Set unless a save still reads the tensors that the next update changes."""
+        self._tensors_released.set()
+        optimizer.optimizer.register_step_pre_hook(self._wait_for_release)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[Any] | None = None
         self._failures: list[str] = []
-        if self._is_replicated:  # the weights go into the model itself: a wrapper's keys depend on the processes
+        if self._is_replicated:  # load into the unwrapped model: a wrapper's keys depend on the number of processes
             accelerator.register_load_state_pre_hook(self._load_weights)
 
     def save(self, is_best: bool, before_commit: Callable[[], None] = lambda: None) -> None:
-        """Begin to write `step-NNNNNN` in the background; all ranks call it together.
+        """Start writing `step-NNNNNN` in the background. All ranks call it together.
 
-        before_commit: called there by the main process, once the files are written and before the checkpoint appears.
+        before_commit: called in the background on the main process, after the files are written and before the
+        checkpoint appears.
 
-        A save that fails (a full disk) leaves the earlier checkpoints alone and shows up in `failures`. Weights that
-        are not finite are not saved, and show up there too.
+        If a save fails (a full disk, for example) or the weights are not finite, no checkpoint appears, the earlier
+        ones are untouched, and `failures` reports it.
         """
         self.wait()
         step = self._state.step
         nonfinite = first_nonfinite(self._model.named_parameters())
         if nonfinite is not None:
-            self._failures.append(
-                f"checkpoint of step {step} not written: {nonfinite} holds values that are not finite"
-            )
+            self._failures.append(f"checkpoint of step {step} not written: {nonfinite} holds nonfinite values")
             return
-        write = self._contents() if self._is_replicated else self._save_sharded()
+        write = self._prepare_write() if self._is_replicated else self._prepare_sharded_write()
         if self._accelerator.is_main_process:
             self._write = self._thread.submit(self._commit, step, write, is_best, before_commit)
 
     def reserve(self) -> None:
-        """Take the host's memory for the copies of a GPU's tensors, in the background: to pin it takes time."""
+        """Allocate the host memory for copies of a GPU's tensors, in the background because pinning it is slow."""
         if self._is_replicated and self._accelerator.is_main_process and self._accelerator.device.type == "cuda":
-            self._write = self._thread.submit(self._copy_all, self._tensors())
+            self._write = self._thread.submit(self._copy_to_host, self._tensors())
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk, or has failed; on ranks other than the main one, do nothing."""
+        """Wait until the last save is on disk or has failed. On ranks other than the main one, do nothing."""
         if self._write is not None:
             self._write.result()
             self._write = None
 
     def failures(self) -> list[str]:
-        """Return, once, a line for each save that failed."""
+        """Return one line for each save that failed since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def choose(self, which: str) -> Path | None:
-        """Return the checkpoint that `which` (as train.resume) means: see choose_checkpoint."""
+        """Return the checkpoint that `which` (a value of train.resume) means; see choose_checkpoint."""
         return choose_checkpoint(self._accelerator.state, self._folder, which)
 
     def load(self, checkpoint: Path) -> None:
-        """Restore everything as it was saved, on this rank; the model and the optimizer stay the same objects.
+        """Restore everything as it was saved, on this rank; the model and the optimizer remain the same objects.
 
-        Newer checkpoints are set aside: what follows replaces them. Data of another text or order begins anew.
-        Raises UserError where a file holds something else, or more than data: nothing in it is ever executed.
+        Sets newer checkpoints aside, because the run replaces them. If the text or its order has changed, starts at the
+        beginning of the data. Raises UserError if a file does not fit this run, or is a pickle that would run code;
+        nothing in a checkpoint is ever executed.
         """
         self.wait()
         accelerator = self._accelerator
@@ -150,41 +152,44 @@ class Checkpointer:
             if self._ema is not None:
                 _load_ema(self._ema, checkpoint / EMA_NAME)
         except pickle.UnpicklingError:
-            raise UserError(f"train.resume: {checkpoint} holds more than data: a pickle that would run code.") from None
+            raise UserError(
+                f"train.resume: {checkpoint} holds a pickle that would run code, so it was not loaded; choose another."
+            ) from None
         except UserError:
             raise
-        except Exception as error:  # whatever torch, accelerate and safetensors make of something else
+        except Exception as error:  # torch, accelerate and safetensors raise many kinds for a wrong file
             reason = one_line(error)[:300]
             raise UserError(f"train.resume: {checkpoint} does not fit this run ({reason}); choose another.") from None
         for group, of_config in zip(self._optimizer.param_groups, rates, strict=True):
-            group.update(of_config)  # the config says the rates, not the checkpoint
+            group.update(of_config)  # the learning rates come from the config, not from the checkpoint
         best = step_folder(checkpoint.parent, self._state.best_step)
-        if checkpoint.resolve().parent != self._folder.resolve() or not best.exists():  # of another run, or abandoned
+        if checkpoint.resolve().parent != self._folder.resolve() or not best.exists():  # another run's, or set aside
             self._state.best_val_loss, self._state.best_step = float("inf"), 0
         if accelerator.is_main_process:
             make_latest(self._folder, checkpoint)
-        accelerator.step = 0  # counts micro-batches, and a step may have another number of them now
+        accelerator.step = 0  # accelerate counts micro-batches, and a step may now have a different number of them
         if states is None and accelerator.num_processes == read_manifest(checkpoint)["processes"]:
             raise UserError(f"train.resume: {own} is missing; choose an earlier checkpoint.")
-        if states is None:  # a rank that was not there before: its dropout must differ from the others'
+        if states is None:  # a new rank: its dropout must differ from that of the others
             torch.manual_seed(hash((self._state.step, accelerator.process_index)))
 
     def _load_weights(self, models: list[Any], folder: str) -> None:
         load_model(self._model, Path(folder) / WEIGHTS_NAME, device="cpu")
-        models.clear()  # accelerate loads what is left in the list
+        models.clear()  # accelerate would load the models left in this list
 
     def _check_random_states(self, states: dict[str, Any], file: Path) -> None:
-        """Raise UserError where accelerate has not restored the generators: it passes over errors in silence."""
+        """Raise UserError if the generators were not restored: accelerate silently ignores such errors."""
         device = self._accelerator.device
         is_restored = torch.equal(states["torch_manual_seed"], torch.get_rng_state())
         if device.type == "cuda":
-            for of_device in states.get("torch_cuda_manual_seed", [])[device.index or 0 :][:1]:  # none: saved elsewhere
-                is_restored = is_restored and torch.equal(of_device, torch.cuda.get_rng_state(device))
+            # empty if the checkpoint was saved on a CPU
+            for saved in states.get("torch_cuda_manual_seed", [])[device.index or 0 :][:1]:
+                is_restored = is_restored and torch.equal(saved, torch.cuda.get_rng_state(device))
         if not is_restored:
             raise UserError(f"train.resume: the random state in {file} could not be restored; choose another.")
 
     def _tensors(self) -> dict[str, Any]:
-        """Return what is to be saved and lies on the device, by file name."""
+        """Return the state on the device to save, by file name."""
         contents = {
             WEIGHTS_NAME: clean_state_dict_for_safetensors(self._model.state_dict()),
             f"{OPTIMIZER_NAME}.bin": self._optimizer.state_dict(),
@@ -193,18 +198,18 @@ class Checkpointer:
             contents[EMA_NAME] = self._ema.state_dict()
         return contents
 
-    def _contents(self) -> Callable[[Path], None]:
-        """Return what writes all there is to save; every rank takes part, with its random generators."""
+    def _prepare_write(self) -> Callable[[Path], None]:
+        """Collect the state and return a function that writes it. Every rank contributes its random states."""
         accelerator = self._accelerator
         random_states = gather_object([_random_states(accelerator.step)])
-        notes = self._notes()
+        json_files = self._json_files()
         contents = self._tensors() if accelerator.is_main_process else {}
-        copies = self._copy_all(contents) if accelerator.device.type == "cuda" else None
+        copies = self._copy_to_host(contents) if accelerator.device.type == "cuda" else None
         if copies is not None:
             contents = copies
-            torch.cuda.synchronize()  # they are under way
+            torch.cuda.synchronize()  # the copies are asynchronous
         elif accelerator.is_main_process:
-            self._is_read.clear()  # what is written are the tensors that the next update changes
+            self._tensors_released.clear()  # the thread writes the very tensors that the next update changes
         if accelerator.scaler is not None:
             contents[SCALER_NAME] = accelerator.scaler.state_dict()
         contents |= {f"{RNG_STATE_NAME}_{rank}.pkl": states for rank, states in enumerate(random_states)}
@@ -217,24 +222,24 @@ class Checkpointer:
                 elif name.endswith(".safetensors"):
                     save_file(content, folder / name, metadata={"format": "pt"})
                 else:
-                    with (folder / name).open("wb") as file:  # by name, torch would not say what the disk said
+                    with (folder / name).open("wb") as file:  # given a path, torch hides the OSError
                         torch.save(content, file)
-            _write_notes(notes, folder)
+            _write_json_files(json_files, folder)
 
         return write
 
-    def _notes(self) -> dict[str, str]:
-        """Return what is saved as JSON, by file name."""
+    def _json_files(self) -> dict[str, str]:
+        """Return the content of the checkpoint's JSON files, by file name."""
         contents = {STATE_NAME: self._state.state_dict(), RUN_NAME: self.identity}
         return {name: json.dumps(content, indent=1) for name, content in contents.items()}
 
-    def _wait_until_read(self, *of_step: Any) -> None:
-        """Wait until no save needs the tensors any more; the optimizer calls it before each update."""
-        self._is_read.wait()
+    def _wait_for_release(self, *hook_arguments: Any) -> None:
+        """Wait until no save reads the tensors any more; the optimizer calls this before each update."""
+        self._tensors_released.wait()
 
-    def _save_sharded(self) -> Callable[[Path], None]:
-        """Have accelerate save what is spread over the ranks: no rank could copy all of it."""
-        accelerator, notes = self._accelerator, self._notes()
+    def _prepare_sharded_write(self) -> Callable[[Path], None]:
+        """Let accelerate save the shards now (no rank can copy them all); return a function that does the rest."""
+        accelerator, json_files = self._accelerator, self._json_files()
         shards = self._folder / f".partial-shards-{self._state.step}"
         accelerator.save_state(str(shards))
         accelerator.wait_for_everyone()  # save_state has no barrier of its own at the end
@@ -243,18 +248,18 @@ class Checkpointer:
             for path in shards.iterdir():
                 path.rename(folder / path.name)
             shards.rmdir()
-            _write_notes(notes, folder)
+            _write_json_files(json_files, folder)
 
         return write
 
-    def _copy_all(self, contents: dict[str, Any]) -> dict[str, Any] | None:
-        """Copy a GPU's tensors into memory that is kept for the next save; None where there is no room for it."""
+    def _copy_to_host(self, contents: dict[str, Any]) -> dict[str, Any] | None:
+        """Copy a GPU's tensors into pinned host memory, kept for the next save; None if there is no room for it."""
         num_bytes = sum(leaf.nbytes for _, leaf in leaves(contents) if isinstance(leaf, Tensor))
         if not self._copies and free_memory_bytes(torch.device("cpu")) < 2 * num_bytes:
             return None
         try:
             return self._copy(contents)
-        except RuntimeError:  # what torch raises where the host's memory can't be pinned
+        except RuntimeError:  # torch could not pin the memory
             self._copies.clear()
             return None
 
@@ -277,23 +282,23 @@ class Checkpointer:
         try:
             partial = begin_checkpoint(self._folder, step)
             write(partial)
-            self._is_read.set()
+            self._tensors_released.set()
             before_commit()
             checkpoint = commit_checkpoint(partial, step, self._accelerator.num_processes)
             if is_best:
-                point(self._folder / "best", checkpoint)
-            retain(self._folder, self._keep_last)
-        except Exception as error:  # OSError, or what torch and safetensors make of it
+                replace_link(self._folder / "best", checkpoint)
+            prune(self._folder, self._keep_last)
+        except Exception as error:  # OSError, or an error of torch or safetensors that hides it
             if partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
-            reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides the disk's
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error
             self._failures.append(f"checkpoint of step {step} not written: {one_line(reason)[:200]}")
         finally:
-            self._is_read.set()
+            self._tensors_released.set()
 
 
-def _write_notes(notes: dict[str, str], folder: Path) -> None:
-    for name, content in notes.items():
+def _write_json_files(json_files: dict[str, str], folder: Path) -> None:
+    for name, content in json_files.items():
         (folder / name).write_text(content, encoding="utf-8")
 
 
@@ -301,12 +306,12 @@ def _load_ema(ema: Ema, file: Path) -> None:
     if file.exists():
         ema.load_state_dict(load_file(file))
     else:
-        logger.info("the checkpoint has no averaged weights: they start from its weights")
+        logger.info("the checkpoint has no averaged weights; the average starts from its weights")
         ema.restart()
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values of nested dicts, lists and tuples, by their path in it."""
+    """Yield (path, leaf) for each tensor and plain value in nested dicts, lists and tuples."""
     if isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(value, f"{name}.{key}" if name else str(key))
@@ -318,15 +323,15 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor that holds an infinity or a NaN."""
     names, tensors = zip(*named, strict=True)
-    norms = torch._foreach_norm(tensors)  # one pass and one look at the device, a tenth of isfinite's time on a CPU
+    norms = torch._foreach_norm(tensors)  # one pass and one device sync; on a CPU ten times as fast as isfinite
     if torch.stack(norms).isfinite().all():
         return None
-    # a norm may overflow where no value does
+    # a norm may overflow even if every value is finite
     return next((name for name, x in zip(names, tensors, strict=True) if not x.isfinite().all()), None)
 
 
 def _random_states(step: int) -> dict[str, Any]:
-    """Return what accelerate saves as random_states_N.pkl, in memory."""
+    """Return what accelerate would save as random_states_N.pkl."""
     states = {
         "step": step,
         "random_state": random.getstate(),

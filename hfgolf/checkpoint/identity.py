@@ -1,7 +1,7 @@
-"""What makes a run this run: what a checkpoint keeps of it, and what a resume may change.
+"""The identity of a run: what a checkpoint records of it, and what a resume may change.
 
-Owns the table of config keys by what a change of them means, and the comparison of a checkpoint's `run.json` with the
-run that resumes from it. Does not know how a checkpoint is written or read.
+Owns the table of what a change of each config key means, and the comparison of a checkpoint's `run.json` with the run
+that resumes from it. Does not know how a checkpoint is written or read.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from hfgolf.redact import redact_values
 logger = logging.getLogger(__name__)
 
 RUN_NAME = "run.json"
-MAX_FILES = 2000  # of a corpus, listed one by one in each checkpoint; of more only their hash is kept
+MAX_FILES = 2000  # listed one by one in each checkpoint; a larger corpus is recorded as one hash
 
 
 class Change(Enum):
-    """What a different value means to a run that goes on."""
+    """What a different value of a config key means for a run that resumes."""
 
-    FREE = "does not touch what the run computes, but for rounding; nobody needs to know"
-    TOLD = "may change: a resume from latest, best or a path says so in one line, auto refuses"
-    DATA = "another order of the data: needs train.resume_with_other data"
-    TEXT = "as DATA, but what counts is the text itself: its names and hashes, not where it lies"
-    FIXED = "never: the weights belong to it"
+    FREE = "does not affect the results, except for rounding; not reported"
+    REPORTED = "may change: a resume from latest, best or a path logs it, auto refuses"
+    DATA = "changes the order of the data: needs train.resume_with_other data"
+    TEXT = "like DATA, but the text itself decides (its names and hashes), not its location"
+    FIXED = "may never change: the weights depend on it"
 
 
-# The longest prefix of a key decides.
+# The longest matching prefix decides.
 _RULES = {
     "run.": Change.FREE,
     "run.seed": Change.DATA,
@@ -48,16 +48,16 @@ _RULES = {
     "data.prefetch_factor": Change.FREE,
     "tokenizer.": Change.FIXED,
     "model.": Change.FIXED,
-    "model.dropout": Change.TOLD,
-    "model.attention_dropout": Change.TOLD,
+    "model.dropout": Change.REPORTED,
+    "model.attention_dropout": Change.REPORTED,
     "model.gradient_checkpointing": Change.FREE,
     "batch.sequence_length": Change.DATA,
-    "batch.tokens_per_step": Change.TOLD,  # the data goes on after the blocks read
+    "batch.tokens_per_step": Change.REPORTED,  # the data continues after the blocks already read
     "batch.micro_batch_size": Change.FREE,
-    "optim.": Change.TOLD,
-    "optim.name": Change.FIXED,  # another optimizer has another state
-    "schedule.": Change.TOLD,
-    "train.": Change.TOLD,
+    "optim.": Change.REPORTED,
+    "optim.name": Change.FIXED,  # optimizers have different states
+    "schedule.": Change.REPORTED,
+    "train.": Change.REPORTED,
     "train.resume": Change.FREE,
     "train.resume_with_other": Change.FREE,
     "train.cpu_threads": Change.FREE,
@@ -70,7 +70,7 @@ _RULES = {
     "hub.": Change.FREE,
 }
 
-# What the run decides for itself if it is told this, and sticks to when it goes on.
+# {key: the value that lets the run decide}. A resumed run keeps its decisions.
 UNDECIDED: dict[str, Any] = {
     "train.mixed_precision": None,
     "train.compile": "auto",
@@ -80,14 +80,14 @@ UNDECIDED: dict[str, Any] = {
 
 
 def rule(key: str) -> Change:
-    """Return what a change of a config key ("section.key") means."""
+    """Return what a change of a config key ("section.key") means for a resume."""
     return _RULES[max((prefix for prefix in _RULES if key.startswith(prefix)), key=len)]
 
 
 def run_identity(resolved: ResolvedConfig, corpus: Mapping[str, Any], tokenizer_sha256: str) -> dict[str, Any]:
-    """Return what `run.json` in a checkpoint holds; plain JSON, without secrets.
+    """Return the content of a checkpoint's `run.json`: plain JSON, with secrets redacted.
 
-    corpus: what identifies the text and its split (Corpus.identity).
+    corpus: the identity of the text and its split (Corpus.identity).
     """
     return {
         "config": json.loads(json.dumps(redact_values(resolved.config.flat()))),
@@ -97,44 +97,45 @@ def run_identity(resolved: ResolvedConfig, corpus: Mapping[str, Any], tokenizer_
 
 
 def read_identity(checkpoint: Path) -> dict[str, Any]:
-    """Return the identity that a verified checkpoint holds; UserError if it is not one of hfgolf's."""
+    """Return the identity saved in a verified checkpoint. Raises UserError if hfgolf did not write it."""
     try:
         identity = json.loads((checkpoint / RUN_NAME).read_bytes())
         if all(isinstance(identity[key], kind) for key, kind in (("config", dict), ("corpus", dict))):
             return identity
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         pass
-    raise UserError(f"train.resume: {RUN_NAME} in {checkpoint} is missing or not one of hfgolf's; choose another.")
+    raise UserError(f"train.resume: {RUN_NAME} in {checkpoint} is missing or not valid; choose another checkpoint.")
 
 
 def saved_config(identity: Mapping[str, Any]) -> RunConfig:
-    """Return the config with which a checkpoint was saved, without secrets; UserError if it is not one of hfgolf's."""
+    """Return the config that a checkpoint was saved with, secrets redacted. Raises UserError if it is not valid."""
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for dotted in identity["config"].keys() & KEY_TYPES.keys():  # not the keys of another version
+    for dotted in identity["config"].keys() & KEY_TYPES.keys():  # ignore keys of other versions
         section, key = dotted.split(".")
         values[section][key] = identity["config"][dotted]
     try:
         return RunConfig(**{section: cls(**values[section]) for section, cls in SECTIONS.items()})
     except TypeError as error:
-        raise UserError(f"{RUN_NAME} of the checkpoint is not one of hfgolf's ({one_line(error)}).") from None
+        raise UserError(f"{RUN_NAME} of the checkpoint is not valid ({one_line(error)}).") from None
 
 
 def has_other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Say whether two identities read other text, or the same in another order."""
+    """Return whether two identities differ in their text or its order."""
     keys = [key for key, change in _RULES.items() if change is Change.DATA]
     return before["corpus"] != now["corpus"] or any(before["config"].get(k) != now["config"].get(k) for k in keys)
 
 
 def comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what two equal runs have in common: the identity without what may change freely."""
+    """Return the part of an identity that affects the results: without the keys that may change freely."""
     config = {key: value for key, value in identity["config"].items() if rule(key) is not Change.FREE}
     return {**identity, "config": config}
 
 
 def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[str]:
-    """Return the keys that are not FREE and whose values differ from those before, {"section.key": value}.
+    """Return the keys that are not FREE and whose values differ from `before`, {"section.key": value}.
 
-    A key younger than the run had its default. What this run has not decided, or decided by itself, does not differ.
+    A key that is newer than the run counts as its default. A value that this run has yet to decide, or decided by
+    itself, does not count as different.
     """
     before = RunConfig().flat() | dict(before)
     after = redact_values(resolved.config.flat())
@@ -149,65 +150,67 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
 
 
 def differences(before: Mapping[str, Any], resolved: ResolvedConfig, keys: list[str]) -> list[str]:
-    """Return "key old -> new" for each of some keys."""
+    """Return "key old -> new" for each of the keys."""
     before = RunConfig().flat() | dict(before)
     after = redact_values(resolved.config.flat())
     return [f"{key} {before[key]} -> {after[key]}" for key in keys]
 
 
-def check_config(where: str, before: Mapping[str, Any], resolved: ResolvedConfig) -> list[str]:
-    """Return "key old -> new" for what a resume changes and has to tell; raise UserError if it may not change one.
+def check_config(checkpoint: str, before: Mapping[str, Any], resolved: ResolvedConfig) -> list[str]:
+    """Return "key old -> new" for each change that a resume must log; raise UserError for one that is not allowed.
 
-    where: the name of the checkpoint; before: its config. TEXT is not looked at: see changed_text.
+    checkpoint: its name; before: its config. check_text compares the text.
     """
     changed = changed_keys(before, resolved)
-    fixed, data, told = (
+    fixed, data, reported = (
         differences(before, resolved, [key for key in changed if rule(key) is kind])
-        for kind in (Change.FIXED, Change.DATA, Change.TOLD)
+        for kind in (Change.FIXED, Change.DATA, Change.REPORTED)
     )
     train = resolved.config.train
     if fixed:
         raise UserError(
-            f"train.resume: {where} does not fit this config ({', '.join(fixed)}); restore these"
-            " keys, or start anew under another --run.name."
+            f"train.resume: {checkpoint} does not fit this config ({', '.join(fixed)}); restore these"
+            " keys, or start a new run with another --run.name."
         )
     if data and train.resume_with_other != "data":
         raise UserError(
-            f"train.resume: {where} read the data in another order ({', '.join(data)}); restore"
-            " these keys, or begin the data anew with --train.resume_with_other data."
+            f"train.resume: {checkpoint} read the data in another order ({', '.join(data)}); restore"
+            " these keys, or start over with the data: --train.resume_with_other data."
         )
-    if told and train.resume == "auto":
+    if reported and train.resume == "auto":
         raise UserError(
-            f"train.resume: {where} is of a run with another config ({', '.join(told)}); continue"
+            f"train.resume: {checkpoint} is from a run with another config ({', '.join(reported)}); continue"
             " it with these values by --train.resume latest, or choose another --run.name."
         )
-    return data + told
+    return data + reported
 
 
-def check_tokenizer(where: str, before: str, now: str) -> None:
-    """Raise UserError if the tokenizer is not the one that the weights belong to. before, now: their sha256."""
+def check_tokenizer(checkpoint: str, before: str, now: str) -> None:
+    """Raise UserError if the tokenizer is not the one of the weights. before, now: sha256 of each tokenizer."""
     if before != now:
         raise UserError(
-            f"train.resume: {where} belongs to another tokenizer than the one that this config and text give now;"
-            " restore it, or start anew under another --run.name."
+            f"train.resume: {checkpoint} was trained with another tokenizer than this config and text produce now;"
+            " restore it, or start a new run with another --run.name."
         )
 
 
 def text_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs between the corpora of a checkpoint and of today. before, now: identities of a corpus."""
+    """Return the differences between a checkpoint's corpus and the current one. before, now: corpus identities."""
     return identity_changes(before, _short_corpus(now))
 
 
-def check_text(where: str, before: Mapping[str, Any], now: Mapping[str, Any], resolved: ResolvedConfig) -> list[str]:
-    """Return what differs between the corpora of a checkpoint and of this run; UserError if the text may not change.
+def check_text(
+    checkpoint: str, before: Mapping[str, Any], now: Mapping[str, Any], resolved: ResolvedConfig
+) -> list[str]:
+    """Return the differences between a checkpoint's corpus and this run's; raise UserError if it may not change.
 
-    before, now: identities of a corpus.
+    checkpoint: its name; before, now: corpus identities.
     """
     changes = text_changes(before, now)
     if changes and resolved.config.train.resume_with_other != "data":
         raise UserError(
-            f"train.resume: {where} was trained on other text ({', '.join(changes)}); restore it, start anew"
-            " under another --run.name, or go on with the present text by --train.resume_with_other data."
+            f"train.resume: {checkpoint} was trained on other text ({', '.join(changes)}); restore it, start a new run"
+            " with another --run.name, or continue on the current text with --train.resume_with_other data."
         )
     return changes
 
@@ -215,18 +218,18 @@ def check_text(where: str, before: Mapping[str, Any], now: Mapping[str, Any], re
 def keep_decisions(
     resolved: ResolvedConfig, before: Mapping[str, Any], is_possible: Callable[[str, Any], bool]
 ) -> ResolvedConfig:
-    """Let a run that goes on stick to what it decided for itself, if it is possible here.
+    """Keep the decisions of a resumed run, as far as they are possible here.
 
-    before: its config; is_possible: says of a key and its value whether this machine can do it.
+    before: its config. is_possible(key, value): returns whether this machine supports the value.
     """
     for key, undecided in UNDECIDED.items():
-        of_run = before.get(key, undecided)
-        if resolved.config.flat()[key] != undecided or of_run == undecided:
+        decision = before.get(key, undecided)
+        if resolved.config.flat()[key] != undecided or decision == undecided:
             continue
-        if is_possible(key, of_run):
-            resolved = resolved.resolve("the run so far", **{key.replace(".", "__"): of_run})
+        if is_possible(key, decision):
+            resolved = resolved.resolve("the run so far", **{key.replace(".", "__"): decision})
         else:
-            logger.info("%s: %s, as the run had it, is not possible here; it is decided anew", key, of_run)
+            logger.info("%s: the run used %s, which is not possible here; deciding again", key, decision)
     return resolved
 
 
@@ -241,5 +244,5 @@ def _shortened(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON and YAML read it back."""
+    """Return a value as it reads back from JSON and YAML."""
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""What a run has to remember beside weights and optimizer; everything else follows from the config and the step."""
+"""The state of a run besides weights and optimizer; everything else follows from the config and the step."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from hfgolf.data.batches import as_ranges, stream_positions
 
 @dataclass
 class TrainState:
-    """The loop's memory, saved in every checkpoint as plain Python (accelerate loads it with weights_only).
+    """The loop's state, saved in every checkpoint as plain JSON.
 
-    Learning rate, momentum and the next batch are functions of these and of the config.
+    Learning rate, momentum and the next batch are functions of this state and the config.
     """
 
     step: int = 0
-    """Optimizer updates completed, skipped ones included."""
+    """Completed optimizer steps, including skipped ones."""
     tokens: int = 0
-    """Training tokens that these updates read."""
+    """Training tokens read by these steps."""
     blocks: int = 0
-    """Blocks of the present text that they read: the position in the data. `excluded_blocks` are not among them."""
+    """Blocks of the current text read by these steps: the position in the data, not counting `excluded_blocks`."""
     elapsed_seconds: float = 0.0
-    """Seconds of training so far, over all the sessions of the run."""
+    """Seconds of training, over all sessions of the run."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Those of the process by kind of work, setup included, over all the sessions of the run (Stopwatch)."""
+    """{kind of work: seconds}, including setup, over all sessions of the run (see Stopwatch)."""
     best_val_loss: float = float("inf")
-    """Lowest validation loss (nats a token) of the evaluations so far."""
+    """Lowest validation loss so far, nats per token."""
     best_step: int = 0
-    """Step of that evaluation; 0 before the first."""
+    """Step of that evaluation; 0 before the first evaluation."""
     patience_loss: float = float("inf")
-    """Validation loss that an evaluation must undercut, by train.min_improvement, to count as an improvement."""
+    """To count as an improvement, a validation loss must be below this by train.min_improvement. Nats per token."""
     evals_without_improvement: int = 0
-    """Evaluations since the last that did."""
+    """Evaluations since the last improvement."""
     skipped_steps: int = 0
-    """Steps without an update, because the gradient was not finite; those of fp16's search for a scale included."""
+    """Steps without an update because the gradient was not finite, including overflows of fp16's loss scaling."""
     rollbacks: int = 0
-    """Times the run went back to its last good checkpoint."""
+    """Number of rollbacks to a checkpoint."""
     excluded_blocks: list[list[int]] = field(default_factory=list)
-    """Positions [start, end) of the data that a rollback excluded; disjoint and in order."""
+    """Positions [start, end) in the data that rollbacks excluded; disjoint and sorted."""
     learning_rate_scale: float = 1.0
-    """What rollbacks made of the learning rates: a factor on all of them."""
+    """Factor on all learning rates, set by rollbacks."""
     unfinished_row: dict[str, Any] | None = None
-    """Row of metrics.jsonl whose evaluation a signal cut short: the next session evaluates again, and writes it."""
+    """Row of metrics.jsonl whose evaluation a signal interrupted; the next session evaluates again and writes it."""
     wandb_id: str | None = None
-    """So that a resumed run continues its wandb run."""
+    """ID of the wandb run, so that a resumed run continues it."""
 
     def count_step(self, batch: BatchConfig) -> None:
-        """Note an update: one more step, and the global batch that it read."""
+        """Count one optimizer step and the global batch that it read."""
         self.step += 1
         self.tokens += batch.tokens_per_step
         self.blocks += batch.sequences_per_step
@@ -62,13 +62,13 @@ class TrainState:
         return stream_positions(self.blocks, count, self.excluded_blocks)
 
     def begin_data(self) -> None:
-        """Begin other data: neither the blocks read nor the validation losses so far are of it."""
+        """Reset the data position and the validation losses, which belong to the previous data."""
         self.blocks, self.excluded_blocks = 0, []
         self.best_val_loss, self.best_step = float("inf"), 0
         self.patience_loss, self.evals_without_improvement = float("inf"), 0
 
     def judge(self, val_loss: float, min_improvement: float) -> None:
-        """Note an evaluation at the present step: is it the best, and did it improve enough to go on."""
+        """Record an evaluation at the current step: whether it is the best, and whether it is an improvement."""
         if val_loss < self.best_val_loss:
             self.best_val_loss, self.best_step = val_loss, self.step
         self.evals_without_improvement += 1
@@ -79,7 +79,7 @@ class TrainState:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what state_dict returned. Raises KeyError, TypeError or ValueError, and changes nothing, if it isn't."""
+        """Load what state_dict returned. Raises KeyError, TypeError or ValueError, with no change, if malformed."""
         for name, kind in typing.get_type_hints(TrainState).items():
             if not _fits(state[name], kind):
                 raise ValueError(f"{name} is {state[name]!r}"[:100])
@@ -88,13 +88,13 @@ class TrainState:
 
 
 def rolled_back(saved: TrainState, current: TrainState, bad_positions: np.ndarray, rate_factor: float) -> TrainState:
-    """Return the state in which a run goes on from a checkpoint after a rollback.
+    """Return the state in which a run continues from a checkpoint after a rollback.
 
-    saved: as the checkpoint holds it. current: of the run just before. bad_positions: (n,) int64, positions of blocks
-    that no later step may read. rate_factor: on all learning rates from here on.
+    saved: the state in the checkpoint. current: the run's state before the rollback. bad_positions: (n,) int64,
+    positions of blocks that no later step may read. rate_factor: multiplies all learning rates from now on.
     """
     next_position = stream_positions(saved.blocks, 1, current.excluded_blocks)[0]
-    # bad blocks before the checkpoint are behind it anyway: to exclude them would move good ones past it
+    # only blocks after the checkpoint's position: excluding earlier ones would shift good blocks past it
     new_ranges = as_ranges(bad_positions[bad_positions >= next_position])
     return dataclasses.replace(
         saved,
@@ -106,7 +106,7 @@ def rolled_back(saved: TrainState, current: TrainState, bad_positions: np.ndarra
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Say whether plain JSON is of an annotated type."""
+    """Return whether a JSON value matches an annotated type."""
     arguments = typing.get_args(kind)
     if kind is Any:
         return True

@@ -1,9 +1,9 @@
-"""Checkpoints as folders that are whole or not there, and the choice among them.
+"""Store checkpoints as folders that are either complete or absent, and choose among them.
 
 Owns the layout `checkpoints/step-000300`, the manifest and the retention. A checkpoint is written to a hidden folder,
-synced, and renamed, so that a reader never sees half of one. The latest is the one with the highest step, the best is
-what the train states say; the links `latest` and `best` are only for people, because not every copy and file system
-keeps links. Does not know when to save (loop.py), nor what else is in the files (checkpointer.py).
+synced and renamed, so a reader never sees an incomplete one. The latest has the highest step; the train states name the
+best. The links `latest` and `best` are only for people: not every copy and file system keeps links. Does not know when
+to save (train/loop.py) or what the other files contain (contents.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 3
-STATE_NAME = "train_state.json"  # not a registered object: accelerate unpickles those, which can run code
+STATE_NAME = "train_state.json"  # not registered with accelerate, which would unpickle it: a pickle can run code
 _MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
 
 class Rejected(Exception):
-    """A checkpoint that can not be resumed from; says why."""
+    """Says why a checkpoint cannot be used."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -45,7 +45,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path:
-    """Make the hidden folder in which a checkpoint is written."""
+    """Make the hidden folder in which a checkpoint is assembled."""
     partial = folder / f".partial-{step_folder(folder, step).name}"
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(folder)
@@ -54,7 +54,7 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
 
 
 def commit_checkpoint(partial: Path, step: int, processes: int) -> Path:
-    """Make what is in `partial` durable and let it appear as `step-NNNNNN`, the latest; returns that path."""
+    """Sync the folder `partial`, rename it to `step-NNNNNN` and make it the latest; return its path."""
     folder = partial.parent
     final = step_folder(folder, step)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
@@ -69,12 +69,12 @@ def commit_checkpoint(partial: Path, step: int, processes: int) -> Path:
     set_aside(final)
     partial.rename(final)
     sync(folder)
-    point(folder / "latest", final)
+    replace_link(folder / "latest", final)
     return final
 
 
 def clean_up(folder: Path) -> None:
-    """Finish a save that was killed when only its name was missing; remove what any other left behind."""
+    """Finish a killed save if only its final rename is missing; remove the remains of all others."""
     for partial in folder.glob(".partial-*"):
         final = folder / partial.name.removeprefix(".partial-")
         if _STEP_FOLDER.fullmatch(final.name) and not final.exists() and is_whole(partial):
@@ -85,7 +85,7 @@ def clean_up(folder: Path) -> None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Say whether a checkpoint verifies."""
+    """Return whether a checkpoint passes `verify`."""
     try:
         verify(checkpoint)
     except Rejected:
@@ -93,21 +93,21 @@ def is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def retain(folder: Path, keep_last: int) -> None:
+def prune(folder: Path, keep_last: int) -> None:
     """Delete all but the newest `keep_last` checkpoints and the best one."""
     best = best_checkpoint(folder)
     for checkpoint in newest_first(folder)[keep_last:]:
         if checkpoint != best:
-            hidden = checkpoint.with_name(f".partial-{checkpoint.name}")  # killed half-way, it must not look whole
+            hidden = checkpoint.with_name(f".partial-{checkpoint.name}")  # if killed halfway, it must not look complete
             shutil.rmtree(hidden, ignore_errors=True)
             checkpoint.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def point(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to its sibling `target`, in one atomic step; without a link if that fails.
+def replace_link(link: Path, target: Path) -> None:
+    """Atomically make `link` a relative symbolic link to its sibling `target`; remove it if that fails.
 
-    A folder in its place, which a copy that followed the link has made, is set aside.
+    If a folder has the link's name (left by a copy that followed links), set it aside.
     """
     temporary = link.with_name(f".{link.name}")
     try:
@@ -119,13 +119,13 @@ def point(link: Path, target: Path) -> None:
     except (OSError, NotImplementedError) as error:  # a file system, or a Windows account, without links
         logger.debug("no link %s: %s", link, error)
         with suppress(OSError):
-            link.unlink()  # none is better than a wrong one
+            link.unlink()  # no link is better than a wrong one
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Take a checkpoint out of the running, if it is there, without losing it: `abandoned-step-NNNNNN`.
+    """Rename a checkpoint, if it exists, to `abandoned-step-NNNNNN`, so that no resume picks it automatically.
 
-    One abandoned earlier keeps that name, as it may be the one to resume from; the next is `abandoned-step-NNNNNN-2`.
+    An earlier abandoned one keeps its name, because a resume may name it; the next becomes `abandoned-step-NNNNNN-2`.
     """
     if checkpoint.exists():
         aside, count = checkpoint.with_name(f"abandoned-{checkpoint.name}"), 1
@@ -136,11 +136,11 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def check_resume(folder: Path, which: str | None) -> None:
-    """Raise UserError, before any work, if the checkpoints can't be reached or train.resume names none of them."""
+    """Raise UserError, before any work, if the checkpoints can't be reached or train.resume names a missing one."""
     if folder.is_symlink() and not folder.exists():
         raise UserError(
-            f"run.output_dir: {folder} leads to {os.readlink(folder)}, which is not there; mount that disk, or remove"
-            " the link to begin anew."
+            f"run.output_dir: {folder} links to {os.readlink(folder)}, which does not exist; mount that disk, or remove"
+            " the link to start over."
         )
     if which in (None, "auto"):
         return
@@ -153,10 +153,10 @@ def check_resume(folder: Path, which: str | None) -> None:
 
 
 def choose_checkpoint(processes: PartialState, folder: Path, which: str) -> Path | None:
-    """Return the checkpoint to resume from, verified; all ranks call it and all get the same answer.
+    """Return the verified checkpoint to resume from. All ranks call it and get the same answer.
 
-    which: auto or latest take the newest valid one and name each that they rejected, with the reason (auto: None if
-    there is none at all); best or a path takes that one. Changes nothing on the disk. Raises UserError if none will do.
+    which: auto or latest: the newest valid one, with a warning for each rejected one (auto: None if there are no
+    checkpoints); best or a path: that one. Changes nothing on disk. Raises UserError if no checkpoint is usable.
     """
     answer: list[Any] = [None, None]
     if processes.is_main_process:
@@ -164,21 +164,21 @@ def choose_checkpoint(processes: PartialState, folder: Path, which: str) -> Path
             answer[0] = _choose(folder, which)
         except UserError as error:
             answer[1] = str(error)
-    path, complaint = broadcast_object_list(answer)
-    if complaint:
-        raise UserError(complaint)
+    path, error_message = broadcast_object_list(answer)
+    if error_message:
+        raise UserError(error_message)
     return path
 
 
 def make_latest(folder: Path, chosen: Path) -> None:
-    """Set aside the checkpoints in a folder that are newer than the one the run goes on from."""
+    """Set aside the checkpoints in a folder that are newer than the one the run continues from."""
     step = read_manifest(chosen)["step"]
     for other in newest_first(folder):
         if step_of(other) >= step and other.resolve() != chosen.resolve():
             set_aside(other)
     for name, target in (("latest", next(iter(newest_first(folder)), None)), ("best", best_checkpoint(folder))):
         if target is not None:
-            point(folder / name, target)
+            replace_link(folder / name, target)
         elif (folder / name).is_symlink():
             (folder / name).unlink()
 
@@ -186,24 +186,26 @@ def make_latest(folder: Path, chosen: Path) -> None:
 def verify(checkpoint: Path) -> dict[str, Any]:
     """Check a checkpoint's files against its manifest; return the manifest.
 
-    Raises Rejected with the first thing that is wrong.
+    Raises Rejected with the first problem found.
     """
     manifest = read_manifest(checkpoint)
     try:
         version, files = manifest["format"], dict(manifest["files"])
         if version != FORMAT_VERSION:
-            raise Rejected(f"another version of hfgolf saved it (format {version}, this one reads {FORMAT_VERSION})")
+            raise Rejected(
+                f"saved by another version of hfgolf (format {version}; this version reads {FORMAT_VERSION})"
+            )
         if not all(isinstance(manifest[key], int) for key in ("step", "processes")):
             raise TypeError
         if _STEP_FOLDER.fullmatch(checkpoint.name) and step_of(checkpoint) != manifest["step"]:
-            raise Rejected(f"{_MANIFEST} is of step {manifest['step']}")
+            raise Rejected(f"{_MANIFEST} belongs to step {manifest['step']}")
         for name, expected in files.items():
             _verify_file(checkpoint, name, expected)
         paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     except OSError as error:
         raise Rejected(f"not readable ({one_line(error)})") from None
     except (KeyError, TypeError, ValueError):
-        raise Rejected(f"{_MANIFEST} is not one of hfgolf's") from None
+        raise Rejected(f"{_MANIFEST} is not valid") from None
     inside = {str(path.relative_to(checkpoint)) for path in paths}
     for name in sorted(inside - files.keys() - {_MANIFEST}):
         raise Rejected(f"{name} is not in {_MANIFEST}")
@@ -211,12 +213,12 @@ def verify(checkpoint: Path) -> dict[str, Any]:
         try:
             TrainState().load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
         except (OSError, KeyError, TypeError, ValueError, RecursionError):
-            raise Rejected(f"{STATE_NAME} is not one of hfgolf's") from None
+            raise Rejected(f"{STATE_NAME} is not valid") from None
     return manifest
 
 
 def verified_file(checkpoint: Path, name: str) -> Path:
-    """Return the path of one file of a checkpoint, checked against the manifest; Rejected if it is not as saved."""
+    """Return the path of one file of a checkpoint, checked against the manifest. Raises Rejected if it is damaged."""
     try:
         _verify_file(checkpoint, name, read_manifest(checkpoint)["files"][name])
     except (KeyError, TypeError):
@@ -225,13 +227,13 @@ def verified_file(checkpoint: Path, name: str) -> Path:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return what commit_checkpoint noted of a checkpoint; Rejected where there is nothing to read."""
+    """Return the manifest that commit_checkpoint wrote. Raises Rejected if it cannot be read."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_text())
     except (OSError, ValueError, RecursionError):
         raise Rejected(f"{_MANIFEST} is missing or not readable") from None
     if not isinstance(manifest, dict):
-        raise Rejected(f"{_MANIFEST} is not one of hfgolf's")
+        raise Rejected(f"{_MANIFEST} is not valid")
     return manifest
 
 
@@ -242,12 +244,12 @@ def _choose(folder: Path, which: str) -> Path | None:
     try:
         verify(chosen)
     except Rejected as rejected:
-        raise UserError(f"train.resume: {chosen} is rejected, {rejected}; choose another.") from None
+        raise UserError(f"train.resume: {chosen} rejected: {rejected}; choose another.") from None
     return chosen
 
 
 def _newest_valid(folder: Path, which: str) -> Path | None:
-    """Return the newest checkpoint that verifies, after a line for each that does not; None: there never was one."""
+    """Return the newest valid checkpoint, with a warning for each invalid one; None if there are no checkpoints."""
     reasons = []
     for checkpoint in newest_first(folder):
         try:
@@ -255,17 +257,17 @@ def _newest_valid(folder: Path, which: str) -> Path | None:
             return checkpoint
         except Rejected as rejected:
             reasons.append(f"{checkpoint.name}: {rejected}")
-            logger.warning("checkpoint rejected, %s", reasons[-1])
+            logger.warning("checkpoint rejected: %s", reasons[-1])
     if reasons or which == "latest":
         raise UserError(
-            f"train.resume: no checkpoint in {folder} is valid ({'; '.join(reasons) or 'none there'}); restore one, or"
-            " start anew under another --run.name."
+            f"train.resume: no valid checkpoint in {folder} ({'; '.join(reasons) or 'it has none'}); restore one, or"
+            " start a new run with another --run.name."
         )
     return None
 
 
 def find_checkpoint(folder: Path, which: str) -> Path | None:
-    """Return the checkpoint that latest, best or a path means; None if there is no latest or best."""
+    """Return the checkpoint that "latest", "best" or a path means; None if there is no latest or best."""
     if which == "latest":
         return next(iter(newest_first(folder)), None)
     if which == "best":
@@ -274,14 +276,14 @@ def find_checkpoint(folder: Path, which: str) -> Path | None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder by their steps, whatever their files' times say."""
+    """Return the checkpoints in a folder, sorted by step and not by file times."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=step_of, reverse=True)
 
 
 def saved_step(folder: Path) -> int | None:
-    """Return the step of the newest checkpoint that is on the disk, with all its files by name and size; else None."""
+    """Return the step of the newest checkpoint whose files all exist with the right sizes; None if there is none."""
     for checkpoint in newest_first(folder):
         with suppress(Rejected, OSError, KeyError, TypeError, ValueError, AttributeError):
             files = read_manifest(checkpoint)["files"].items()
@@ -291,9 +293,9 @@ def saved_step(folder: Path) -> int | None:
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint of the lowest validation loss among those in a folder, as their train states say.
+    """Return the checkpoint with the lowest validation loss, according to the train states; None if there is none.
 
-    The newest state knows it, unless the save of that step failed: then an older one does. None if none does.
+    The newest state names it. If the save of that step failed, an older state names the best one that exists.
     """
     for checkpoint in newest_first(folder):
         with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
@@ -304,7 +306,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint's name says."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from hfgolf.durable import write_bytes, write_text
 from hfgolf.redact import redact, redact_values
 from hfgolf.report.figures import EVENTS, draw_charts, line_look
-from hfgolf.run.record import FIGURES, RunRecord, final_figures, seconds_by_kind, stated_price, status, written
+from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures, seconds_by_kind, stated_price, status
 from hfgolf.wording import dollars, duration
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -87,7 +87,7 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
         "look": line_look(number),
         "status": status(run),
         "notes": _notes(run),
-        "figures": written(final_figures(run, price)),
+        "figures": format_figures(final_figures(run, price)),
         "price": price,
         "times": [_time(kind, spent, total, price) for kind, spent in seconds.items()],
         "wall_clock": _time("wall clock", total, total, price),

@@ -1,1 +1,1 @@
-"""What a run leaves in its folder: its files, rows, record and provenance. No torch."""
+"""The folder of a run: its files, metrics, record and provenance. Does not import torch."""

@@ -1,4 +1,4 @@
-"""The folder of a run: the names of its files, and the lock that keeps other processes out of it.
+"""The folder of a run: the names of its files, and the lock that keeps other processes out.
 
 Does not know which run may use it (train/claim.py).
 """
@@ -22,12 +22,12 @@ from hfgolf.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing keeps two runs apart there
+except ImportError:  # Windows, where folders are not locked
     fcntl = None  # type: ignore[assignment]
 
 
 class FolderTakenError(UserError):
-    """Another run has begun in the folder, which was deleted under this one."""
+    """Another run has started in the folder after it was deleted during this run."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class RunFolder:
 
     @property
     def starts(self) -> Path:
-        """A numbered folder for each start of the run, with its config, metadata and patch."""
+        """One numbered folder per start of the run, with its config, metadata and patch."""
         return self.path / "starts"
 
     @property
     def uncommitted(self) -> Path:
-        """What differed from the commit in metadata.json, as a patch; there only where something did."""
+        """Patch of the differences from the commit in metadata.json; exists only if there are any."""
         return self.path / "uncommitted.patch"
 
     @property
@@ -61,7 +61,7 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        """The page; beside it are its Markdown and, in a folder, its pictures."""
+        """The HTML page; next to it are its Markdown and a folder with its pictures."""
         return self.path / "report.html"
 
     @property
@@ -70,28 +70,28 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The exported model, for others to load."""
+        """The exported model, as a folder for `from_pretrained`."""
         return self.path / "model"
 
     @property
     def summary(self) -> Path:
-        """The final figures; there once the run is complete."""
+        """The final figures; exists once the run is complete."""
         return self.path / "summary.json"
 
     def make(self) -> None:
-        """Make the folder and check that this process may write there; UserError if it may not."""
+        """Make the folder and check that this process may write there. Raises UserError if it may not."""
         try:
             make_folder(self.path)
             probe = self.path / ".writable"
-            probe.write_text("\n")  # not empty: that fits on a full disk
-            probe.unlink(missing_ok=True)  # another run may be looking too
+            probe.write_text("\n")  # not empty: an empty file fits even on a full disk
+            probe.unlink(missing_ok=True)  # another run may be probing, too
         except OSError as error:
             raise UserError(
                 f"run.output_dir: cannot write to {self.path} ({error.strerror}); choose another --run.output_dir."
             ) from None
 
     def clean_up(self) -> None:
-        """Remove what a write that was killed left behind; not among the checkpoints, which do so themselves."""
+        """Remove the remains of killed writes, except among the checkpoints (see checkpoint/store.py)."""
         for pattern in (".partial-*", ".replaced-*", "starts/*/.partial-*", f"{self.report.stem}/.partial-*"):
             for path in self.path.glob(pattern):
                 if path.is_dir():
@@ -100,21 +100,21 @@ class RunFolder:
                     path.unlink(missing_ok=True)
 
     def lock(self) -> None:
-        """Keep other processes out for as long as this one lives, however it ends; UserError where one is in."""
+        """Keep other processes out until this one ends, however it ends. Raises UserError if another holds the lock."""
         if fcntl is None or self.path.resolve() in self._locks:
             return
         try:
             descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise UserError(
-                f"run.name: cannot open {self._lock_file} ({error.strerror}); if another user made it, choose another"
-                " --run.name or --run.output_dir."
+                f"run.name: cannot open {self._lock_file} ({error.strerror}); if it belongs to another user, choose"
+                " another --run.name or --run.output_dir."
             ) from None
         try:
-            # a lock of the process: unlike flock's, not inherited by loader workers, which may outlive a kill -9
+            # lockf locks belong to the process. Loader workers, which may survive a kill -9, would inherit flock's
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system that knows no locks
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # the file system does not support locks
                 os.close(descriptor)
                 return
             owner = os.read(descriptor, 100).decode(errors="replace").strip()
@@ -124,21 +124,21 @@ class RunFolder:
                 " --run.name."
             ) from None
         self._locks[self.path.resolve()] = descriptor
-        with contextlib.suppress(OSError):  # a full disk: it is only for whoever is refused
+        with contextlib.suppress(OSError):  # a full disk; the owner is only for the message above
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{_this_process()}\n".encode())
 
     def hold(self) -> None:
-        """Check that the folder is still this process's, and lock it anew if it was deleted under the run.
+        """Check that this process still holds the folder, and lock it again if it was deleted during the run.
 
-        Raises FolderTakenError if another run has begun in it since.
+        Raises FolderTakenError if another run has started in it since.
         """
         held = self._locks.get(self.path.resolve())
-        if held is None:  # nothing is locked here
+        if held is None:  # not locked by this process
             return
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(held), os.stat(self._lock_file)):
-                return  # never opened here: to close it would unlock it
+                return  # stat, not open: closing any descriptor of the file would release the lock
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             owner = self._lock_file.read_text(errors="replace").strip() if self._lock_file.exists() else ""
@@ -150,12 +150,12 @@ class RunFolder:
                 return
         except UserError:
             self._locks[self.path.resolve()] = held
-            owner = "of another user, or just now started"
-        except OSError:  # the disk takes nothing at the moment
+            owner = "of another user, or just started"
+        except OSError:  # the disk is full or failing; the next call checks again
             return
         raise FolderTakenError(
-            f"run.name: {self.path} was deleted under this run, and another one has begun in it (process {owner}); this"
-            " one ends and leaves that alone."
+            f"run.name: {self.path} was deleted during this run, and another run has started in it (process {owner});"
+            " this run stops and leaves the other one alone."
         )
 
     @property
@@ -163,18 +163,18 @@ class RunFolder:
         return self.path / ".lock"
 
     def read_config(self) -> dict[str, Any]:
-        """Return config.yaml as {"section.key": value}; nothing if it can't be read."""
+        """Return config.yaml as {"section.key": value}; {} if it can't be read."""
         try:
             return read_yaml(self.config)
-        except (UserError, OSError):  # not there, or cut by a power failure: checkpoints hold the config, too
+        except (UserError, OSError):  # missing, or cut off by a power failure: checkpoints hold the config, too
             return {}
 
     def find_damage(self) -> str | None:
-        """Say what is not as it was when the run ended, its summary or a file of its model; None if nothing is."""
+        """Describe what has changed since the run ended, in its summary or its model; None if nothing has."""
         try:
             summary = json.loads(self.summary.read_text())
             listed = summary.get("files", {})  # runs of older versions have none
-            if not {"val_loss", "weights"} <= summary.keys():  # a sample may have failed
+            if not {"val_loss", "weights"} <= summary.keys():  # every summary has these
                 raise ValueError
             for name in ("config.json", "model.safetensors"):
                 if not (self.model / name).is_file():
@@ -185,14 +185,14 @@ class RunFolder:
             return f"{self.summary.name} is not readable"
         return damage and f"{self.model.name}/{damage}"
 
-    def reopen(self) -> None:
-        """Let the run be complete no longer, before anything else of it changes."""
+    def mark_incomplete(self) -> None:
+        """Delete the summary, which marks a complete run. Call it before changing anything else of the run."""
         if self.summary.exists():
             self.summary.unlink()
             sync(self.path)
 
     def describe_start(self, config_yaml: str, metadata: dict[str, Any], patch: str | None) -> None:
-        """Keep what one needs to repeat this start of the run, in `starts/NNN`; the run's own folder has the latest."""
+        """Write what is needed to repeat this start of the run, to `starts/NNN` and to the run folder (the latest)."""
         number = 1 + max((int(path.name) for path in self.starts.glob("[0-9]*")), default=0)
         start = self.starts / f"{number:03d}"
         make_folder(start)
@@ -204,7 +204,7 @@ class RunFolder:
                 write_text(folder / self.uncommitted.name, patch)
 
     def commits(self) -> list[str]:
-        """Return the commits of hfgolf that the starts of the run were made with, each once, in order."""
+        """Return the commits of hfgolf that the run's starts used, without repetition, in order."""
         found: dict[str, None] = {}
         for path in sorted(self.starts.glob("*/metadata.json")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""metrics.jsonl: written line by line while a run trains, and read back whatever became of it since.
+"""Write metrics.jsonl line by line during a run, and read it back even if it is damaged.
 
-A line may be cut off by a crash, and a file may be too long to read whole. What the lines hold is in schema.py.
+A crash may cut off a line, and a file may be too long to read completely. schema.py defines the content of the lines.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from hfgolf.durable import sync, write_bytes
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**26
-"""Of a file that is read whole: some 50,000 rows of 10 steps."""
+"""A larger file is only sampled. This is about 50,000 rows of 10 steps each."""
 SAMPLED_ROWS = 20_000
-_OF_EACH_STEP = ("train_losses", "grad_norms")
+_PER_STEP_COLUMNS = ("train_losses", "grad_norms")
 _TOO_LARGE = 10**38
-_ALWAYS = (b'"event":', b'"val_tokens":')  # what makes a row worth more than its neighbours
+_ALWAYS_SAMPLED = (b'"event":', b'"val_tokens":')  # marks of events and evaluations
 
 
 class MetricsFile:
-    """Appends to the metrics.jsonl of a run. A full disk costs no row: it waits, and is written with the next."""
+    """Appends to a run's metrics.jsonl. If the disk is full, rows wait in memory and are written with the next one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._unwritten: list[str] = []
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row or an event; null stands for a number that is not finite, because JSON has none."""
+        """Append a row or an event. Nonfinite numbers become null, because JSON has none."""
         self._unwritten.append(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
         reason = self._flush()
         if reason and len(self._unwritten) == 1:
-            logger.warning("%s: not written (%s), kept for the next row", self._path, reason)
+            logger.warning("%s: cannot write (%s); the row is kept and written with the next one", self._path, reason)
 
     def rewind(self, step: int) -> None:
-        """Drop the rows after `step`, which will be written again, and broken lines; events stay."""
-        self._unwritten = [line for line in self._unwritten if _outlives(line, step)]
+        """Drop the rows after `step`, which will be written again, and broken lines; keep the events."""
+        self._unwritten = [line for line in self._unwritten if _survives_rewind(line, step)]
         try:
             if self._path.is_file():
                 content = self._path.read_bytes()
-                kept = b"".join(line + b"\n" for line in content.splitlines() if _outlives(line, step))
+                kept = b"".join(line + b"\n" for line in content.splitlines() if _survives_rewind(line, step))
                 if kept != content:
                     write_bytes(self._path, kept)
         except OSError as error:
-            logger.warning("%s: rows after step %d stay in it (%s)", self._path, step, error.strerror)
+            logger.warning("%s: cannot remove the rows after step %d (%s)", self._path, step, error.strerror)
 
     def sync(self) -> None:
-        """Have the rows so far on the disk, if it takes them; a checkpoint that follows has all rows up to its step."""
-        with suppress(OSError):  # no row is worth a checkpoint
+        """Force the rows so far to disk, if possible. Called before a checkpoint appears, so that its rows exist."""
+        with suppress(OSError):  # a row must not cost a checkpoint
             sync(self._path)
             sync(self._path.parent)
 
     def close(self) -> None:
-        """Write what still waits; say how many rows are lost if the disk refuses them."""
+        """Write the waiting rows; if that fails, warn how many are lost."""
         reason = self._flush() if self._unwritten else None
         if reason:
-            logger.warning("%s: %d rows are lost (%s)", self._path, len(self._unwritten), reason)
+            logger.warning("%s: %d rows lost (%s)", self._path, len(self._unwritten), reason)
 
     def _flush(self) -> str | None:
-        """Append what is not written yet; return why that is not possible now."""
+        """Append the unwritten lines; return the reason if that fails, else None."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             append_lines(self._path, self._unwritten)
@@ -80,7 +80,7 @@ class MetricsFile:
 
 
 def append_lines(path: Path, lines: list[str]) -> None:
-    """Append whole lines or none: what a full disk took of them is cut off again before OSError is raised."""
+    """Append all lines or none: if the disk fills up, truncate the file to its old size, then raise OSError."""
     with path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
@@ -92,7 +92,7 @@ def append_lines(path: Path, lines: list[str]) -> None:
             raise
 
 
-def _outlives(line: bytes | str, step: int) -> bool:
+def _survives_rewind(line: bytes | str, step: int) -> bool:
     try:
         row = json.loads(line)
         return "event" in row or row["step"] <= step
@@ -102,21 +102,18 @@ def _outlives(line: bytes | str, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The rows of a run, a log each, and its events, each in the order they were written."""
+    """The rows of a run, one per log interval, and its events, in the order they were written."""
 
     rows: list[dict[str, Any]]
     events: list[dict[str, Any]]
     broken_lines: int = 0
-    """Lines that are no row and no event: cut off by a crash, or with a value that its key can't have."""
+    """Number of lines that are neither row nor event: cut off by a crash, or with a value of the wrong type."""
     is_sampled: bool = False
-    """The file is so long that only some rows were read: evaluations, events and others evenly spaced."""
+    """True if the file is too long to read completely: evaluations, events and evenly spaced other rows were read."""
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the metrics.jsonl of a run; of one above MAX_BYTES a sample.
-
-    Raises OSError where there is no such file. A missing or empty one is the caller's to explain.
-    """
+    """Read a metrics.jsonl; sample it if it is larger than MAX_BYTES. Raises OSError if it cannot be read."""
     is_sampled = path.stat().st_size > MAX_BYTES
     rows, events, broken_lines = [], [], 0
     for line in _sample(path) if is_sampled else path.read_bytes().splitlines():
@@ -131,14 +128,14 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, all of them, without the events; lines that are no row are passed over."""
+    """Return all rows of a metrics.jsonl, without sampling, events and broken lines."""
     with path.open("rb") as file:
         rows = [_parse(line) for line in file]
     return [row for row in rows if row is not None and "event" not in row]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return a row or an event whose values have the types that readers count on, None for any other line."""
+    """Return a line's row or event if all its values have the expected types, else None."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -152,7 +149,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with null for NaN and infinity, which JSON does not have and Python reads all the same."""
+    """Replace NaN and infinity with None: they are not JSON, although Python's json writes and reads them."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -161,13 +158,13 @@ def _finite(value: Any) -> Any:
 def _is_column(key: str, value: Any) -> bool:
     if key == "sample_hashes":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if key in _OF_EACH_STEP and value is not None:
+    if key in _PER_STEP_COLUMNS and value is not None:
         return isinstance(value, list) and len(value) > 0 and all(map(is_number, value))
     return is_number(value)
 
 
 def is_number(value: Any) -> bool:
-    """Say whether a value is null, true, false, or a finite number of a size that sums and charts have room for."""
+    """Return whether a value is None, a bool, or a finite number small enough for sums and charts."""
     return value is None or (isinstance(value, int | float) and abs(value) < _TOO_LARGE)
 
 
@@ -184,11 +181,11 @@ def _is_event(event: dict[str, Any]) -> bool:
 
 
 def _sample(path: Path) -> Iterator[bytes]:
-    """Yield, in order, the evaluations and events (of very many some, evenly) and SAMPLED_ROWS rows evenly by place."""
+    """Yield evenly spaced rows, and the evaluations and events, up to SAMPLED_ROWS of each, in order."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         places = np.linspace(0, len(content) - 1, SAMPLED_ROWS).astype(np.int64).tolist()
-        places.append(max(0, content.rfind(b"\n") - 1))  # of the last whole line
-        for marker in _ALWAYS:
+        places.append(max(0, content.rfind(b"\n") - 1))  # in the last complete line
+        for marker in _ALWAYS_SAMPLED:
             places += _thin(list(_find_all(content, marker)))
         starts = {content.rfind(b"\n", 0, place) + 1 for place in places}
         for start in sorted(starts):

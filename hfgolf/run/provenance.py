@@ -1,6 +1,6 @@
-"""What one needs to repeat a run and to judge it: commit, uncommitted changes, command, versions, environment.
+"""Record what is needed to repeat and judge a run: commit, uncommitted changes, command, versions, environment.
 
-Knows how to keep the secrets of whoever runs it out of all of these. Knows nothing of devices: it is told.
+Keeps the user's secrets out of all of these. Does not know devices; the caller passes their description.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hfgolf.config import join_words
 from hfgolf.redact import is_secret_name, redact, redact_values
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "wandb", "numpy")
-# What changes what a run computes, how fast, or where it reads and writes.
+# Environment variables that affect what a run computes, how fast, or where it reads and writes.
 _VARIABLES = re.compile(
     r"(HFGOLF|ACCELERATE|FSDP|HF|TRANSFORMERS|TOKENIZERS|WANDB|SLURM|TORCH\w*|PYTORCH|TRITON)_"
     r"|(CUDA|CUBLAS|CUDNN|NCCL|GLOO|OMP|MKL|KMP|OPENBLAS|THP)_|NVIDIA_(TF32_OVERRIDE|VISIBLE_DEVICES)$"
@@ -28,16 +28,16 @@ _VARIABLES = re.compile(
 )
 
 MAX_PATCH_BYTES = 1_000_000
-_MAX_NEW_FILES = 100  # in a patch; each costs a call of git
-# whatever the user's git is set to, a patch that `git apply` takes
+_MAX_NEW_FILES = 100  # per patch; each costs one call of git
+# These options override the user's git settings, so that `git apply` accepts the patch.
 _DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 
 
 def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what one needs to repeat and to judge a run: commit, command, config, versions, hardware, environment.
+    """Return what is needed to repeat and judge a run: commit, command, config, versions, hardware, environment.
 
-    hardware: from hfgolf.hardware.fingerprint. `sources` says where each value of `config` that is not the default
-    comes from. Secrets are redacted.
+    hardware: from hfgolf.hardware.fingerprint. In the result, `sources` names the source of each config value that is
+    not a default. Secrets are redacted.
     """
     metadata = {
         "commit": git_commit(),
@@ -54,38 +54,38 @@ def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[
 
 
 def git_commit() -> str | None:
-    """Return the commit hfgolf runs from, marked `-dirty` where files differ; HFGOLF_COMMIT (an image) else None."""
+    """Return hfgolf's commit, with `-dirty` if files differ; without a checkout, $HFGOLF_COMMIT (an image) or None."""
     root = _checkout(Path(__file__).parent)
     described = root and _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return described.decode().strip() if described else os.environ.get("HFGOLF_COMMIT")
 
 
 def uncommitted_changes(folder: Path = Path(__file__).parent) -> str | None:
-    """Return what `git apply` needs to make, of the commit, the checkout that `folder` is part of; redacted.
+    """Return the patch from the commit to the working tree that contains `folder`, for `git apply`; redacted.
 
-    None where nothing differs, or there is no checkout. Files that git does not track are in it where they are text,
-    neither ignored nor hidden (.env, .netrc). What would make it longer than MAX_PATCH_BYTES is only named, at its
-    top. A file that is not UTF-8, or lost a secret, does not come out of it as it was.
+    None if nothing differs or there is no checkout. Includes untracked text files unless they are ignored or hidden
+    (.env, .netrc). Changes that would exceed MAX_PATCH_BYTES are only named, at the top. The patch does not restore
+    files exactly if they are not UTF-8 or contain a redacted secret.
     """
     root = _checkout(folder)
     if root is None:
         return None
-    patch, left_out = _git(root, *_DIFF, "HEAD") or b"", []
+    patch, omitted = _git(root, *_DIFF, "HEAD") or b"", []
     if len(patch) > MAX_PATCH_BYTES:
-        patch, left_out = b"", ["the changes to tracked files"]
+        patch, omitted = b"", ["the changes to tracked files"]
     for number, (name, size) in enumerate(_untracked_texts(root)):
         if number >= _MAX_NEW_FILES or len(patch) + size > MAX_PATCH_BYTES:
-            left_out.append(name)
+            omitted.append(name)
         else:
             patch += _git(root, *_DIFF, "--no-index", "--", os.devnull, name) or b""
-    if left_out:
-        named = join_words(left_out[:10]) + (f" and {len(left_out) - 10} more" if len(left_out) > 10 else "")
-        patch = os.fsencode(f"# left out, too large for this patch: {named}\n") + patch
+    if omitted:
+        named = join_words(omitted[:10]) + (f" and {len(omitted) - 10} more" if len(omitted) > 10 else "")
+        patch = os.fsencode(f"# omitted, too large for this patch: {named}\n") + patch
     return redact(patch.decode("utf-8", errors="replace")) or None
 
 
 def _untracked_texts(root: Path) -> Iterator[tuple[str, int]]:
-    """Yield name and size in bytes of each text file that git does not track, nor ignore, and that is not hidden."""
+    """Yield (name, size in bytes) of each text file that is untracked, not ignored and not hidden."""
     listed = os.fsdecode(_git(root, "ls-files", "--others", "--exclude-standard", "-z") or b"").split("\0")
     for name in listed:
         path = root / name
@@ -93,26 +93,26 @@ def _untracked_texts(root: Path) -> Iterator[tuple[str, int]]:
             try:
                 with path.open("rb") as file:
                     size = os.fstat(file.fileno()).st_size
-                    is_text = b"\0" not in file.read(8000)  # as git judges
-            except OSError:  # not ours to read, or gone
+                    is_text = b"\0" not in file.read(8000)  # git's own test
+            except OSError:  # not readable, or gone
                 continue
             if is_text:
                 yield name, size
 
 
 def _checkout(folder: Path) -> Path | None:
-    """Return the root of the git checkout whose files `folder` holds, None if it only lies in one (site-packages)."""
+    """Return the root of the git checkout that tracks files in `folder`; None if it tracks none (site-packages)."""
     root = _git(folder, "rev-parse", "--show-toplevel")
     return Path(os.fsdecode(root).removesuffix("\n")) if root and _git(folder, "ls-files", "--", ".") else None
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """Return what git says in `folder`, None where it fails, or takes too long."""
+    """Return git's output in `folder`; None if it fails or takes too long."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode in (0, 1) else None  # 1: `diff --no-index` found the difference
+    return done.stdout if done.returncode in (0, 1) else None  # 1: `diff --no-index` found a difference
 
 
 def _environment_variables() -> dict[str, str]:

@@ -1,6 +1,7 @@
-"""A run as its folder tells it: its rows and events, its final figures, where its time and money went.
+"""Read a run back from its folder: its rows and events, its final figures, its time and its cost.
 
-Owns what the figures of a run are. metrics.jsonl is enough; whatever else is missing or broken is left out.
+Owns the definitions of a run's final figures. Only metrics.jsonl is required; other missing or broken files are
+treated as empty.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from hfgolf.run.metrics import Metrics, is_number, read_metrics
 from hfgolf.wording import dollars, duration, size
 
 _TEXTS = {"run", "weights", "device", "commit", "model", "sample"}
-"""Keys of the summary that hold text; "commits" holds several; all others hold numbers."""
+"""Keys of the summary that hold text. "commits" holds a list of texts; all others hold numbers."""
 _YEAR_9999 = 253_370_764_800  # seconds since 1970
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run."""
+    """What a run's folder says about it."""
 
     name: str
     metrics: Metrics
@@ -36,7 +37,7 @@ class RunRecord:
     config_yaml: str
     metadata: dict[str, Any]
     summary: dict[str, Any]
-    """Of a run that is complete; of others empty."""
+    """The final figures; empty if the run is not complete."""
     profile: dict[str, Any]
 
     @property
@@ -45,15 +46,15 @@ class RunRecord:
         return self.metrics.rows[-1]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of a kind."""
+        """Return the events of one kind."""
         return [event for event in self.metrics.events if event["event"] == kind]
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read what a run, or one that died, left in its folder; UserError where that is not a single row."""
+    """Read a run's folder, whether it is complete or not. Raises UserError if there is not a single row."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{path} is not there; name the folder of a run, such as runs/small.")
+        raise UserError(f"{path} does not exist; name the folder of a run, such as runs/small.")
     try:
         metrics = read_metrics(path)
     except OSError as error:
@@ -73,34 +74,34 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def stated_price(run: RunRecord) -> float | None:
-    """Return the dollars an hour that the run's config says."""
+    """Return run.price_per_hour of the run's config, in dollars; None if it is not set."""
     price = run.config.get("run.price_per_hour")
     return price if isinstance(price, int | float) else None
 
 
 def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any]:
-    """Return the figures of a run by their key in FIGURES, None for those that are not known.
+    """Return the final figures of a run, {key of FIGURES: value}; None for an unknown figure.
 
-    price_per_hour: dollars for the machine; None leaves the cost out. It buys the seconds of the sessions of the run,
-    not those between them.
+    price_per_hour: dollars for the machine; None: no cost. The cost covers the sessions of the run, not the time
+    between them.
     """
     rows, summary = run.metrics.rows, run.summary
     commit = _text(run.metadata.get("commit"))
-    judged: dict[str, Any] = next((row for row in reversed(rows) if row.get("val_loss") is not None), {})
+    evaluated: dict[str, Any] = next((row for row in reversed(rows) if row.get("val_loss") is not None), {})
     seconds = seconds_by_kind(run)
-    worked = sum(seconds.values()) - seconds["idle"] if seconds else run.last.get("elapsed_seconds")
+    work_seconds = sum(seconds.values()) - seconds["idle"] if seconds else run.last.get("elapsed_seconds")
     return {
-        "val_loss": summary.get("val_loss", judged.get("val_loss")),
-        "val_bits_per_byte": summary.get("val_bits_per_byte", judged.get("val_bits_per_byte")),
-        "val_step": summary.get("step", judged.get("step")),
+        "val_loss": summary.get("val_loss", evaluated.get("val_loss")),
+        "val_bits_per_byte": summary.get("val_bits_per_byte", evaluated.get("val_bits_per_byte")),
+        "val_step": summary.get("step", evaluated.get("step")),
         "train_loss": run.last.get("train_loss"),
         "steps": run.last["step"],
         "tokens": run.last.get("tokens"),
-        "seconds": worked,
-        "dollars": None if price_per_hour is None or worked is None else worked / 3600 * price_per_hour,
-        "tokens_per_second": _over_rows(statistics.median, rows, "tokens_per_second"),
-        "mfu": _over_rows(statistics.median, rows, "mfu"),
-        "memory_bytes": summary.get("peak_memory_bytes") or _over_rows(max, rows, "memory_bytes"),
+        "seconds": work_seconds,
+        "dollars": None if price_per_hour is None or work_seconds is None else work_seconds / 3600 * price_per_hour,
+        "tokens_per_second": _aggregate(statistics.median, rows, "tokens_per_second"),
+        "mfu": _aggregate(statistics.median, rows, "mfu"),
+        "memory_bytes": summary.get("peak_memory_bytes") or _aggregate(max, rows, "memory_bytes"),
         "parameters": summary.get("parameters"),
         "device": summary.get("device") or _text(_mapping(run.metadata.get("hardware")).get("device")),
         "commits": summary.get("commits") or ([commit] if commit else None),
@@ -121,14 +122,14 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "memory_bytes": ("peak memory", size),
     "parameters": ("parameters", "{:,}".format),
     "device": ("device", str),
-    # one may end in -dirty
+    # shorten each 40-digit hash to 10, but keep a "-dirty" suffix
     "commits": ("commit", lambda commits: ", then ".join(commit.replace(commit[10:40], "") for commit in commits)),
 }
-"""What each final figure is called, and how it is written."""
+"""{key: (label, function that formats the value)} of each final figure."""
 
 
-def written(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the final figures that are known, as text, by what they are called."""
+def format_figures(figures: dict[str, Any]) -> dict[str, str]:
+    """Return the known final figures as {label: text}."""
     return {
         label: write(figures[key])
         for key, (label, write) in FIGURES.items()
@@ -137,35 +138,35 @@ def written(figures: dict[str, Any]) -> dict[str, str]:
 
 
 def seconds_by_kind(run: RunRecord) -> dict[str, float]:
-    """Return the seconds of each kind of work, and "idle", which together are the time from the first start to the end.
+    """Return the seconds of each kind of work and of "idle"; the sum is the time from the first start to the end.
 
-    Idle is when no session ran, and the work of a session that its successor did not go on from. The end is that of the
-    run, or its last row. Empty where the rows do not say (they are of an older version).
+    Idle counts the time when no session ran, and work that the next session did not continue from. The end is that of
+    the run, or its last row. Returns {} if the rows lack these columns (older versions).
     """
     timed = [row for row in run.metrics.rows if row.get("logged_at") is not None]
     if not timed:
         return {}
     first, last = timed[0], timed[-1] if run.summary.get("logged_at") is None else run.summary
-    seconds = _worked(last)
-    total = last["logged_at"] - first["logged_at"] + sum(_worked(first).values())
+    seconds = _work_seconds(last)
+    total = last["logged_at"] - first["logged_at"] + sum(_work_seconds(first).values())
     return seconds | {"idle": max(0.0, total - sum(seconds.values()))}
 
 
 def status(run: RunRecord) -> str:
-    """Say how the run ended, as far as its folder knows."""
+    """Describe how the run ended, as far as its folder shows."""
     step = f"{run.last['step']:,}"
     if run.summary:
         return f"Complete: {step} steps."
     stopped = [event for event in run.events("stopped") if event["step"] >= run.last["step"]]
     if stopped:
-        last = stopped[-1]  # its step has no row if a signal cut the evaluation short
+        last = stopped[-1]  # its step has no row if the signal interrupted the evaluation
         return f"Stopped by {last.get('signal', 'a signal')} at step {last['step']:,}; it can be resumed."
     at = run.last.get("logged_at")
     when = f" of {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC" if at is not None and at < _YEAR_9999 else ""
-    return f"Not complete: it is still running, or died after its last row{when}, step {step}."
+    return f"Not complete: still running, or it failed after its last row{when}, step {step}."
 
 
-def _worked(row: dict[str, Any]) -> dict[str, float]:
+def _work_seconds(row: dict[str, Any]) -> dict[str, float]:
     return {
         key.removeprefix("seconds_"): value
         for key, value in row.items()
@@ -173,9 +174,9 @@ def _worked(row: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def _over_rows(of: Callable[[list[float]], float], rows: list[dict[str, Any]], key: str) -> float | None:
+def _aggregate(function: Callable[[list[float]], float], rows: list[dict[str, Any]], key: str) -> float | None:
     values = [row[key] for row in rows if row.get(key) is not None]
-    return of(values) if values else None
+    return function(values) if values else None
 
 
 def _read_text(path: Path) -> str:
@@ -186,7 +187,7 @@ def _read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, an empty one if there is none or it is broken."""
+    """Return the object in a JSON file; {} if the file is missing or broken."""
     try:
         content = json.loads(_read_text(path))
     except (ValueError, RecursionError):
@@ -195,7 +196,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return the summary of a run, with None for a value that its key can't have."""
+    """Return the summary of a run, with None for each value of the wrong type."""
     return {key: value if _is_figure(key, value) else None for key, value in read_json(path).items()}
 
 

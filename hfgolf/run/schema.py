@@ -1,4 +1,4 @@
-"""What a line of metrics.jsonl holds: the columns of a row, the kinds of events, with their units and meanings.
+"""The schema of metrics.jsonl: the columns of a row and the kinds of events, with their units and meanings.
 
 `python -m hfgolf.run.schema` prints this as docs/metrics.md.
 """
@@ -12,106 +12,106 @@ Seconds = Annotated[float, "s"]
 
 
 class EvaluationColumns(TypedDict, total=False):
-    """Columns that only rows with an evaluation have; `_ema` only if weights are averaged."""
+    """Columns that only rows with an evaluation have; `_ema` columns only if weights are averaged."""
 
-    val_tokens: Annotated[int, "tokens", "tokens that were predicted for it"]
-    val_bytes: Annotated[int, "bytes", "bytes of the text of these tokens"]
+    val_tokens: Annotated[int, "tokens", "tokens predicted in the evaluation"]
+    val_bytes: Annotated[int, "bytes", "UTF-8 bytes of the text of these tokens"]
     val_loss_ema: Annotated[Nats, "validation loss of the averaged weights"]
     val_bits_per_byte_ema: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
 
 
 class Row(EvaluationColumns):
-    """One row per log interval (train.log_every_steps), about the steps since the row before.
+    """One row per log interval (train.log_every_steps), about the steps since the previous row.
 
-    null stands for a number that is not finite, and for one that is not known on this machine.
+    null means that a number is not finite, or not known on this machine.
     """
 
-    step: Annotated[int, "steps", "optimizer steps so far, skipped ones included"]
-    epoch: Annotated[float, "epochs", "passes over the training blocks so far; excluded blocks count as passed"]
+    step: Annotated[int, "steps", "optimizer steps so far, including skipped ones"]
+    epoch: Annotated[float, "epochs", "passes over the training data so far; excluded blocks count as read"]
     tokens: Annotated[int, "tokens", "training tokens read so far"]
     train_loss: Annotated[Nats, "mean of the finite training losses of these steps, over all processes"]
     grad_norm: Annotated[float | None, "", "mean of the finite gradient norms of these steps, before clipping"]
-    tokens_per_second: Annotated[float, "tokens/s", "speed of these steps, over all processes; compiling left out"]
+    tokens_per_second: Annotated[float, "tokens/s", "speed of these steps, over all processes, without compiling"]
     mfu: Annotated[float, "", "useful FLOP/s of these steps over the peak of all devices (Chowdhery et al. 2022)"]
-    data_seconds: Annotated[Seconds, "what these steps waited for batches"]
+    data_seconds: Annotated[Seconds, "time that these steps waited for batches"]
     compute_seconds: Annotated[Seconds, "the rest of the time of these steps"]
     memory_bytes: Annotated[int, "bytes", "peak so far: of this process on a CPU, of its tensors on a GPU"]
-    process_memory_bytes: Annotated[int, "bytes", "memory of this process now, as `top` shows it"]
-    gpu_memory_bytes: Annotated[int | None, "bytes", "memory in use on the GPU, by all its processes"]
-    gpu_utilization: Annotated[float | None, "", "share of the last moment in which the GPU computed, as NVML says"]
+    process_memory_bytes: Annotated[int, "bytes", "current memory of this process, as `top` shows it"]
+    gpu_memory_bytes: Annotated[int | None, "bytes", "memory in use on the GPU, by all processes"]
+    gpu_utilization: Annotated[float | None, "", "fraction of NVML's last sample period in which the GPU was busy"]
     train_losses: Annotated[list[float | None], "nats per token", "training loss of each of these steps"]
     grad_norms: Annotated[list[float | None], "", "gradient norm of each of these steps, before clipping"]
-    sample_hashes: Annotated[list[str], "", "hash of the blocks that each of these steps read, whatever their order"]
+    sample_hashes: Annotated[list[str], "", "hash of the blocks that each of these steps read, in any order"]
     val_loss: Annotated[Nats, "validation loss of the raw weights; null without an evaluation"]
     val_bits_per_byte: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
-    learning_rate: Annotated[float, "", "of the first group of parameters, in the last of these steps"]
+    learning_rate: Annotated[float, "", "learning rate of the first parameter group in the last of these steps"]
     skipped_steps: Annotated[int, "steps", "steps so far without an update, because the gradient was not finite"]
-    elapsed_seconds: Annotated[Seconds, "training so far, without set-up: what train.max_minutes limits"]
-    seconds_setup: Annotated[Seconds, "from the start of the process to the first step, except compiling"]
+    elapsed_seconds: Annotated[Seconds, "training so far, without setup; train.max_minutes limits it"]
+    seconds_setup: Annotated[Seconds, "from the start of the process to the first step, without compiling"]
     seconds_compile: Annotated[Seconds, "compiling so far"]
     seconds_data: Annotated[Seconds, "waiting for batches so far"]
     seconds_train: Annotated[Seconds, "the rest of the steps so far"]
     seconds_evaluate: Annotated[Seconds, "evaluations and samples so far"]
     seconds_checkpoint: Annotated[Seconds, "waiting for saves, and rollbacks, so far"]
     seconds_other: Annotated[Seconds, "logging so far and, after the last step, exporting and pushing"]
-    logged_at: Annotated[float, "s", "when the row was written: Unix time"]
+    logged_at: Annotated[float, "s", "Unix time at which the row was written"]
 
 
 class Event(TypedDict):
-    """Something that happened; the further keys depend on the kind (EVENTS)."""
+    """Something that happened during the run; further keys depend on the kind (see EVENTS)."""
 
     step: Annotated[int, "steps", "optimizer steps so far"]
     event: Annotated[str, "", "the kind"]
-    elapsed_seconds: Annotated[Seconds, "training so far, without set-up"]
+    elapsed_seconds: Annotated[Seconds, "training so far, without setup"]
 
 
 EVENTS: dict[str, tuple[str, dict[str, str]]] = {
     "resumed": (
-        "the run went on from a checkpoint",
+        "the run resumed from a checkpoint",
         {
-            "changed": 'what this start does otherwise, as "key old -> new"',
-            "begins_data": "true if other text or another order of it began",
+            "changed": 'what changed since the checkpoint, as "key old -> new"',
+            "begins_data": "true if it reads its data from the beginning, because the text or its order changed",
         },
     ),
-    "sample": ("text that the model wrote", {"text": "without secrets"}),
-    "sample_failed": ("the model could not write any", {"reason": "why"}),
+    "sample": ("text sampled from the model", {"text": "the text, with secrets redacted"}),
+    "sample_failed": ("sampling failed", {"reason": "why"}),
     "skipped_step": (
         "a step made no update, because its gradient was not finite",
         {
-            "first_parameter": "the parameter whose gradient was the first",
+            "first_parameter": "the first parameter with a nonfinite gradient",
             "train_loss": "of that step, nats per token",
             "grad_norm": "of that step",
-            "block_starts": "tokens at which the blocks of that step begin",
+            "block_starts": "token offsets at which the blocks of that step begin",
         },
     ),
     "fp16_overflow": (
         "a step overflowed under fp16's loss scale and made no update",
-        {"first_parameter": "as above", "loss_scale": "what the scaler lowered it to"},
+        {"first_parameter": "as above", "loss_scale": "the scaler's new, lower scale"},
     ),
     "rollback": (
-        "the run went back to a checkpoint",
+        "the run was rolled back to a checkpoint",
         {
             "cause": "nonfinite, spike or divergence",
             "from_step": "the step it had reached",
-            "excluded_blocks": "all positions [start, end) of the data that no later step reads",
-            "learning_rate_scale": "factor on all learning rates from here on",
+            "excluded_blocks": "all positions [start, end) in the data that no later step reads",
+            "learning_rate_scale": "factor on all learning rates from now on",
         },
     ),
     "out_of_memory": (
-        "the micro-batch was halved",
-        {"micro_batch_size": "[before, after], sequences", "reason": "what the allocator said"},
+        "memory ran out and the micro-batch was reduced",
+        {"micro_batch_size": "[before, after], sequences", "reason": "message of the allocator"},
     ),
     "save_failed": ("a checkpoint could not be written", {"reason": "why"}),
     "finding": (
-        "the doctor saw a symptom",
+        "the doctor found a symptom",
         {
             "symptom": "its name",
-            "saw": "what it is based on",
-            "causes": "the likely ones, the most likely first",
+            "saw": "the evidence",
+            "causes": "likely causes, the most likely first",
             "fix": 'values to try, {"section.key": value}',
         },
     ),
-    "damaged_cache": ("the cached tokens are not what was written; the run ended", {"reason": "which file, and how"}),
+    "damaged_cache": ("the token cache was damaged during the run, which ended", {"reason": "which file, and how"}),
     "stopped": ("a signal ended the run after a save", {"signal": "its name"}),
 }
 """{kind: (what happened, {key: what it holds})}"""

@@ -48,7 +48,7 @@ def test_every_key_has_a_rule_and_every_rule_has_keys():
     assert {key for key in KEY_TYPES if not isinstance(rule(key), Change)} == set()
     unused = [prefix for prefix in identity._RULES if not any(key.startswith(prefix) for key in KEY_TYPES)]
     assert unused in ([], ["data.prefetch_factor"])
-    assert rule("train.max_steps") is rule("optim.learning_rate") is Change.TOLD
+    assert rule("train.max_steps") is rule("optim.learning_rate") is Change.REPORTED
     assert rule("train.resume") is rule("hub.push") is Change.FREE
     assert rule("run.seed") is rule("batch.sequence_length") is Change.DATA
     assert rule("data.files") is rule("data.val_fraction") is Change.TEXT

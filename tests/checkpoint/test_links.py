@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from faults import differences, losses, valid_steps
 
-from hfgolf.checkpoint.store import best_checkpoint, newest_first, point
+from hfgolf.checkpoint.store import best_checkpoint, newest_first, replace_link
 from hfgolf.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -96,9 +96,9 @@ def test_no_link_stays_that_cannot_follow(tmp_path, no_links):
     """Better none than one to an older checkpoint."""
     for name in ("step-000003", "step-000006"):
         (tmp_path / name).mkdir()
-    point(tmp_path / "latest", tmp_path / "step-000003")
+    replace_link(tmp_path / "latest", tmp_path / "step-000003")
     no_links(PermissionError)
-    point(tmp_path / "latest", tmp_path / "step-000006")
+    replace_link(tmp_path / "latest", tmp_path / "step-000006")
     assert not (tmp_path / "latest").is_symlink()
 
 
@@ -106,7 +106,7 @@ def test_a_folder_in_the_place_of_a_link_is_kept_under_another_name(run, tiny_ru
     checkpoints = run(tiny_run()) / "checkpoints"
     follow_links(checkpoints)
     (checkpoints / "best" / "notes.txt").write_text("mine")
-    point(checkpoints / "best", checkpoints / "step-000003")
+    replace_link(checkpoints / "best", checkpoints / "step-000003")
     assert os.readlink(checkpoints / "best") == "step-000003"
     assert (checkpoints / "abandoned-best" / "notes.txt").read_text() == "mine"
 

@@ -42,8 +42,8 @@ from hfgolf.checkpoint.store import (
     commit_checkpoint,
     is_whole,
     make_latest,
-    point,
-    retain,
+    prune,
+    replace_link,
     saved_step,
     set_aside,
     verify,
@@ -239,7 +239,7 @@ def test_one_line_names_every_rejected_checkpoint(tmp_path):
 def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(tmp_path, which):
     for step in (3, 6, 9):
         commit(tmp_path, step, best_step=min(step, 6))
-    point(tmp_path / "best", tmp_path / "step-000006")
+    replace_link(tmp_path / "best", tmp_path / "step-000006")
     which = str(tmp_path / "step-000006") if which == "a path" else which
     flip_a_bit(tmp_path / "step-000006" / "model")
     with pytest.raises(
@@ -274,8 +274,8 @@ def test_auto_begins_anew_only_where_there_is_nothing(tmp_path):
 def test_retention_keeps_the_newest_and_the_best(tmp_path):
     for step in (1, 2, 3, 4, 5, 1_000_000):  # by number, not by name
         commit(tmp_path, step, best_step=2)
-    point(tmp_path / "best", tmp_path / "step-000003")  # an old link, on a file system that makes no new one
-    retain(tmp_path, 2)
+    replace_link(tmp_path / "best", tmp_path / "step-000003")  # an old link, on a file system that makes no new one
+    prune(tmp_path, 2)
     assert valid_steps(tmp_path) == [2, 5, 1_000_000]
     assert names(tmp_path) == ["best", "latest", "step-000002", "step-000005", "step-1000000"]
 
@@ -498,9 +498,9 @@ def test_without_room_a_gpus_tensors_are_not_copied(tiny_run, monkeypatch):
     checkpoints = setup.set_up(load_config(tiny_run())).checkpoints
     monkeypatch.setattr(contents.Checkpointer, "_copy", lambda self, contents: contents)
     tensors = checkpoints._tensors()
-    assert checkpoints._copy_all(tensors) is tensors
+    assert checkpoints._copy_to_host(tensors) is tensors
     monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 0)  # a container's limit, not the machine's memory
-    assert checkpoints._copy_all(tensors) is None
+    assert checkpoints._copy_to_host(tensors) is None
 
 
 def test_a_save_that_fails_lets_the_updates_go_on(run, tiny_run, monkeypatch):

@@ -146,15 +146,15 @@ def test_a_patch_that_would_be_too_large_names_what_it_lacks(repository, monkeyp
     (repository / "corpus.txt").write_text("word\n" * 1000)
     (repository / "small.py").write_text("x = 1\n")
     patch = provenance.uncommitted_changes(repository)
-    assert patch.startswith("# left out, too large for this patch: corpus.txt\ndiff --git")
+    assert patch.startswith("# omitted, too large for this patch: corpus.txt\ndiff --git")
     assert "\n+x = 1\n" in patch and "word" not in patch
     git(repository, "apply", "--check", "--reverse", "-", input=patch.encode())
     (repository / "windows.txt").write_text("more\n" * 1000)
     patch = provenance.uncommitted_changes(repository)
-    assert patch.startswith("# left out, too large for this patch: the changes to tracked files, corpus.txt\ndiff")
+    assert patch.startswith("# omitted, too large for this patch: the changes to tracked files, corpus.txt\ndiff")
     monkeypatch.setattr(provenance, "_MAX_NEW_FILES", 0)
     assert provenance.uncommitted_changes(repository) == (
-        "# left out, too large for this patch: the changes to tracked files, corpus.txt, small.py\n"
+        "# omitted, too large for this patch: the changes to tracked files, corpus.txt, small.py\n"
     )
 
 

@@ -177,7 +177,9 @@ def test_a_full_disk_costs_one_line_a_save_and_nothing_else(run, tiny_run, tmp_p
     assert differences(folder / "checkpoints" / "latest", straight / "checkpoints" / "latest") == []
     if fault is no_larger_files:
         assert rows_then == [1, 2, 3, 4]
-        assert len([line for line in said if "metrics.jsonl: not written (File too large), kept" in line]) == 1
+        assert (
+            len([line for line in said if "metrics.jsonl: cannot write (File too large); the row is kept" in line]) == 1
+        )
 
 
 def refuse(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +353,7 @@ def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatc
     folder = run(tiny_run())
     said = [message for message in caplog.messages if "metrics.jsonl" in message]
     assert [line.split("metrics.jsonl: ")[1] for line in said] == [
-        "not written (No space left on device), kept for the next row",
+        "cannot write (No space left on device); the row is kept",
         "8 rows are lost (No space left on device)",
     ]
     assert (folder / "model" / "model.safetensors").is_file()
