@@ -20,7 +20,7 @@ from hfgolf.wording import duration
 
 if TYPE_CHECKING:
     from hfgolf.config import RunConfig
-    from hfgolf.tools.plan import Data, Length, Machine, Plan, Speed
+    from hfgolf.tools.plan import Length, Machine, Plan, Speed, TokenCounts
 
 ITEMS = {
     "weights": "weights",
@@ -61,7 +61,7 @@ def main() -> None:
     _check(options)
     resolved = load_config(of_run)
 
-    from hfgolf.tools.plan import affordable_steps, look_at_data, make_plan, meta_model, run_length
+    from hfgolf.tools.plan import affordable_steps, count_tokens, make_plan, meta_model, run_length
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=False)  # warnings only
@@ -69,7 +69,7 @@ def main() -> None:
     config, machine = find_machine(resolved, options.device, processes)
     price = options.price_per_hour or config.run.price_per_hour
     budget = find_budget(options.dollars, options.minutes, price)
-    data = look_at_data(config)
+    data = count_tokens(config)
     plan = make_plan(config, meta_model(config, data.vocabulary, machine.device), machine)
     speed = find_speed(options, config, data, plan, machine)
     steps, note = planned_steps(config, data, speed)
@@ -121,7 +121,9 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     return config, machine_of(device, str(config.train.mixed_precision), processes)
 
 
-def find_speed(options: argparse.Namespace, config: RunConfig, data: Data, plan: Plan, machine: Machine) -> Speed:
+def find_speed(
+    options: argparse.Namespace, config: RunConfig, data: TokenCounts, plan: Plan, machine: Machine
+) -> Speed:
     """Return the speed as it is stated, measured or assumed."""
     import torch
 
@@ -147,7 +149,7 @@ def find_budget(dollars: float | None, minutes: float | None, price: float | Non
     return min(((stated, seconds) for seconds, stated in budgets), key=lambda b: b[1]) if budgets else None
 
 
-def planned_steps(config: RunConfig, data: Data, speed: Speed) -> tuple[int | None, str]:
+def planned_steps(config: RunConfig, data: TokenCounts, speed: Speed) -> tuple[int | None, str]:
     """Return the steps of the run, None where they are not known, and what there is to say of them."""
     from hfgolf.data.batches import num_blocks
     from hfgolf.train.clock import step_limit
@@ -172,7 +174,7 @@ def does_not_fit(plan: Plan, config: RunConfig, machine: Machine) -> str:
     return f"{need}; try model.gradient_checkpointing true, a shorter batch.sequence_length or a smaller model."
 
 
-def describe(config: RunConfig, plan: Plan, data: Data, machine: Machine, speed: Speed) -> list[str]:
+def describe(config: RunConfig, plan: Plan, data: TokenCounts, machine: Machine, speed: Speed) -> list[str]:
     """Return the lines of a plan."""
     from hfgolf.measure.memory import fragmented_bytes
 
@@ -254,7 +256,7 @@ def describe_budget(affordable: Length, length: Length | None, stated: str, seco
 def as_json(
     config: RunConfig,
     plan: Plan,
-    data: Data,
+    data: TokenCounts,
     machine: Machine,
     speed: Speed,
     length: Length | None,

@@ -32,11 +32,11 @@ def main() -> int:
         raise UserError(f"--steps: {arguments.steps} is out of range; allowed: more than --kills {arguments.kills}.")
     resolved = load_config([*of_run, f"--train.max_steps={arguments.steps}"])
 
-    from hfgolf.tools.verify_resume import Plan, verify_resume
+    from hfgolf.tools.verify_resume import KillPlan, verify_resume
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=True)
-    plan = Plan(**vars(arguments))
+    plan = KillPlan(**vars(arguments))
     return 0 if verify_resume(Path(__file__).with_name("train.py"), of_run, resolved, plan) else 1
 
 

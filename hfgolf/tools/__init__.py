@@ -1,1 +1,1 @@
-"""What is run beside training, on a config, a run or several; nothing in the trainer imports it."""
+"""Tools around training that work on a config, a run or several runs. Nothing in the trainer imports them."""

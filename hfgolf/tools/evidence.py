@@ -1,7 +1,7 @@
-"""Whether two runs are the same run: their rows step by step, and all that is in their last checkpoints.
+"""Check whether two runs are equal: their rows, step by step, and everything in their last checkpoints.
 
-Owns what is compared, and what rounding may excuse. Compares by content and not by file: names, dtypes, shapes and
-bytes. Knows of a run only what it leaves on the disk.
+Owns what is compared and how much rounding is tolerated. Compares contents, not files: names, dtypes, shapes and bytes.
+Knows only what a run leaves on disk.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 
 TOLERANCE = 1e-5
-# What several processes and GPUs promise: losses to TOLERANCE. The rest is only bounded loosely, relative to a tensor's
-# largest value, to tell rounding from a state that is not this run's. What is not here must be equal to the last bit.
+# On several processes or a GPU, losses must agree to TOLERANCE. The other bounds are loose, relative to a tensor's
+# largest value; they only distinguish rounding from the state of another run. Everything else must be bitwise equal.
 _TOLERATED = {
     "training losses": TOLERANCE,
     "validation losses": TOLERANCE,
@@ -49,39 +49,39 @@ _NAMES = {
 _STATE_SUFFIXES = (".safetensors", ".bin", ".pkl", ".pt")
 
 Contents = dict[str, Any]
-"""By name what is compared bit by bit: tensors and plain Python values."""
+"""{name: a tensor or a plain Python value}, compared bit by bit."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What comparing one thing gave."""
+class Diff:
+    """The result of comparing one kind of content, such as the weights."""
 
     what: str
     digests: tuple[str, str]
-    """The sha256 of names, dtypes, shapes and bytes, straight and killed."""
+    """The sha256 of names, dtypes, shapes and bytes: (straight, killed)."""
     differences: dict[str, float]
-    """By name the relative difference of what is not bitwise equal; infinity where it is no matter of size."""
+    """{name: relative difference} of what is not bitwise equal; infinity if the difference has no size."""
 
 
 def evidence(run: RunFolder) -> dict[str, Contents]:
-    """Return all that must be equal in two runs, by what it is: its rows step by step, then its last checkpoint."""
+    """Return everything that must be equal in two runs, by kind: rows step by step, then the last checkpoint."""
     columns = {"sample ids": "sample_hashes", "training losses": "train_losses", "gradient norms": "grad_norms"}
     found: dict[str, Contents] = {what: {} for what in (*columns, "validation losses")}
     for row in read_rows(run.metrics):
         for what, column in columns.items():
             for step, value in enumerate(row[column], row["step"] - len(row[column]) + 1):
-                found[what].setdefault(f"step {step}", []).append(value)  # a step that is there twice will differ
+                found[what].setdefault(f"step {step}", []).append(value)  # a list, so that a repeated step differs
         values = [row[column] for column in ("val_loss", "val_loss_ema") if row.get(column) is not None]
         if values:
             found["validation losses"].setdefault(f"step {row['step']}", []).extend(values)
-    summary = json.loads(run.summary.read_text())  # on the whole validation part
+    summary = json.loads(run.summary.read_text())  # its loss is on the whole validation set
     found["validation losses"].setdefault(f"step {summary['step']}", []).append(summary["val_loss"])
     checkpoint = newest_first(run.checkpoints)[0]
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"):
         name = str(path.relative_to(checkpoint))
         if path.suffix not in _STATE_SUFFIXES and name not in (STATE_NAME, RUN_NAME):
-            of_shards = path.parent != checkpoint
-            found.setdefault("shards" if of_shards else "files beside weights", {})[name] = path.read_bytes()
+            is_shard = path.parent != checkpoint
+            found.setdefault("shards" if is_shard else "other files", {})[name] = path.read_bytes()
             continue
         found[_NAMES.get(name, name.removesuffix(".pkl").replace("_", " "))] = {
             leaf: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -90,9 +90,9 @@ def evidence(run: RunFolder) -> dict[str, Contents]:
     return found
 
 
-def compare(straight: dict[str, Contents], killed: dict[str, Contents]) -> list[Finding]:
-    """Compare two runs' evidence thing by thing, by content and to the last bit."""
-    findings = []
+def compare(straight: dict[str, Contents], killed: dict[str, Contents]) -> list[Diff]:
+    """Compare two runs' evidence kind by kind, bit by bit."""
+    diffs = []
     for what in straight | killed:
         pair = straight.get(what, {}), killed.get(what, {})
         in_one = {name: math.inf for name in pair[0] | pair[1] if name not in pair[0] or name not in pair[1]}
@@ -101,14 +101,14 @@ def compare(straight: dict[str, Contents], killed: dict[str, Contents]) -> list[
             for name in pair[0]
             if name in pair[1] and _bytes(pair[0][name]) != _bytes(pair[1][name])
         }
-        findings.append(Finding(what, (_digest(pair[0]), _digest(pair[1])), in_both | in_one))
-    return findings
+        diffs.append(Diff(what, (_digest(pair[0]), _digest(pair[1])), in_both | in_one))
+    return diffs
 
 
 def relative_difference(a: Any, b: Any) -> float:
-    """Return the largest difference between two numbers, lists or tensors as a share of the largest value in them.
+    """Return the largest difference between two numbers, lists or tensors, relative to their largest value.
 
-    Infinity where it says nothing: another shape or dtype, whole numbers, values that are not finite, no numbers.
+    Infinity if that is meaningless: different shapes or dtypes, integers, nonfinite values, or no numbers.
     """
     a, b = (torch.tensor(x, dtype=torch.float64) if _is_floats(x) else x for x in (a, b))
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype != b.dtype or a.shape != b.shape:
@@ -123,27 +123,27 @@ def relative_difference(a: Any, b: Any) -> float:
     return share if math.isfinite(share) else math.inf
 
 
-def table(findings: list[Finding]) -> str:
-    """Return the findings as lines for a person."""
+def table(diffs: list[Diff]) -> str:
+    """Format the diffs as a table."""
     lines = [f"{'what':<20}{'straight':<16}{'killed':<16}equal"]
-    for finding in findings:
-        largest = max(finding.differences.values(), default=0.0)
-        size = f"largest relative difference {largest:.1e}" if math.isfinite(largest) else "not at all"
-        outcome = f"no: {len(finding.differences)} differ, {size}" if finding.differences else "yes"
-        lines.append(f"{finding.what:<20}{finding.digests[0]:<16}{finding.digests[1]:<16}{outcome}")
+    for diff in diffs:
+        largest = max(diff.differences.values(), default=0.0)
+        size = f"largest relative difference {largest:.1e}" if math.isfinite(largest) else "not comparable"
+        outcome = f"no: {len(diff.differences)} differ, {size}" if diff.differences else "yes"
+        lines.append(f"{diff.what:<20}{diff.digests[0]:<16}{diff.digests[1]:<16}{outcome}")
     return "\n".join(lines)
 
 
-def verdict(findings: list[Finding], steps: int, is_exact: bool) -> tuple[bool, str]:
-    """Say whether the runs are equal, and how much so. is_exact: nothing but bitwise will do."""
-    if not any(finding.differences for finding in findings):
+def verdict(diffs: list[Diff], steps: int, is_exact: bool) -> tuple[bool, str]:
+    """Return whether the runs are equal, and a description. is_exact: require bitwise equality."""
+    if not any(diff.differences for diff in diffs):
         return True, "bitwise identical"
-    broken: dict[int, dict[str, list[str]]] = {}  # by step and what
-    for finding in findings:
-        for name, difference in finding.differences.items():
-            if is_exact or difference > _TOLERATED.get(finding.what, 0):
+    broken: dict[int, dict[str, list[str]]] = {}  # {step: {what: names}}
+    for diff in diffs:
+        for name, difference in diff.differences.items():
+            if is_exact or difference > _TOLERATED.get(diff.what, 0):
                 step = int(name.removeprefix("step ")) if name.startswith("step ") else steps
-                broken.setdefault(step, {}).setdefault(finding.what, []).append(name)
+                broken.setdefault(step, {}).setdefault(diff.what, []).append(name)
     if not broken:
         return True, f"equal within {TOLERANCE:.0e}: sample ids and random states bitwise, losses up to rounding"
     first = min(broken)
@@ -152,7 +152,7 @@ def verdict(findings: list[Finding], steps: int, is_exact: bool) -> tuple[bool, 
 
 
 def _read(path: Path) -> Any:
-    """Return what a file of a checkpoint holds, less what is of the clock and the session and not of the run."""
+    """Return the content of a checkpoint's file, without what depends on the clock or the session."""
     if path.suffix == ".safetensors":
         return load_file(path)
     if path.name == STATE_NAME:
@@ -162,7 +162,7 @@ def _read(path: Path) -> Any:
         return comparable(json.loads(path.read_text()))
     content = load(path, map_location="cpu")
     if path.name.startswith(RNG_STATE_NAME):
-        del content["step"]  # the micro-batches since the process began
+        del content["step"]  # micro-batches since this process started
     return content
 
 

@@ -1,6 +1,7 @@
-"""From any checkpoint of a run to an exported model with its card, also of a run that was killed.
+"""Export a model with its card from any checkpoint of a run, even if the run was killed.
 
-Owns which weights are taken and what the card can say of them. Does not know what is in an exported folder (export.py).
+Owns which weights are exported and what the card says about them. Does not know what is in an exported folder
+(publish/export.py).
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from hfgolf.run.metrics import read_metrics
 
 
 def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
-    """Export a checkpoint's weights, the averaged ones if its optim.ema_export says so, to `output`; returns its step.
+    """Export a checkpoint's weights to `output` and return its step. Under optim.ema_export, exports the averaged ones.
 
     which: latest, best or a path; None: best, or latest if nothing was evaluated. Raises UserError if there is no such
-    checkpoint, if it is damaged, or if `output` can't be written.
+    checkpoint, it is damaged, or `output` can't be written.
     """
     checkpoint = _find(run, which)
     try:
         step = verify(checkpoint)["step"]
         state = json.loads((checkpoint / STATE_NAME).read_text())
     except (Rejected, OSError, ValueError) as error:
-        raise UserError(f"--checkpoint: {checkpoint} is rejected, {one_line(error)}; {_others(run)}.") from None
-    config = saved_config(read_identity(checkpoint))  # config.yaml may be of a later start, or gone
+        raise UserError(f"--checkpoint: {checkpoint} rejected: {one_line(error)}; {_others(run)}.") from None
+    config = saved_config(read_identity(checkpoint))  # not config.yaml, which may be from a later start, or missing
     if not (checkpoint / "config.json").is_file():
         raise UserError(
-            f"--checkpoint: {checkpoint} has no config.json: an older version saved it, or its weights are sharded."
-            f" The run exports its model when it ends: continue it with --train.resume {checkpoint}."
+            f"--checkpoint: {checkpoint} has no config.json: an older version saved it, or its weights are sharded;"
+            f" continue the run with --train.resume {checkpoint}, and it exports its model at the end."
         )
     model, tokenizer = load_exported(str(checkpoint))
     if not isinstance(model, GolfForCausalLM):
-        raise UserError(f"--checkpoint: {checkpoint} holds a {type(model).__name__}, which hfgolf did not make.")
+        raise UserError(f"--checkpoint: {checkpoint} holds a {type(model).__name__}, not a model of hfgolf's.")
     model = model.cpu()
     if config.optim.ema_export:
         if not (checkpoint / EMA_NAME).is_file():
             raise UserError(f"--checkpoint: {checkpoint} has no averaged weights (optim.ema_export); {_others(run)}.")
-        model.load_state_dict(load_file(checkpoint / EMA_NAME), strict=False)  # tied weights are in the file once
+        model.load_state_dict(load_file(checkpoint / EMA_NAME), strict=False)  # the file holds tied weights only once
     summary = {
         "step": step,
         "steps": state["step"],
@@ -82,11 +83,11 @@ def _find(run: RunFolder, which: str | None) -> Path:
 
 def _others(run: RunFolder) -> str:
     names = join_words(sorted(path.name for path in newest_first(run.checkpoints)))
-    return f"the checkpoints there are {names}" if names else "it holds none"
+    return f"available checkpoints: {names}" if names else "the run has no checkpoints"
 
 
 def _figures(run: RunFolder, config: RunConfig, step: int) -> dict[str, Any]:
-    """Return the figures of the evaluation at a step, on train.eval_tokens, as a summary names them; empty without."""
+    """Return the figures of the evaluation at a step, with a summary's keys; {} if that step was not evaluated."""
     rows = read_metrics(run.metrics).rows if run.metrics.is_file() else []
     row: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
     averaged = "_ema" if config.optim.ema_export else ""

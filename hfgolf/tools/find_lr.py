@@ -1,7 +1,7 @@
-"""The learning-rate finder: real steps of a run at growing learning rates, and the run as it was afterwards.
+"""The learning-rate finder: run real steps at growing learning rates, then restore the run.
 
-Owns the sweeps and putting back what they changed. Which rates are tried and what their losses say is in
-optim/lr_finder.py; a step is that of the loop.
+Owns the sweeps and restoring everything they change. lr_sweep.py chooses the rates and interprets the losses. The steps
+are those of the training loop.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ LEAD_IN_STEPS = 20
 
 
 def find_lr(resolved: ResolvedConfig, rates: list[float]) -> list[Sweep]:
-    """Sweep the learning rates of the run that a config describes; what its set-up writes is removed again.
+    """Sweep the learning rates of a config in a temporary run, and delete its files afterwards.
 
-    rates: the learning rates to try, as `sweep_rates` makes them. Raises UserError as set_up and sweep_run do. Call it
-    in every process that `accelerate launch` started; all return the same.
+    rates: the learning rates to try, from `sweep_rates`. Call it in every process that `accelerate launch` starts; all
+    return the same. Raises UserError like set_up and sweep_run.
     """
-    # so few steps do not earn the compilation back
+    # compiling does not pay for so few steps
     values = {} if "train.compile" in resolved.sources else {"train__compile": False}
     with scratch_run(resolved, "find_lr", **values) as run:
         return sweep_run(run, rates)
 
 
 def sweep_run(run: Run, rates: list[float]) -> list[Sweep]:
-    """Sweep the learning rates of the run's groups, the Muon and the AdamW groups apart; leave no trace in the run.
+    """Sweep the learning rates of the run's parameter groups, Muon and AdamW separately, and restore the run.
 
-    All sweeps begin at the same weights and read the same batches: those that follow the run's step, or LEAD_IN_STEPS
-    later in a run that has just begun. While some groups are swept the others keep the learning rates of the config.
-    Weights, optimizer, averages, data, random generators and the run's files are afterwards what they were before, to
-    the last bit. UserError where losses or gradients are not finite at the learning rates of the config.
+    All sweeps start from the same weights and read the same batches: the run's next ones, after LEAD_IN_STEPS if the
+    run has just begun. While one group is swept, the others keep the learning rates of the config. Afterwards weights,
+    optimizer, averages, data, random generators and the run's files are bitwise what they were before. Raises UserError
+    if losses or gradients are not finite at the learning rates of the config.
     """
     sweeps = []
     keys = list(dict.fromkeys(_key(group, run.config.optim) for group in run.optimizer.param_groups))
     lead_in_steps = max(0, LEAD_IN_STEPS - run.state.step)
-    logger.info("%d steps at most for %s", lead_in_steps + 2 * len(rates) * len(keys), " and ".join(keys))
+    logger.info("up to %d steps for %s", lead_in_steps + 2 * len(rates) * len(keys), " and ".join(keys))
     with restored(run):
         lead_in = _trial(run, run.state.step)
-        # the first fall, to how frequent each token is, happens at any learning rate and says nothing about it
+        # the initial drop (learning token frequencies) happens at any learning rate and says nothing about it
         _check(run, [_step(lead_in) for _ in range(lead_in_steps)])
         for key in keys:
             at_rest = _losses(run, lead_in.state.step, key, [0.0] * len(rates))
@@ -70,50 +70,50 @@ def sweep_run(run: Run, rates: list[float]) -> list[Sweep]:
             losses = _losses(run, lead_in.state.step, key, rates, at_rest)
             sweep = Sweep(key, rates[: len(losses)], losses, at_rest[: len(losses)], len(losses) < len(rates))
             sweeps.append(sweep)
-            where = "where the loss diverged" if sweep.has_diverged else "the last"
+            end = "then the loss diverged" if sweep.has_diverged else "the highest"
             logger.info(
-                "optim.%s: %d steps, to learning rate %.2g, %s", key, len(losses), rates[len(losses) - 1], where
+                "optim.%s: %d steps up to learning rate %.2g, %s", key, len(losses), rates[len(losses) - 1], end
             )
     return sweeps
 
 
 def suggested_values(sweeps: list[Sweep], optim: OptimConfig) -> dict[str, float]:
-    """Return the suggestion as values of the config, by dotted key; UserError where a sweep allows none.
+    """Return the suggested values, {"optim.key": learning rate}. Raises UserError if a sweep allows no suggestion.
 
-    Embeddings with a learning rate of their own keep its ratio to that of their groups, as in the sweep.
+    If the embeddings have their own learning rate, it keeps its ratio to that of their group, as in the sweep.
     """
     values = {f"optim.{sweep.key}": suggest(sweep) for sweep in sweeps}
     if optim.embedding_learning_rate is not None:
-        key = sweeps[-1].key  # the embeddings' too: Muon, which has none, is swept first
+        key = sweeps[-1].key  # the sweep with the embeddings: Muon, which has none, comes first
         ratio = optim.embedding_learning_rate / getattr(optim, key)
         values["optim.embedding_learning_rate"] = float(f"{values[f'optim.{key}'] * ratio:.1e}")
     return values
 
 
 def _key(group: dict[str, Any], optim: OptimConfig) -> str:
-    """Return the key of optim that a group is swept with: the optimizer's own rule has one, AdamW beside it another."""
+    """Return the key of optim that sets a group's rate: one for the main optimizer, one for AdamW next to Muon."""
     return "learning_rate" if group["rule"] == optim.name else "adamw_learning_rate"
 
 
 def _check(run: Run, losses: list[float]) -> None:
     if not all(map(math.isfinite, losses)):
         raise UserError(
-            "train: loss or gradient are not finite at the learning rates of the config, before any of them grows;"
-            f" state a smaller optim.learning_rate (now {run.config.optim.learning_rate:g})."
+            "train: the loss or the gradient is not finite even at the learning rates of the config;"
+            f" lower optim.learning_rate (now {run.config.optim.learning_rate:g})."
         )
 
 
 def _losses(run: Run, step: int, key: str, rates: list[float], at_rest: list[float] | None = None) -> list[float]:
-    """Return the losses of steps from `step` on in which the groups of a key have these rates; leave no trace.
+    """Return the losses of steps from `step` on, with these rates for the groups of a key; restore the run.
 
-    at_rest: the losses to compare with; it ends before the loss that has diverged from them.
+    at_rest: losses to compare with; the sweep stops before a loss that has diverged from them.
     """
     optim = run.config.optim
     losses: list[float] = []
     with restored(run):
         trial = _trial(run, step)
         swept = [group for group in run.optimizer.param_groups if _key(group, optim) == key]
-        # to the peak that the config gives the group: embeddings may have one of their own
+        # relative to the key's peak in the config: embeddings may have their own peak
         ratios = [group["initial_lr"] / getattr(optim, key) for group in swept]
         is_hidden = not (run.accelerator.is_main_process and sys.stderr.isatty())
         description = f"optim.{key}" if at_rest else f"without optim.{key}"
@@ -128,7 +128,7 @@ def _losses(run: Run, step: int, key: str, rates: list[float], at_rest: list[flo
 
 
 def _trial(run: Run, step: int) -> Run:
-    """Return the same run at `step`, without an end, at its peak learning rates after a warmup over the lead-in."""
+    """Return a copy of the run at `step`, without a step limit; learning rates warm up over the lead-in, then stay."""
     resolved = run.resolved.resolve("find_lr", schedule__warmup_steps=LEAD_IN_STEPS)
     blocks = step * run.config.batch.sequences_per_step
     state = dataclasses.replace(run.state, step=step, blocks=blocks, learning_rate_scale=1.0)
@@ -141,17 +141,18 @@ def _trial(run: Run, step: int) -> Run:
 
 
 def _step(trial: Run) -> float:
-    """Make a step of the loop and return its loss, the mean over all processes; NaN where it made no update."""
+    """Run one step of the loop and return its mean loss over all processes; NaN if it made no update."""
     accelerator = trial.accelerator
     result = train_step(trial, math.inf)
     trial.state.count_step(trial.config.batch)
-    is_skipped = result.nonfinite_parameter is not None and accelerator.scaler is None  # a scaler skips while it adapts
+    # fp16's scaler skips steps while it adapts; these are not failures
+    is_skipped = result.nonfinite_parameter is not None and accelerator.scaler is None
     loss = torch.tensor(math.nan if is_skipped else result.loss, device=accelerator.device)
     return accelerator.reduce(loss, "mean").item()
 
 
 class _Silent(Tracker):
-    """Writes nothing: what happens in a sweep, such as a lack of memory, did not happen to the run."""
+    """A tracker that writes nothing: events in a sweep, such as out of memory, are not events of the run."""
 
     def __init__(self) -> None:
         self._active = False
@@ -159,23 +160,23 @@ class _Silent(Tracker):
 
 @contextmanager
 def restored(run: Run) -> Iterator[None]:
-    """Put back afterwards what steps change: weights, optimizer, gradient scaler, accumulation, random generators."""
+    """Restore on exit what steps change: weights, optimizer, gradient scaler, accumulation, random generators."""
     accelerator, optimizer = run.accelerator, run.optimizer
     states = [leaf for _, leaf in leaves(optimizer.state_dict()["state"]) if isinstance(leaf, Tensor)]
     tensors = [*run.raw_model.parameters(), *run.raw_model.buffers(), *states]
-    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]  # a GPU may have no room left
+    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]  # a GPU may have no memory left
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
     accumulation_steps, micro_batches = accelerator.gradient_accumulation_steps, accelerator.step
     is_training = run.model.training
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [accelerator.device] if accelerator.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         run.model.train(is_training)
         accelerator.gradient_accumulation_steps, accelerator.step = accumulation_steps, micro_batches
         if scaler is not None:

@@ -1,7 +1,7 @@
-"""A run before it is run: what it consists of, what it takes, how long it lasts and what it costs.
+"""Predict a run before starting it: parameters, FLOPs, memory, duration and cost.
 
-Owns the arithmetic from a config to those figures. The model exists on the meta device only, where it takes no memory,
-unless its speed is to be measured. Does not know how long the config wants to train, nor who pays.
+Owns the arithmetic from a config to these figures. The model is built on the meta device, where it takes no memory,
+unless its speed is measured. Does not know how long the config trains or what the budget is.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer, parameter_groups
 from hfgolf.train.build import build_golf
 
-# Of the peak, in training, uncompiled, where nobody measured: configs/small.yaml reaches 0.6 in fp32 on two CPU cores;
-# small GPTs on a GPU are published between 0.3 and 0.5.
+# The MFU of uncompiled training if it is not measured. configs/small.yaml reaches 0.6 in fp32 on two CPU cores;
+# published small GPTs reach 0.3 to 0.5 on a GPU.
 ASSUMED_MFU = 0.4
-MAX_CHEAP_BYTES = 20_000_000  # of text, to tokenise only to count it
-VOCABULARIES = {"byte": 257, "char": 257}  # bytes and the end of text; with char, also what is not ASCII in the text
+MAX_CHEAP_BYTES = 20_000_000  # of text that is tokenized just to count its tokens
+VOCABULARIES = {"byte": 257, "char": 257}  # 256 bytes and the end of text; char adds the text's non-ASCII characters
 PARTS = {"norms": "norm", "embedding": "embed_", "attention": ".self_attn.", "mlp": ".mlp.", "head": "lm_head"}
 MEASURED_STEPS = 5
 
 
 @dataclass(frozen=True)
-class Data:
-    """What is known of the tokens without a run."""
+class TokenCounts:
+    """The vocabulary and the tokens of a config, as far as they are known without a run."""
 
     vocabulary: int
     train_tokens: int | None = None
     val_tokens: int | None = None
     note: str = ""
-    """Why the tokens are not counted, or the vocabulary is assumed."""
+    """Why the tokens are not counted or the vocabulary is assumed."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run is to take place."""
+    """The machine that a run is planned for."""
 
     name: str
     device: str
     """cuda or cpu."""
     processes: int
     peak_flops: float
-    """Of all processes, in the run's precision."""
+    """FLOP/s of all processes together, in the run's precision."""
     free_bytes: int
-    """Of each process."""
+    """Free memory of each process."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second of all processes, and how that is known."""
+    """The tokens per second of all processes, and where that figure comes from."""
 
     tokens_per_second: float
     source: str
@@ -80,14 +80,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a config takes on a machine. Bytes are those of one process."""
+    """What a config needs on a machine. Bytes are per process."""
 
     parameters: dict[str, int]
-    """By part of the model; a tied head is the embedding."""
+    """{part of the model: parameters}; a tied head counts as the embedding."""
     rules: dict[str, int]
-    """Parameters by the optimizer's rule."""
+    """{rule of the optimizer: parameters}."""
     flops: TokenFlops
-    """Of a token."""
+    """FLOPs per token."""
     micro_batch_size: int
     accumulation_steps: int
     memory: TrainingMemory
@@ -95,7 +95,7 @@ class Plan:
     memory_without_checkpointing: TrainingMemory
     usable_bytes: int
     largest_micro_batch: int | None
-    """That fits; None: not even one sequence does."""
+    """The largest micro-batch that fits; None if not even one sequence does."""
 
     @property
     def fits(self) -> bool:
@@ -104,27 +104,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is; None: not known."""
+    """How long a run takes; None means unknown."""
 
     steps: int
     tokens: int
     epochs: float | None
     seconds: float
-    """Of the steps; evaluations are apart, and starting, compiling and saving come on top."""
+    """Seconds of the steps only, without evaluations, startup, compiling and saving."""
     evaluation_seconds: float | None
     dollars: float | None
 
 
 def meta_model(config: RunConfig, vocabulary: int, device: str) -> GolfForCausalLM:
-    """Build the model of a config, its precision decided, without its weights, as it would attend on a device."""
+    """Build the model of a config on the meta device, with the attention of a device type (cuda, cpu).
+
+    train.mixed_precision must be decided.
+    """
     with torch.device("meta"):
         return build_golf(config, vocabulary, device)
 
 
-def look_at_data(config: RunConfig) -> Data:
-    """Count the tokens where they are cached, or few enough to be tokenised now; else say why not.
+def count_tokens(config: RunConfig) -> TokenCounts:
+    """Count the tokens if they are cached or quick to tokenize; otherwise note why not.
 
-    Raises UserError where the tokenizer that the config names cannot be loaded.
+    Raises UserError if the config's tokenizer cannot be loaded.
     """
     tokenizer, found = config.tokenizer, None
     try:
@@ -133,26 +136,26 @@ def look_at_data(config: RunConfig) -> Data:
         num_bytes = sum(size for _, size, _ in listed)
         if 0 < num_bytes <= MAX_CHEAP_BYTES:
             tokens = token_cache.load_tokens(config.data, tokenizer)
-            return Data(len(tokens.tokenizer), len(tokens.train), len(tokens.val))
+            return TokenCounts(len(tokens.tokenizer), len(tokens.train), len(tokens.val))
         found = token_cache.find_cache(corpus, tokenizer, cache_folder(config.data))
-        reason = "not tokenised yet" + (f": {num_bytes / 1e6:,.0f} MB of text" if listed else "")
+        reason = "not tokenized yet" + (f": {num_bytes / 1e6:,.0f} MB of text" if listed else "")
     except UserError as error:
         reason = str(error)
     if found:
         folder, known = found
         try:
             train, val = (len(open_stream(Path(folder) / f"{split}.arrow", False)) for split in ("train", "val"))
-            return Data(len(known), train, val)
+            return TokenCounts(len(known), train, val)
         except (OSError, ValueError) as error:
             reason = f"the token cache is damaged: {error}"
     if tokenizer.kind == "pretrained":
         loaded = find_tokenizer(tokenizer, {}, Path())
-        return Data(len(loaded) if loaded else 0, note=reason)
-    return Data(VOCABULARIES.get(tokenizer.kind, tokenizer.vocab_size), note=reason)
+        return TokenCounts(len(loaded) if loaded else 0, note=reason)
+    return TokenCounts(VOCABULARIES.get(tokenizer.kind, tokenizer.vocab_size), note=reason)
 
 
 def this_machine(precision: str, processes: int) -> Machine:
-    """Describe the machine this process is on."""
+    """Describe this machine."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peak = peak_flops(device, precision) * processes
     free_bytes = free_memory_bytes(device) // (processes if device.type == "cpu" else 1)
@@ -160,21 +163,21 @@ def this_machine(precision: str, processes: int) -> Machine:
 
 
 def machine_of(device: Device, precision: str, processes: int) -> Machine:
-    """Describe a machine with devices of the table, nothing else running on them."""
+    """Describe a machine with devices of the table (hardware.DEVICES), with all their memory free."""
     return Machine(device.name, "cuda", processes, device.peak_flops(precision) * processes, device.memory_gb * 10**9)
 
 
 def assumed_speed(flops: TokenFlops, machine: Machine, mfu: float, recomputes: bool) -> Speed:
-    """Return the speed at a share of the peak, which recomputation takes its part of."""
+    """Return the speed at an assumed MFU. recomputes: gradient checkpointing costs extra FLOPs."""
     each = flops.useful + (flops.recomputation if recomputes else 0)
     source = f"assumed: {mfu:.0%} of the peak of {machine.name}, {machine.peak_flops / 1e12:,.4g} TFLOP/s"
     return Speed(mfu * machine.peak_flops / each, source)
 
 
 def measured_speed(config: RunConfig, vocabulary: int, micro_batch_size: int, machine: Machine) -> Speed:
-    """Measure passes and updates of the real model, uncompiled, on random tokens; medians of MEASURED_STEPS.
+    """Measure the passes and updates of the real model, uncompiled, on random tokens: medians of MEASURED_STEPS.
 
-    One process; the others are taken to be as fast, and to wait for nobody.
+    Measures one process, and assumes that the others are as fast and that communication is free.
     """
     device, precision, length = torch.device(machine.device), config.train.mixed_precision, config.batch.sequence_length
     with device:
@@ -194,9 +197,9 @@ def measured_speed(config: RunConfig, vocabulary: int, micro_batch_size: int, ma
         optimizer.zero_grad()
 
     times = [(_seconds(run_pass, device), _seconds(update, device)) for _ in range(1 + MEASURED_STEPS)]
-    of_pass, of_update = (median(column) for column in zip(*times[1:], strict=True))
+    pass_seconds, update_seconds = (median(column) for column in zip(*times[1:], strict=True))  # the first warms up
     accumulation = config.batch.accumulation_steps(micro_batch_size, machine.processes)
-    speed = config.batch.tokens_per_step / (accumulation * of_pass + of_update)
+    speed = config.batch.tokens_per_step / (accumulation * pass_seconds + update_seconds)
     return Speed(speed, f"measured: {MEASURED_STEPS} steps on {machine.name}, uncompiled")
 
 
@@ -209,19 +212,21 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
 
 
 def parameter_parts(model: GolfForCausalLM) -> dict[str, int]:
-    """Count the parameters by part of the model; UserError for one that belongs to none."""
+    """Count the parameters by part of the model. Raises UserError for a parameter that belongs to no part."""
     counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head"), 0)
     for name, parameter in model.named_parameters():
         part = next((part for part, word in PARTS.items() if word in name), None)
         if part is None:
-            raise UserError(f"parameter {name} belongs to no part of the model: give it a row in PARTS of {__name__}")
+            raise UserError(f"parameter {name} belongs to no part of the model; add a row to PARTS in {__name__}.")
         counts[part] += parameter.numel()
     return counts
 
 
 def make_plan(config: RunConfig, model: GolfForCausalLM, machine: Machine) -> Plan:
-    """Work out what a config, its precision decided, takes on a machine; UserError where no micro-batch could divide
-    its step."""
+    """Compute what a config needs on a machine. train.mixed_precision must be decided.
+
+    Raises UserError if no micro-batch divides the step evenly.
+    """
     size, largest = _micro_batch(config, model, machine)
     with_, without = (
         run_memory(config.replace(model__gradient_checkpointing=on), model, size, machine.processes, machine.device)
@@ -245,8 +250,8 @@ def make_plan(config: RunConfig, model: GolfForCausalLM, machine: Machine) -> Pl
 
 
 def _micro_batch(config: RunConfig, model: GolfForCausalLM, machine: Machine) -> tuple[int, int | None]:
-    """Return the sequences a process would run at once, and the most that fit; None: not even one does."""
-    config.batch.accumulation_steps(1, machine.processes)  # or raise
+    """Return the micro-batch size of the run, and the largest that fits (None if not even one sequence does)."""
+    config.batch.accumulation_steps(1, machine.processes)  # raises if it does not divide
     largest: int | None = None
     with suppress(UserError):
         largest = choose_micro_batch_size(config, model, machine.processes, machine.device, machine.free_bytes)
@@ -254,8 +259,8 @@ def _micro_batch(config: RunConfig, model: GolfForCausalLM, machine: Machine) ->
     return (largest or 1) if stated == "auto" else stated, largest
 
 
-def run_length(config: RunConfig, data: Data, speed: Speed, steps: int, price_per_hour: float | None) -> Length:
-    """Return what so many steps come to. price_per_hour: dollars, None where it is not known."""
+def run_length(config: RunConfig, data: TokenCounts, speed: Speed, steps: int, price_per_hour: float | None) -> Length:
+    """Return tokens, epochs, time and cost of a number of steps. price_per_hour: dollars; None if unknown."""
     tokens = steps * config.batch.tokens_per_step
     seconds, evaluating = tokens / speed.tokens_per_second, evaluation_seconds(config, data, speed, steps)
     return Length(
@@ -268,35 +273,39 @@ def run_length(config: RunConfig, data: Data, speed: Speed, steps: int, price_pe
     )
 
 
-def evaluation_seconds(config: RunConfig, data: Data, speed: Speed, steps: int) -> float | None:
-    """Return what the evaluations take, at a third of a training step's work a token; None: tokens not counted."""
+def evaluation_seconds(config: RunConfig, data: TokenCounts, speed: Speed, steps: int) -> float | None:
+    """Return the seconds of all evaluations; None if the tokens are not counted.
+
+    Per token, an evaluation takes a third of the work of a training step (only the forward pass).
+    """
     if data.val_tokens is None:
         return None
     train = config.train
     times = math.ceil(steps / train.eval_every_steps)
     each = min(train.eval_tokens or data.val_tokens, data.val_tokens)
-    at_the_end = data.val_tokens if train.eval_tokens is not None else 0  # all of it, if no evaluation was
+    at_the_end = data.val_tokens if train.eval_tokens is not None else 0  # on all tokens, unless the last one was
     tokens = times * each * (2 if config.optim.has_ema else 1) + at_the_end
     return tokens / (3 * speed.tokens_per_second)
 
 
-def affordable_steps(config: RunConfig, data: Data, speed: Speed, seconds: float, budget: str) -> int:
-    """Return the steps that can be made in so many seconds, evaluations included.
+def affordable_steps(config: RunConfig, data: TokenCounts, speed: Speed, seconds: float, budget: str) -> int:
+    """Return the number of steps that fit into a time, including their evaluations.
 
-    budget: how the person stated it, for the UserError where that is not a single one.
+    budget: the option that set it, for the error message. Raises UserError if not even one step fits.
     """
     per_step = config.batch.tokens_per_step / speed.tokens_per_second
 
     def total(steps: int) -> float:
         return steps * per_step + (evaluation_seconds(config, data, speed, steps) or 0.0)
 
-    most = math.floor(min(seconds / per_step, 1e15)) + 1
-    steps = bisect.bisect_right(range(1, most + 1), seconds * (1 + 1e-9), key=total)  # rounding must not cost a step
+    max_steps = math.floor(min(seconds / per_step, 1e15)) + 1
+    # 1 + 1e-9: rounding must not cost a step
+    steps = bisect.bisect_right(range(1, max_steps + 1), seconds * (1 + 1e-9), key=total)
     if steps < 1:
         raise UserError(
-            f"{budget}: {seconds:,.3g} s do not pay for one step of {config.batch.tokens_per_step:,} tokens"
+            f"{budget}: {seconds:,.3g} s are too short for one step of {config.batch.tokens_per_step:,} tokens"
             f" ({per_step:,.3g} s at {speed.tokens_per_second:,.0f} tokens/s) with its evaluation"
-            f" ({total(1) - per_step:,.3g} s); allow more, or take a smaller model, batch.tokens_per_step or"
+            f" ({total(1) - per_step:,.3g} s); allow more, or choose a smaller model, batch.tokens_per_step or"
             " train.eval_tokens."
         )
     return steps

@@ -1,7 +1,7 @@
-"""Where the time of a training step goes: by phase, by kind of work, by operation, and what bounds it.
+"""Where the time of a training step goes, by phase, kind of work and operation, and what bounds the step.
 
-Owns the figures and the sentence that follows from them. Refuses to know how they were found: trace.py reads them from
-a profiler's trace.
+Owns the figures and the conclusion drawn from them. Does not know how they were measured; trace.py reads them from a
+profiler's trace.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from dataclasses import dataclass
 from typing import Any
 
 PHASES = ("data", "forward", "backward", "optimizer")
-"""Optimizer: what follows the last backward pass of a step, norm and clipping too. A phase's computing on a GPU is what
-was launched in it."""
+"""optimizer: everything after the last backward pass of a step, including norm and clipping. On a GPU, a kernel belongs
+to the phase that launched it."""
 COMPUTING = ("forward", "backward", "optimizer")
 KINDS = ("attention", "MLP", "norm", "embedding", "head and loss", "optimizer", "rest")
-"""By module, of which the innermost counts; rest: residual stream, rotation, adding up gradients."""
+"""Kinds of work by module; the innermost module counts. rest: residual stream, rotation, gradient accumulation."""
 PYTHON = "(Python between operations)"
 
-# From here on something is worth a sentence; shares of the step's time, or of its computing.
+# Thresholds for what_bounds: fractions of the step's time or of its computing time.
 DATA_BOUND = 0.10
 GPU_IDLE = 0.15
-SMALL_OPERATION_SECONDS = 20e-6  # calling an operation costs 2 to 10 of them, more under the profiler
+SMALL_OPERATION_SECONDS = 20e-6  # calling an operation costs 2 to 10 us, and more under the profiler
 OVERHEAD_BOUND = 0.30
 OPTIMIZER_HEAVY = 0.15
 HEAD_HEAVY = 0.40
-NEAR_PEAK = 0.50  # MFU; what is not a product has its time too
+NEAR_PEAK = 0.50  # MFU; the rest goes to operations that are not matrix products
 MAX_POINTS = 400  # of the memory curve
 
 
 @dataclass(frozen=True)
 class Work:
-    """Something that took time: an operation on the CPU without what it called, or a kernel on a GPU."""
+    """Something that took time: a CPU operation without the operations it called, or a GPU kernel."""
 
     name: str
     kind: str | None
@@ -46,16 +46,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of some steps went."""
+    """Where the time of the profiled steps went."""
 
     num_steps: int
     wall_seconds: float
     phases: dict[str, float]
-    """Seconds of data, forward, backward and optimizer, and of the rest: "idle" on a GPU, "other" on a CPU. They add up
-    to wall_seconds: on a GPU it is idle, or waits for data, where it does nothing."""
+    """Seconds of data, forward, backward, optimizer and the rest ("idle" on a GPU, "other" on a CPU); they add up to
+    wall_seconds. When a GPU does nothing, it counts as waiting for data or as idle."""
     work: list[Work]
     memory: list[tuple[float, int, str]]
-    """(seconds since the last step began, bytes of torch's allocator above what it began with, phase) of that step."""
+    """For the last step: (seconds since it began, bytes of torch's allocator above its start, phase)."""
 
     @property
     def is_on_gpu(self) -> bool:
@@ -63,12 +63,12 @@ class Profile:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of the wall time; they add up to 1."""
+        """Fractions of the wall time by phase; they add up to 1."""
         return {phase: seconds / self.wall_seconds for phase, seconds in self.phases.items()}
 
     @property
     def kinds(self) -> dict[str, float]:
-        """Shares of the time that forward, backward and optimizer took, by kind of work; they add up to 1."""
+        """Fractions of the computing time (forward, backward, optimizer) by kind of work; they add up to 1."""
         seconds = dict.fromkeys(KINDS, 0.0)
         for work in self._computing():
             seconds["optimizer" if work.phase == "optimizer" else work.kind or "rest"] += work.seconds
@@ -76,16 +76,16 @@ class Profile:
 
     @property
     def overhead_share(self) -> float:
-        """Share of that time that a CPU spent in Python, and in operations so short that calling them takes as long."""
+        """Fraction of the computing time that a CPU spent in Python or in operations too small to be efficient."""
         seconds = sum(work.seconds for work in self._computing() if work.is_overhead)
         return 0.0 if self.is_on_gpu else seconds / self._computing_seconds()
 
-    def top(self, most: int = 15) -> list[dict[str, Any]]:
-        """Return the operations that took the most time, each by phase and kind (null in a compiled model)."""
+    def top(self, limit: int = 15) -> list[dict[str, Any]]:
+        """Return the operations that took the most time, by phase and kind (null in a compiled model)."""
         groups: dict[tuple[str, str, str | None], list[float]] = defaultdict(list)
         for work in self.work:
             groups[work.name, work.phase, work.kind].append(work.seconds)
-        longest = sorted(groups.items(), key=lambda group: -sum(group[1]))[:most]
+        longest = sorted(groups.items(), key=lambda group: -sum(group[1]))[:limit]
         return [
             {
                 "operation": name,
@@ -99,7 +99,7 @@ class Profile:
         ]
 
     def memory_record(self) -> dict[str, Any]:
-        """Return the memory of the last step for profile.json: its curve, and the peak with the phase it is in."""
+        """Return the memory of the last step for profile.json: its curve, and the peak with its phase."""
         _, peak_bytes, phase = max(self.memory, key=lambda point: point[1], default=(0.0, 0, "forward"))
         per_point = -(-len(self.memory) // MAX_POINTS) or 1
         buckets = (self.memory[i : i + per_point] for i in range(0, len(self.memory), per_point))
@@ -119,9 +119,9 @@ class Profile:
 
 
 def what_bounds(profile: Profile, kinds: dict[str, float], mfu: float, is_compiled: bool) -> str:
-    """Return the sentence that says what bounds the step and what to try, decided by the thresholds above.
+    """Return one sentence that says what bounds the step and what to try, decided by the thresholds above.
 
-    kinds: the shares of an uncompiled pass. mfu: of the step without the profiler.
+    kinds: fractions by kind of work, from uncompiled steps. mfu: MFU of the step without the profiler.
     """
     shares = profile.shares
     if shares["data"] > DATA_BOUND:
@@ -137,28 +137,28 @@ def what_bounds(profile: Profile, kinds: dict[str, float], mfu: float, is_compil
         )
     if profile.overhead_share > OVERHEAD_BOUND:
         return (
-            f"Many small operations bound the step: {profile.overhead_share:.0%} of its computing (above"
-            f" {OVERHEAD_BOUND:.0%}) are operations under {SMALL_OPERATION_SECONDS * 1e6:.0f} us, which calling makes"
-            f" slow: try {larger}."
+            f"Many small operations bound the step: {profile.overhead_share:.0%} of its computing time (above"
+            f" {OVERHEAD_BOUND:.0%}) is call overhead, in Python and operations under"
+            f" {SMALL_OPERATION_SECONDS * 1e6:.0f} us: try {larger}."
         )
     if shares["optimizer"] > OPTIMIZER_HEAVY:
         return (
-            f"The optimizer takes {shares['optimizer']:.0%} of the step (above {OPTIMIZER_HEAVY:.0%}): try more"
-            " batch.tokens_per_step for each of its updates."
+            f"The optimizer takes {shares['optimizer']:.0%} of the step (above {OPTIMIZER_HEAVY:.0%}): try a larger"
+            " batch.tokens_per_step."
         )
     if kinds["head and loss"] > HEAD_HEAVY:
         return (
-            f"Head and loss take {kinds['head and loss']:.0%} of the computing (above {HEAD_HEAVY:.0%}): try a smaller"
-            " tokenizer.vocab_size."
+            f"Head and loss take {kinds['head and loss']:.0%} of the computing time (above {HEAD_HEAVY:.0%}): try a"
+            " smaller tokenizer.vocab_size."
         )
     if mfu > NEAR_PEAK:
         return (
-            f"Matrix products near the machine's limit bound the step (MFU {mfu:.0%}, above {NEAR_PEAK:.0%}): nothing"
-            " but a smaller model, fewer tokens or a faster machine makes it shorter."
+            f"Matrix products near the machine's limit bound the step (MFU {mfu:.0%}, above {NEAR_PEAK:.0%}): only a"
+            " smaller model, fewer tokens or a faster machine makes it faster."
         )
     largest = max(kinds, key=lambda kind: kinds[kind])
-    remedy = "a larger batch.micro_batch_size" if is_compiled else "train.compile true, which joins small operations"
+    remedy = "a larger batch.micro_batch_size" if is_compiled else "train.compile true, which fuses small operations"
     return (
-        f"No single thing bounds the step: MFU {mfu:.0%}, most of the computing is {largest} ({kinds[largest]:.0%}):"
-        f" try {remedy}."
+        f"No single thing bounds the step: MFU {mfu:.0%}, most of the computing time is {largest}"
+        f" ({kinds[largest]:.0%}): try {remedy}."
     )

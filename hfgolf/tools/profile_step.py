@@ -1,6 +1,6 @@
-"""Profile real steps of a run: what train_step() does between its first batch and its last parameter.
+"""Profile real steps of a run, that is, calls of train_step().
 
-Owns the driving and the scopes that it puts around a run's parts; what they say is in measure/trace.py.
+Owns running the steps and the profiler scopes around the parts of a step. trace.py interprets the trace.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ KIND_OF_MODULE: dict[type[nn.Module], str] = {
 
 
 def profile_run(run: Run, num_steps: int, trace: Path) -> dict[str, Any]:
-    """Return what profile.json holds of the next steps of a run, and write their trace (.json.gz).
+    """Profile the next steps of a run, write their trace (.json.gz) and return the content of profile.json.
 
-    Where the model is compiled, what is of each kind comes from as many steps of the uncompiled one, which then stays
-    uncompiled. Call it in every process of the run; each profiles itself. UserError where a GPU hides its kernels.
+    If the model is compiled, the shares by kind of work come from as many extra steps without compilation, and the
+    model stays uncompiled afterwards. Call it in every process of the run; each profiles itself. Raises UserError if
+    the profiler cannot see the GPU's kernels.
     """
     is_compiled = run.raw_model._compiled_call_impl is not None
     seconds = timed_steps(run, num_steps)
@@ -79,7 +80,7 @@ def profile_run(run: Run, num_steps: int, trace: Path) -> dict[str, Any]:
 
 
 def timed_steps(run: Run, num_steps: int) -> list[float]:
-    """Return the seconds of each of the next steps, after some to warm up."""
+    """Return the seconds of each of the next steps, after WARMUP_STEPS."""
     for _ in range(WARMUP_STEPS):
         _step(run)
     seconds = []
@@ -106,7 +107,7 @@ def _profile(run: Run, num_steps: int, trace: Path) -> Profile:
     activities = [ProfilerActivity.CPU]
     if run.accelerator.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    warm = schedule(wait=0, warmup=1, active=1, repeat=1)  # the first events of a profiler take longer
+    warm = schedule(wait=0, warmup=1, active=1, repeat=1)  # a profiler's first events are slower
     with profile(activities=activities, schedule=warm, profile_memory=True) as profiler:
         _step(run)
         _wait(run)
@@ -115,25 +116,25 @@ def _profile(run: Run, num_steps: int, trace: Path) -> Profile:
             with record_function(STEP):
                 _step(run)
                 if number == num_steps - 1:
-                    _wait(run)  # not after each: a GPU may begin a step while it ends the one before
+                    _wait(run)  # only after the last: on a GPU, steps may overlap
     plain = trace.with_suffix("")
-    profiler.export_chrome_trace(str(plain))  # which would compress line by line, several times slower
+    profiler.export_chrome_trace(str(plain))  # uncompressed: torch compresses line by line, several times slower
     trace.write_bytes(gzip.compress(plain.read_bytes(), compresslevel=6))
     plain.unlink()
     found = read_trace(trace)
     if ProfilerActivity.CUDA in activities and not found.is_on_gpu:
-        raise UserError("profile: torch's profiler sees no kernel of this GPU; allow CUPTI, or profile with a CPU.")
+        raise UserError("profile: torch's profiler sees no kernels of this GPU; enable CUPTI, or profile on a CPU.")
     return found
 
 
 @contextmanager
 def _marked(run: Run, modules: bool) -> Iterator[None]:
-    """Put scopes around the parts of a step, and around the modules of the model too: not of a compiled one."""
+    """Add profiler scopes to the parts of a step and, if `modules`, to the model's modules (not if it is compiled)."""
     model, accelerator, batches = run.model, run.accelerator, run.batches
     with ExitStack() as stack:
         stack.callback(setattr, run, "batches", batches)
         run.batches = _marked_batches(batches)
-        # where a compiled model keeps what is called, so that the scope is outside of it
+        # wrap the compiled call itself, so that the scope is outside the compiled code
         _mark(stack, "forward", model, "_compiled_call_impl", model._compiled_call_impl or model._call_impl)
         _mark(stack, "backward", accelerator, "backward", accelerator.backward)
         for module in run.raw_model.modules() if modules else ():
@@ -150,7 +151,7 @@ def _marked_batches(batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, 
 
 
 def _mark(stack: ExitStack, scope: str, owner: object, name: str, function: Callable[..., Any]) -> None:
-    """Have what `owner` has under a name run inside a scope, until the stack is left."""
+    """Replace the function `owner.name` with one that runs inside a scope, until the stack closes."""
     attributes = vars(owner)
     before = {name: attributes[name]} if name in attributes else {}
 

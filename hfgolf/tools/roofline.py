@@ -1,7 +1,7 @@
-"""The roofline of a machine, and where the operations of a training step lie below it.
+"""Measure a machine's roofline, and how close the operations of a training step come to it.
 
-Owns what an operation computes and moves, from its shapes, and the measuring of both ceilings (Williams, Waterman and
-Patterson 2009, "Roofline", CACM 52:4). Refuses to know whose step it is.
+Owns the FLOPs and bytes of an operation, derived from its shapes, and the measurement of both ceilings (Williams,
+Waterman and Patterson 2009, "Roofline", CACM 52:4). Does not know the run.
 
 Shapes: N = B * T tokens of a micro-batch, H heads, K key-value heads, D head size, C channels, I of the MLP,
 V vocabulary, L layers.
@@ -25,49 +25,49 @@ from hfgolf.model.causal_blocks import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Of an AdamW update, a parameter: decay 1, first moment 3, second 4, root, correction and epsilon 3, step 3; read
-# weight, gradient and both moments, write all but the gradient, in fp32.
+# Per parameter of an AdamW update. FLOPs: decay 1, first moment 3, second moment 4, root, correction and epsilon 3,
+# step 3. Bytes in fp32: read weight, gradient and both moments; write all except the gradient.
 ADAMW_FLOPS, ADAMW_BYTES = 14, 28
-NORM_FLOPS = 4  # of an element: square, add, times the root, times the weight
+NORM_FLOPS = 4  # per element: square, add, multiply by the inverse root, multiply by the weight
 PRODUCT_SIZES = {"cpu": (512, 1024, 2048)}
 PRODUCT_SIZES_ELSEWHERE = (4096, 8192)
-MAX_STREAM_ELEMENTS = 2**26  # 256 MiB of fp32 each in three arrays: larger than any cache
-MIN_SECONDS = 0.3  # that an operation is repeated
+MAX_STREAM_ELEMENTS = 2**26  # three fp32 arrays of 256 MiB each: larger than any cache
+MIN_SECONDS = 0.3  # each operation is repeated for at least this long
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What an operation computes and must move between memory and processor: operands and result once."""
+    """The FLOPs of an operation, and the bytes it must move between memory and processor: operands and result once."""
 
     name: str
     precision: str
     flops: float
     num_bytes: float
     run: Callable[[], object]
-    """Does it, on the device that its operands are on."""
+    """Runs the operation on the device of its operands."""
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte."""
+        """FLOPs per byte."""
         return self.flops / self.num_bytes
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a device can do at most, as measured."""
+    """The measured limits of a device."""
 
     peak_flops: dict[str, float]
-    """FLOP/s of a large matrix product, by precision."""
+    """{precision: FLOP/s of a large matrix product}."""
     bytes_per_second: float
-    """Of a stream larger than the caches."""
+    """Memory bandwidth, measured with arrays larger than the caches."""
 
     def attainable_flops(self, intensity: float, precision: str) -> float:
-        """Return the FLOP/s below which an operation of so many FLOPs a byte stays, its operands not in a cache."""
+        """Return the maximal FLOP/s at an intensity (FLOPs per byte), if the operands are not in a cache."""
         return min(self.peak_flops[precision], intensity * self.bytes_per_second)
 
 
 def measure_roofline(device: torch.device) -> Roofline:
-    """Measure both ceilings of a device, in some seconds, with all of torch's threads."""
+    """Measure both ceilings of a device with all of torch's threads; takes a few seconds."""
     names = ("bf16", "fp16", "fp32") if device.type == "cuda" else ("bf16", "fp32")
     sizes = PRODUCT_SIZES.get(device.type, PRODUCT_SIZES_ELSEWHERE)
     peaks = {name: max(measured_peak_flops(device, DTYPES[name], size) for size in sizes) for name in names}
@@ -75,9 +75,9 @@ def measure_roofline(device: torch.device) -> Roofline:
 
 
 def measured_bandwidth(device: torch.device, num_elements: int | None = None) -> float:
-    """Return the bytes/s of the best of several triads a = b + s c (McCalpin's STREAM): 12 bytes an element of fp32.
+    """Return the bytes/s of the fastest of several triads a = b + s c (McCalpin's STREAM): 12 bytes per fp32 element.
 
-    A CPU that reads what it is to overwrite moves 16, which as in STREAM do not count.
+    A CPU that reads a before overwriting it moves 16 bytes; as in STREAM, these extra bytes do not count.
     """
     num_elements = num_elements or min(MAX_STREAM_ELEMENTS, free_memory_bytes(device) // 64)
     a, b, c = (torch.zeros(num_elements, device=device) for _ in range(3))
@@ -85,14 +85,14 @@ def measured_bandwidth(device: torch.device, num_elements: int | None = None) ->
 
 
 def best_seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of a call, the best of several over at least MIN_SECONDS; waits for a GPU."""
+    """Return the seconds of the fastest call, of several over at least MIN_SECONDS; waits for a GPU."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     timer.timeit(2)  # warms up
     return min(timer.blocked_autorange(min_run_time=MIN_SECONDS).times)
 
 
 def place(operation: Operation, roofline: Roofline) -> dict[str, Any]:
-    """Measure an operation by itself and return where it lies: what it reaches, and what it could."""
+    """Measure an operation alone; return what it reaches and what is attainable."""
     seconds = best_seconds(operation.run)
     attainable = roofline.attainable_flops(operation.intensity, operation.precision)
     return {
@@ -163,7 +163,7 @@ def _norm(tokens: int, width: int, precision: str, device: torch.device) -> Oper
 
 
 def _gram(layers: int, short: int, long: int, device: torch.device) -> Operation:
-    """X X^T of an MLP's matrices, the product that a Newton-Schulz iteration begins with."""
+    """X X^T of the MLP's matrices, the first product of a Newton-Schulz iteration."""
     dtype = fast_product_dtype(device)
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     x = _random((layers, short, long), dtype, device)
@@ -181,5 +181,5 @@ def _adamw(num_parameters: int, device: torch.device) -> Operation:
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator(device).manual_seed(0)  # not the global one, which is the caller's
+    generator = torch.Generator(device).manual_seed(0)  # leaves the global generator alone
     return torch.randn(shape, device=device, generator=generator).to(dtype)

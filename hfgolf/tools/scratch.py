@@ -1,4 +1,4 @@
-"""A run to measure with: what a config describes, ready to step without an end, its files gone afterwards."""
+"""A temporary run for measurements: set up from a config, ready to step, with its files deleted afterwards."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hfgolf.train.signals import Signals
 
 @contextmanager
 def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterator[Run]:
-    """Set up the run of a config, with each `section__key=value` decided by `source`; raises UserError as set_up does.
+    """Set up a run in a temporary folder, with each `section__key=value` set by `source`. Raises UserError like set_up.
 
-    It has its folder among the temporary ones, no trackers, nothing to resume, nothing to push and no last step.
-    A signal to stop ends the process with a line, and the folder goes then too.
+    It has no trackers, no resume, no push and no last step. A stop signal ends the process with one line; the folder is
+    deleted then, too.
     """
     with (
         Signals("before the end; nothing was written"),
@@ -30,8 +30,8 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
         resolved = resolved.resolve(source, train__resume=None, track__trackers=[], hub__push=False, **values)
         run = set_up(resolved.resolve(source, run__output_dir=folder))
         run.checkpoints.wait()
-        run.folder.path.mkdir(exist_ok=True)  # the main process has made its own
-        stated = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for who describes it
+        run.folder.path.mkdir(exist_ok=True)  # on other processes: only the main one has made its folder
+        stated = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for reports
         run = dataclasses.replace(run, resolved=stated, step_limit=math.inf, is_stepping=True)
         start_batches(run)
         run.model.train()

@@ -1,8 +1,8 @@
-"""From a profiler's trace to where the time of its steps went.
+"""Turn a profiler's trace into a Profile: where the time of its steps went.
 
-Owns the reading of Chrome's format, as torch.profiler exports it. Refuses to know how the trace was made: it has scopes
-(`torch.profiler.record_function`) around each step, its phases but for the optimizer, and the modules of the model, by
-the names of STEP, PHASES and KINDS.
+Owns reading the Chrome trace format that torch.profiler exports. Does not know how the trace was made. It expects
+scopes (`torch.profiler.record_function`) around each step, each phase except the optimizer, and the model's modules,
+named as in STEP, PHASES and KINDS.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hfgolf.tools.profile import KINDS, PHASES, PYTHON, Profile, Work
 STEP = "step"
 HOST_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-ROUNDING_SECONDS = 2e-9  # of times that count from when the machine was started
+ROUNDING_SECONDS = 2e-9  # rounding of the trace's times, which count from boot
 
 
 def read_trace(path: Path) -> Profile:
-    """Read what `torch.profiler.profile.export_chrome_trace` wrote, gzipped; ValueError where it has no step."""
+    """Read a gzipped trace of `torch.profiler.profile.export_chrome_trace`. Raises ValueError if it has no step."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return profile_events(json.load(file)["traceEvents"])
 
 
 def profile_events(events: Iterable[dict[str, Any]]) -> Profile:
-    """Return the profile of a trace's events; ValueError where none of them is the scope of a step.
+    """Return the profile of a trace's events. Raises ValueError if none of them is the scope of a step.
 
-    The device must have nothing to do when the first step begins and when the last one ends.
+    The device must be idle when the first step begins and when the last one ends.
     """
     events = list(events)
     spans = _spans(events)
@@ -52,7 +52,7 @@ def profile_events(events: Iterable[dict[str, Any]]) -> Profile:
 
 @dataclass
 class _Span:
-    """An event of a CPU thread, and where it lies among the others."""
+    """An event of a CPU thread, with what it inherits from the events around it."""
 
     name: str
     thread: Any
@@ -67,7 +67,7 @@ class _Span:
 
 @dataclass
 class _Timeline:
-    """The steps as one interval that is divided into phases."""
+    """The steps as one interval, divided into phases."""
 
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -82,7 +82,7 @@ class _Timeline:
         return self.phases[self._place(moment)]
 
     def between(self, start: float, end: float) -> Iterator[tuple[str, float]]:
-        """Yield the phases of an interval with the seconds that it shares with each."""
+        """Yield (phase, seconds) for each phase that overlaps an interval."""
         for place in range(self._place(start), len(self.starts)):
             if self.starts[place] >= end:
                 break
@@ -99,14 +99,14 @@ class _Timeline:
 
 
 def _spans(events: list[dict[str, Any]]) -> list[_Span]:
-    """Return the spans of all CPU threads, each kind handed down from scope to operations, and to the backward pass.
+    """Return the spans of all CPU threads. Operations inherit their kind from their scope, also in the backward pass.
 
-    The node that an operation of the forward pass adds to autograd's graph bears the sequence number that the operation
-    was called with, and so does the node's evaluation in the backward pass.
+    An operation of the forward pass and the autograd node that it creates have the same sequence number, and so does
+    the evaluation of that node in the backward pass.
     """
     on_host = [event for event in events if event.get("ph") == "X" and event.get("cat") in HOST_CATEGORIES]
     main = next((e["tid"] for e in on_host if e["name"] == STEP and e["cat"] == "user_annotation"), None)
-    # the main thread first: on a GPU the backward pass is another one's
+    # the main thread first: on a GPU, another thread runs the backward pass
     on_host.sort(key=lambda event: (event["tid"] != main, str(event["tid"]), event["ts"], -event["dur"]))
     kind_of_node: dict[int, str | None] = {}
     spans: list[_Span] = []
@@ -124,7 +124,7 @@ def _spans(events: list[dict[str, Any]]) -> list[_Span]:
         if span.name.startswith("autograd::engine::evaluate_function"):
             span.kind = kind_of_node.get(node, span.kind)
         elif node is not None and span.is_forward and span.thread == main:
-            kind_of_node[node] = span.kind  # of those called with one number, the last made the node
+            kind_of_node[node] = span.kind  # if several operations share a number, the last one made the node
         around.append(span)
         spans.append(span)
     return spans
@@ -160,7 +160,7 @@ def _timeline(steps: list[_Span], spans: list[_Span]) -> _Timeline:
 
 
 def _on_cpu(spans: list[_Span], timeline: _Timeline, phases: dict[str, float]) -> list[Work]:
-    """Return the work of the thread that trains; what no operation and no module has of a phase is Python's."""
+    """Return the work of the training thread; the time of a phase outside any operation or module is Python's."""
     work = []
     left = dict(phases)
     for span in spans:
@@ -175,7 +175,7 @@ def _on_cpu(spans: list[_Span], timeline: _Timeline, phases: dict[str, float]) -
 def _on_gpu(
     events: list[dict[str, Any]], spans: list[_Span], timeline: _Timeline
 ) -> tuple[list[Work], dict[str, float]]:
-    """Return the kernels as work, and the seconds by phase: of those launched in it, of data and of idleness else."""
+    """Return the kernels as work, and the seconds by phase: of the kernels it launched, waiting for data, and idle."""
     launches = {span.correlation: span for span in spans if span.correlation is not None}
     work = []
     phases = dict.fromkeys((*PHASES, "idle"), 0.0)
@@ -187,7 +187,7 @@ def _on_gpu(
         if launch is None or not timeline.starts[0] <= launch.start < end:
             continue
         phase = timeline.phase_at(launch.start)
-        phase = "forward" if phase == "other" else phase  # sums over the micro-batches, hashes
+        phase = "forward" if phase == "other" else phase  # other: sums over micro-batches, hashes
         work.append(Work(event["name"], launch.kind, phase, seconds))
         if start > done_at:
             gaps.append((done_at, start))

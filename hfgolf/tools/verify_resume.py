@@ -1,7 +1,7 @@
-"""The proof that a run survives: once straight, once killed again and again, and nothing may differ.
+"""Prove that a run survives kills: run it once straight and once killed repeatedly, and compare the results.
 
-Owns the two runs, the kills and the comparison. Runs them as a person would, as processes, and knows of them only what
-they leave on the disk: metrics.jsonl, checkpoints and summary.json.
+Owns the two runs and the kills. Starts the runs as processes, as a user would, and knows only what they leave on disk:
+metrics.jsonl, checkpoints and summary.json.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from hfgolf.train.signals import Signals, Stopped
 
 logger = logging.getLogger(__name__)
 
-# Without it accelerate takes the processes of torchrun on a CPU for so many runs of one process.
+# Without this, accelerate treats the processes of torchrun on a CPU as independent single-process runs.
 _ENVIRONMENT = {} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"}
-_POLL_SECONDS = 0.001  # a save of a small model takes some hundredths of a second
+_POLL_SECONDS = 0.001  # saving a small model takes only a few hundredths of a second
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How long, and how often to kill."""
+class KillPlan:
+    """How long the runs are, and how often to kill the second one."""
 
     steps: int
     """Optimizer steps of each run."""
     kills: int
-    """Every second one aims at a save."""
+    """Number of kills; every second one aims at a save."""
     kill_seed: int
     num_processes: int
 
 
-def verify_resume(train_script: Path, arguments: list[str], resolved: ResolvedConfig, plan: Plan) -> bool:
-    """Make both runs, show how they compare and return whether they are equal.
+def verify_resume(train_script: Path, arguments: list[str], resolved: ResolvedConfig, plan: KillPlan) -> bool:
+    """Run both runs, log how they compare, and return whether they are equal.
 
-    arguments: of train.py, as written; resolved: the config they make. Raises UserError where a run fails by itself.
+    arguments: for train.py, as written; resolved: the resulting config. Raises UserError if a run fails on its own.
     """
     started_at = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="verify_resume-"))
@@ -63,7 +63,7 @@ def verify_resume(train_script: Path, arguments: list[str], resolved: ResolvedCo
     command = [*_launcher(plan.num_processes), str(train_script), *arguments, *options]
     straight, killed = RunFolder(folder / "straight"), RunFolder(folder / "killed")
     try:
-        with Signals("before the verdict; both runs are gone"):
+        with Signals("before the verdict; both runs were deleted"):
             with Session(command, straight) as session:
                 session.finish()
             logger.info("straight: %d steps in %.0f s", plan.steps, time.perf_counter() - started_at)
@@ -71,22 +71,22 @@ def verify_resume(train_script: Path, arguments: list[str], resolved: ResolvedCo
     except Stopped:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    findings = compare(evidence(straight), evidence(killed))
-    # the promise of one process on a CPU; elsewhere sums may be taken in another order
+    diffs = compare(evidence(straight), evidence(killed))
+    # one process on a CPU is bitwise reproducible; elsewhere the order of sums may vary
     is_exact = plan.num_processes == 1 and not torch.accelerator.is_available()
-    is_equal, text = verdict(findings, plan.steps, is_exact)
-    logger.info("\n%s\n\n%s (%.0f s)", table(findings), text, time.perf_counter() - started_at)
+    is_equal, text = verdict(diffs, plan.steps, is_exact)
+    logger.info("\n%s\n\n%s (%.0f s)", table(diffs), text, time.perf_counter() - started_at)
     if is_equal:
         shutil.rmtree(folder)
         return True
     if plan.kills:
-        logger.info("--kills 0 tells whether two straight runs are equal on this machine")
-    logger.info("both runs are kept in %s", folder)
+        logger.info("use --kills 0 to check whether two straight runs are equal on this machine")
+    logger.info("both runs are in %s", folder)
     return False
 
 
 def settings(resolved: ResolvedConfig, steps: int, folder: Path) -> dict[str, Any]:
-    """Return what both runs are told on top of the config, by key: short, watched closely, kept to themselves."""
+    """Return the options of both runs on top of the config: short, logged at every step, without trackers or a push."""
     return {
         "run.output_dir": folder,
         "train.resume": "auto",
@@ -106,20 +106,20 @@ def settings(resolved: ResolvedConfig, steps: int, folder: Path) -> dict[str, An
 
 
 class Session:
-    """The processes of a run from a start until their end, which is also the end of the `with`."""
+    """The processes of one start of a run; leaving the `with` block kills them."""
 
     def __init__(self, command: list[str], run: RunFolder) -> None:
         run.path.mkdir(exist_ok=True)
         self.log = run.path / f"session-{len(list(run.path.glob('session-*')))}.log"
         self._metrics = run.metrics
-        self._before = self._written()
+        self._version_before = self._metrics_version()
         with self.log.open("wb") as output:
             self._process = psutil.Popen(
                 [*command, f"--run.name={run.path.name}"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us, who then kill
+                start_new_session=True,  # only this process gets Ctrl-C, and then kills them
                 env=os.environ | _ENVIRONMENT,
             )
 
@@ -133,22 +133,22 @@ class Session:
         return self._process.poll() is None
 
     def step(self) -> int:
-        """Return the step that metrics.jsonl has come to; 0 as long as this session has not touched it."""
-        if self._written() == self._before:
+        """Return the last step in metrics.jsonl; 0 if this session has not written to it yet."""
+        if self._metrics_version() == self._version_before:
             return 0
         with contextlib.suppress(OSError, ValueError):  # it is being written, or has no row
             text = self._metrics.read_bytes()
-            return json.loads(text[: text.rindex(b"\n")].splitlines()[-1])["step"]  # a kill may cut a row off
+            return json.loads(text[: text.rindex(b"\n")].splitlines()[-1])["step"]  # a kill may cut off the last row
         return 0
 
     def resumed_step(self) -> int:
-        """Return the step this session went on from; 0: it began the run."""
+        """Return the step that this session resumed from; 0 if it started the run."""
         resumed = re.search(r"^resumed from .* at step (\d+)$", self.log.read_text(errors="replace"), re.MULTILINE)
         return int(resumed[1]) if resumed else 0
 
     def kill(self) -> bool:
-        """Kill -9 all its processes and wait until they are gone; returns False where it was over already."""
-        # not the process group: torchrun gives each of its processes one of its own
+        """Kill -9 all processes of the session and wait for them; return False if it had already ended."""
+        # not the process group: torchrun gives each of its processes its own
         with contextlib.suppress(psutil.NoSuchProcess):
             processes = [self._process, *self._process.children(recursive=True)]
             for process in processes:
@@ -158,27 +158,27 @@ class Session:
         return self._process.wait() == -9
 
     def finish(self) -> None:
-        """Wait for the end; raises UserError, after its last lines, where it is not a good one."""
+        """Wait for the end; if the run failed, log its last lines and raise UserError."""
         status = self._process.wait()
         if status:
             lines = self.log.read_text(errors="replace").splitlines()
-            of_run = [line for line in lines if line.startswith("error: ")]  # torchrun goes on for 20 lines after it
-            logger.info("%s\n", "\n".join(of_run or lines[-15:]))
-            raise UserError(f"the {self.log.parent.name} run ended with status {status}; all of its log: {self.log}.")
+            errors = [line for line in lines if line.startswith("error: ")]  # torchrun adds 20 lines after them
+            logger.info("%s\n", "\n".join(errors or lines[-15:]))
+            raise UserError(f"the {self.log.parent.name} run failed with status {status}; see its log, {self.log}.")
 
-    def _written(self) -> tuple[int, int] | None:
-        """Return what tells whether metrics.jsonl was written to: a resume that drops rows writes another file."""
+    def _metrics_version(self) -> tuple[int, int] | None:
+        """Return (inode, size) of metrics.jsonl, which change when it is written; a rewind replaces the file."""
         if not self._metrics.exists():
             return None
         status = self._metrics.stat()
         return status.st_ino, status.st_size
 
 
-def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan: Plan) -> None:
-    """Start, kill and start again, with a line for each session, until the run is complete.
+def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan: KillPlan) -> None:
+    """Start and kill a run repeatedly until it is complete, with one log line per session.
 
-    The steps are divided evenly over the kills. straight: the run that says how long a step takes and how many files a
-    checkpoint has, so that a kill meets any moment of them.
+    The kills are spread evenly over the steps. straight: the finished straight run, which shows how long a step takes
+    and how many files a checkpoint has, so that a kill can hit any moment of a step or a save.
     """
     moments = random.Random(plan.kill_seed)
     step_seconds = statistics.median(
@@ -201,14 +201,14 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
             if not is_killed:
                 session.finish()
         resumed_at = session.resumed_step()
-        start = f"resumed from step {resumed_at}, {killed_at - resumed_at} made again" if number > 1 else "began"
+        start = f"resumed from step {resumed_at}, {killed_at - resumed_at} repeated" if number > 1 else "started"
         if not is_killed:
-            missed = f", before kill {number} met it" if number <= plan.kills else ""
+            missed = f", before kill {number}" if number <= plan.kills else ""
             logger.info("session %d: %s; completed%s", number, start, missed)
             return
         killed_at, save = session.step(), _save_under_way(run)
         where = f"inside the save of {save} of {max_files} files" if save else "between saves"
-        where += "; it aimed at one, which was too quick" if saves_to_hit and not save else ""
+        where += "; it aimed at a save, which finished first" if saves_to_hit and not save else ""
         logger.info("session %d: %s; kill -9 after step %d, %s", number, start, killed_at, where)
         saves_to_hit -= bool(saves_to_hit and save)
 
@@ -226,14 +226,14 @@ def _wait_for_step(session: Session, step: int, and_seconds: float) -> None:
 
 
 def _wait_for_save(session: Session, run: RunFolder, step: int, num_files: int) -> None:
-    """Wait until a save of `step` or a later one has so many files, the last of which is being written."""
+    """Wait until a save of `step` or later has this many files, the last of them still being written."""
     while session.is_running() and not (session.step() and _num_files(run, step) >= num_files):
         time.sleep(_POLL_SECONDS)
 
 
 def _num_files(run: RunFolder, step: int) -> int:
-    """Return the files in the save under way, if it is of `step` or a later one; else 0."""
-    with contextlib.suppress(OSError):  # it ends while we look
+    """Return the number of files in the pending save if it is of `step` or later, else 0."""
+    with contextlib.suppress(OSError):  # the save may end meanwhile
         for partial in run.checkpoints.glob(".partial-step-*"):
             if int(partial.name.rpartition("-")[2]) >= step:
                 return len(list(partial.iterdir()))
@@ -241,7 +241,7 @@ def _num_files(run: RunFolder, step: int) -> int:
 
 
 def _save_under_way(run: RunFolder) -> str | None:
-    """Return step and files of a save that a kill cut off: its hidden folder stays until the next session begins."""
+    """Describe the save that a kill interrupted; its hidden folder stays until the next session starts."""
     for partial in run.checkpoints.glob(".partial-step-*"):
         return f"step {int(partial.name.rpartition('-')[2])}, with {len(list(partial.iterdir()))}"
     return None

@@ -1,7 +1,7 @@
-"""What the size of a vocabulary costs and buys: tokens for the text against parameters for the embedding.
+"""Measure the trade-off of vocabulary sizes: fewer tokens for the text against more embedding parameters.
 
-Owns the sample, a part of which no tokenizer is trained on, and the figures of a size. Knows plain text files only, and
-neither draws nor recommends.
+Owns the sample of the text, part of which is held out from tokenizer training, and the figures of each size. Reads only
+plain text files. Neither draws nor recommends.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 NUM_BYTES = 256
-"""The vocabulary that is the bytes, without training; the end of text comes on top."""
-MIN_BYTES = 1000  # of a sample: below, a slice is a few words
+"""The size that means the untrained byte vocabulary; the end-of-text token is extra."""
+MIN_BYTES = 1000  # of a sample; with less, a slice is only a few words
 _SLICE_BYTES = 2**16
 _MIN_SLICES = 20
-_HELD_OUT = 10  # one slice of so many
-_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes of UTF-8 that begin no character
-_PASSES = 3  # over the text, to time it: the first fills the tokenizer's cache of words
+_HELD_OUT = 10  # hold out every tenth slice
+_CONTINUATION = bytes(range(0x80, 0xC0))  # UTF-8 bytes that do not start a character
+_PASSES = 3  # timed passes over the text; the first fills the tokenizer's word cache
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Slices of some files, as pieces on the disk: those for training a tokenizer and those held out from it."""
+    """Slices of files, stored on disk as pieces: one part trains the tokenizer, the other is held out."""
 
     train: Dataset
     held_out: Dataset
     file_bytes: int
-    """Of the files that the slices are from."""
+    """Total size of the files that the slices come from."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The figures of one vocabulary, on text that its tokenizer was not trained on."""
+    """The figures of one vocabulary, measured on held-out text."""
 
     entries: int
-    """The end of text included."""
+    """Number of entries, including the end-of-text token."""
     tokens_per_character: float
     """A character is a Unicode code point."""
     bytes_per_token: float
-    """Of UTF-8."""
+    """UTF-8 bytes per token."""
     context_tokens: int
-    """Tokens that cover the stated number of characters."""
+    """Tokens that cover the requested number of characters."""
     embedding_parameters: int
-    """Of the embedding, and of the head where it has a matrix of its own."""
+    """Parameters of the embedding, and of the head if it is untied."""
     embedding_share: float
-    """Of all parameters of the model."""
+    """Their fraction of all parameters of the model."""
     bytes_per_second: float
-    """Of encoding, on all cores."""
+    """Encoding speed, on all cores."""
     is_exact: bool
     """Whether the tokens of each piece decode to exactly its text."""
 
 
 def write_sample(files: Sequence[Path], max_bytes: int, folder: Path) -> Sample:
-    """Take slices of at most `max_bytes` together, evenly from the files, and write them below `folder` as pieces.
+    """Write evenly spaced slices of the files, at most `max_bytes` in total, to `folder` as pieces.
 
-    Reads no more than the slices, which begin and end between two characters. The files count as one text, in order,
-    each once; every tenth slice is held out.
+    Reads only the slices, which start and end between characters. The files count as one text, in order, each once.
+    Every tenth slice is held out.
 
-    Raises UserError for a file that cannot be read, is empty or not UTF-8, and for too little text.
+    Raises UserError if a file cannot be read, is empty or is not UTF-8, or if there is too little text.
     """
     sizes = {path: _size(path) for path in dict.fromkeys(file.resolve() for file in files)}
     total = sum(sizes.values())
@@ -91,7 +91,7 @@ def write_sample(files: Sequence[Path], max_bytes: int, folder: Path) -> Sample:
         for (path, size), file_end in zip(sizes.items(), ends, strict=True):
             file_start = file_end - size
             with path.open("rb") as file:
-                # the slices that this file may have a part in
+                # the slices that overlap this file
                 for number in range(file_start * count // total, (file_end * count - 1) // total + 1):
                     start = max(starts[number], file_start)
                     end = max(start, min(starts[number] + longest, starts[number + 1], file_end))
@@ -106,12 +106,12 @@ def write_sample(files: Sequence[Path], max_bytes: int, folder: Path) -> Sample:
 def measure_vocabulary(
     size: int, sample: Sample, config: RunConfig, context_characters: int, folder: Path
 ) -> Vocabulary | int:
-    """Return the figures of a vocabulary of `size` entries; where the text gives fewer, their number.
+    """Return the figures of a vocabulary of `size` entries; if the text yields fewer entries, their number.
 
-    Trains BPE as a run would, on the sample's train part; NUM_BYTES is the bytes. config: the model's shape. folder:
-    keeps trained tokenizers, of one sample only.
+    Trains BPE like a run, on the sample's training part; NUM_BYTES means plain bytes. config: the model's architecture.
+    folder: a cache for trained tokenizers of this sample.
 
-    Raises UserError for a size that is no vocabulary.
+    Raises UserError for an impossible size.
     """
     tokenizer_config = TokenizerConfig("byte") if size == NUM_BYTES else TokenizerConfig("bpe", size)
     try:
@@ -139,10 +139,10 @@ def measure_vocabulary(
 
 
 def embedding_parameters(config: RunConfig, entries: int) -> tuple[int, float]:
-    """Return the parameters that a vocabulary takes in the model of a config, and their share of all."""
+    """Return the embedding parameters of a config's model with this many entries, and their fraction of all."""
     with torch.device("meta"):
         model = GolfForCausalLM(golf_config(config, entries))
-    matrices = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}  # one, where they are tied
+    matrices = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}  # one element if tied
     number = sum(matrix.numel() for matrix in matrices)
     return number, number / model.num_parameters()
 
@@ -159,25 +159,25 @@ def _size(path: Path) -> int:
 
 
 def _read(file: BinaryIO, start: int, end: int) -> str:
-    """Return the text of a file whose characters begin in the bytes from `start` to `end`."""
+    """Return the characters of a file that start at bytes from `start` up to `end`."""
     start, end = _next_character(file, start), _next_character(file, end)
     file.seek(start)
     try:
         return file.read(end - start).decode("utf-8")
     except UnicodeDecodeError as error:
-        where = f"byte {start + error.start}: {error.reason}"
-        raise UserError(f"--files: {file.name} is not UTF-8 ({where}); convert it or leave it out.") from None
+        problem = f"byte {start + error.start}: {error.reason}"
+        raise UserError(f"--files: {file.name} is not UTF-8 ({problem}); convert it or leave it out.") from None
 
 
 def _next_character(file: BinaryIO, offset: int) -> int:
-    """Return where the first character at or behind `offset` begins."""
+    """Return the offset of the first character that starts at or after `offset`."""
     file.seek(offset)
-    ahead = file.read(3)  # a character has at most so many bytes behind its first
+    ahead = file.read(3)  # a character has at most three continuation bytes
     return offset + len(ahead) - len(ahead.lstrip(_CONTINUATION))
 
 
 def _encode(pieces: Dataset, encode: Encoder) -> Iterator[tuple[list[str], Encoded, float]]:
-    """Yield (texts, their ids, seconds of the fastest pass) batch by batch."""
+    """Yield (texts, encoded texts, seconds of the fastest pass) per batch."""
     for batch in pieces.iter(batch_size=ROWS_PER_BATCH):
         texts, passes = batch["text"], []
         for _ in range(_PASSES):

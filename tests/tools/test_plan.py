@@ -18,13 +18,13 @@ from hfgolf.hardware import find_device
 from hfgolf.measure.flops import token_flops
 from hfgolf.tools import plan
 from hfgolf.tools.plan import (
-    Data,
     Machine,
     Speed,
+    TokenCounts,
     affordable_steps,
     assumed_speed,
+    count_tokens,
     evaluation_seconds,
-    look_at_data,
     machine_of,
     make_plan,
     measured_speed,
@@ -37,7 +37,7 @@ from hfgolf.train.build import build_golf
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config", str(ROOT / "configs" / "small.yaml"), "--train.mixed_precision=no"]
 CPU = Machine("a CPU", "cpu", processes=1, peak_flops=1e12, free_bytes=16 * 2**30)
-DATA = Data(vocabulary=4096, train_tokens=3_072_000, val_tokens=30_000)
+DATA = TokenCounts(vocabulary=4096, train_tokens=3_072_000, val_tokens=30_000)
 FAST = Speed(4096 * 10, "stated")  # ten steps a second
 
 
@@ -71,7 +71,7 @@ def test_time_tokens_and_cost():
     assert length.seconds == pytest.approx(15)
     assert length.evaluation_seconds == pytest.approx(3 * 30_000 / (3 * 40_960))
     assert length.dollars == pytest.approx((15 + length.evaluation_seconds) / 100)
-    unknown = run_length(config_of(), Data(4096), FAST, 150, None)
+    unknown = run_length(config_of(), TokenCounts(4096), FAST, 150, None)
     assert unknown.epochs is unknown.evaluation_seconds is unknown.dollars is None
 
 
@@ -93,7 +93,7 @@ def test_evaluations_cost_a_third_of_a_step_a_token(options, steps, tokens):
 
 
 def test_evaluations_of_unknown_length_are_unknown():
-    assert evaluation_seconds(config_of(), Data(4096), FAST, 150) is None
+    assert evaluation_seconds(config_of(), TokenCounts(4096), FAST, 150) is None
 
 
 def test_the_assumed_speed_is_a_share_of_the_peak():
@@ -127,8 +127,8 @@ def test_it_says_which_micro_batch_would_fit():
 
 def test_a_budget_pays_for_the_most_steps_that_it_can():
     config = config_of()
-    assert affordable_steps(config, Data(4096), FAST, 10.0, "") == 100
-    assert affordable_steps(config, Data(4096), FAST, 0.3, "") == 3, "0.3 / 0.1 is less than 3 in binary"
+    assert affordable_steps(config, TokenCounts(4096), FAST, 10.0, "") == 100
+    assert affordable_steps(config, TokenCounts(4096), FAST, 0.3, "") == 3, "0.3 / 0.1 is less than 3 in binary"
     for seconds in (1.0, 10.0, 33.3):
         steps = affordable_steps(config, DATA, FAST, seconds, "")
         lasting = [n / 10 + evaluation_seconds(config, DATA, FAST, n) for n in (steps, steps + 1)]
@@ -165,17 +165,17 @@ def test_the_measured_speed_is_that_of_the_clock(monkeypatch, checkpointing):
 
 def test_small_text_is_counted_and_found_again(tiny_run, monkeypatch):
     config = load_config(tiny_run()).config
-    counted = look_at_data(config)
+    counted = count_tokens(config)
     assert counted.vocabulary == 257 and counted.note == ""
     assert counted.train_tokens == pytest.approx(9 * counted.val_tokens, rel=0.05)
     monkeypatch.setattr(plan, "MAX_CHEAP_BYTES", 0)
-    assert look_at_data(config) == counted
+    assert count_tokens(config) == counted
 
 
 def test_what_is_not_counted_says_why(tiny_run, monkeypatch):
     monkeypatch.setattr(plan, "MAX_CHEAP_BYTES", 0)
-    assert look_at_data(load_config(tiny_run()).config) == Data(257, note="not tokenised yet: 0 MB of text")
-    missing = look_at_data(load_config(tiny_run(data__files="nowhere.txt", tokenizer__kind="bpe")).config)
+    assert count_tokens(load_config(tiny_run()).config) == TokenCounts(257, note="not tokenized yet: 0 MB of text")
+    missing = count_tokens(load_config(tiny_run(data__files="nowhere.txt", tokenizer__kind="bpe")).config)
     assert missing.vocabulary == 4096 and missing.train_tokens is None
     assert "no file matches 'nowhere.txt'" in missing.note
 

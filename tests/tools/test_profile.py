@@ -101,7 +101,7 @@ def test_what_is_computed_again_in_the_backward_pass_has_the_kind_of_its_module(
 
 
 def test_operations_are_listed_without_what_they_called():
-    top = profile_events(FORWARD + BACKWARD_ON_CPU).top(most=99)
+    top = profile_events(FORWARD + BACKWARD_ON_CPU).top(limit=99)
     rows = {(row["operation"], row["phase"], row["kind"]): row for row in top}
     assert rows["aten::mm", "backward", "MLP"]["milliseconds_per_step"] == pytest.approx(18)
     assert rows["aten::mm", "backward", "MLP"]["share"] == pytest.approx(0.18)

@@ -27,7 +27,7 @@ from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.tools import verify_resume as verify_resume_module
 from hfgolf.tools.evidence import compare, evidence, relative_difference, table, verdict
-from hfgolf.tools.verify_resume import Plan, verify_resume
+from hfgolf.tools.verify_resume import KillPlan, verify_resume
 
 pytestmark = pytest.mark.slow
 
@@ -227,7 +227,7 @@ def test_a_signal_ends_the_run_under_way_and_leaves_nothing(tiny_run, tmp_path, 
 
     threading.Thread(target=stop_when_it_runs, daemon=True).start()
     with pytest.raises(SystemExit) as exit_:
-        verify_resume(script, tiny_run(), load_config(tiny_run()), Plan(6, 1, 0, 1))
+        verify_resume(script, tiny_run(), load_config(tiny_run()), KillPlan(6, 1, 0, 1))
     assert exit_.value.code == 128 + number
     assert not psutil.pid_exists(int(started.read_text()))
     assert list(temporary.iterdir()) == []
@@ -266,6 +266,6 @@ def test_a_resume_that_forgets_is_found_out(tiny_run, tmp_path, monkeypatch, cap
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     arguments = tiny_run(model__dropout=0.1)
     caplog.set_level("INFO", "hfgolf")
-    assert not verify_resume(script, arguments, load_config(arguments), Plan(12, 2, kill_seed=1, num_processes=1))
+    assert not verify_resume(script, arguments, load_config(arguments), KillPlan(12, 2, kill_seed=1, num_processes=1))
     assert "DIFFERENT at step" in caplog.text and "training losses" in caplog.text
     assert list(tmp_path.glob("verify_resume-*/killed/metrics.jsonl"))  # kept, to look into

@@ -177,9 +177,7 @@ def test_a_full_disk_costs_one_line_a_save_and_nothing_else(run, tiny_run, tmp_p
     assert differences(folder / "checkpoints" / "latest", straight / "checkpoints" / "latest") == []
     if fault is no_larger_files:
         assert rows_then == [1, 2, 3, 4]
-        assert (
-            len([line for line in said if "metrics.jsonl: cannot write (File too large)" in line]) == 1
-        )
+        assert len([line for line in said if "metrics.jsonl: cannot write (File too large)" in line]) == 1
 
 
 def refuse(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
