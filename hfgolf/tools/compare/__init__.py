@@ -1,1 +1,1 @@
-"""What several runs say together: experiments, their statistics, tables and plots."""
+"""Compare several runs: experiments, their statistics, tables and plots."""

@@ -1,6 +1,6 @@
-"""A comparison: all that is said of some runs together, and what a reader must know before believing it.
+"""A comparison of runs: their statistics, and the caveats that a reader must know.
 
-Owns what is in the JSON. How it reads is markdown.py's.
+Owns the content of the JSON; markdown.py owns the wording.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from hfgolf.tools.compare.experiment import Experiment
 from hfgolf.tools.compare.outcome import Outcome
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
-"""By arm and seed the runs that finished."""
+"""{arm: {seed: finished run}}"""
 Failures = Mapping[str, Mapping[int, str]]
-"""By arm and seed why a run did not finish, in one line."""
+"""{arm: {seed: why the run did not finish, in one line}}"""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that is said of an experiment; its fields are those of the JSON."""
+    """The result of an experiment; its fields are those of the JSON."""
 
     name: str
     command: str
-    """What repeats it."""
+    """The command that repeats it."""
     baseline: str | None
-    """The arm that the others are compared with; None where none of its runs finished."""
+    """The arm that the others are compared with; None if none of its runs finished."""
     val_tokens: int
     """Validation tokens behind every loss."""
     is_whole: bool
-    """Whether these are the whole validation part."""
+    """Whether these are the whole validation set."""
     arms: dict[str, ArmResult]
     settings: dict[str, dict[str, Any]]
-    """By arm what it is told."""
+    """{arm: {key: value}}, the values that each arm sets."""
     grids: dict[str, GridBest | None]
     failures: dict[str, dict[int, str]]
     seconds_caveats: list[str]
-    """Why seconds must not be compared; where there is nothing, they may."""
+    """Why the seconds are not comparable; empty if they are."""
     caveats: list[str]
-    """What else the reader must know."""
+    """Other caveats."""
     hardware: list[dict[str, Any]]
     packages: list[dict[str, str]]
     commits: list[str | None]
 
     def to_json(self) -> str:
-        """Return the comparison as JSON, without secrets."""
+        """Return the comparison as JSON, with secrets redacted."""
         return json.dumps(redact_values(dataclasses.asdict(self)), indent=1) + "\n"
 
 
 def compare_experiment(experiment: Experiment, command: str, outcomes: Outcomes, failures: Failures) -> Comparison:
-    """Judge the runs of an experiment; outcomes and failures hold each of its arms."""
+    """Compare the runs of an experiment. outcomes and failures must have every arm."""
     grids = {}
     for grid, axes in experiment.grids.items():
-        # an arm that failed with a seed is no candidate, however well it did with the others
+        # an arm that failed with any seed is not a candidate, however good its other runs are
         whole = [arm for arm in experiment.arms_of(grid) if not failures[arm]]
         means = {arm: statistics.mean(run.curve[-1].loss for run in outcomes[arm].values()) for arm in whole}
         grids[grid] = best_of_grid(means, experiment.arms, axes)
@@ -69,7 +69,7 @@ def compare_experiment(experiment: Experiment, command: str, outcomes: Outcomes,
 
 
 def compare_outcomes(name: str, command: str, outcomes: Outcomes) -> Comparison:
-    """Judge runs that are there already; the first arm is the baseline."""
+    """Compare finished runs; the first arm is the baseline."""
     configs = {arm: next(iter(runs.values())).config for arm, runs in outcomes.items()}
     keys = {key for config in configs.values() for key in config if not key.startswith("run.")}
     differing = sorted(key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1)
@@ -86,27 +86,27 @@ def _comparison(
     settings: Mapping[str, Mapping[str, Any]],
     grids: dict[str, GridBest | None],
 ) -> Comparison:
-    runs = [run for of_arm in outcomes.values() for run in of_arm.values()]
+    runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
     if not runs:
-        reasons = [reason for of_arm in failures.values() for reason in of_arm.values()]
-        raise UserError(f"no run finished; the first failed so: {reasons[0]}")
+        reasons = [reason for by_seed in failures.values() for reason in by_seed.values()]
+        raise UserError(f"no run finished; the first failure: {reasons[0]}")
     for run in runs:
-        if run.judged_on != runs[0].judged_on:
+        if run.evaluated_on != runs[0].evaluated_on:
             raise UserError(
-                f"{runs[0].path} was judged on {_extent(runs[0])}, {run.path} on {_extent(run)}; compare runs with the"
-                " same data, tokenizer, batch.sequence_length and train.eval_tokens."
+                f"{runs[0].path} was evaluated on {_extent(runs[0])}, {run.path} on {_extent(run)}; compare runs with"
+                " the same data, tokenizer, batch.sequence_length and train.eval_tokens."
             )
-    curves = {arm: {seed: run.curve for seed, run in of_arm.items()} for arm, of_arm in outcomes.items()}
+    curves = {arm: {seed: run.curve for seed, run in by_seed.items()} for arm, by_seed in outcomes.items()}
     return Comparison(
         name=name,
         command=command,
         baseline=baseline if outcomes.get(baseline) else None,
-        val_tokens=runs[0].judged_on[0],
+        val_tokens=runs[0].evaluated_on[0],
         is_whole=all(run.is_whole for run in runs),
         arms=compare(curves, baseline),
-        settings={arm: dict(of_arm) for arm, of_arm in settings.items()},
+        settings={arm: dict(values) for arm, values in settings.items()},
         grids=grids,
-        failures={arm: dict(of_arm) for arm, of_arm in failures.items() if of_arm},
+        failures={arm: dict(by_seed) for arm, by_seed in failures.items() if by_seed},
         seconds_caveats=_seconds_caveats(runs),
         caveats=_caveats(runs),
         hardware=_distinct(run.metadata["hardware"] for run in runs),
@@ -117,12 +117,12 @@ def _comparison(
 
 def _seconds_caveats(runs: list[Outcome]) -> list[str]:
     caveats = []
-    if any(run.ran_beside_others for run in runs):
+    if any(run.shared_the_machine for run in runs):
         caveats.append("runs shared the machine with other runs (`--jobs`)")
     if len(_distinct(run.metadata["hardware"] for run in runs)) > 1:
-        caveats.append("runs were made on different machines")
+        caveats.append("runs used different machines")
     if len(_distinct(run.config.get("train.cpu_threads") for run in runs)) > 1:
-        caveats.append("runs had different numbers of threads")
+        caveats.append("runs used different numbers of threads")
     return caveats
 
 
@@ -131,19 +131,17 @@ def _caveats(runs: list[Outcome]) -> list[str]:
     for run in runs:
         skipped, rollbacks = run.summary.get("skipped_steps"), run.summary.get("rollbacks")
         if skipped or rollbacks:
-            caveats.append(
-                f"{run.path.name} skipped {skipped or 0} steps and went back {rollbacks or 0} times: it was unstable"
-            )
+            caveats.append(f"{run.path.name} was unstable: {skipped or 0} skipped steps and {rollbacks or 0} rollbacks")
     return caveats
 
 
 def _extent(run: Outcome) -> str:
-    tokens, num_bytes = run.judged_on
+    tokens, num_bytes = run.evaluated_on
     return f"{tokens:,} tokens of {num_bytes:,} bytes"
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
-    """Return different values once each, in the order they come."""
+    """Return the values without duplicates, in order; unlike a set, this works for unhashable values."""
     distinct: list[Any] = []
     for value in values:
         if value not in distinct:

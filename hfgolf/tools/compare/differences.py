@@ -1,10 +1,11 @@
-"""The statistics of a comparison: means over seeds, differences paired by seed, how soon one arm is where another ends.
+"""The statistics of a comparison: means over seeds, differences paired by seed, and when an arm reaches the baseline.
 
-Knows arms and validation curves as numbers, and nothing of how they came about. An arm is a config, run over seeds.
+Works on validation curves as numbers and does not know where they come from. An arm is one config, run with several
+seeds.
 
-The p-value is that of the paired t-test, two-sided, which takes the differences between seeds for normally distributed.
-With 3 to 5 seeds nothing weaker can tell anything: a sign-flip test of n differences never falls below 2 / 2^n, which
-is 0.25 at 3 seeds and 0.06 at 5.
+The p-value is that of the two-sided paired t-test, which assumes that the differences between seeds are normally
+distributed. With 3 to 5 seeds, a test with weaker assumptions cannot show anything: the p-value of a sign-flip test of
+n differences is never below 2 / 2^n, which is 0.25 for 3 seeds and 0.06 for 5.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 NOISE_P_VALUE = 0.05
-"""A difference whose p-value is not below this is called noise."""
+"""A difference with a p-value of this or more is called noise."""
 
 
 class Point(NamedTuple):
@@ -28,69 +29,69 @@ class Point(NamedTuple):
 
 
 Curve = Sequence[Point]
-"""The evaluations of a run, by step; the last is that of its last step."""
+"""The evaluations of a run, sorted by step; the last one is at the last step."""
 Arms = Mapping[str, Mapping[int, Curve]]
-"""By arm and seed the curves of the runs that finished."""
+"""{arm: {seed: curve of a finished run}}"""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an arm's final losses lie from the baseline's, seed by seed: below 0 the arm is better."""
+    """The differences of an arm's final losses from the baseline's, paired by seed; below 0, the arm is better."""
 
     by_seed: dict[int, float]
     mean: float
     sd: float | None
     p_value: float | None
-    """None where a single seed leaves it open."""
+    """None with a single seed."""
 
     @property
     def is_noise(self) -> bool:
-        """Say whether seeds alone could well have made this difference."""
+        """Return whether this difference may be due to the seeds alone."""
         return self.p_value is None or self.p_value >= NOISE_P_VALUE
 
 
 @dataclass(frozen=True)
 class Reach:
-    """When the runs of an arm first are at the mean final loss of the baseline; None for a run that never is."""
+    """When the runs of an arm first reach the baseline's mean final loss; None for a run that never does."""
 
     steps: dict[int, float | None]
     seconds: dict[int, float | None]
     share_of_steps: float | None
-    """Mean of the steps, of the runs that get there, by those of the baseline's whole runs; None where none does."""
+    """Mean steps of the runs that reach it, over the baseline's mean total steps; None if no run does."""
     share_of_seconds: float | None
 
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What the finished runs of an arm came to; means over seeds are None where no run finished."""
+    """The results of an arm's finished runs; means over seeds are None if no run finished."""
 
     final_losses: dict[int, float]
     mean: float | None
     sd: float | None
-    """Sample standard deviation over the seeds; None below two."""
+    """Sample standard deviation over the seeds; None with fewer than two."""
     steps: float | None
     seconds: float | None
     difference: Difference | None
-    """None for the baseline, and where no seed finished in both."""
+    """None for the baseline, and if no seed finished in both arms."""
     reach: Reach | None
 
 
 @dataclass(frozen=True)
 class GridBest:
-    """The arm of a grid with the lowest mean final loss, and whether the grid shows it to be the lowest around."""
+    """The arm of a grid with the lowest mean final loss, and whether the grid brackets it."""
 
     arm: str
     is_bracketed: dict[str, bool]
-    """By axis: is there a worse value on either side of the best one. Axes that are no numbers have no sides."""
+    """{key: whether the grid has worse values on both sides of the best}; only for numeric axes."""
 
 
 def compare(arms: Arms, baseline: str) -> dict[str, ArmResult]:
-    """Compare every arm with the baseline, by the final losses of the seeds that finished in both."""
+    """Compare every arm with the baseline by their final losses, for the seeds that finished in both."""
     return {name: _arm_result(curves, None if name == baseline else arms[baseline]) for name, curves in arms.items()}
 
 
 def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """Return how losses, by seed, differ from the baseline's; None where the two have no seed in common."""
+    """Return the differences of the losses from the baseline's, paired by seed; None if they share no seed."""
     by_seed = {seed: loss - baseline[seed] for seed, loss in losses.items() if seed in baseline}
     if not by_seed:
         return None
@@ -99,7 +100,7 @@ def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]
 
 
 def paired_p_value(differences: Sequence[float]) -> float | None:
-    """Return the two-sided p-value of the t-test that the mean difference is 0; None below two differences."""
+    """Return the two-sided p-value of the t-test that the mean difference is 0; None for fewer than two differences."""
     sd = sample_sd(differences)
     if sd is None:
         return None
@@ -110,9 +111,9 @@ def paired_p_value(differences: Sequence[float]) -> float | None:
 
 
 def student_p_value(t: float, degrees_of_freedom: int) -> float:
-    """Return the probability that Student's t lies further from 0 than this (Abramowitz and Stegun, 26.7.3 and 4).
+    """Return the probability that Student's t is further from 0 than `t` (Abramowitz and Stegun, 26.7.3 and 26.7.4).
 
-    Exact for whole degrees of freedom, to about 1e-15.
+    Exact to about 1e-15 for integer degrees of freedom.
     """
     angle = math.atan2(abs(t), math.sqrt(degrees_of_freedom))
     is_odd = degrees_of_freedom % 2
@@ -126,14 +127,15 @@ def student_p_value(t: float, degrees_of_freedom: int) -> float:
 
 
 def sample_sd(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation (n - 1), None below two values."""
+    """Return the sample standard deviation (n - 1); None for fewer than two values."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
 def first_reach(curve: Curve, loss: float) -> tuple[float, float] | None:
-    """Return steps and seconds after which a run is first at a loss, None where it never is.
+    """Return the steps and seconds after which a run first reaches a loss; None if it never does.
 
-    Linear between evaluations. Where the first one is there already: its steps and seconds, which is an upper bound.
+    Interpolates linearly between evaluations. If the first evaluation is already there, returns its steps and seconds,
+    which are an upper bound.
     """
     before: Point | None = None
     for point in curve:
@@ -151,10 +153,10 @@ def first_reach(curve: Curve, loss: float) -> tuple[float, float] | None:
 def best_of_grid(
     means: Mapping[str, float], settings: Mapping[str, Mapping[str, str]], axes: Mapping[str, Sequence[str]]
 ) -> GridBest | None:
-    """Return the best arm of a grid, None where there is none.
+    """Return the best arm of a grid; None if it has no arms.
 
-    means: by arm of the grid its mean final loss; settings: by arm its values, as written; axes: by key the values of
-    the grid. No key of a config takes a number below 0, so that a best value of 0 needs none below it.
+    means: {arm: mean final loss}; settings: {arm: {key: value as written}}; axes: {key: values of the grid}. No key
+    of a config takes negative numbers, so a best value of 0 counts as bracketed from below.
     """
     if not means:
         return None
@@ -169,7 +171,7 @@ def best_of_grid(
 
 
 def numbers(texts: Sequence[str]) -> list[float]:
-    """Return the texts as numbers, nothing where one of them is none."""
+    """Return the texts as numbers; [] if one of them is not a number."""
     try:
         return [float(text) for text in texts]
     except ValueError:

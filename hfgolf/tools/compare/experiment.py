@@ -1,8 +1,7 @@
-"""The definition of an experiment: which configs are compared, over which seeds, against which of them.
+"""The definition of an experiment: which configs to compare, over which seeds, against which baseline.
 
-Owns the format of benchmarks/experiments/*.yaml (its README describes it) and what becomes of it: a list of runs. A
-value is handed on as it is written, so that what a key may be told stays command_line.py's to say. Knows nothing of how
-runs are made or judged.
+Owns the format of benchmarks/experiments/*.yaml (see the README there) and its expansion into a list of runs. Passes
+values on as written, so that command_line.py alone checks them. Does not know how runs are launched or evaluated.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ if TYPE_CHECKING:
     from hfgolf.run.folder import RunFolder
 
 Settings = dict[str, str]
-"""Values by "section.key", as written."""
+"""{"section.key": value as written}"""
 
 _PARTS = ("base", "seeds", "common", "arms", "grid", "baseline")
-_DECIDED_HERE = {"run.name", "run.seed", "run.output_dir", "train.resume"}  # of each run, by the experiment
+_SET_BY_EXPERIMENT = {"run.name", "run.seed", "run.output_dir", "train.resume"}
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A definition, read and checked as far as its own format goes."""
+    """A definition whose format is checked; the values of its keys are not."""
 
     path: Path
     base: str | None
-    """Config that every arm starts from; None: the defaults."""
+    """Path of the config that every arm starts from; None: the defaults."""
     seeds: list[int]
     arms: dict[str, Settings]
-    """By arm what it changes, with what all arms change; grids are expanded into arms `muon[learning_rate=0.02]`."""
+    """{arm: its settings, including the common ones}; a grid is expanded into arms like `muon[learning_rate=0.02]`."""
     grids: dict[str, dict[str, list[str]]]
-    """By the name of an expanded arm its axes."""
+    """{name of an expanded arm: {key: values}}"""
     baseline: str
-    """An arm, or a grid: then the best arm of it."""
+    """An arm, or a grid, which means the grid's best arm."""
 
     def arms_of(self, grid: str) -> list[str]:
-        """Return the arms that a grid was expanded into."""
+        """Return the arms that a grid expands into."""
         return [arm for arm in self.arms if arm.startswith(f"{grid}[")]
 
 
@@ -57,7 +56,7 @@ class PlannedRun:
 
     arm: str
     arguments: list[str]
-    """For train.py."""
+    """Arguments for train.py."""
     resolved: ResolvedConfig
 
     @property
@@ -70,21 +69,23 @@ class PlannedRun:
 
     @property
     def folder(self) -> RunFolder:
-        from hfgolf.run.folder import run_folder  # imports torch, which `--help` need not wait for
+        from hfgolf.run.folder import run_folder  # slow to import: `--help` should not wait for it
 
         return run_folder(self.resolved.config)
 
 
 def load_experiment(path: Path) -> Experiment:
-    """Read a definition. Raises UserError, naming file and key, for what is not in its format."""
+    """Read a definition. Raises UserError, naming file and key, if its format is wrong."""
     parts = _read(path)
     base = parts.get("base")
     if base is not None and not isinstance(base, str):
-        raise UserError(f"{path}: base: {base} is not allowed; allowed: the path of a config, values go under common.")
+        raise UserError(
+            f"{path}: base: {base} is not allowed; allowed: the path of a config (put values under common)."
+        )
     common = _settings(path, "common", parts.get("common"))
     stated = _mapping(path, "arms", parts.get("arms"))
     if not stated:
-        raise UserError(f"{path}: arms: there are none; write at least one, as `arms: {{muon: {{optim.name: muon}}}}`.")
+        raise UserError(f"{path}: arms: there are none; add one, such as `arms: {{muon: {{optim.name: muon}}}}`.")
     for name in stated:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise UserError(f"{path}: arms: {name!r} is not allowed as a name; allowed: letters, digits, . _ -")
@@ -94,9 +95,9 @@ def load_experiment(path: Path) -> Experiment:
         settings = common | _settings(path, f"arms.{name}", changes)
         axes = grids.get(name, {})
         for values in itertools.product(*axes.values()):
-            of_grid = dict(zip(axes, values, strict=True))
-            text = ",".join(f"{key.split('.')[1]}={value}" for key, value in of_grid.items())
-            arms[f"{name}[{text}]" if text else name] = settings | of_grid
+            point = dict(zip(axes, values, strict=True))
+            text = ",".join(f"{key.split('.')[1]}={value}" for key, value in point.items())
+            arms[f"{name}[{text}]" if text else name] = settings | point
     baseline = parts.get("baseline", next(iter(stated)))
     if baseline not in [*stated, *arms]:
         raise UserError(f"{path}: baseline: there is no arm {baseline}; allowed: {join_words(stated, last=' or ')}.")
@@ -104,20 +105,20 @@ def load_experiment(path: Path) -> Experiment:
 
 
 def plan_runs(experiment: Experiment, output_dir: Path, options: Sequence[str]) -> list[PlannedRun]:
-    """Return the runs of an experiment, seed by seed, so that whatever slows the machine down meets every arm.
+    """Return the runs of an experiment, seed by seed, so that a slow phase of the machine affects every arm.
 
-    options: for every run, as train.py takes them, over what the definition says. Raises UserError, naming arm and key,
-    where they make no config, or would make arms the same.
+    options: train.py's options for every run; they override the definition. Raises UserError, naming arm and key, if
+    they do not make a valid config, or would make arms equal.
     """
-    of_base = [f"--config={experiment.base}"] if experiment.base else []
+    base_options = [f"--config={experiment.base}"] if experiment.base else []
     stated = {option[2:].split("=")[0].removesuffix("+") for option in options if option.startswith("--")}
     _check_keys("the command line", stated)
     configs = {}
     for arm, settings in experiment.arms.items():
         flattened = stated & {key for key, value in settings.items() if _differs(experiment, key, value)}
         if flattened:
-            raise UserError(f"--{flattened.pop()}: is what arms differ in; change it in {experiment.path}.")
-        arguments = [*of_base, *(f"--{key}={value}" for key, value in settings.items()), *options]
+            raise UserError(f"--{flattened.pop()}: the arms differ in this key; change it in {experiment.path}.")
+        arguments = [*base_options, *(f"--{key}={value}" for key, value in settings.items()), *options]
         try:
             configs[arm] = arguments, load_config(arguments)
         except UserError as error:
@@ -141,7 +142,7 @@ def _differs(experiment: Experiment, key: str, value: str) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"there is no definition {path}; name one, such as benchmarks/experiments/muon_vs_adamw.yaml.")
-    # every scalar a text: `no`, `1e-3` and 0.10 stay what was written
+    # BaseLoader keeps every scalar as text: `no`, `1e-3` and 0.10 stay as written
     parts = _mapping(path, "a definition", load_yaml(path, str(path), yaml.BaseLoader))
     for part in parts:
         if part not in _PARTS:
@@ -154,7 +155,7 @@ def _mapping(path: Path, where: str, value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise UserError(
-            f"{path}: {where}: {shortened(value)} is not allowed; allowed: keys with values, as `key: value`."
+            f"{path}: {where}: {shortened(value)} is not allowed; allowed: keys and values, as in `key: value`."
         )
     return value
 
@@ -167,25 +168,25 @@ def _settings(path: Path, where: str, value: Any) -> Settings:
 
 def _check_keys(where: str, keys: Iterable[str]) -> None:
     for key in keys:
-        if key in _DECIDED_HERE:
-            raise UserError(f"{where}: {key} is decided by the experiment, for each run; leave it out.")
+        if key in _SET_BY_EXPERIMENT:
+            raise UserError(f"{where}: the experiment sets {key} for each run; remove it.")
         if key not in KEY_TYPES:
             raise UserError(f"{where}: unknown key {key}; did you mean {_nearest(key, KEY_TYPES)}?")
 
 
 def _text(path: Path, where: str, key: str, value: Any) -> str:
-    """Return a value as it would be written on the command line."""
+    """Return a value as text for the command line."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return f"[{', '.join(value)}]"
     if not isinstance(value, str):
         raise UserError(
-            f"{path}: {where}: {key}: {shortened(value)} is not allowed; allowed: a value, or a list of them."
+            f"{path}: {where}: {key}: {shortened(value)} is not allowed; allowed: a value or a list of values."
         )
     return value or "null"
 
 
 def _grids(path: Path, value: Any, arms: list[str]) -> dict[str, dict[str, list[str]]]:
-    """Return the axes by arm; an axis that stands directly under `grid` is one of every arm."""
+    """Return {arm: {key: values}}; a key directly under `grid` applies to every arm."""
     grids: dict[str, dict[str, list[str]]] = {}
     for name, axes in _mapping(path, "grid", value).items():
         if name not in arms and name not in KEY_TYPES:
@@ -210,7 +211,8 @@ def _seeds(path: Path, value: Any) -> list[int]:
         seeds = []
     if not isinstance(value, list) or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise UserError(
-            f"{path}: seeds: {shortened(value)} is not allowed; allowed: a list of different numbers, as [1, 2, 3]."
+            f"{path}: seeds: {shortened(value)} is not allowed; allowed: a list of different numbers, such as"
+            " [1, 2, 3]."
         )
     return seeds
 

@@ -1,6 +1,6 @@
-"""Has the runs of an experiment made that are not there yet, each by train.py in a process of its own.
+"""Launch the missing runs of an experiment, each as its own train.py process.
 
-Owns the processes, their logs and what is said of the progress. Of a run it knows its folder and its exit status.
+Owns the processes, their logs and the progress messages. Knows only a run's folder and its exit status.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ from hfgolf.wording import duration
 logger = logging.getLogger(__name__)
 
 CONCURRENT_RUNS = "HFGOLF_CONCURRENT_RUNS"
-"""Environment variable of a run beside others, which is in its metadata.json: its seconds are not its own."""
+"""Environment variable of a run that shares the machine with others. It is in metadata.json: such timings are void."""
 LOG_NAME = "train.log"
 FAILURE_NAME = "failed.txt"
-"""In the folder of a run that failed: why."""
+"""In the folder of a failed run: the reason."""
 
-_FAILED = (1, 2)  # exit statuses of what would happen again; those of a signal are not among them
+_FAILED = (1, 2)  # exit statuses of errors that would happen again; a signal has another status
 _POLL_SECONDS = 0.1
-_SAVE_SECONDS = 60  # a run that is told to stop finishes its step and saves
+_SAVE_SECONDS = 60  # a stopped run first finishes its step and saves
 
 
 def run_missing(runs: Sequence[PlannedRun], train_script: Path, jobs: int) -> dict[str, str]:
-    """Make the runs that are not over, `jobs` at once; returns by name of a run that failed the reason, a line.
+    """Run the unfinished runs, `jobs` at once; return {name of a failed run: its reason in one line}.
 
-    An interrupted run is continued, a failed one left alone: continued, it could end as if nothing had been. Raises
-    UserError, before any run begins, where a folder holds a run with another config. Whatever ends this call, a
-    signal included, the runs under way save and stop first.
+    An interrupted run is resumed. A failed run is left alone, because a resumed one could hide the failure. Raises
+    UserError, before any run starts, if a folder holds a run with another config. However this call ends, also by a
+    signal, the active runs save and stop first.
     """
     complete = [run for run in runs if _is_complete(run)]
     failures = {run.name: _failure(run).read_text(encoding="utf-8") for run in runs if _failure(run).exists()}
     missing = [run for run in runs if run not in complete and run.name not in failures]
-    logger.info("%d runs: %d complete already, %d to make", len(runs), len(complete), len(missing))
+    logger.info("%d runs: %d already complete, %d to do", len(runs), len(complete), len(missing))
     if failures:
-        logger.info("%d failed before; without %s in its folder a run is tried again", len(failures), FAILURE_NAME)
-    waiting, under_way = list(missing), dict[subprocess.Popen, PlannedRun]()
+        logger.info("%d failed before; delete %s in a run's folder to try it again", len(failures), FAILURE_NAME)
+    waiting, active = list(missing), dict[subprocess.Popen, PlannedRun]()
     started_at = time.perf_counter()
-    signals = Signals("before all runs were made; the same command continues")
+    signals = Signals("before all runs were complete; run the same command to continue")
     with signals, signals.deferred():
         try:
-            while (waiting or under_way) and not signals.stop:
-                while waiting and len(under_way) < jobs:
+            while (waiting or active) and not signals.stop:
+                while waiting and len(active) < jobs:
                     run = waiting.pop(0)
-                    under_way[_start(run, train_script, jobs)] = run
-                    logger.info("%s begins; its log: %s", run.name, run.folder.path / LOG_NAME)
+                    active[_start(run, train_script, jobs)] = run
+                    logger.info("%s started; log: %s", run.name, run.folder.path / LOG_NAME)
                 time.sleep(_POLL_SECONDS)
-                for process in [process for process in under_way if process.poll() is not None]:
-                    run = under_way.pop(process)
+                for process in [process for process in active if process.poll() is not None]:
+                    run = active.pop(process)
                     if process.returncode:
-                        failures[run.name] = _last_words(run)
-                        if process.returncode in _FAILED and run.folder.config.exists():  # else it had not begun
+                        failures[run.name] = _failure_reason(run)
+                        if process.returncode in _FAILED and run.folder.config.exists():  # else training never began
                             write_text(_failure(run), failures[run.name])
                     end = f"failed: {failures[run.name]}" if process.returncode else "is complete"
-                    done = len(missing) - len(waiting) - len(under_way)
+                    done = len(missing) - len(waiting) - len(active)
                     progress = _progress(done, len(missing), time.perf_counter() - started_at)
                     logger.info("[%d/%d] %s %s; %s", done, len(missing), run.name, end, progress)
         finally:
-            _stop(list(under_way))
+            _stop(list(active))
     return failures
 
 
@@ -102,7 +102,7 @@ def _start(run: PlannedRun, train_script: Path, jobs: int) -> subprocess.Popen:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for us, who then stop it
+            start_new_session=True,  # only this process gets Ctrl-C, and then stops the runs
         )
 
 
@@ -121,13 +121,13 @@ def _failure(run: PlannedRun) -> Path:
     return run.folder.path / FAILURE_NAME
 
 
-def _last_words(run: PlannedRun) -> str:
-    """Return why a run failed: its error line, else whatever came last."""
+def _failure_reason(run: PlannedRun) -> str:
+    """Return why a run failed: its last error line, or else its last line."""
     lines = (run.folder.path / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return one_line((errors or lines)[-1])
 
 
 def _progress(done: int, total: int, seconds: float) -> str:
-    left = f", about {duration(seconds / done * (total - done))} to go" if done < total else ""
+    left = f", about {duration(seconds / done * (total - done))} left" if done < total else ""
     return f"{duration(seconds)} so far{left}"

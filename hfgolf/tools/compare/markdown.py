@@ -1,6 +1,6 @@
-"""A comparison as a page for people: one table, and in words what to make of it.
+"""Write a comparison as a Markdown page: a table and its interpretation.
 
-Owns the wording: above all that a difference which seeds alone could have made is called within noise.
+Owns the wording. Most important: a difference that may be due to the seeds alone is called "within noise".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hfgolf.tools.compare.differences import NOISE_P_VALUE, ArmResult, Differenc
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Return the comparison as a page, without secrets; the plot lies beside it, as NAME.png."""
+    """Return the comparison as a Markdown page, secrets redacted. It shows the plot NAME.png in the same folder."""
     parts = [
         f"# {comparison.name}",
         _what_is_compared(comparison),
@@ -29,22 +29,22 @@ def to_markdown(comparison: Comparison) -> str:
 
 
 def _what_is_compared(comparison: Comparison) -> str:
-    whole = "the whole validation part" if comparison.is_whole else "the beginning of the validation part"
+    whole = "the whole validation set" if comparison.is_whole else "the beginning of the validation set"
     seeds = sorted({seed for arm in comparison.arms.values() for seed in arm.final_losses})
     text = (
-        f"Validation loss of the last step, in nats a token, over {comparison.val_tokens:,} tokens, {whole};"
+        f"Validation loss at the last step, in nats per token, on {comparison.val_tokens:,} tokens ({whole});"
         f" {_count(len(seeds), 'seed')} ({join_words(seeds)})."
     )
     if comparison.baseline is None:
-        return f"{text} No run of the baseline finished, so that nothing is compared with it."
+        return f"{text} No run of the baseline finished, so there is no comparison with it."
     if len(comparison.arms) == 1:
         return text
-    return f"{text} Differences are to `{comparison.baseline}`, paired by seed; below 0 is better than it."
+    return f"{text} Differences are from `{comparison.baseline}`, paired by seed; below 0 is better."
 
 
 def _table(comparison: Comparison) -> str:
     lines = [
-        "| arm | mean | sd | lowest to highest | difference | p | in words | steps to the baseline's loss | seconds |",
+        "| arm | mean | sd | lowest to highest | difference | p | verdict | steps to the baseline's loss | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     finished = {name: arm for name, arm in comparison.arms.items() if arm.mean is not None}
@@ -88,7 +88,7 @@ def _reached(by_seed: Mapping[int, float | None], share: float | None, form: str
     if share is None:
         return "never"
     text = f"{statistics.mean(reached):{form}} ({share:.2f}x)"
-    return text if len(reached) == len(by_seed) else f"{text}, {len(reached)} of {len(by_seed)} seeds, else never"
+    return text if len(reached) == len(by_seed) else f"{text}, {len(reached)} of {len(by_seed)} seeds"
 
 
 def _remarks(comparison: Comparison) -> list[str]:
@@ -97,39 +97,42 @@ def _remarks(comparison: Comparison) -> list[str]:
     remarks = []
     if tested:
         remarks.append(
-            "± is the standard deviation of the differences over seeds. p is that of a paired t-test, two-sided, which"
-            f" takes them for normally distributed; from {NOISE_P_VALUE} on a difference is called within noise: seeds"
-            " alone could well have made it."
+            "± is the standard deviation of the differences over seeds. p is the p-value of a two-sided paired t-test,"
+            f" which assumes that they are normally distributed. A difference with p of {NOISE_P_VALUE} or more is"
+            " within noise: it may be due to the seeds alone."
         )
     if len(tested) > 1:
         remarks.append(
-            f"{len(tested)} comparisons are made here. Where nothing differs at all, one in {1 / NOISE_P_VALUE:.0f} is"
-            f" below {NOISE_P_VALUE} all the same: about {len(tested) * NOISE_P_VALUE:.1f} of these."
+            f"This page makes {len(tested)} comparisons. If no arm really differed, 1 in {1 / NOISE_P_VALUE:.0f}"
+            f" comparisons would still have p below {NOISE_P_VALUE}: here, about {len(tested) * NOISE_P_VALUE:.1f}."
         )
     if differences:
         remarks.append(
-            "Steps and seconds to the baseline's loss: when a run first has the mean final loss of"
-            f" `{comparison.baseline}`, linear between evaluations; in brackets the share of what the baseline's whole"
-            " runs take. A run whose learning rate has yet to fall gets there later than a shorter run that ends there."
-            " Seconds are of compilation and of as many median steps, without evaluations and saves."
+            "Steps and seconds to the baseline's loss: when a run first reaches the mean final loss of"
+            f" `{comparison.baseline}`, interpolated linearly between evaluations; in parentheses, as a fraction of the"
+            " baseline's total. A run reaches a loss later if its learning rate has not decayed yet; a shorter run that"
+            " ends there would be faster. Seconds count compilation and the median step time, without evaluations and"
+            " saves."
         )
     if comparison.seconds_caveats:
         remarks.append(f"**The seconds are not comparable**: {join_words(comparison.seconds_caveats)}.")
     if comparison.grids:
         remarks.append("\n".join(_grid_remark(grid, best) for grid, best in comparison.grids.items()))
-        remarks.append("The best of a grid looks better than it is: confirm it with other seeds.")
+        remarks.append(
+            "The best arm of a grid looks better than it is, because it was selected: confirm it with other seeds."
+        )
     for arm, by_seed in comparison.failures.items():
         remarks.append("\n".join(f"- `{arm}` failed with seed {seed}: {reason}" for seed, reason in by_seed.items()))
-    return remarks + [f"Mind: {caveat}." for caveat in comparison.caveats]
+    return remarks + [f"Note: {caveat}." for caveat in comparison.caveats]
 
 
 def _grid_remark(grid: str, best: GridBest | None) -> str:
     if best is None:
         return f"- Grid of `{grid}`: no arm finished with every seed."
     axes = join_words(f"{key}: {'yes' if inside else 'no'}" for key, inside in best.is_bracketed.items())
-    text = f"- Grid of `{grid}`: best is `{best.arm}`; bracketed: {axes or 'no axis has an order'}."
+    text = f"- Grid of `{grid}`: best is `{best.arm}`; bracketed: {axes or 'no numeric axis'}."
     if not all(best.is_bracketed.values()):
-        text += " Where it is not, a value beyond the edge may be better still."
+        text += " If it is not bracketed, a value beyond the edge may be even better."
     return text
 
 
@@ -137,7 +140,7 @@ def _machine(comparison: Comparison) -> str:
     machines = [f"{machine.get('device')}, {machine.get('cores')} cores" for machine in comparison.hardware]
     versions = [f"torch {packages.get('torch')}, hfgolf {packages.get('hfgolf')}" for packages in comparison.packages]
     commits = [str(commit) for commit in comparison.commits]
-    return f"Made on {join_words(machines, last=' and ')}; {join_words(versions)}; commit {join_words(commits)}."
+    return f"Measured on {join_words(machines, last=' and ')}; {join_words(versions)}; commit {join_words(commits)}."
 
 
 def _count(number: int, noun: str) -> str:

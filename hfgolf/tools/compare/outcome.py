@@ -1,6 +1,6 @@
-"""What finished runs left on the disk, as a comparison needs it: curves, what they were judged on, by which machine.
+"""Read finished runs for a comparison: their curves, the validation tokens behind them, and the machine.
 
-Reads config, metrics, metadata and summary of a run folder and tells runs of one arm from those of another.
+Reads config, metrics, metadata and summary from the run folders, and groups the runs by arm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hfgolf.tools.compare.differences import Curve, Point
 from hfgolf.tools.compare.experiment import PlannedRun
 from hfgolf.tools.compare.launch import CONCURRENT_RUNS
 
-# What two runs of one arm may differ in: seed, where they lie, and how the machine goes about them.
+# Keys in which runs of one arm may differ: seed, location, and settings that do not affect the results.
 _NOT_OF_THE_ARM = re.compile(
     r"run\.|track\.|hub\.|data\.(cache_dir|num_workers|prefetch_factor|in_memory)$|train\.(resume|cpu_threads|save_\w+|keep_last)$"
 )
@@ -43,13 +43,13 @@ class Outcome:
 
     path: Path
     curve: Curve
-    """Of the weights that the run exports, raw or averaged: validation losses in nats a token."""
-    judged_on: tuple[int, int]
-    """Tokens and bytes of the validation part behind each of these losses."""
+    """Validation losses (nats per token) of the weights that the run exports, raw or averaged."""
+    evaluated_on: tuple[int, int]
+    """Validation tokens and their bytes behind each of these losses."""
     is_whole: bool
-    """Was that the whole of it, or as much as train.eval_tokens said."""
+    """Whether that is the whole validation set; False if train.eval_tokens limits it."""
     config: dict[str, Any]
-    """By "section.key", as in metadata.json."""
+    """{"section.key": value}, from metadata.json."""
     metadata: dict[str, Any]
     summary: dict[str, Any]
 
@@ -58,24 +58,24 @@ class Outcome:
         return self.metadata["seed"]
 
     @property
-    def ran_beside_others(self) -> bool:
+    def shared_the_machine(self) -> bool:
         return CONCURRENT_RUNS in self.metadata["environment"]
 
 
 def read_outcome(folder: RunFolder) -> Outcome:
-    """Read a finished run; UserError where it is not finished, or ended with a loss that is not finite.
+    """Read a finished run. Raises UserError if it is not finished or its last loss is not finite.
 
-    The final loss is that of the last step, and not the summary's, which is of the best one: to choose the best by the
-    validation part would favour curves that go up and down. The seconds are those of compilation and of as many median
-    steps: without evaluations and saves, without a pause of the machine, or of the run between two sessions.
+    The final loss is that of the last step, not that of the best step in the summary: selecting the best step on the
+    validation set would favor noisy curves. The seconds count compilation and the median step time, without
+    evaluations, saves, and pauses of the machine or between sessions.
     """
     if not (folder.summary.is_file() and folder.metrics.is_file() and folder.metadata.is_file()):
-        raise UserError(f"{folder.path} holds no complete run; train it to its end, or leave it out.")
+        raise UserError(f"{folder.path} holds no complete run; finish its training, or leave it out.")
     try:
         return _outcome(folder)
     except (KeyError, TypeError, OSError) as error:
         raise UserError(
-            f"{folder.path} is damaged: summary.json, metadata.json or metrics.jsonl lacks something"
+            f"{folder.path} is damaged: something is missing in summary.json, metadata.json or metrics.jsonl"
             f" ({type(error).__name__}: {one_line(error)}); train it again, or leave it out."
         ) from None
 
@@ -90,18 +90,18 @@ def _outcome(folder: RunFolder) -> Outcome:
         raise KeyError("rows")
     first, last = rows[0], rows[-1]
     step_seconds = statistics.median(_training_seconds(row) / len(row["train_losses"]) for row in rows)
-    before_seconds = first["elapsed_seconds"] - _training_seconds(first)  # the clock begins before compilation
+    before_seconds = first["elapsed_seconds"] - _training_seconds(first)  # compilation; the clock starts before it
     curve = [
         Point(row["step"], before_seconds + row["step"] * step_seconds, row[column])
         for row in rows
-        if row.get(column) is not None  # no evaluation, or one that is not finite
+        if row.get(column) is not None  # None: no evaluation, or a nonfinite loss
     ]
     if not curve or curve[-1].step != last["step"]:
         raise UserError(f"{folder.path} ended with a validation loss that is not finite.")
     return Outcome(
         path=folder.path,
         curve=curve,
-        judged_on=(last["val_tokens"], last["val_bytes"]),
+        evaluated_on=(last["val_tokens"], last["val_bytes"]),
         is_whole=last["val_tokens"] == summary["val_tokens"],
         config=metadata["config"],
         metadata=metadata,
@@ -112,9 +112,9 @@ def _outcome(folder: RunFolder) -> Outcome:
 def read_outcomes(
     runs: Sequence[PlannedRun], failed: Mapping[str, str]
 ) -> tuple[dict[str, dict[int, Outcome]], dict[str, dict[int, str]]]:
-    """Return by arm and seed the runs of an experiment that finished, and why others did not; every arm is in both.
+    """Return ({arm: {seed: finished run}}, {arm: {seed: why it did not finish}}); every arm is in both.
 
-    failed: by the name of a run why it ended, in one line.
+    failed: {name of a run: why it failed, in one line}.
     """
     outcomes: dict[str, dict[int, Outcome]] = {run.arm: {} for run in runs}
     failures: dict[str, dict[int, str]] = {run.arm: {} for run in runs}
@@ -129,9 +129,9 @@ def read_outcomes(
 
 
 def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
-    """Return runs by arm and seed: an arm are those that differ only in the seed and where they lie.
+    """Return {arm: {seed: run}}. Runs belong to one arm if they differ only in the seed and their location.
 
-    An arm is called as its first run is, less a `-seed1` at the end. Raises UserError for two runs of one arm and seed.
+    An arm is named after its first run, without a final `-seed1`. Raises UserError for two runs with one arm and seed.
     """
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -148,7 +148,7 @@ def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
 
 
 def _settings(outcome: Outcome) -> dict[str, Any]:
-    """Return the config as far as it makes the arm: without what was decided anew on each machine."""
+    """Return the part of the config that defines the arm, without what each machine decides for itself."""
     sources = outcome.metadata["sources"]
     return {
         key: value
@@ -158,5 +158,5 @@ def _settings(outcome: Outcome) -> dict[str, Any]:
 
 
 def _training_seconds(row: dict[str, Any]) -> float:
-    """Return the seconds of the steps since the row before."""
+    """Return the seconds of the steps since the previous row."""
     return row["data_seconds"] + row["compute_seconds"]

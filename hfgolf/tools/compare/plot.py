@@ -1,4 +1,4 @@
-"""The plot of a comparison: validation loss with bands over steps and over seconds, and what a grid looked like."""
+"""Plot a comparison: validation loss over steps and over seconds, with bands, and the final losses of grids."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def draw(
     path: Path,
     experiment: Experiment | None = None,
 ) -> None:
-    """Write the plot as PNG: means over the seeds, bands from the lowest to the highest.
+    """Write the plot as PNG: means over the seeds, with bands from the lowest to the highest.
 
-    Of a grid only the best arm has curves; all of them are in a panel of final losses over the grid's first axis, where
-    that is one of numbers. Grids with the same first axis share it.
+    Only the best arm of a grid has curves. If the grid's first axis is numeric, a panel shows the final losses of all
+    its arms over that axis; grids with the same first axis share a panel.
     """
     from matplotlib.figure import Figure
 
@@ -60,8 +60,8 @@ def draw(
             lowest, highest = [min(of_seeds) for of_seeds in losses], [max(of_seeds) for of_seeds in losses]
             axes.fill_between(x, lowest, highest, color=_COLORS[number], alpha=0.15, linewidth=0)
     bottom, top = _range_of_interest([run.curve for arm in arms for run in outcomes[arm].values()])
-    by_steps.set(xlabel="step", ylabel="validation loss (nats a token)", ylim=(bottom, top))
-    incomparable = " (not comparable, see the page)" if comparison.seconds_caveats else ""
+    by_steps.set(xlabel="step", ylabel="validation loss (nats per token)", ylim=(bottom, top))
+    incomparable = " (not comparable, see the text)" if comparison.seconds_caveats else ""
     by_seconds.set(xlabel=f"seconds of training{incomparable}", ylim=(bottom, top))
     by_steps.legend(frameon=False, fontsize="small")
     for axes, (key, grids) in zip(by_grid, panels.items(), strict=True):
@@ -73,16 +73,16 @@ def draw(
 
 
 def _arms_to_draw(comparison: Comparison, experiment: Experiment | None) -> list[str]:
-    """Return the arms that may have curves: the baseline first, then the best ones."""
-    of_grids = {arm for grid in comparison.grids for arm in experiment.arms_of(grid)} if experiment else set()
+    """Return the arms that can have curves: the baseline first, then by mean loss."""
+    grid_arms = {arm for grid in comparison.grids for arm in experiment.arms_of(grid)} if experiment else set()
     best = {best.arm for best in comparison.grids.values() if best}
     means = {arm: result.mean for arm, result in comparison.arms.items() if result.mean is not None}
-    shown = [arm for arm in means if arm not in of_grids or arm in best or arm == comparison.baseline]
+    shown = [arm for arm in means if arm not in grid_arms or arm in best or arm == comparison.baseline]
     return sorted(shown, key=lambda arm: (arm != comparison.baseline, means[arm]))
 
 
 def _by_evaluation(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[list[float]]]:
-    """Return steps, mean seconds and the losses of all seeds, for each evaluation that every seed has."""
+    """Return steps, mean seconds and the losses of all seeds for each evaluation that every seed has."""
     by_step = [{point.step: point for point in curve} for curve in curves]
     steps = [step for step in by_step[0] if all(step in points for points in by_step)]
     seconds = [statistics.mean(points[step].seconds for points in by_step) for step in steps]
@@ -90,14 +90,14 @@ def _by_evaluation(curves: Sequence[Curve]) -> tuple[list[float], list[float], l
 
 
 def _range_of_interest(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Return the losses to show: without the first third of the curves, whose fall would flatten all that follows."""
+    """Return the range of losses to show, from the last two thirds of the curves: the initial drop would flatten it."""
     losses = [point.loss for curve in curves for point in curve[len(curve) // 3 :]]
     margin = 0.05 * (max(losses) - min(losses)) or 0.1
     return min(losses) - margin, max(losses) + margin
 
 
 def _draw_grids(axes: Any, key: str, grids: list[str], comparison: Comparison, experiment: Experiment) -> None:
-    """Draw final losses over the first axis of some grids: a line for each grid and each value of its other axes."""
+    """Draw final losses over the grids' first axis, with one line per grid and combination of its other values."""
     lines: dict[str, list[tuple[float, list[float]]]] = {}
     for grid in grids:
         for arm in experiment.arms_of(grid):
@@ -113,7 +113,7 @@ def _draw_grids(axes: Any, key: str, grids: list[str], comparison: Comparison, e
         axes.plot(x, mean, color=color, linestyle=dashes, marker="o", label=label)
         axes.vlines(x, lowest, highest, color=color)
     values = sorted({x for points in lines.values() for x, _ in points})
-    axes.set(xlabel=key, ylabel="final validation loss (nats a token)")
+    axes.set(xlabel=key, ylabel="final validation loss (nats per token)")
     if values and values[0] > 0:
         axes.set_xscale("log")
         axes.set_xticks(values, [f"{value:g}" for value in values])

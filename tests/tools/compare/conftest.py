@@ -52,7 +52,7 @@ def outcome(tmp_path: Path) -> Callable[..., Outcome]:
         values: dict[str, Any] = {
             "path": tmp_path / f"run-seed{seed}",
             "curve": [Point(10 * number, float(number), loss) for number, loss in enumerate(losses, 1)],
-            "judged_on": (5000, 5100),
+            "evaluated_on": (5000, 5100),
             "is_whole": True,
             "config": {"train.cpu_threads": "auto", "optim.learning_rate": 0.02} | (config or {}),
             "metadata": {

@@ -119,7 +119,7 @@ def test_what_a_reader_must_know(outcome):
 
 
 def test_other_validation_data_cannot_be_compared(outcome):
-    runs = {"one": {1: outcome(1, 2.0)}, "two": {1: outcome(1, 2.0, judged_on=(4000, 5100))}}
+    runs = {"one": {1: outcome(1, 2.0)}, "two": {1: outcome(1, 2.0, evaluated_on=(4000, 5100))}}
     with pytest.raises(UserError, match=r"on 5,000 tokens of 5,100 bytes, .* on 4,000 tokens of 5,100 bytes; compare"):
         compare_outcomes("two", "", runs)
 

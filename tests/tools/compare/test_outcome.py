@@ -40,14 +40,14 @@ def test_a_finished_run(run, tiny_run):
     assert [point.seconds for point in outcome.curve] == pytest.approx(
         [compilation + steps * step_seconds for steps in (3, 6, 7)]
     )
-    assert outcome.seed == 1337 and outcome.is_whole and outcome.judged_on[1] == judged[-1]["val_bytes"]
-    assert not outcome.ran_beside_others
+    assert outcome.seed == 1337 and outcome.is_whole and outcome.evaluated_on[1] == judged[-1]["val_bytes"]
+    assert not outcome.shared_the_machine
 
     rows[-1] |= {"val_loss": 9.0, "val_tokens": 500}  # worse than before it, and of a part
     write_rows(folder, rows)
     outcome = read_outcome(RunFolder(folder))
     assert outcome.curve[-1].loss == 9.0, "the best was chosen by the losses it would then be judged by"
-    assert not outcome.is_whole and outcome.judged_on[0] == 500
+    assert not outcome.is_whole and outcome.evaluated_on[0] == 500
 
     rows[-1]["val_loss"] = None  # as a NaN is written
     write_rows(folder, rows)
