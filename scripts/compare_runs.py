@@ -1,7 +1,7 @@
 """Compare configs over seeds: python scripts/compare_runs.py benchmarks/experiments/muon_vs_adamw.yaml
 
-Makes the runs of a definition that are not there yet, or reads runs that are (--runs), and writes what they say: means,
-paired differences with p-values, steps and seconds to the baseline's loss, as JSON, Markdown and PNG.
+Runs the missing runs of a definition, or reads existing ones (--runs), and writes their comparison as JSON, Markdown
+and PNG: means, paired differences with p-values, and the steps and seconds to reach the baseline's loss.
 """
 
 import argparse
@@ -18,27 +18,30 @@ from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 def main() -> None:
     parser = ScriptParser(
         description=__doc__,
-        epilog="All else is for every run, as train.py takes it: --section.key value.\n"
-        "benchmarks/experiments/README.md says how a definition is written.",
+        epilog="Also takes train.py's options, for every run: --section.key value.\n"
+        "benchmarks/experiments/README.md explains the format of a definition.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("paths", nargs="+", type=Path, help="a definition, or with --runs the folders of runs")
+    parser.add_argument("paths", nargs="+", type=Path, help="a definition; with --runs, the folders of runs")
     parser.add_argument("--runs", action="store_true", help="only read these runs; the first one's arm is the baseline")
     parser.add_argument("--output_dir", type=Path, help="folder for runs and results (runs/experiments/NAME)")
     parser.add_argument(
-        "--jobs", type=within(1, 1024), default=1, help="runs at once; their seconds are then not comparable (1)"
+        "--jobs",
+        type=within(1, 1024),
+        default=1,
+        help="runs to run at once; with more than 1, their seconds are not comparable (1)",
     )
-    arguments, of_runs = parser.parse_known_args()
-    if arguments.runs and of_runs:
-        raise UserError(f"--runs: only reads, and takes no {of_runs[0]}; leave it out.")
+    arguments, run_options = parser.parse_known_args()
+    if arguments.runs and run_options:
+        raise UserError(f"--runs: only reads runs, so {run_options[0]} has no effect; remove it.")
     if not arguments.runs and len(arguments.paths) > 1:
-        raise UserError(f"{arguments.paths[1]}: one definition at a time; --runs compares the folders of runs.")
+        raise UserError(f"{arguments.paths[1]}: only one definition is allowed; to compare run folders, add --runs.")
     experiment = None if arguments.runs else load_experiment(arguments.paths[0])
     output_dir = arguments.output_dir or Path(
         "runs/experiments", "runs" if experiment is None else experiment.path.stem
     )
-    planned = [] if experiment is None else plan_runs(experiment, output_dir, of_runs)
+    planned = [] if experiment is None else plan_runs(experiment, output_dir, run_options)
 
     from hfgolf.durable import write_text
     from hfgolf.run.folder import RunFolder
@@ -51,7 +54,7 @@ def main() -> None:
 
     show_log(is_main_process=True)
     check_output("--output_dir", output_dir)
-    command = shlex.join(["python", "scripts/compare_runs.py", *map(str, arguments.paths), *of_runs])
+    command = shlex.join(["python", "scripts/compare_runs.py", *map(str, arguments.paths), *run_options])
     if experiment is None:
         outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths])
         comparison = compare_outcomes(output_dir.name, f"{command} --runs", outcomes)

@@ -1,7 +1,7 @@
-"""Say what a run suffers from, why, and what to change: python scripts/doctor.py runs/small
+"""Diagnose a run: what is wrong, why, and what to change: python scripts/doctor.py runs/small
 
-Reads metrics.jsonl and config.yaml of runs that train, are complete or died. Exit status 0: all is well; 1: there are
-findings; 2: there is no such run.
+Reads metrics.jsonl and config.yaml of runs that are running, complete or failed. Exit status 0: no findings; 1: there
+are findings; 2: there is no such run.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
-    """Return what was found in a run as lines for a person."""
+    """Format the findings in a run."""
     steps = metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"]
     sample = ", a sample of the rows" if metrics.is_sampled else ""
     if not findings:

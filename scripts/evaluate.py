@@ -1,4 +1,4 @@
-"""Measure a model on text: python scripts/evaluate.py --model runs/small/model --files "texts/*.txt" """
+"""Evaluate a model on text: python scripts/evaluate.py --model runs/small/model --files "texts/*.txt" """
 
 import json
 import tempfile
@@ -11,13 +11,13 @@ from hfgolf.script_options import ScriptParser, within
 def main() -> None:
     parser = ScriptParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of a causal model (runs/NAME/model) or a Hub name")
-    parser.add_argument("--files", required=True, nargs="+", help="paths, globs or URLs, as data.files of a run")
+    parser.add_argument("--files", required=True, nargs="+", help="paths, globs or URLs, as in data.files")
     parser.add_argument("--text_column", default="text", help="column of jsonl, csv and parquet files (text)")
+    parser.add_argument("--sequence_length", type=within(1, 2**24), help="tokens of context (default: the model's own)")
+    parser.add_argument("--batch_size", type=within(1, 2**16), default=8, help="sequences per forward pass (8)")
     parser.add_argument(
-        "--sequence_length", type=within(1, 2**24), help="tokens of context; default: what the model was made for"
+        "--mixed_precision", choices=("no", "bf16", "fp16"), help="default: what a run on this machine would use"
     )
-    parser.add_argument("--batch_size", type=within(1, 2**16), default=8, help="sequences run at once (8)")
-    parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="default: as a run on this machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     arguments = parser.parse_args()
 
@@ -35,13 +35,15 @@ def main() -> None:
     from hfgolf.train.signals import Signals
 
     train = TrainConfig(max_steps=1, mixed_precision=arguments.mixed_precision)
-    told = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
-    precision = resolve_precision(told).config.train.mixed_precision
+    resolved = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
+    precision = resolve_precision(resolved).config.train.mixed_precision
     accelerator = Accelerator(mixed_precision=precision)
     quiet_libraries()
     model, tokenizer = load_exported(arguments.model)
     sequence_length = evaluation_length(model, arguments.sequence_length)
-    attend_fastest(model, accelerator.device, precision, sequence_length)  # as in training: the same loss in bf16
+    attend_fastest(
+        model, accelerator.device, precision, sequence_length
+    )  # same attention as in training, so that the loss in bf16 is the same
     with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as folder:
         vocab_size = next(model.get_input_embeddings().parameters()).shape[0]
         stream = tokenize_files(arguments.files, tokenizer, vocab_size, arguments.text_column, Path(folder))
@@ -63,7 +65,7 @@ def main() -> None:
     print(f"{'model':<15}{arguments.model}")
     print(f"{'text':<15}{evaluation.num_bytes:,} bytes, {evaluation.num_tokens:,} tokens")
     print(f"{'context':<15}{sequence_length:,} tokens, precision {precision}")
-    print(f"{'loss':<15}{evaluation.loss:.4f} nats a token")
+    print(f"{'loss':<15}{evaluation.loss:.4f} nats per token")
     print(f"{'perplexity':<15}{evaluation.perplexity:,.4f}")
     print(f"{'bits per byte':<15}{evaluation.bits_per_byte:.4f}")
 

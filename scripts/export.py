@@ -1,6 +1,6 @@
 """Export a checkpoint as a model with its card: python scripts/export.py --run runs/small --checkpoint best
 
-A run exports its best weights when it ends; this is for a run that was killed, and for any other checkpoint.
+A run exports its best weights when it ends. Use this for a run that was killed, or for any other checkpoint.
 """
 
 import argparse
@@ -14,17 +14,17 @@ from hfgolf.script_options import ScriptParser, check_output
 def main() -> None:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", required=True, type=Path, help="run folder, such as runs/small")
-    parser.add_argument("--checkpoint", help="best, latest or a path (best; latest if nothing was evaluated)")
-    parser.add_argument("--output", type=Path, help="new folder for the model (model/ in the run folder)")
+    parser.add_argument("--checkpoint", help="best, latest or a path (default: best; latest if nothing was evaluated)")
+    parser.add_argument("--output", type=Path, help="new folder for the model (default: model/ in the run folder)")
     arguments = parser.parse_args()
     if not any((arguments.run / name).exists() for name in ("config.yaml", "checkpoints")):
         raise UserError(f"--run: there is no run in {arguments.run}; name the folder of a run, such as runs/small.")
     if arguments.output is None and (arguments.run / "summary.json").exists():
         raise UserError(
-            f"--output: {arguments.run} is complete and {arguments.run / 'model'} is its model; name another folder."
+            f"--output: {arguments.run} is complete and its model is in {arguments.run / 'model'}; name another folder."
         )
     if arguments.output is not None and arguments.output.exists():
-        raise UserError(f"--output: {arguments.output} is there already; name a new folder.")
+        raise UserError(f"--output: {arguments.output} already exists; name a new folder.")
     output = arguments.output or arguments.run / "model"
     check_output("--output", output.parent)
 

@@ -1,8 +1,8 @@
 """Find learning rates for a config: python scripts/find_lr.py --config configs/small.yaml
 
-Makes real steps, on the real data, while the learning rate grows exponentially, until the loss diverges: once for the
-Muon groups and once for the AdamW groups. Writes a plot with a JSON file beside it and prints the learning rates to
-train with. Leaves nothing else behind.
+Runs real steps on the real data while the learning rate grows exponentially, until the loss diverges: once for the Muon
+groups and once for the AdamW groups. Writes a plot and a JSON file, and prints the learning rates to train with. Leaves
+nothing else behind.
 """
 
 import argparse
@@ -21,22 +21,29 @@ from hfgolf.tools.lr_sweep import MEMORY_STEPS, RULE, Sweep, smooth, sweep_rates
 def main() -> None:
     parser = ScriptParser(
         description=__doc__,
-        epilog="All else is as train.py takes it: --config FILE --section.key value; track.*, hub.* and what says how\n"
-        "long the run is have no effect; train.compile is false unless stated.",
+        epilog="Also takes train.py's options: --config FILE --section.key value. track.*, hub.* and the limits of\n"
+        "the run have no effect; train.compile is false unless you set it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--output", type=Path, default=Path("lr.png"), help="picture to write (lr.png), and lr.json")
     parser.add_argument(
-        "--lowest", type=within(1e-20, 1e20), default=1e-4, help="learning rate at which a sweep begins (1e-4)"
+        "--output", type=Path, default=Path("lr.png"), help="picture to write (lr.png); the JSON file is next to it"
     )
-    parser.add_argument("--highest", type=within(1e-20, 1e20), default=1.0, help="where it ends, if not before (1)")
     parser.add_argument(
-        "--steps", type=within(4 * MEMORY_STEPS, 10**6), default=80, help="optimizer steps between them (80)"
+        "--lowest", type=within(1e-20, 1e20), default=1e-4, help="first learning rate of a sweep (1e-4)"
     )
-    arguments, of_run = parser.parse_known_args()
+    parser.add_argument(
+        "--highest",
+        type=within(1e-20, 1e20),
+        default=1.0,
+        help="last learning rate, unless the loss diverges first (1)",
+    )
+    parser.add_argument(
+        "--steps", type=within(4 * MEMORY_STEPS, 10**6), default=80, help="optimizer steps per sweep (80)"
+    )
+    arguments, run_options = parser.parse_known_args()
     rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
-    resolved = load_config(of_run)
+    resolved = load_config(run_options)
     check_picture("--output", arguments.output)
 
     from hfgolf.durable import write_text
@@ -73,7 +80,7 @@ def main() -> None:
 
 
 def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) -> None:
-    """Write the picture, a column for each sweep: its losses above, what they gained below, the suggestion marked."""
+    """Write the picture, one column per sweep: losses on top, gains below, with the suggestion marked."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6 * len(sweeps), 6), dpi=120, layout="constrained")
@@ -83,14 +90,14 @@ def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) 
         rates, suggestion = sweep.learning_rates, values[f"optim.{sweep.key}"]
         losses.plot(rates, sweep.losses_at_rest, color=palette.ORANGE, alpha=0.4, linewidth=1)
         losses.plot(
-            rates, smooth(sweep.losses_at_rest), ":", color=palette.ORANGE, linewidth=2, label="at rest, smoothed"
+            rates, smooth(sweep.losses_at_rest), ":", color=palette.ORANGE, linewidth=2, label="frozen, smoothed"
         )
         losses.plot(rates, sweep.losses, color=palette.BLUE, alpha=0.4, linewidth=1)
         losses.plot(rates, sweep.smoothed_losses, color=palette.BLUE, linewidth=2, label="swept, smoothed")
-        losses.set(xscale="log", ylabel="loss (nats a token)")
+        losses.set(xscale="log", ylabel="loss (nats per token)")
         gain.axhline(0, color="grey", linewidth=1)
-        gain.plot(rates, sweep.gains, color="black", linewidth=2, label="at rest less swept")
-        gain.set(xlabel=f"optim.{sweep.key}", ylabel="gain (nats a token)")
+        gain.plot(rates, sweep.gains, color="black", linewidth=2, label="frozen minus swept")
+        gain.set(xlabel=f"optim.{sweep.key}", ylabel="gain (nats per token)")
         for axes in (losses, gain):
             axes.axvline(suggestion, color=palette.VERMILION, linestyle="--", label=f"suggestion: {suggestion:g}")
             axes.grid(alpha=0.3)

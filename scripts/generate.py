@@ -1,4 +1,4 @@
-"""Write text with a trained model: python scripts/generate.py --model runs/small/model --prompt "def main" """
+"""Generate text with a trained model: python scripts/generate.py --model runs/small/model --prompt "def main" """
 
 import argparse
 
@@ -10,24 +10,29 @@ from hfgolf.script_options import ScriptParser, within
 def main() -> None:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of an exported model (runs/NAME/model) or a Hub name")
-    parser.add_argument("--prompt", default="", help="text to continue; empty starts a document")
-    parser.add_argument("--max_new_tokens", type=within(1, 10**9), default=200, help="tokens to write at most")
-    parser.add_argument("--temperature", type=within(0.0, 1e6), default=0.8, help="0 is greedy")
+    parser.add_argument("--prompt", default="", help="text to continue; empty: start a new document")
     parser.add_argument(
-        "--top_k", type=within(0, 10**9), default=50, help="sample among so many likeliest tokens; 0 is all"
+        "--max_new_tokens", type=within(1, 10**9), default=200, help="maximum number of tokens to generate"
+    )
+    parser.add_argument("--temperature", type=within(0.0, 1e6), default=0.8, help="sampling temperature; 0: greedy")
+    parser.add_argument(
+        "--top_k", type=within(0, 10**9), default=50, help="sample from the K most likely tokens; 0: all"
     )
     parser.add_argument(
-        "--top_p", type=within(1e-9, 1.0), default=1.0, help="sample among the likeliest tokens of this total mass"
+        "--top_p",
+        type=within(1e-9, 1.0),
+        default=1.0,
+        help="sample from the most likely tokens with this total probability",
     )
     parser.add_argument(
-        "--num_samples", type=within(1, 10**6), default=1, help="texts to write, with seeds seed, seed + 1, ..."
+        "--num_samples", type=within(1, 10**6), default=1, help="texts to generate, with seeds seed, seed + 1, ..."
     )
-    parser.add_argument("--seed", type=within(0, 2**63 - 1), default=0, help="of the first sample")
+    parser.add_argument("--seed", type=within(0, 2**63 - 1), default=0, help="seed of the first sample")
     arguments = parser.parse_args()
-    if 0 < arguments.temperature < 1e-3:  # the logits divided by it would overflow
+    if 0 < arguments.temperature < 1e-3:  # dividing the logits by it would overflow
         raise UserError(f"--temperature: {arguments.temperature} is out of range; allowed: 0, or 0.001 to 1000000.")
     if arguments.prompt != arguments.prompt.encode("utf-8", "ignore").decode():
-        raise UserError("--prompt: is not UTF-8; convert it, or set the terminal to UTF-8.")
+        raise UserError("--prompt: not UTF-8; convert it, or set the terminal to UTF-8.")
 
     from hfgolf.evaluate.sample import generate_text
     from hfgolf.publish.load import load_exported

@@ -1,9 +1,9 @@
 """Climb from a naive training loop to hfgolf's: python scripts/ladder.py --config configs/small.yaml
 
-Measures a step of each rung on this machine: tokenise each batch, tokens stored, in RAM, vectorised batches,
-torch.compile, mixed precision, SDPA, hfgolf. All have the same model, data, optimizer and learning rates, and their
-first losses are compared. Writes ladder.png and ladder.json and prints a table. Holds a copy of the model and of the
-optimizer's state for each rung; dropout is 0. The rungs are in benchmarks/ladder.py.
+Measures a step of each rung on this machine: tokenize every batch, stored tokens, tokens in RAM, vectorized batches,
+torch.compile, mixed precision, SDPA, hfgolf. All rungs use the same model, data, optimizer and learning rates, and
+their first losses must agree. Writes ladder.png and ladder.json and prints a table. Holds one copy of the model and
+the optimizer state per rung; dropout is 0. benchmarks/ladder.py defines the rungs.
 """
 
 import argparse
@@ -24,19 +24,19 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     parser = ScriptParser(
         description=__doc__,
-        epilog="All else is as train.py takes it: --config FILE --section.key value; --train.compile false leaves out\n"
-        "torch.compile, --train.mixed_precision no the 16 bits.",
+        epilog="Also takes train.py's options: --config FILE --section.key value. --train.compile false skips the\n"
+        "rung of torch.compile, --train.mixed_precision no the rung of mixed precision.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, default=Path("runs/ladder"), help="folder to write to (runs/ladder)")
-    parser.add_argument("--repetitions", type=within(1, 10**4), default=9, help="steps of each rung that are timed (9)")
-    parser.add_argument("--losses", type=within(1, 10**4), default=4, help="first steps whose losses are compared (4)")
-    arguments, of_run = parser.parse_known_args()
-    resolved = load_config(of_run)
+    parser.add_argument("--repetitions", type=within(1, 10**4), default=9, help="timed steps per rung (9)")
+    parser.add_argument("--losses", type=within(1, 10**4), default=4, help="first steps, whose losses are compared (4)")
+    arguments, run_options = parser.parse_known_args()
+    resolved = load_config(run_options)
     may_compile = resolved.config.train.compile is not False
 
-    sys.path.insert(0, str(ROOT))  # the naive rungs are a benchmark, no part of the package
+    sys.path.insert(0, str(ROOT))  # for benchmarks/, which is not part of the package
     import torch
 
     from benchmarks.ladder import build_rungs, check_losses, climb
@@ -52,9 +52,9 @@ def main() -> None:
         if run.accelerator.num_processes > 1:
             raise UserError("ladder.py measures one process; start it with python, not accelerate launch.")
         if run.config.train.mixed_precision == "fp16":
-            raise UserError("train.mixed_precision: fp16 has no rung of its own; allowed: no, bf16.")
+            raise UserError("train.mixed_precision: fp16 has no rung; allowed: no, bf16.")
         rungs = build_rungs(run, arguments.losses + arguments.repetitions, run.folder.path, may_compile)
-        print(f"\nclimbing: {arguments.losses} + {arguments.repetitions} steps of each rung")
+        print(f"\nclimbing: {arguments.losses} + {arguments.repetitions} steps per rung")
         rows = climb(rungs, arguments.losses, arguments.repetitions)
     check_losses(rows)
     record = {"rungs": rows, "threads": torch.get_num_threads(), "metadata": run_metadata(run.resolved, fingerprint())}
@@ -64,8 +64,8 @@ def main() -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a row for each rung: its time, how much faster it is, and its last loss beside that of the first rung."""
-    lines = [f"{'rung':<17}{'ms a step':>11}{'faster':>8}{'in all':>8}{'loss':>9}{'off by':>9}  what is new"]
+    """Return one row per rung: its time, its speedup, its last loss, and the difference from the first rung's."""
+    lines = [f"{'rung':<17}{'ms/step':>11}{'faster':>8}{'in all':>8}{'loss':>9}{'off by':>9}  what is new"]
     for row in rows:
         if "skipped" in row:
             lines.append(f"{row['rung']:<17}skipped: {row['skipped']}")
@@ -74,12 +74,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['rung']:<17}{row['milliseconds']:>11,.1f}{row['faster']:>7.2f}x{row['faster_than_first']:>7.2f}x"
             f"{row['losses'][-1]:>9.4f}{row['losses_off_by']:>9.0e}  {row['what']}"
         )
-    lines.append("the losses of all rungs are the same, to the precision's tolerance")
+    lines.append("all rungs have the same losses, within the tolerance of their precision")
     return "\n".join(lines)
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Write the picture: a bar for each rung that was climbed, with its time and how much faster it is."""
+    """Write the picture: one bar per measured rung, with its time and speedup."""
     from matplotlib.figure import Figure
 
     climbed = [row for row in rows if "skipped" not in row]
@@ -90,7 +90,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     axes.bar_label(bars, labels)
     axes.invert_yaxis()
     axes.margins(x=0.25)
-    axes.set(xlabel="milliseconds a step (median)", title=title)
+    axes.set(xlabel="milliseconds per step (median)", title=title)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path)

@@ -1,4 +1,4 @@
-"""Make the report of a run, or of several side by side: python scripts/make_report.py runs/small"""
+"""Write the report of a run, or of several runs side by side: python scripts/make_report.py runs/small"""
 
 import shutil
 from pathlib import Path
@@ -10,15 +10,21 @@ from hfgolf.script_options import ScriptParser, check_output, within
 
 def main() -> None:
     parser = ScriptParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/small; metrics.jsonl is enough")
-    parser.add_argument("--output", type=Path, help="page to write (report.html in the folder of a single run)")
     parser.add_argument(
-        "--price_per_hour", type=within(0.0, 1e12), help="dollars for the machine (run.price_per_hour of the run)"
+        "runs", nargs="+", type=Path, help="run folders, such as runs/small; each needs only metrics.jsonl"
     )
-    parser.add_argument("--png", type=Path, help="also write a picture of the losses")
+    parser.add_argument(
+        "--output", type=Path, help="page to write (default: report.html in the folder of a single run)"
+    )
+    parser.add_argument(
+        "--price_per_hour",
+        type=within(0.0, 1e12),
+        help="dollars per hour for the machine (default: the run's run.price_per_hour)",
+    )
+    parser.add_argument("--png", type=Path, help="also write a picture of the losses to this file")
     arguments = parser.parse_args()
     output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
-    if arguments.output or output.parent.is_dir():  # else read_run says that there is no such run
+    if arguments.output or output.parent.is_dir():  # otherwise read_run reports that there is no such run
         check_output("--output", output, ["html"])
     if arguments.png:
         check_output("--png", arguments.png, ["png"])

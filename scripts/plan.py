@@ -1,7 +1,7 @@
-"""Plan a run before it is run: python scripts/plan.py --config configs/small.yaml
+"""Plan a run before starting it: python scripts/plan.py --config configs/small.yaml
 
-Prints the model's parameters and FLOPs, the memory that training takes and whether it fits, steps, tokens, time and
-cost. With a budget (--dollars, --minutes) it says how many steps and tokens that pays for. Trains nothing.
+Prints the model's parameters and FLOPs, the memory that training needs and whether it fits, steps, tokens, time and
+cost. With a budget (--dollars, --minutes), also prints how many steps and tokens it pays for. Trains nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ITEMS = {
     "optimizer": "optimizer state",
     "ema": "average of the weights",
     "buckets": "DDP's buckets",
-    "casts": "weights in 16 bits",
+    "casts": "16-bit weights",
     "activations": "activations",
     "loss": "loss, in chunks of logits",
     "backward": "backward pass",
@@ -40,26 +40,28 @@ ITEMS = {
 def main() -> None:
     parser = ScriptParser(
         description=__doc__,
-        epilog="All else is as train.py takes it: --config FILE --section.key value. For several processes:\n"
+        epilog="Also takes train.py's options: --config FILE --section.key value. For several processes:\n"
         "accelerate launch --num_processes 8 scripts/plan.py --config ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
     parser.add_argument(
-        "--tokens_per_second", type=within(1e-6, 1e12), help="speed of all processes, as a log line says it"
+        "--tokens_per_second", type=within(1e-6, 1e12), help="speed of all processes together, as in a log line"
     )
     parser.add_argument("--measure", action="store_true", help="measure the speed: a few steps on random tokens")
-    parser.add_argument("--mfu", type=within(1e-6, 1.0), help="share of the device's peak to assume as speed (0.4)")
-    parser.add_argument("--dollars", type=within(1e-6, 1e12), help="budget; needs a price")
-    parser.add_argument("--minutes", type=within(1e-6, 1e12), help="budget")
+    parser.add_argument("--mfu", type=within(1e-6, 1.0), help="fraction of the device's peak to assume as speed (0.4)")
+    parser.add_argument("--dollars", type=within(1e-6, 1e12), help="budget in dollars; needs a price")
+    parser.add_argument("--minutes", type=within(1e-6, 1e12), help="budget in minutes")
     parser.add_argument(
-        "--price_per_hour", type=within(1e-6, 1e12), help="dollars, of the whole machine (run.price_per_hour)"
+        "--price_per_hour",
+        type=within(1e-6, 1e12),
+        help="dollars per hour for the whole machine (default: run.price_per_hour)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options, of_run = parser.parse_known_args()
+    options, run_options = parser.parse_known_args()
     _check(options)
-    resolved = load_config(of_run)
+    resolved = load_config(run_options)
 
     from hfgolf.tools.plan import affordable_steps, count_tokens, make_plan, meta_model, run_length
     from hfgolf.train.console import show_log
@@ -95,20 +97,20 @@ def main() -> None:
 def _check(options: argparse.Namespace) -> None:
     speeds = [f"--{name}" for name in ("tokens_per_second", "measure", "mfu") if getattr(options, name)]
     if len(speeds) > 1:
-        raise UserError(f"{' and '.join(speeds)} each say how fast the run is; state one.")
+        raise UserError(f"{' and '.join(speeds)} each set the speed; use only one.")
     if options.measure and options.device:
-        raise UserError("--measure: only this machine can be measured; leave out --device, or state --mfu.")
+        raise UserError("--measure: only this machine can be measured; remove --device, or set --mfu.")
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
-    """Return the config with its precision decided, and the machine that it is planned for."""
+    """Return the config with its precision decided, and the machine to plan for."""
     from hfgolf.hardware import DEVICES, find_device
     from hfgolf.tools.plan import machine_of, this_machine
     from hfgolf.train.process import resolve_precision, set_cpu_threads, tune_memory
 
     if name is None:
         config = resolve_precision(resolved).config
-        set_cpu_threads(config.train.cpu_threads, processes)  # as the run would, before anything is measured
+        set_cpu_threads(config.train.cpu_threads, processes)  # same as the run, before anything is measured
         tune_memory()
         return config, this_machine(str(config.train.mixed_precision), processes)
     device = find_device(name)
@@ -124,7 +126,7 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
 def find_speed(
     options: argparse.Namespace, config: RunConfig, data: TokenCounts, plan: Plan, machine: Machine
 ) -> Speed:
-    """Return the speed as it is stated, measured or assumed."""
+    """Return the stated, measured or assumed speed."""
     import torch
 
     from hfgolf.tools.plan import ASSUMED_MFU, Speed, assumed_speed, measured_speed
@@ -138,39 +140,39 @@ def find_speed(
 
 
 def find_budget(dollars: float | None, minutes: float | None, price: float | None) -> tuple[str, float] | None:
-    """Return the budget as it was stated and the seconds it pays for, whichever of the two ends first; None: none."""
+    """Return the tighter budget as (option, seconds it pays for); None if there is no budget."""
     budgets = []
     if dollars is not None:
         if not price:
-            raise UserError("--dollars: the price of an hour is not known; state --price_per_hour.")
-        budgets.append((3600 * dollars / price, f"--dollars {dollars:g} at {price:g} an hour"))
+            raise UserError("--dollars: the price is not known; set --price_per_hour.")
+        budgets.append((3600 * dollars / price, f"--dollars {dollars:g} at {price:g} per hour"))
     if minutes is not None:
         budgets.append((60 * minutes, f"--minutes {minutes:g}"))
     return min(((stated, seconds) for seconds, stated in budgets), key=lambda b: b[1]) if budgets else None
 
 
 def planned_steps(config: RunConfig, data: TokenCounts, speed: Speed) -> tuple[int | None, str]:
-    """Return the steps of the run, None where they are not known, and what there is to say of them."""
+    """Return the steps of the run (None if unknown) and a note about them."""
     from hfgolf.data.batches import num_blocks
     from hfgolf.train.clock import step_limit
 
     train, batch = config.train, config.batch
     if train.max_epochs and data.train_tokens is None:
-        return None, "train.max_epochs: how many steps that is, only the tokens tell"
+        return None, "train.max_epochs needs the number of tokens"
     blocks = num_blocks(data.train_tokens, batch.sequence_length) if train.max_epochs and data.train_tokens else 0
     by_steps = step_limit(train, batch, blocks)
     by_clock = 60 * (train.max_minutes or math.inf) * speed.tokens_per_second / batch.tokens_per_step
     if by_clock < by_steps:
-        return max(1, int(by_clock)), "train.max_minutes ends it, evaluations and compiling included"
+        return max(1, int(by_clock)), "limited by train.max_minutes, which also counts evaluations and compiling"
     return int(by_steps), ""
 
 
 def does_not_fit(plan: Plan, config: RunConfig, machine: Machine) -> str:
     """Say that the memory is too small, and what to do."""
-    usable = f"{gb(plan.usable_bytes)} usable of {machine.name}"
+    usable = f"{gb(plan.usable_bytes)} usable on {machine.name}"
     need = f"not even one sequence of {config.batch.sequence_length} tokens fits into the {usable}"
     if config.model.gradient_checkpointing:
-        return f"{need}; shorten batch.sequence_length or take a smaller model."
+        return f"{need}; try a shorter batch.sequence_length or a smaller model."
     return f"{need}; try model.gradient_checkpointing true, a shorter batch.sequence_length or a smaller model."
 
 
@@ -183,23 +185,25 @@ def describe(config: RunConfig, plan: Plan, data: TokenCounts, machine: Machine,
     lines = [f"{config.run.name}: {total:,} parameters, vocabulary {data.vocabulary:,}"]
     lines += table((part, f"{count:,}", f"{count / total:.1%}") for part, count in plan.parameters.items())
     lines += table((f"updated by {rule}", f"{count:,}", f"{count / total:.1%}") for rule, count in plan.rules.items())
-    lines += ["", f"{scaled(flops.useful)}FLOPs a token, forward and backward"]
+    lines += ["", f"{scaled(flops.useful)}FLOPs per token, forward and backward"]
     spent = {"matrices": flops.matrices, "attention": flops.attention, "head": flops.head}
     lines += table((name, f"{scaled(count)}FLOPs", f"{count / flops.useful:.1%}") for name, count in spent.items())
-    recomputed = "recomputed beside" if config.model.gradient_checkpointing else "checkpointing would add"
+    recomputed = "recomputed in addition" if config.model.gradient_checkpointing else "checkpointing would add"
     more = f"{flops.recomputation / flops.useful:.1%}"
     lines += table([(recomputed, f"{scaled(flops.recomputation)}FLOPs", more)])
     lines += [
         "",
         f"memory, {precision}, {plan.micro_batch_size} x {batch.sequence_length} tokens x {plan.accumulation_steps}"
-        f" accumulated x {machine.processes} process{'es' if machine.processes > 1 else ''}, uncompiled",
+        f" accumulation steps x {machine.processes} process{'es' if machine.processes > 1 else ''}, uncompiled",
     ]
     stated = [dataclasses.asdict(plan.memory_without_checkpointing), dataclasses.asdict(plan.memory_with_checkpointing)]
     rows = [(name, *(gb(memory[item]) for memory in stated)) for item, name in ITEMS.items() if stated[0][item]]
     lines += table([("checkpointing", "no", "yes"), *rows])
     if machine.device == "cpu":
         lost = gb(fragmented_bytes(plan.memory))
-        lines.append(f"  the peak is of tensors alone: `top` adds {lost} of fragmented heap and Python's libraries")
+        lines.append(
+            f"  the peak counts tensors only; `top` also shows {lost} of heap fragmentation, and Python itself"
+        )
     lines.append(fit(config, plan, machine))
     if data.train_tokens is None:
         lines += ["", f"data: not counted ({data.note})"]
@@ -209,48 +213,50 @@ def describe(config: RunConfig, plan: Plan, data: TokenCounts, machine: Machine,
 
 
 def fit(config: RunConfig, plan: Plan, machine: Machine) -> str:
-    """Return whether the run fits, and which micro-batch would."""
+    """Describe whether the run fits, and the largest micro-batch that would."""
     from hfgolf.measure.memory import MAX_CPU_TOKENS, USABLE_SHARE
 
     if plan.largest_micro_batch is None:
         return f"  does not fit: {does_not_fit(plan, config, machine)}"
-    usable = f"{gb(plan.usable_bytes)} usable ({USABLE_SHARE:.0%} of what is free on {machine.name})"
-    largest = f"the largest micro-batch that would is {plan.largest_micro_batch}"
+    usable = f"{gb(plan.usable_bytes)} usable ({USABLE_SHARE:.0%} of the free memory on {machine.name})"
+    largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
     if machine.device == "cpu":
-        largest += f" (with more than {MAX_CPU_TOKENS:,} tokens a CPU is slower)"
+        largest += f" (a CPU is slower with more than {MAX_CPU_TOKENS:,} tokens)"
     return f"  {'fits' if plan.fits else 'does not fit'} into {usable}; {largest}"
 
 
 def describe_length(length: Length | None, parameters: int, price: float | None, note: str) -> list[str]:
-    """Return the lines on steps, time and cost. note: what there is to say of the steps."""
+    """Return the lines on steps, time and cost. note: a remark about the steps."""
     if length is None:
-        return [f"run: steps not known ({note})"]
+        return [f"run: number of steps unknown ({note})"]
     parts = [
         f"{length.steps:,} steps",
         f"{length.tokens:,} tokens",
-        f"{length.tokens / parameters:.3g} for each parameter",
+        f"{length.tokens / parameters:.3g} per parameter",
     ]
     if length.epochs is not None:
         parts.append(f"{length.epochs:.3g} epochs")
     lines = [f"run: {', '.join(parts)}{f' ({note})' if note else ''}"]
     known = length.evaluation_seconds is not None
     evaluations = f"about {duration(length.evaluation_seconds or 0.0)} of evaluations" if known else "evaluations"
-    lines.append(f"time: {duration(length.seconds)} of steps; {evaluations}, start, compiling and saves come on top")
+    lines.append(f"time: {duration(length.seconds)} of steps, plus {evaluations}, startup, compiling and saves")
     if length.dollars is not None:
-        lines.append(f"cost: ${length.dollars:,.2f} at ${price:g} an hour")
+        lines.append(f"cost: ${length.dollars:,.2f} at ${price:g} per hour")
     return lines
 
 
 def describe_budget(affordable: Length, length: Length | None, stated: str, seconds: float) -> str:
-    """Return what the budget pays for, and whether the config's run is within it."""
+    """Describe what the budget pays for, and whether the config's run is within it."""
     epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
     pays_for = f"{affordable.steps:,} steps, {affordable.tokens:,} tokens{epochs}"
     answer = f"\nbudget: {stated} ({duration(seconds)}) pays for {pays_for}"
     if length is None:
         return answer
     if length.steps > affordable.steps:
-        return f"{answer}; the config's {length.steps:,} do not fit, --train.max_steps {affordable.steps} does"
-    return f"{answer}; the config's {length.steps:,} fit"
+        return (
+            f"{answer}; the config's {length.steps:,} steps do not fit, but --train.max_steps {affordable.steps} does"
+        )
+    return f"{answer}; the config's {length.steps:,} steps fit"
 
 
 def as_json(
@@ -262,7 +268,7 @@ def as_json(
     length: Length | None,
     affordable: Length | None,
 ) -> str:
-    """Return everything as JSON; null is what is not known, or was not asked."""
+    """Return everything as JSON; null means unknown or not requested."""
     parts: dict[str, Any] = {"data": data, "machine": machine, "speed": speed, "length": length, "budget": affordable}
     numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
     numbers |= dataclasses.asdict(plan) | {"fits": plan.fits}
@@ -271,18 +277,18 @@ def as_json(
 
 
 def table(rows: Any) -> list[str]:
-    """Return rows as lines: a name, and columns of figures."""
+    """Format rows of a name and figures as lines with columns."""
     return [f"  {name:<26}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in rows]
 
 
 def scaled(number: float) -> str:
-    """Return a number with three digits and its SI prefix: "1.23 G"."""
+    """Format a number with three digits and an SI prefix: "1.23 G"."""
     power = max(0, min(4, int(math.log10(max(number, 1.0)) // 3)))
     return f"{number / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}"
 
 
 def gb(num_bytes: int) -> str:
-    """Return bytes in GB, or in MB if they are fewer than one."""
+    """Format bytes in GB, or in MB below one GB."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 

@@ -1,7 +1,7 @@
-"""Tokenise the text of a config ahead of its training: python scripts/prepare_data.py --config configs/small.yaml
+"""Tokenize the text of a config before training: python scripts/prepare_data.py --config configs/small.yaml
 
-Takes the options of train.py, which then finds the tokens in the cache. Compares the hashes of a cache that is there
-already. Builds no model and needs no GPU.
+Takes the same options as train.py, which then finds the tokens in the cache. Verifies the hashes of an existing cache.
+Builds no model and needs no GPU.
 """
 
 import dataclasses
@@ -17,18 +17,18 @@ def main() -> None:
 
     show_log(is_main_process=True)
     started_at = time.perf_counter()
-    # from the memory map: nobody trains on them here
+    # memory-mapped: there is no training here that would need them in RAM
     tokens = load_tokens(dataclasses.replace(config.data, in_memory=False), config.tokenizer)
     tokens.check(wait=True)
     seconds = time.perf_counter() - started_at
     for name, stream in (("train", tokens.train), ("val", tokens.val)):
         num_bytes = stream.num_bytes
         print(
-            f"{name:<6}{len(stream):>16,} tokens {num_bytes:>18,} bytes {num_bytes / len(stream):>6.2f} bytes a token"
+            f"{name:<6}{len(stream):>16,} tokens {num_bytes:>18,} bytes {num_bytes / len(stream):>6.2f} bytes per token"
         )
     megabytes = (tokens.train.num_bytes + tokens.val.num_bytes) / 1e6
     speed = (
-        "there already" if tokens.is_hit else f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"
+        "already cached" if tokens.is_hit else f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"
     )
     print(f"{tokens.path}: {speed}")
 

@@ -1,8 +1,8 @@
 """Profile the training step of a config: python scripts/profile_step.py --config configs/small.yaml
 
-Makes real steps, on the real data, under torch.profiler. Prints where their time goes, by phase and by kind of work,
-the operations that take most of it, the memory they add, and what bounds the step. Writes profile.json, which the
-run's report shows, and trace.json.gz, for chrome://tracing or Perfetto, into the run's folder; trains nothing.
+Runs real steps on the real data under torch.profiler. Prints where the time goes by phase and by kind of work, the
+slowest operations, the memory of a step, and what bounds it. Writes profile.json, which the run's report shows, and
+trace.json.gz, for chrome://tracing or Perfetto, to the run's folder. Saves no weights.
 """
 
 import argparse
@@ -19,17 +19,19 @@ from hfgolf.script_options import ScriptParser, check_output, within
 def main() -> None:
     parser = ScriptParser(
         description=__doc__,
-        epilog="All else is as train.py takes it: --config FILE --section.key value; track.* and hub.* have no effect.",
+        epilog="Also takes train.py's options: --config FILE --section.key value. track.* and hub.* have no effect.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--steps", type=within(1, 10**4), default=5, help="steps to profile, after three to warm up (5)"
+        "--steps", type=within(1, 10**4), default=5, help="steps to profile, after three warm-up steps (5)"
     )
-    parser.add_argument("--output", type=Path, help="folder to write to (that of the run, as runs/small)")
-    arguments, of_run = parser.parse_known_args()
-    resolved = load_config(of_run)
-    # or torch tells of each start of its profiler, and of memory that was there before it
+    parser.add_argument(
+        "--output", type=Path, help="folder to write to (default: the run's folder, such as runs/small)"
+    )
+    arguments, run_options = parser.parse_known_args()
+    resolved = load_config(run_options)
+    # silence torch's messages about starting its profiler and about memory allocated before it
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -51,22 +53,22 @@ def main() -> None:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Return what a person reads of profile.json."""
+    """Format profile.json for a person."""
     milliseconds, profiled = 1e3 * record["step_seconds"], 1e3 * record["profiled_step_seconds"]
     memory = record["memory"]
-    of_kinds = ", of as many steps of the uncompiled model" if record["is_compiled"] else ""
+    uncompiled = ", from as many steps of the uncompiled model" if record["is_compiled"] else ""
     return "\n".join(
         [
             f"a step of {record['tokens_per_step']:,} tokens: {milliseconds:,.1f} ms, {profiled:,.1f} ms under the"
             f" profiler, MFU {record['mfu']:.0%}; {record['machine']['device']}, {record['precision']},"
             f" {'compiled' if record['is_compiled'] else 'not compiled'}",
-            "\nphases, shares of the time of a step (the gradients of head and loss are made in the forward pass)",
+            "\nphases, as shares of a step's time (the forward pass also computes the gradients of head and loss)",
             *_bars(record["shares"]),
-            f"\nkinds of work, shares of forward, backward and optimizer{of_kinds}",
+            f"\nkinds of work, as shares of forward, backward and optimizer{uncompiled}",
             *_bars(record["kinds"]),
             f"\n{'operation':<50}{'phase':<11}{'kind':<14}{'calls':>7}{'ms':>9}{'share':>7}",
             *map(_row, record["top"]),
-            f"\nmemory: a step adds {memory['peak_bytes'] / 1e6:,.1f} MB at most, in the {memory['peak_phase']} phase",
+            f"\nmemory: a step adds up to {memory['peak_bytes'] / 1e6:,.1f} MB, in the {memory['peak_phase']} phase",
             f"\n{record['sentence']}",
         ]
     )
@@ -74,7 +76,7 @@ def describe(record: dict[str, Any]) -> str:
 
 def _bars(shares: dict[str, float]) -> list[str]:
     rows = [f"{name:<14}{share:>7.1%} {'#' * round(40 * share)}" for name, share in shares.items()]
-    return [*rows, f"{'together':<14}{sum(shares.values()):>7.1%}"]
+    return [*rows, f"{'total':<14}{sum(shares.values()):>7.1%}"]
 
 
 def _row(operation: dict[str, Any]) -> str:

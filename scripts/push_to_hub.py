@@ -10,9 +10,9 @@ from hfgolf.script_options import ScriptParser
 def main() -> None:
     parser = ScriptParser(description=__doc__)
     parser.add_argument("--run", required=True, type=Path, help="run folder, such as runs/small")
-    parser.add_argument("--repo", required=True, help="repository, as user/name; created where it is missing")
-    parser.add_argument("--private", action="store_true", help="create it as a private one")
-    parser.add_argument("--message", default="Push with hfgolf", help="commit message")
+    parser.add_argument("--repo", required=True, help="repository, as user/name; created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="create the repository as private")
+    parser.add_argument("--message", default="Push with hfgolf", help="commit message (Push with hfgolf)")
     arguments = parser.parse_args()
     model = arguments.run / "model"
     if not (model / "config.json").is_file():

@@ -1,8 +1,8 @@
 """Measure the roofline of this machine: python scripts/roofline.py --config configs/small.yaml
 
-Measures what the device can compute (a large matrix product in bf16 and in fp32) and move (a stream larger than the
-caches), each main operation of a training step by itself, and the step as a whole. Writes roofline.png and
-roofline.json and prints a table. A quiet machine gives the highest ceilings.
+Measures how fast the device computes (large matrix products in bf16 and fp32) and moves data (arrays larger than the
+caches), each main operation of a training step alone, and the whole step. Writes roofline.png and roofline.json and
+prints a table. Run it on an idle machine: other load lowers the ceilings.
 """
 
 import argparse
@@ -27,16 +27,16 @@ STEPS = 3
 def main() -> None:
     parser = ScriptParser(
         description=__doc__,
-        epilog="All else is as train.py takes it: --config FILE (configs/small.yaml) --section.key value;\n"
-        "the step is not compiled unless train.compile is stated.",
+        epilog="Also takes train.py's options: --config FILE (configs/small.yaml) --section.key value.\n"
+        "The step is not compiled unless you set train.compile.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, default=Path("runs/roofline"), help="folder to write to (runs/roofline)")
-    arguments, of_run = parser.parse_known_args()
-    if not any(option.split("=")[0] == "--config" for option in of_run):
-        of_run = ["--config", str(DEFAULT), *of_run]
-    resolved = load_config(of_run)
+    arguments, run_options = parser.parse_known_args()
+    if not any(option.split("=")[0] == "--config" for option in run_options):
+        run_options = ["--config", str(DEFAULT), *run_options]
+    resolved = load_config(run_options)
     if "train.compile" not in resolved.sources:
         resolved = resolved.resolve("roofline", train__compile=False)
 
@@ -78,29 +78,29 @@ def main() -> None:
 
 
 def table(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, Any]) -> str:
-    """Return the ceilings and a row for each operation: what it reaches of what it could."""
+    """Return the ceilings and one row per operation: what it reaches of what is attainable."""
     peaks = ", ".join(f"{name} {flops / 1e9:,.0f} GFLOP/s" for name, flops in roofline.peak_flops.items())
     lines = [
         f"ceilings: {peaks}; {roofline.bytes_per_second / 1e9:,.1f} GB/s",
         f"{'operation':<24}{'precision':<11}{'FLOP/byte':>10}{'GFLOP/s':>10}{'of':>10}{'reached':>9}  bound by",
     ]
     for row in rows:
-        gigaflops, most = row["flops_per_second"] / 1e9, row["attainable_flops_per_second"] / 1e9
+        gigaflops, attainable = row["flops_per_second"] / 1e9, row["attainable_flops_per_second"] / 1e9
         lines.append(
-            f"{row['operation']:<24}{row['precision']:<11}{row['intensity']:>10,.1f}{gigaflops:>10,.1f}{most:>10,.1f}"
+            f"{row['operation']:<24}{row['precision']:<11}{row['intensity']:>10,.1f}{gigaflops:>10,.1f}{attainable:>10,.1f}"
             f"{row['reached']:>9.0%}  {row['bound_by']}"
         )
-    gigaflops, most = step["flops_per_second"] / 1e9, roofline.peak_flops[step["precision"]] / 1e9
+    gigaflops, peak = step["flops_per_second"] / 1e9, roofline.peak_flops[step["precision"]] / 1e9
     lines.append(
-        f"{'the step':<24}{step['precision']:<11}{'':>10}{gigaflops:>10,.1f}{most:>10,.1f}{gigaflops / most:>9.0%}"
+        f"{'the step':<24}{step['precision']:<11}{'':>10}{gigaflops:>10,.1f}{peak:>10,.1f}{gigaflops / peak:>9.0%}"
     )
     if any(row["reached"] > 1 and row["bound_by"] == "memory" for row in rows):
-        lines.append("bound by memory and above 100 %: its operands stay in the caches, where in a step they may not")
+        lines.append("memory-bound and above 100 %: the operands stay in the caches, which they may not in a real step")
     return "\n".join(lines)
 
 
 def draw(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, Any], title: str, path: Path) -> None:
-    """Write the picture: both axes logarithmic, a roof for each precision, a point for each operation."""
+    """Write the picture: logarithmic axes, one roof per precision, one point per operation."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
@@ -123,9 +123,9 @@ def draw(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, A
     for row, color, marker in zip(rows, palette.LINES, MARKERS, strict=True):
         label = f"{row['operation']} ({row['precision']}): {row['reached']:.0%} of its roof"
         point = row["intensity"], row["flops_per_second"]
-        # hollow: the products often lie on each other
+        # hollow markers, because the products often overlap
         axes.plot(*point, marker, color=color, markersize=10, markerfacecolor="none", markeredgewidth=2, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="FLOP/s", title=title)
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="FLOP/s", title=title)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     figure.savefig(path)

@@ -1,7 +1,8 @@
-"""Draw the schedule of a config before it is run: python scripts/show_schedule.py --config configs/small.yaml
+"""Draw the schedule of a config before running it: python scripts/show_schedule.py --config configs/small.yaml
 
-Prints learning rates, momentum and weight decay where something begins or ends, and draws them over the steps, or over
-the minutes where train.max_minutes ends the run. The numbers are read off an optimizer that the schedule is applied to.
+Prints learning rates, momentum and weight decay at the steps where a phase begins or ends, and draws them over the
+steps, or over the minutes if train.max_minutes ends the run. The numbers come from a real optimizer with the schedule
+applied.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.script_options import ScriptParser, check_picture, within
 
-STAND_INS = {  # a parameter of each kind: its name decides rule and peak
+STAND_INS = {  # one parameter of each kind; its name decides its rule and peak learning rate
     "matrix": "model.layers.0.mlp.up_proj.weight",
     "embedding": "model.embed_tokens.weight",
     "head": "lm_head.weight",
@@ -32,34 +33,36 @@ class Length:
     """How long a run is."""
 
     steps: int
-    """Updates; where only minutes are known, so many that a warmup, which goes by steps, takes no time."""
+    """Optimizer steps; if only the minutes are known, so many that a warmup (counted in steps) takes no time."""
     minutes: float | None
-    """Where they end the run; null: steps do."""
+    """Minutes, if they end the run; None if steps do."""
     note: str = ""
-    """What is not known of it."""
+    """What is unknown about the length."""
 
     @property
     def unit(self) -> str:
         return "step" if self.minutes is None else "minute"
 
     def position(self, step: int) -> float:
-        """Return where the update after `step` updates is drawn: its number, as in metrics.jsonl, or its minute."""
+        """Return the x position of the update that follows `step` updates: its number, or its minute."""
         return step + 1 if self.minutes is None else self.minutes * step / self.steps
 
 
 def main() -> None:
     parser = ScriptParser(
         description=__doc__,
-        epilog="All else is as train.py takes it: --config FILE --section.key value.",
+        epilog="Also takes train.py's options: --config FILE --section.key value.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="picture to write (schedule.png)")
     parser.add_argument(
-        "--seconds_per_step", type=within(1e-6, 1e6), help="places warmups and the end in a run by train.max_minutes"
+        "--seconds_per_step",
+        type=within(1e-6, 1e6),
+        help="locates warmups and the end if train.max_minutes limits the run",
     )
-    arguments, of_run = parser.parse_known_args()
-    config = load_config(of_run).config
+    arguments, run_options = parser.parse_known_args()
+    config = load_config(run_options).config
     check_picture("--output", arguments.output)
 
     length = run_length(config, arguments.seconds_per_step)
@@ -69,8 +72,8 @@ def main() -> None:
     rates, others = values(config, steps, length.steps)
     print(table(length, corners, steps, rates | others))
     if length.note:
-        seconds = f"{config.batch.tokens_per_step} over the tokens/s of a log line"
-        print(f"note: {length.note}; state --seconds_per_step: {seconds}")
+        seconds = f"{config.batch.tokens_per_step} divided by the tokens/s of a log line"
+        print(f"note: {length.note}; set --seconds_per_step ({seconds})")
     try:
         draw(config, length, corners, steps, rates, others, arguments.output)
     except OSError as error:
@@ -79,18 +82,18 @@ def main() -> None:
 
 
 def run_length(config: RunConfig, seconds_per_step: float | None) -> Length:
-    """Return how long the run is; reads the text as the run would, but only where train.max_epochs is set."""
+    """Return the length of the run. Reads the text like the run, but only if train.max_epochs is set."""
     from hfgolf.train.clock import step_limit
 
     minutes = config.train.max_minutes
     if seconds_per_step is not None and minutes is None:
-        raise UserError("--seconds_per_step: train.max_minutes is null, so that no time matters; leave it out.")
+        raise UserError("--seconds_per_step: has no effect because train.max_minutes is null; remove it.")
     by_steps = step_limit(config.train, config.batch, _blocks(config) if config.train.max_epochs else 0)
     by_clock = math.ceil(60 * minutes / seconds_per_step) if minutes and seconds_per_step else math.inf
     if by_clock < by_steps:
         return Length(int(by_clock), minutes)
     if by_steps == math.inf:
-        return Length(10**9, minutes, "warmups go by steps, and are drawn as if they took no time")
+        return Length(10**9, minutes, "warmups are counted in steps, and are drawn as if they took no time")
     is_unsure = minutes is not None and seconds_per_step is None
     return Length(int(by_steps), None, "train.max_minutes may end the run earlier" if is_unsure else "")
 
@@ -103,7 +106,7 @@ def _blocks(config: RunConfig) -> int:
 
 
 def corner_steps(config: RunConfig, total_steps: int) -> dict[str, int]:
-    """Return {name: updates before it} of the updates where something begins or ends, in their order."""
+    """Return {name: updates before it}, in order, of the updates where a phase begins or ends."""
     optim, schedule, last = config.optim, config.schedule, total_steps - 1
     corners = {"first step": 0}
     if schedule.warmup_steps > 1:
@@ -112,7 +115,7 @@ def corner_steps(config: RunConfig, total_steps: int) -> dict[str, int]:
         corners["end of momentum warmup"] = optim.momentum_warmup_steps
     if schedule.name in ("wsd", "cosine_warmdown") or (optim.name == "muon" and optim.momentum_end is not None):
         begins = (1 - schedule.warmdown_fraction) * total_steps
-        corners["start of warmdown"] = math.floor(begins + 1e-9 * total_steps)  # the last before it; 1e-9: rounding
+        corners["start of warmdown"] = math.floor(begins + 1e-9 * total_steps)  # the last step before; 1e-9: rounding
     ordered = sorted(corners.items(), key=lambda corner: corner[1])
     return {name: step for name, step in ordered if step < last} | {"last step": last}
 
@@ -120,9 +123,9 @@ def corner_steps(config: RunConfig, total_steps: int) -> dict[str, int]:
 def values(
     config: RunConfig, steps: Sequence[int], total_steps: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return what the updates after each of `steps` updates use: learning rates by kind of parameter, and the rest.
+    """Return the learning rates by kind of parameter, and the other values, of the update that follows each step.
 
-    Kinds whose learning rates are the same share an entry.
+    Kinds with equal learning rates share an entry.
     """
     import torch
 
@@ -148,11 +151,11 @@ def values(
 
 
 def table(length: Length, corners: dict[str, int], steps: Sequence[int], columns: dict[str, list[float]]) -> str:
-    """Return a row for each corner: where it is, how much of the run lies before it, and what each column holds."""
+    """Return one row per corner: its position, the fraction of the run before it, and the value of each column."""
     rows = [("", length.unit, "run done", *columns)]
     for name, step in corners.items():
         at = f"{length.position(step):,.0f}" if length.minutes is None else f"{length.position(step):.2f}"
-        # rounded: where steps are not counted, the last is 1e-9 of the run short of the floor
+        # rounded: if only minutes are known, the last of 10**9 steps is slightly above the floor
         numbers = (f"{round(column[steps.index(step)], 8):.4g}" for column in columns.values())
         rows.append((name, at, f"{step / length.steps:.1%}", *numbers))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -168,7 +171,7 @@ def draw(
     others: dict[str, list[float]],
     path: Path,
 ) -> None:
-    """Write the picture: learning rates above, momentum and weight decay below, a thin line at each corner."""
+    """Write the picture: learning rates on top, momentum and weight decay below, a thin line at each corner."""
     from matplotlib.figure import Figure
 
     positions = [length.position(step) for step in steps]
@@ -178,7 +181,7 @@ def draw(
     for (kinds, line), color, style in zip(rates.items(), palette.LINES, STYLES, strict=False):
         top.plot(positions, line, style, color=color, linewidth=2, label=f"{kinds}: peak {max(line):g}")
     peaks = [max(line) for line in rates.values()]
-    if max(peaks) > 10 * min(peaks):  # else the small one is a line at the bottom
+    if max(peaks) > 10 * min(peaks):  # on a linear scale, the small one would be flat at the bottom
         top.set(yscale="log", ylim=(min(peaks) / 100, 1.5 * max(peaks)))
     else:
         top.set_ylim(0, 1.05 * max(peaks))

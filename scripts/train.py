@@ -8,13 +8,13 @@ from hfgolf.train.signals import Signals
 
 
 def main() -> None:
-    with Signals() as signals:  # before the imports, which take seconds
+    with Signals() as signals:  # before the slow imports
         train_once(signals)
 
 
 def train_once(signals: Signals) -> None:
-    """Train as the command line says, unless that run is complete already."""
-    resolved = load_config()  # before torch is imported, so that --help and a wrong key answer at once
+    """Train the run of the command line, unless it is already complete."""
+    resolved = load_config()  # before importing torch, so that --help and errors come at once
     from hfgolf.run.folder import run_folder
     from hfgolf.train.claim import changed_text, completed, damage
     from hfgolf.train.console import show_log
@@ -24,19 +24,19 @@ def train_once(signals: Signals) -> None:
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     show_log(is_main_process)
-    resolved = resolve_precision(resolved)  # decided, it can be compared with that of a run that is complete
+    resolved = resolve_precision(resolved)  # decide it now, to compare it with that of a complete run
     folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
     summary = completed(folder, resolved)
     if summary:
-        logger.info("%s is complete; another --run.name, or no such folder, trains anew", folder.path)
+        logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
         changes = changed_text(folder, resolved.config) if is_main_process else []
         if changes:
-            logger.warning("it was trained on other text than there is now (%s)", ", ".join(changes))
+            logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
         show_summary(summary)
         return
     damaged = damage(folder, resolved)
     if damaged:
-        logger.warning("%s: %s; making it again from the checkpoints", folder.path, damaged)
+        logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
         resolved = resolved.resolve("auto", train__resume="auto")
     train(resolved, signals)
 

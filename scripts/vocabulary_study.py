@@ -1,9 +1,9 @@
-"""Compare sizes of a vocabulary on your text: python scripts/vocabulary_study.py --files a.txt b.txt
+"""Compare vocabulary sizes on your text: python scripts/vocabulary_study.py --files a.txt b.txt
 
-Trains a BPE tokenizer of each size as a run would, on slices taken evenly from the files, and measures it on slices
-that it was not trained on: tokens a character, bytes a token, the tokens of context that cover some text, what the
-embedding takes of the model's parameters, and encoding speed. 256 means bytes, and is 257 with the end of text. Writes
-vocabulary.md, vocabulary.json and vocabulary.png and prints the table.
+Trains a BPE tokenizer of each size, like a run does, on evenly spaced slices of the files, and measures it on held-out
+slices: tokens per character, bytes per token, the context tokens that cover some text, the embedding's share of the
+model's parameters, and encoding speed. Size 256 means plain bytes (257 with the end-of-text token). Writes
+vocabulary.md, vocabulary.json and vocabulary.png, and prints the table.
 """
 
 import argparse
@@ -25,33 +25,35 @@ DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"
 def main() -> None:
     parser = ScriptParser(
         description=__doc__,
-        epilog="All else is as train.py takes it: --config FILE (configs/small.yaml) --model.num_hidden_layers 12.",
+        epilog="Also takes train.py's options: --config FILE (configs/small.yaml) --section.key value.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     sizes = [256, 1024, 4096, 16384, 50257]
-    parser.add_argument("--files", nargs="+", type=Path, required=True, help="plain text in UTF-8")
+    parser.add_argument("--files", nargs="+", type=Path, required=True, help="plain text files in UTF-8")
     parser.add_argument(
         "--vocab_sizes",
         nargs="+",
         type=within(256, 2**24 - 1),
         default=sizes,
-        help="entries (256 1024 4096 16384 50257)",
+        help="vocabulary sizes (256 1024 4096 16384 50257)",
     )
-    parser.add_argument("--hidden_size", help="width of the model (the config's, 256)")
+    parser.add_argument("--hidden_size", help="width of the model (default: the config's, 256)")
     parser.add_argument(
-        "--context", type=within(1, 10**9), default=256, help="characters that the context is to cover (256)"
+        "--context", type=within(1, 10**9), default=256, help="characters that the context should cover (256)"
     )
     parser.add_argument(
-        "--max_bytes", type=within(1, 10**15), default=20_000_000, help="of text that is sampled (20000000)"
+        "--max_bytes", type=within(1, 10**15), default=20_000_000, help="bytes of text to sample (20000000)"
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/vocabulary"), help="folder (runs/vocabulary)")
-    arguments, of_run = parser.parse_known_args()
-    if not any(option.split("=")[0] == "--config" for option in of_run):
-        of_run = ["--config", str(DEFAULT), *of_run]
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/vocabulary"), help="folder to write to (runs/vocabulary)"
+    )
+    arguments, run_options = parser.parse_known_args()
+    if not any(option.split("=")[0] == "--config" for option in run_options):
+        run_options = ["--config", str(DEFAULT), *run_options]
     if arguments.hidden_size is not None:
-        of_run += ["--model.hidden_size", arguments.hidden_size]
-    resolved = load_config(of_run)
+        run_options += ["--model.hidden_size", arguments.hidden_size]
+    resolved = load_config(run_options)
 
     from hfgolf.data.pieces import num_text_bytes
     from hfgolf.durable import write_text
@@ -84,9 +86,9 @@ def main() -> None:
     }
     about = (
         f"{megabytes(train_bytes + held_out_bytes)} of {megabytes(sample.file_bytes)} in {len(arguments.files)}"
-        f" file{'s' if len(arguments.files) > 1 else ''}: BPE is trained on {megabytes(train_bytes)} and everything"
-        f" measured on {megabytes(held_out_bytes)} that it did not see. The model is {model.hidden_size} wide and"
-        f" {model.num_hidden_layers} layers deep. Speed is that of {os.cpu_count()} cores."
+        f" file{'s' if len(arguments.files) > 1 else ''}: BPE is trained on {megabytes(train_bytes)}, and everything is"
+        f" measured on {megabytes(held_out_bytes)} of held-out text. The model has width {model.hidden_size} and"
+        f" {model.num_hidden_layers} layers. Encoding speed is measured on {os.cpu_count()} cores."
     )
     page = f"# Vocabularies\n\n{about}\n\n{markdown(rows, arguments.context)}\n\n![Vocabularies](vocabulary.png)\n"
     write_text(folder / "vocabulary.json", json.dumps(record, indent=1))
@@ -96,14 +98,14 @@ def main() -> None:
 
 
 def table(rows: Sequence[dict[str, Any]], context: int) -> str:
-    """Return a line for each vocabulary."""
+    """Return the table as text, one line per vocabulary."""
     columns = [heads(context), *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*(row for row in columns if len(row) > 2), strict=True)]
     return "\n".join("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=False)) for row in columns)
 
 
 def markdown(rows: Sequence[dict[str, Any]], context: int) -> str:
-    """Return the same as a table in Markdown."""
+    """Return the table as Markdown."""
     lines = [heads(context), ["---:"] * len(heads(context)), *map(cells, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -123,7 +125,7 @@ def heads(context: int) -> list[str]:
 
 def cells(row: dict[str, Any]) -> list[str]:
     if "bytes_per_token" not in row:
-        return [f"{row['size']:,}", f"the text gives only {row['entries']:,} entries"]
+        return [f"{row['size']:,}", f"the text yields only {row['entries']:,} entries"]
     return [
         f"{row['entries']:,}",
         f"{row['tokens_per_character']:.3f}",
@@ -141,14 +143,14 @@ def megabytes(num_bytes: int) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], model: str, path: Path) -> None:
-    """Write the picture: over the vocabulary, what it saves in tokens and what it takes of the model."""
+    """Write the picture: tokens per character and the embedding's share of the model, over the vocabulary size."""
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if "bytes_per_token" in row]
     entries = [row["entries"] for row in measured]
     figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
     panels = (
-        ("tokens_per_character", "tokens a character", "text it was not trained on", "o-", "{:.2f}", "left"),
+        ("tokens_per_character", "tokens per character", "held-out text", "o-", "{:.2f}", "left"),
         ("embedding_share", "share of the parameters", f"embedding, {model}", "s--", "{:.0%}", "right"),
     )
     for axes, color, (key, label, title, style, form, side) in zip(
@@ -157,8 +159,8 @@ def draw(rows: Sequence[dict[str, Any]], model: str, path: Path) -> None:
         values = [row[key] for row in measured]
         axes.plot(entries, values, style, color=color, linewidth=1.6, markersize=6)
         for x, y in zip(entries, values, strict=True):
-            beside = (6 if side == "left" else -6, 5)  # where the line does not pass
-            axes.annotate(form.format(y), (x, y), beside, textcoords="offset points", ha=side, fontsize="small")
+            offset = (6 if side == "left" else -6, 5)  # points; away from the line
+            axes.annotate(form.format(y), (x, y), offset, textcoords="offset points", ha=side, fontsize="small")
         axes.set(
             xscale="log",
             xlabel="vocabulary (entries)",
