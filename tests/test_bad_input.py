@@ -52,7 +52,7 @@ MISTAKES = {
     ),
     "a micro-batch that does not divide": (
         lambda at: {"batch__micro_batch_size": 3},
-        r"cannot be made of micro-batches of 3",
+        r"is not a multiple of micro-batches of 3",
     ),
 }
 

@@ -112,9 +112,9 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
         ),
         (
             ["--data.source", "files"],
-            "data.files is empty while data.source is files; name at least one path, glob or URL.",
+            "data.files is empty, but data.source is files; name at least one path, glob or URL.",
         ),
-        (["--hub.push", "true"], "hub.repo_id is null while hub.push is true; name the repository, as user/name."),
+        (["--hub.push", "true"], "hub.repo_id is null, but hub.push is true; name the repository, as user/name."),
         (["--optim.ema_decay", "1"], "optim.ema_decay: 1.0 is out of range; allowed: a number between 0 and 1."),
         (
             ["--optim.ema_half_life_tokens", "0"],
@@ -122,12 +122,12 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
         ),
         (
             ["--optim.ema_decay", "0.9", "--optim.ema_half_life_tokens", "5000"],
-            "optim.ema_decay: 0.9 and optim.ema_half_life_tokens 5000 both say how fast the average moves;"
+            "optim.ema_decay: 0.9 and optim.ema_half_life_tokens 5000 set the same thing;"
             " set one and leave the other null.",
         ),
         (
             ["--optim.ema_export", "true"],
-            "optim.ema_export is true while no average is kept; set optim.ema_decay or optim.ema_half_life_tokens.",
+            "optim.ema_export is true, but there is no EMA; set optim.ema_decay or optim.ema_half_life_tokens.",
         ),
         (["--run.name", "../up"], "run.name: '../up' is out of range; allowed: letters, digits, . _ -."),
         (["stray"], "unrecognized arguments: stray."),
@@ -199,17 +199,23 @@ def test_a_mistake_is_one_clear_line(arguments, message):
     [
         ("optm: {name: muon}", "unknown section optm; did you mean optim?"),
         ("optim: {lerning_rate: 1}", "unknown key optim.lerning_rate; did you mean optim.learning_rate?"),
-        ("optim: fast", "optim: 'fast' is not allowed; allowed: keys, as `optim: {key: value}`."),
+        ("optim: fast", "optim: 'fast' is not allowed; allowed: keys and values, as in `optim: {key: value}`."),
         ("optim: {learning_rate: }", "optim.learning_rate: null is not allowed; allowed: a number."),
         ("optim: {name: 3}", "optim.name: 3 is not allowed; allowed: muon, adamw or sgd."),
         ("- optim", "must hold sections (run, data, tokenizer, model, batch, optim, schedule, train, track, hub)."),
         ("optim: {", "is not YAML"),
-        ("train:\n  max_steps: 010", "line 2: YAML reads 010 as 8; write 8 if you mean that; quote a text."),
-        ("train:\n  max_minutes: 1:30", "line 2: YAML reads 1:30 as 90; write 90 if you mean that; quote a text."),
-        ("run: {name: 1:30.5}", "line 1: YAML reads 1:30.5 as 90.5; write 90.5 if you mean that; quote a text."),
+        ("train:\n  max_steps: 010", "line 2: YAML reads 010 as 8; write 8 if you mean that, or put text in quotes."),
+        (
+            "train:\n  max_minutes: 1:30",
+            "line 2: YAML reads 1:30 as 90; write 90 if you mean that, or put text in quotes.",
+        ),
+        (
+            "run: {name: 1:30.5}",
+            "line 1: YAML reads 1:30.5 as 90.5; write 90.5 if you mean that, or put text in quotes.",
+        ),
         (
             "run: {seed: 1}",
-            "the run has no end; set one of train.max_steps, train.max_tokens, train.max_epochs, train.max_minutes.",
+            "the run has no limit; set train.max_steps, train.max_tokens, train.max_epochs or train.max_minutes.",
         ),
     ],
 )
@@ -229,10 +235,10 @@ def _bomb(levels: int) -> str:
 
 
 HOSTILE_FILES: dict[str, tuple[str | bytes, str]] = {
-    "a key twice": ("train:\n  max_steps: 5\n  max_steps: 6", "max_steps is there twice, the second time in line 3."),
-    "a section twice": ("train: {max_steps: 5}\ntrain: {}", "train is there twice, the second time in line 2."),
-    "an alias bomb": (_bomb(9), "its aliases make more than 100,000 values."),
-    "an alias to itself": ("data: &a\n  files: *a", "its aliases make more than 100,000 values."),
+    "a key twice": ("train:\n  max_steps: 5\n  max_steps: 6", "max_steps appears twice, the second time in line 3."),
+    "a section twice": ("train: {max_steps: 5}\ntrain: {}", "train appears twice, the second time in line 2."),
+    "an alias bomb": (_bomb(9), "its aliases expand to more than 100,000 values."),
+    "an alias to itself": ("data: &a\n  files: *a", "its aliases expand to more than 100,000 values."),
     "deep lists": ("[" * 100_000, "nested too deeply."),
     "deep mappings": ("data: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply."),
     "a nested value": ("data: {files: [[[[[a]]]]]}", "data.files: [[[[['a']]]]] is not allowed; allowed: a list"),
@@ -265,7 +271,7 @@ def test_a_hostile_file_is_one_clear_line(name, tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (".", "there is no file . but a folder"),
+        (".", ". is a folder, not a file"),
         ("x" * 5000, "there is no file xxx"),
         ("", "there is no file "),
         ("/proc/self/mem", "/proc/self/mem cannot be read (Input/output error)."),

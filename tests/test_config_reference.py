@@ -23,6 +23,6 @@ def test_the_page_has_every_key_with_its_values_default_and_meaning():
         rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
         keys |= {f"{name}.{key}" for key, *_ in rows}
     assert keys == set(KEY_TYPES)
-    assert "| `name` | muon, adamw or sgd | `muon` | muon: Muon on the hidden matrices" in markdown()
+    assert "| `name` | muon, adamw or sgd | `muon` | muon: Muon for the hidden matrices" in markdown()
     assert "| `betas` | a list of 2, each a number | `[0.9, 0.95]` | AdamW's" in markdown()
-    assert r"a file: tokenizer.json, \*.tiktoken" in markdown()  # not read as Markdown
+    assert r"a file (tokenizer.json, \*.tiktoken" in markdown()  # not read as Markdown

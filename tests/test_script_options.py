@@ -43,9 +43,9 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         "",
         {
             "nothing.yaml": "there is no definition nothing.yaml; name one, such as benchmarks/",
-            "--runs nothing": "nothing holds no complete run; train it to its end",
-            "--runs nothing --train.max_steps 3": "--runs: only reads, and takes no --train.max_steps",
-            "a.yaml b.yaml": "b.yaml: one definition at a time; --runs compares the folders of runs.",
+            "--runs nothing": "nothing holds no complete run; finish its training",
+            "--runs nothing --train.max_steps 3": "--runs: only reads runs, so --train.max_steps has no effect",
+            "a.yaml b.yaml": "b.yaml: only one definition is allowed; to compare run folders, add --runs.",
             "tiny.yaml --train.max_stops 3": "the command line: unknown key train.max_stops; did you",
             "tiny.yaml --output_dir tiny.yaml/x": "--output_dir: cannot write to tiny.yaml/x (Not a dir",
         },
@@ -57,7 +57,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--steps 3": "--steps: 3 is out of range; allowed: 20 to 1000000.",
             "--output rates.json": "--output: rates.json can't be written; allowed: a name that ends in .",
             "--optim.learning_rat 1": "unknown key optim.learning_rat; did you mean optim.learning_rate?",
-            "--train.max_steps null": "train: the run has no end; set one of",
+            "--train.max_steps null": "train: the run has no limit; set",
         },
     ),
     "ladder.py": (
@@ -67,13 +67,13 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
     "plan.py": (
         OF_A_CONFIG,
         {
-            "--dollars 15": "--dollars: the price of an hour is not known; state --price_per_hour.",
+            "--dollars 15": "--dollars: the price is not known; set --price_per_hour.",
             "--minutes nan": "--minutes: nan is out of range; allowed: 1e-06 to 1e+12.",
-            "--minutes 1 --tokens_per_second 1": "--minutes 1: 60 s do not pay for one step of 256 tokens",
-            "--mfu 0.5 --measure": "--measure and --mfu each say how fast the run is; state one.",
+            "--minutes 1 --tokens_per_second 1": "--minutes 1: 60 s are too short for one step of 256 tokens",
+            "--mfu 0.5 --measure": "--measure and --mfu each set the speed; use only one.",
             "--device abacus": "--device: abacus is not in the table; known: B300, ",
             "--device H100 --measure": "--measure: only this machine can be measured",
-            "--batch.micro_batch_size 3": "batch.tokens_per_step: 256 cannot be made of micro-batches of 3 x 32 tokens",
+            "--batch.micro_batch_size 3": "batch.tokens_per_step: 256 is not a multiple of micro-batches of 3",
             "--steps 3": "unknown key steps",
             "--device T4 --minutes 1 --model.hidden_size 65536": "not even one sequence of 32 tokens fits into",
         },
@@ -89,7 +89,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
     "show_schedule.py": (
         OF_A_CONFIG,
         {
-            "--seconds_per_step 1": "--seconds_per_step: train.max_minutes is null, so that no time matters",
+            "--seconds_per_step 1": "--seconds_per_step: has no effect because train.max_minutes is null",
             "--schedule.warmdown_shape sqrt": "'sqrt' is not allowed; allowed: linear or 1-sqrt.",
             "--schedule.weight_decay 0.1": "'0.1' is not allowed; allowed: constant, linear or learning_rate.",
             "--schedule.peak 1": "unknown key schedule.peak",

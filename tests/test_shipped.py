@@ -59,7 +59,7 @@ def test_train_says_so_when_the_run_is_complete(reset_accelerate, tiny_run, run_
     first = run_script("train.py", *options).out
     reset_accelerate()
     second = run_script("train.py", *options).out
-    assert "tiny is complete; another --run.name" in second
+    assert "tiny is complete; to train again" in second
     assert "step 1/" in first and "step 1/" not in second
     for line in ("validation loss", "bits per byte", "tokens/s", "sample", "run folder", "AutoModelForCausalLM"):
         assert line in first and line in second

@@ -81,7 +81,7 @@ def test_by_the_clock_it_shows_minutes_and_places_warmups_where_the_step_time_is
     config += ("--train.max_minutes", 9)
     said = show(*config)
     unknown = cells(said)
-    assert unknown[""][0] == "minute" and "note: warmups go by steps" in said
+    assert unknown[""][0] == "minute" and "note: warmups are counted in steps" in said
     assert unknown["end of warmup"][:3] == ["0.00", "0.0%", "0.02"]
     assert unknown["start of warmdown"][:3] == ["3.60", "40.0%", "0.02"]
     assert unknown["last step"][:3] == ["9.00", "100.0%", "0"]

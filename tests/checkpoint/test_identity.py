@@ -236,7 +236,7 @@ def test_a_run_sticks_to_what_it_decided(run, tiny_run, monkeypatch, caplog):
     assert "  compile: true  # the run so far\n" in (folder / "config.yaml").read_text()
     with caplog.at_level(logging.INFO, "hfgolf"):
         run(tiny_run(train__max_steps=5, train__resume="latest", **undecided, batch__tokens_per_step=96))
-    said = "batch.micro_batch_size: 4, as the run had it, is not possible here; it is decided anew"
+    said = "batch.micro_batch_size: the run used 4, which is not possible here; deciding again"
     assert said in caplog.messages and seen[1].config.batch.micro_batch_size == 3
 
 

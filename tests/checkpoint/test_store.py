@@ -151,14 +151,14 @@ def test_every_damaged_file_is_named_and_the_checkpoint_before_is_taken(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": 1}, "another version of hfgolf saved it .format 1, this one reads 3."),
+        ({"format": 1}, "saved by another version of hfgolf .format 1; this version reads 3."),
         ({"step": 7}, "manifest.json is of step 7"),
-        ({"step": "6"}, "manifest.json is not one of hfgolf's"),
-        ({"processes": None}, "manifest.json is not one of hfgolf's"),
-        ({"files": ["model"]}, "manifest.json is not one of hfgolf's"),
-        ({"files": {"model": "7 bytes"}}, "manifest.json is not one of hfgolf's"),
-        ({"files": {"model": {"bytes": 7}}}, "manifest.json is not one of hfgolf's"),
-        ({"files": {"a\0b": {"bytes": 7, "sha256": ""}}}, "manifest.json is not one of hfgolf's"),
+        ({"step": "6"}, "manifest.json is not valid"),
+        ({"processes": None}, "manifest.json is not valid"),
+        ({"files": ["model"]}, "manifest.json is not valid"),
+        ({"files": {"model": "7 bytes"}}, "manifest.json is not valid"),
+        ({"files": {"model": {"bytes": 7}}}, "manifest.json is not valid"),
+        ({"files": {"a\0b": {"bytes": 7, "sha256": ""}}}, "manifest.json is not valid"),
         ({"files": {"n" * 300: {"bytes": 7, "sha256": ""}}}, "nnn is not readable"),
         ({"files": {"../secret": {"bytes": 7, "sha256": ""}}}, "../secret leads out of the folder"),
         ({"files": {"/etc/passwd": {"bytes": 7, "sha256": ""}}}, "/etc/passwd leads out of the folder"),
@@ -169,7 +169,7 @@ def test_a_manifest_that_says_something_else_is_rejected(tmp_path, changes, reas
     checkpoint = commit(tmp_path / "checkpoints", 6)
     (tmp_path / "checkpoints" / "secret").write_text("secret!")
     rewrite_manifest(checkpoint, **changes)
-    with pytest.raises(UserError, match=f"no checkpoint in .* is valid .step-000006: .*{reason}") as error:
+    with pytest.raises(UserError, match=f"no valid checkpoint in .* .step-000006: .*{reason}") as error:
         choose(tmp_path / "checkpoints", "auto")
     assert "\n" not in str(error.value)
 
@@ -178,7 +178,7 @@ def test_a_manifest_that_says_something_else_is_rejected(tmp_path, changes, reas
 def test_a_manifest_that_is_none_is_rejected(tmp_path, text):
     checkpoint = commit(tmp_path, 6)
     (checkpoint / "manifest.json").write_text(text, encoding="latin-1")
-    with pytest.raises(Rejected, match=r"manifest.json is (missing or not readable|not one of hfgolf's)"):
+    with pytest.raises(Rejected, match=r"manifest.json is (missing or not readable|not valid)"):
         verify(checkpoint)
 
 
@@ -228,9 +228,9 @@ def test_one_line_names_every_rejected_checkpoint(tmp_path):
     with pytest.raises(UserError) as error:
         choose(tmp_path, "latest")
     assert str(error.value) == (
-        f"train.resume: no checkpoint in {tmp_path} is valid (step-000009: model does not match its sha256;"
-        " step-000006: model is missing; step-000003: model has 6 bytes instead of 7); restore one, or start anew under"
-        " another --run.name."
+        f"train.resume: no valid checkpoint in {tmp_path} (step-000009: model does not match its sha256;"
+        " step-000006: model is missing; step-000003: model has 6 bytes instead of 7); restore one, or start a new run"
+        " with another --run.name."
     )
     assert names(tmp_path) == ["latest", "step-000003", "step-000006", "step-000009"]
 
@@ -265,7 +265,7 @@ def test_an_abandoned_checkpoint_can_be_gone_back_to(tmp_path):
 
 def test_auto_begins_anew_only_where_there_is_nothing(tmp_path):
     assert choose(tmp_path, "auto") is None
-    with pytest.raises(UserError, match=r"no checkpoint in .* is valid \(none there\)"):
+    with pytest.raises(UserError, match=r"no valid checkpoint in .* \(it has none\)"):
         choose(tmp_path, "latest")
     begin_checkpoint(tmp_path, 3)  # killed in its first save
     assert choose(tmp_path, "auto") is None
@@ -399,9 +399,9 @@ def test_nothing_in_a_checkpoint_is_executed(run, tiny_run, tmp_path, monkeypatc
     torch.save(torch.amp.GradScaler("cpu").state_dict(), checkpoint / "scaler.pt")
     shutil.copytree(checkpoint, kept)
     for name, complaint in {
-        "optimizer.bin": "holds more than data: a pickle that would run code",
-        "random_states_0.pkl": "holds more than data: a pickle that would run code",
-        "scaler.pt": "holds more than data: a pickle that would run code",
+        "optimizer.bin": "holds a pickle that would run code",
+        "random_states_0.pkl": "holds a pickle that would run code",
+        "scaler.pt": "holds a pickle that would run code",
         "custom_checkpoint_0.pkl": "does not fit this run",
     }.items():
         shutil.rmtree(checkpoint)
@@ -452,7 +452,7 @@ def test_a_checkpoint_of_another_tokenizer_or_without_its_generators_is_refused(
     whole = json.loads((checkpoint / "run.json").read_text())
     (checkpoint / "run.json").write_text(json.dumps(whole | {"tokenizer_sha256": "0" * 64}))
     rewrite_manifest(checkpoint)
-    with pytest.raises(UserError, match=r"^train.resume: step-000006 belongs to another tokenizer"):
+    with pytest.raises(UserError, match=r"^train.resume: step-000006 was trained with another tokenizer"):
         run(tiny_run(train__resume="latest"))
     (checkpoint / "run.json").write_text(json.dumps(whole))
     (checkpoint / "random_states_0.pkl").unlink()
@@ -534,7 +534,7 @@ def test_an_odd_train_state_with_a_manifest_that_fits_is_rejected(tmp_path, chan
     text = {"deep": "[" * 100_000, "less": json.dumps({"step": 6})}.get(change) if isinstance(change, str) else None
     file.write_text(text or json.dumps(state | change))
     rewrite_manifest(file.parent)
-    with pytest.raises(Rejected, match=r"^train_state.json is not one of hfgolf's$"):
+    with pytest.raises(Rejected, match=r"^train_state.json is not valid$"):
         verify(file.parent)
     assert choose(tmp_path, "latest") == tmp_path / "step-000003"
 

@@ -245,12 +245,12 @@ def test_max_tokens_ends_the_run(run, tiny_run):
         (
             OptimConfig,
             {"momentum_start": 1.0},
-            "optim.momentum_start: 1.0 is out of range; allowed: 0 up to, but not including, 1.",
+            "optim.momentum_start: 1.0 is out of range; allowed: from 0 to below 1.",
         ),
         (
             OptimConfig,
             {"momentum_end": -0.5},
-            "optim.momentum_end: -0.5 is out of range; allowed: 0 up to, but not including, 1.",
+            "optim.momentum_end: -0.5 is out of range; allowed: from 0 to below 1.",
         ),
         (TrainConfig, {"max_tokens": 0}, "train.max_tokens: 0 is out of range; allowed: a number above 0."),
     ],

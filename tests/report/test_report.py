@@ -196,7 +196,7 @@ def test_a_report_that_fails_stops_no_run(run, tiny_run, monkeypatch, caplog):
     ("fault", "error", "says"),
     [
         (lambda: signal.raise_signal(signal.SIGTERM), SystemExit, "Stopped by SIGTERM at step 4; it can be resumed."),
-        (lambda: 1 / 0, ZeroDivisionError, "Not complete: it is still running, or died after its last row"),
+        (lambda: 1 / 0, ZeroDivisionError, "Not complete: still running, or it failed after its last row"),
     ],
 )
 def test_a_run_that_ends_early_has_its_report(run, tiny_run, tmp_path, monkeypatch, fault, error, says):
@@ -361,7 +361,7 @@ def test_odd_rows_have_a_report(folder, lines, tail, says):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "metrics.jsonl is not there; name the folder"),
+        (None, "metrics.jsonl does not exist; name the folder"),
         ("", "metrics.jsonl is empty: the run has logged nothing yet"),
         ('{"step": 1, "trai', "holds no row, only 1 broken lines"),
     ],
@@ -473,7 +473,11 @@ def test_findings_profile_and_samples_are_told(folder):
     [
         ([], {"steps": 600}, "Complete: 600 steps."),
         ([event("stopped", 600, signal="SIGINT")], {}, "Stopped by SIGINT at step 600"),
-        ([event("stopped", 300, signal="SIGINT")], {}, "or died after its last row of 2023-11-14 22:14 UTC, step 600"),
+        (
+            [event("stopped", 300, signal="SIGINT")],
+            {},
+            "or it failed after its last row of 2023-11-14 22:14 UTC, step 600",
+        ),
     ],
 )
 def test_how_the_run_ended(events, summary, says, folder):

@@ -133,15 +133,15 @@ def test_any_checkpoint_can_be_exported_and_nothing_is_overwritten(killed, run_s
         assert said.status == 2 and said.err.count("\n") == 1
         return said.err
 
-    assert "is there already; name a new folder" in refused("--output", tmp_path)
+    assert "already exists; name a new folder" in refused("--output", tmp_path)
     assert "--output: cannot write to" in refused("--output", folder / "config.yaml" / "model")
     assert "there is no nothing in" in refused("--checkpoint", "nothing")
     (folder / "summary.json").write_text("{}")
-    assert "is its model; name another folder" in refused()
+    assert "is complete and its model is in" in refused()
     (folder / "summary.json").unlink()
     flip_a_bit(folder / "checkpoints" / "step-000003" / "optimizer.bin")
     assert "step-000003 is rejected, optimizer.bin does not match its sha256" in refused()
     shutil.rmtree(folder / "checkpoints")
-    assert "it holds none" in refused()
+    assert "the run has no checkpoints" in refused()
     (folder / "config.yaml").unlink()
     assert "--run: there is no run in" in refused()

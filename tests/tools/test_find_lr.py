@@ -178,7 +178,7 @@ def test_the_script_prints_what_the_config_takes_and_leaves_two_files(
     ("options", "message"),
     [
         (["--lowest", "100", "--highest", "1e4", "--steps", "20"], "optim.learning_rate: no learning rate from 100 to"),
-        (["--optim.adamw_learning_rate", "1e30"], "train: loss or gradient are not finite at"),
+        (["--optim.adamw_learning_rate", "1e30"], "train: the loss or the gradient is not finite even at"),
     ],
 )
 def test_a_sweep_that_can_say_nothing_is_one_line(temporary, tiny_run, monkeypatch, run_script, options, message):

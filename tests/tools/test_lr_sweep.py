@@ -113,7 +113,7 @@ def test_a_sweep_that_never_gains_is_refused():
 
 def test_a_sweep_that_ends_too_early_is_refused_unless_it_diverged():
     rising = sweep(best=1.0)
-    with pytest.raises(UserError, match=r"the last learning rate, 1, is the best yet; raise --highest"):
+    with pytest.raises(UserError, match=r"the highest learning rate, 1, is the best; raise --highest"):
         suggest(dataclasses.replace(rising, losses=[rest - i for i, rest in enumerate(rising.losses_at_rest)]))
     abrupt = dataclasses.replace(
         rising, losses=[rest - i for i, rest in enumerate(rising.losses_at_rest)], has_diverged=True

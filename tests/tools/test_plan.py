@@ -136,7 +136,7 @@ def test_a_budget_pays_for_the_most_steps_that_it_can():
 
 
 def test_a_budget_of_less_than_a_step_is_refused():
-    with pytest.raises(UserError, match=r"^--minutes 1: 0.05 s do not pay for one step of 4,096 tokens") as error:
+    with pytest.raises(UserError, match=r"^--minutes 1: 0.05 s are too short for one step of 4,096 tokens") as error:
         affordable_steps(config_of(), DATA, FAST, 0.05, "--minutes 1")
     assert "\n" not in str(error.value)
 
@@ -224,7 +224,7 @@ def test_the_script_prints_what_it_says_in_json(script, tiny_run):
     (line,) = (line for line in said.splitlines() if line.startswith("  peak"))
     assert line.split() == ["peak", f"{peaks[0]:.1f}", "MB", f"{peaks[1]:.1f}", "MB"]
     assert "fits into" in said and planned["budget"] is None
-    assert ("of fragmented heap" in said) == (planned["machine"]["device"] == "cpu")
+    assert ("of heap fragmentation" in said) == (planned["machine"]["device"] == "cpu")
 
 
 def test_the_script_answers_a_budget(script, tiny_run):
@@ -239,7 +239,7 @@ def test_the_script_answers_a_budget(script, tiny_run):
     assert f"budget: --dollars 1 at 6 an hour (10 min 00 s) pays for {by_money['steps']} steps" in said
     assert "; the config's 6 fit" in said
     too_long = script(*options, "--train.max_steps", 1000, "--minutes", 1)
-    assert "; the config's 1,000 do not fit, --train.max_steps " in too_long
+    assert "; the config's 1,000 steps do not fit, but --train.max_steps " in too_long
 
 
 def test_the_script_plans_for_a_gpu_that_is_not_here(script, tiny_run):
@@ -264,5 +264,5 @@ def test_the_clock_and_the_tokens_limit_the_steps(script, tiny_run):
     assert numbers(by_epochs)["length"]["steps"] == -(-(0.01 * ((tokens - 1) // 32 * 32)) // 256)
     unknown = tiny_run(train__max_steps="null", train__max_epochs=1, data__files="nowhere.txt")
     said = script(*unknown)
-    assert "run: steps not known (train.max_epochs" in said and "data: not counted (data.files" in said
+    assert "run: number of steps unknown (train.max_epochs" in said and "data: not counted (data.files" in said
     assert numbers(script(*unknown, "--json"))["length"] is None

@@ -213,7 +213,13 @@ BALANCED = dict.fromkeys(KINDS, 0.0) | {"MLP": 0.6, "head and loss": 0.3, "atten
         (made_of(optimizer=0.2), 0.3, 0.9, "The optimizer takes 20% of the step (above 15%)", "batch.tokens_per_step"),
         (made_of(), 0.5, 0.9, "Head and loss take 50% of the computing", "tokenizer.vocab_size"),
         (made_of(), 0.3, 0.6, "Matrix products near the machine's limit bound the step (MFU 60%", "smaller model"),
-        (made_of(), 0.3, 0.4, "No single thing bounds the step: MFU 40%, most of the computing is MLP", "compile true"),
+        (
+            made_of(),
+            0.3,
+            0.4,
+            "No single thing bounds the step: MFU 40%, most of the computing time is MLP",
+            "compile true",
+        ),
         (made_of(data=DATA_BOUND - 0.01), 0.3, 0.6, "Matrix products", "smaller model"),
     ],
 )

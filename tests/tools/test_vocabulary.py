@@ -160,6 +160,6 @@ def test_the_script_writes_tables_and_a_picture(tmp_path, monkeypatch, capsys):
     assert record["train_bytes"] + record["held_out_bytes"] == record["file_bytes"] == len(LINES.encode())
     page = (tmp_path / "out" / "vocabulary.md").read_text()
     for shown in (said, page):
-        assert f"the text gives only {too_large['entries']:,} entries" in shown
+        assert f"the text yields only {too_large['entries']:,} entries" in shown
         assert f"{trained['tokens_per_character']:.3f}" in shown and "tokens for 1,000 characters" in shown
     assert (tmp_path / "out" / "vocabulary.png").read_bytes().startswith(b"\x89PNG")

@@ -246,7 +246,7 @@ def test_a_folder_that_takes_nothing_stops_no_training(run, tiny_run, caplog, fa
         fault_patch.undo()
         patch.undo()
     (line,) = [line for line in caplog.messages if "checkpoint of" in line]
-    kept = "there is none" if fault in (block_checkpoints, block_folder) else KEPT
+    kept = "no checkpoint exists" if fault in (block_checkpoints, block_folder) else KEPT
     assert line.startswith("checkpoint of step 6 not written: ") and line.endswith(f"; {kept}")
     assert valid_steps(folder / "checkpoints") == [9, 12]
     assert losses(folder) == losses(straight)
@@ -275,11 +275,11 @@ def test_a_run_outlives_what_is_deleted_under_it(run, tiny_run, monkeypatch, wha
 def test_checkpoints_without_their_config_are_not_written_over(run, tiny_run):
     folder = run(tiny_run())
     folder.joinpath("config.yaml").unlink()
-    with pytest.raises(UserError, match=r"holds a run that is complete; another --run.name starts a new one"):
+    with pytest.raises(UserError, match=r"holds a complete run; choose another --run.name"):
         run(tiny_run())
     folder.joinpath("summary.json").unlink()
     before = sorted(folder.rglob("*"))
-    with pytest.raises(UserError, match=r"holds an unfinished run; --train.resume auto continues it"):
+    with pytest.raises(UserError, match=r"holds an unfinished run; continue it with --train.resume auto"):
         run(tiny_run())
     assert [path for path in sorted(folder.rglob("*")) if path.name != ".lock"] == [
         path for path in before if path.name != ".lock"
@@ -352,7 +352,7 @@ def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatc
     said = [message for message in caplog.messages if "metrics.jsonl" in message]
     assert [line.split("metrics.jsonl: ")[1] for line in said] == [
         "cannot write (No space left on device); the row is kept",
-        "8 rows are lost (No space left on device)",
+        "8 rows lost (No space left on device)",
     ]
     assert (folder / "model" / "model.safetensors").is_file()
 
@@ -373,7 +373,7 @@ def test_a_folder_deleted_under_a_run_is_given_to_one_of_two(tiny_run, tmp_path)
         first.kill()
         first.join()
     (line,) = [line for line in (tmp_path / loser).read_text().splitlines() if line.startswith("error: ")]
-    assert "another one has begun in it" in line or "is in use by another run" in line
+    assert "another run has started in it" in line or "is in use by another run" in line
     steps = [row["step"] for row in rows(folder) if "event" not in row]
     assert steps == list(range(steps[0], steps[0] + len(steps))), "two runs wrote here"
 
@@ -389,7 +389,7 @@ def test_who_finds_another_run_in_its_folder_leaves_that_alone(run, tiny_run, tm
             (folder / name).write_bytes(content)
 
     monkeypatch.setattr(loop, "train_step", before_step({5: take}))
-    with pytest.raises(UserError, match=r"another one has begun in it \(process 1 on another machine\)"):
+    with pytest.raises(UserError, match=r"another run has started in it \(process 1 on another machine\)"):
         run(tiny_run())
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == theirs
 
@@ -403,7 +403,9 @@ def test_another_users_lock_is_one_line(run, tiny_run, monkeypatch):
         return real_open(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", refuse_lock)
-    with pytest.raises(UserError, match=r"run.name: cannot open .*tiny/.lock \(Permission denied\); if another user"):
+    with pytest.raises(
+        UserError, match=r"run.name: cannot open .*tiny/.lock \(Permission denied\); if it belongs to another user"
+    ):
         run(tiny_run())
 
 

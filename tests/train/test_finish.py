@@ -68,7 +68,9 @@ def test_weights_that_are_not_finite_are_replaced_by_the_newest_whole_ones(run, 
         folder = run(arguments)
         assert json.loads((folder / "summary.json").read_text())["step"] == 2
     else:
-        with pytest.raises(UserError, match=r"not finite, and there is no whole checkpoint; nothing is exported"):
+        with pytest.raises(
+            UserError, match=r"nonfinite values, and there is no undamaged checkpoint, so nothing was exported"
+        ):
             run(arguments)
     assert "step-000004 is damaged: model.safetensors does not match its sha256" in caplog.text
 
@@ -149,7 +151,7 @@ def test_a_complete_run_says_that_its_text_has_changed_since(run, tiny_run, run_
 
     assert "other text" not in again()
     text.write_text("one line and another\n" * 501)
-    assert "it was trained on other text than there is now (files (text.txt))\n" in again()
+    assert "the text has changed since it was trained (files (text.txt))\n" in again()
     text.unlink()
     assert "other text" not in again()
 
@@ -187,7 +189,7 @@ def test_the_memory_of_a_run_is_as_predicted_and_as_top_shows_it(tiny_run, tmp_p
     assert peak == pytest.approx(seen, rel=0.05)
     assert 0.75 < predicted / peak < 1.45
     assert f"memory           predicted {predicted / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB" in said
-    assert f"memory: {predicted / 1e9:.2f} GB predicted at the peak of each process: " in said
+    assert f"memory: predicted peak {predicted / 1e9:.2f} GB per process: " in said
 
 
 def full_disk(*arguments: Any, **options: Any) -> None:
@@ -197,9 +199,9 @@ def full_disk(*arguments: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("saved", "advice"),
     [
-        ("all", "checkpoints hold step 6 of 6: make room, then the same command with --train.resume auto."),
-        ("one", "checkpoints hold step 3 of 6: make room, then the same command with --train.resume auto."),
-        ("none", "no checkpoint could be written either, so its weights are lost: make room and train anew."),
+        ("all", "checkpoints hold step 6 of 6; free disk space, then run the same command with --train.resume auto."),
+        ("one", "checkpoints hold step 3 of 6; free disk space, then run the same command with --train.resume auto."),
+        ("none", "no checkpoint could be written either, so the weights are lost; free disk space and train again."),
     ],
 )
 def test_what_is_said_of_checkpoints_is_read_from_the_disk(run, tiny_run, monkeypatch, tmp_path, caplog, saved, advice):
@@ -212,5 +214,5 @@ def test_what_is_said_of_checkpoints_is_read_from_the_disk(run, tiny_run, monkey
     with pytest.raises(UserError, match=r"cannot write the model to .*No space left") as error:
         run(tiny_run())
     assert str(error.value).endswith(advice)
-    newest = {"all": [], "one": ["the newest is of step 3"], "none": ["there is none"] * 2}[saved]
+    newest = {"all": [], "one": ["the newest is of step 3"], "none": ["no checkpoint exists"] * 2}[saved]
     assert [line.split("; ")[1] for line in caplog.messages if "not written" in line] == newest

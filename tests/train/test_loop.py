@@ -336,7 +336,7 @@ def test_a_key_that_is_younger_than_a_run_had_its_default(run, tiny_run):
 def test_an_unfinished_run_says_how_to_continue(run, tiny_run):
     folder = run(tiny_run())
     (folder / "summary.json").unlink()
-    with pytest.raises(UserError, match=r"--train.resume auto continues it"):
+    with pytest.raises(UserError, match=r"continue it with --train.resume auto"):
         run(tiny_run())
 
 

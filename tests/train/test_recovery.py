@@ -171,7 +171,9 @@ def test_a_nan_at_every_step_ends_after_the_last_rollback_with_a_diagnosis(run, 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(run, tiny_run, spoil_gradients):
     spoil_gradients(lambda step: True)
-    with pytest.raises(UserError, match=rf"^train: step 2: .* first in {BAD}.*; there is no checkpoint to go back to"):
+    with pytest.raises(
+        UserError, match=rf"^train: step 2: .* first in {BAD}.*; there is no checkpoint to roll back to"
+    ):
         run(tiny_run(train__max_skipped_steps=2))
 
 
@@ -186,7 +188,7 @@ def test_the_scalers_search_for_its_scale_is_told_and_rolls_nothing_back(run, ti
     assert [(event["event"], event["step"]) for event in events(folder)] == [("fp16_overflow", n) for n in skipped]
     assert [event["loss_scale"] for event in events(folder)][:2] == [2.0**23, 2.0**22][: len(skipped)]
     lines = [line for line in caplog.messages if "fp16 overflow" in line]
-    assert len(lines) == len(skipped) and lines[0].endswith("update skipped, the loss scale is 8,388,608 now")
+    assert len(lines) == len(skipped) and lines[0].endswith("update skipped, loss scale lowered to 8,388,608")
     assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == len(skipped)
 
 
@@ -247,7 +249,7 @@ def test_weights_that_end_not_finite_are_not_exported(run, tiny_run, break_weigh
 
 def test_weights_that_end_not_finite_without_a_checkpoint_are_one_line(run, tiny_run, break_weights):
     break_weights(6)
-    with pytest.raises(UserError, match=rf"^train: {BAD} holds values that are not finite, and there is no whole"):
+    with pytest.raises(UserError, match=rf"^train: {BAD} holds nonfinite values, and there is no undamaged"):
         run(tiny_run(train__save_every_steps="null", **NO_EVALUATION))
 
 
@@ -285,7 +287,7 @@ def test_a_checkpoint_that_no_good_step_comes_of_is_left_for_an_earlier_one(run,
         )
     rollbacks = [event for event in events(folder) if event["event"] == "rollback"]
     assert [(event["step"], event["from_step"]) for event in rollbacks] == [(4, 6), (2, 6)]
-    assert "no good step came of step-000004: going further back" in caplog.messages
+    assert "no good step followed step-000004; going further back" in caplog.messages
     assert [row["step"] for row in rows(folder)] == list(range(1, 9))
     assert all(row["grad_norm"] is not None for row in rows(folder))
 
@@ -368,7 +370,7 @@ def test_a_spike_that_stays_rolls_back_if_the_run_says_so(run, tiny_run, shake_w
     (rollback,) = [event for event in events(folder) if event["event"] == "rollback"]
     assert (rollback["cause"], rollback["step"], rollback["from_step"]) == ("spike", 30, 43)
     assert rollback["excluded_blocks"] == [[38 * 8, 43 * 8]]
-    assert "step-000040 is from after the trouble began: going further back" in caplog.messages
+    assert "step-000040 was saved after the problem began; going further back" in caplog.messages
     assert len([line for line in caplog.messages if line.startswith("step 43: the training loss is ")]) == 1
     after = losses(folder)
     assert len(after) == 60 and max(after[30:]) < 1.2 * after[29]
@@ -383,7 +385,7 @@ def test_a_divergence_goes_back_to_where_the_loss_was_lowest(run, tiny_run, shak
     last = rollback["from_step"]
     assert (rollback["cause"], rollback["step"]) == ("divergence", 30) and last > 39
     assert rollback["excluded_blocks"] == [[8 * (last - 1), 8 * last]], "no batch is to blame for long"
-    assert "step-000040 is from after the trouble began: going further back" in caplog.messages
+    assert "step-000040 was saved after the problem began; going further back" in caplog.messages
     after = losses(folder)
     assert len(after) == 80 and max(after[30:]) < 1.2 * after[29]
 
@@ -413,7 +415,9 @@ def test_the_loss_watch_tells_spikes_and_divergence():
 
 def test_a_run_that_may_not_roll_back_on_nan_ends_with_a_diagnosis(run, tiny_run, spoil_gradients):
     spoil_gradients(lambda step: step >= 3)
-    with pytest.raises(UserError, match=r"^train: step 5: .*; train.rollback_on does not name nonfinite: lower optim"):
+    with pytest.raises(
+        UserError, match=r"^train: step 5: .*; train.rollback_on does not include nonfinite; lower optim"
+    ):
         run(tiny_run(train__max_skipped_steps=2, train__rollback_on="[spike]", **NO_EVALUATION))
 
 
@@ -529,12 +533,12 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
     assert {event["step"] for event in events(folder)} == {at_step}
     lines = [line for line in caplog.messages if line.startswith(f"out of memory at step {at_step + 1} with ")]
     assert len(lines) == len(sizes)
-    assert "continuing with 2, 4 accumulated; tokens per step stay the same" in lines[-1]
+    assert "continuing with 2 and 4 accumulation steps" in lines[-1]
 
 
 def test_one_sequence_too_much_is_one_line(run, tiny_run, lack_memory):
     lack_memory(OUT_OF_MEMORY[0], most=0)
-    with pytest.raises(UserError, match=r"^train: out of memory with 1 sequences at once \(CUDA out of .*[^\n]*$"):
+    with pytest.raises(UserError, match=r"^train: out of memory with a micro-batch of 1 \(CUDA out of .*[^\n]*$"):
         run(tiny_run(batch__micro_batch_size=2))
 
 
@@ -545,7 +549,7 @@ def test_too_much_for_one_of_two_processes_in_mid_step_ends_with_the_setting_tha
     run(tiny_run(train__max_steps=1, batch__micro_batch_size=4))
     runs[0].accelerator = SimpleNamespace(num_processes=2)
     advice = r"continue with --batch\.micro_batch_size 2 --train\.resume auto\.$"
-    with pytest.raises(UserError, match=rf"^train: out of memory with 4 sequences at once \(no room\); {advice}"):
+    with pytest.raises(UserError, match=rf"^train: out of memory with a micro-batch of 4 \(no room\); {advice}"):
         halve_micro_batch(runs[0], "no room")
 
 

@@ -179,7 +179,7 @@ def test_averages_begin_at_a_checkpoint_that_has_none(run, tiny_run, caplog):
     before = saved(folder)["model.safetensors"]
     with caplog.at_level(logging.INFO, "hfgolf"):
         run(tiny_run(**CONSTANT, train__resume="latest", train__max_steps=7, optim__ema_decay=0.3))
-    assert caplog.messages.count("the checkpoint has no averaged weights: they start from its weights") == 1
+    assert caplog.messages.count("the checkpoint has no averaged weights; the average starts from its weights") == 1
     after = saved(folder)
     for name, average in after["ema.safetensors"].items():
         torch.testing.assert_close(average, 0.3 * before[name] + 0.7 * after["model.safetensors"][name])

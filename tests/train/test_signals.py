@@ -108,7 +108,7 @@ def assert_stopped_at_its_last_row(folder: Path, output: str, name: str) -> None
     latest = (folder / "checkpoints" / "latest").resolve()
     assert latest.name == f"step-{step:06d}"
     assert json.loads((latest / "train_state.json").read_text())["step"] == step
-    line = f"stopped by {name} at step {step}; saved up to step {step}; the same command with --train.resume auto"
+    line = f"stopped by {name} at step {step}; saved up to step {step}; resume with the same command"
     assert [told.startswith(line) for told in output.splitlines() if "stopped by" in told] == [True]
     assert not (folder / "summary.json").exists()
 
@@ -389,7 +389,7 @@ def test_outside_of_the_loop_the_process_ends_at_once_with_one_line(capsys, numb
         signal.raise_signal(number)
         pytest.fail("it went on")
     assert ended.value.code == 128 + number
-    line = f"stopped by {number.name} before the first step; the same command starts again\n"
+    line = f"stopped by {number.name} before the first step; run the same command to start again\n"
     assert capsys.readouterr().err == line
 
 

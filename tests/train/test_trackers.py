@@ -151,7 +151,7 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(run, tiny_run, monk
     monkeypatch.setattr(TensorBoardTracker, "log", fail)
     with caplog.at_level(logging.WARNING, "hfgolf"):
         folder = run(tiny_run(track__trackers="[tensorboard]"))
-    assert caplog.messages.count("tracker dropped, metrics.jsonl goes on: the server is gone") == 1
+    assert caplog.messages.count("tracker dropped, metrics.jsonl continues: the server is gone") == 1
     assert len(read_rows(folder / "metrics.jsonl")) == 6
 
 
@@ -163,7 +163,7 @@ def test_a_tracker_that_does_not_answer_holds_nothing_up(run, tiny_run, monkeypa
     monkeypatch.setattr(TensorBoardTracker, "log", lambda *arguments, **options: released.wait())
     if stuck == "in a call":
         monkeypatch.setattr(trackers, "_MAX_WAITING_CALLS", 5)
-        reason = "no answer while 5 calls wait"
+        reason = "no answer with 5 calls waiting"
     else:
         monkeypatch.setattr(trackers, "_FINISH_SECONDS", 0.1)
         reason = "no answer for 0.1 s"
@@ -173,7 +173,7 @@ def test_a_tracker_that_does_not_answer_holds_nothing_up(run, tiny_run, monkeypa
     finally:
         released.set()
     assert [line for line in caplog.messages if "tracker" in line] == [
-        f"tracker dropped, metrics.jsonl goes on: {reason}"
+        f"tracker dropped, metrics.jsonl continues: {reason}"
     ]
     assert len(read_rows(folder / "metrics.jsonl")) == 6
     assert (folder / "summary.json").is_file()
@@ -218,7 +218,7 @@ print(loop.train(load_config(sys.argv[1:]))["step"])
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )  # so long only if it hangs
     assert (done.returncode, done.stdout.split()[-1]) == (0, "6"), done.stderr
-    assert "tracker dropped, metrics.jsonl goes on: no answer for 1 s" in done.stderr
+    assert "tracker dropped, metrics.jsonl continues: no answer for 1 s" in done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "runs" / "tiny" / "summary.json").is_file()
 

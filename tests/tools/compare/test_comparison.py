@@ -55,21 +55,21 @@ def test_a_page_says_what_is_noise_and_what_is_not(experiment, outcomes):
     assert row(page, "muon[learning_rate=0.02]")[6:] == ["26 (0.88x)", "2.6 (0.88x)"]
     noise = row(page, "muon[learning_rate=0.01]")
     assert noise[5] == "within noise"
-    assert noise[6] == "29 (0.98x), 2 of 3 seeds, else never"
+    assert noise[6] == "29 (0.98x), 2 of 3 seeds"
     assert row(page, "muon[learning_rate=0.04]")[0] == "1.0000 (1 of 3 failed)"
     arms = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert arms == [f"muon[learning_rate={rate}]" for rate in ("0.04", "0.02")] + ["adamw", "muon[learning_rate=0.01]"]
-    assert "3 comparisons are made here." in page and "about 0.2 of these" in page
+    assert "This page makes 3 comparisons." in page and "here, about 0.2." in page
     # the arm that failed once is no candidate, but its value lies beyond the best one
     assert "best is `muon[learning_rate=0.02]`; bracketed: optim.learning_rate: yes.\n" in page
     assert "- `muon[learning_rate=0.04]` failed with seed 3: it diverged" in page
     assert "Made on an abacus, 2 cores; torch 2, hfgolf 1; commit abc." in page
-    assert "the whole validation part; 3 seeds (1, 2, 3)" in page and "not comparable" not in page
+    assert "(the whole validation set); 3 seeds (1, 2, 3)" in page and "not comparable" not in page
 
 
 def test_a_best_at_the_edge_is_called_so(experiment, outcomes):
     page = to_markdown(compare_experiment(experiment, "", outcomes, no_failures(outcomes)))
-    assert "best is `muon[learning_rate=0.04]`; bracketed: optim.learning_rate: no. Where it is not" in page
+    assert "best is `muon[learning_rate=0.04]`; bracketed: optim.learning_rate: no. If it is not" in page
 
 
 def test_the_baseline_may_be_the_best_of_a_grid(experiment, outcomes):
@@ -97,7 +97,7 @@ def test_arms_that_failed(experiment, outcomes):
     page = to_markdown(compare_experiment(experiment, "", outcomes | {"adamw": {}}, failures))
     assert row(page, "adamw")[0] == "failed" and "No run of the baseline finished" in page
     nothing, all_failed = {arm: {} for arm in outcomes}, {arm: {1: f"no memory for {arm}"} for arm in outcomes}
-    with pytest.raises(UserError, match="no run finished; the first failed so: no memory for adamw"):
+    with pytest.raises(UserError, match="no run finished; the first failure: no memory for adamw"):
         compare_experiment(experiment, "", nothing, all_failed)
 
 
@@ -112,9 +112,9 @@ def test_what_a_reader_must_know(outcome):
     }
     page = to_markdown(compare_outcomes("five", "", runs))
     assert "**The seconds are not comparable**: runs shared the machine with other runs (`--jobs`), runs were" in page
-    assert "different machines, runs had different numbers of threads." in page
-    assert "run-seed1 skipped 3 steps and went back 1 times" in page
-    assert "the beginning of the validation part" in page
+    assert "different machines, runs used different numbers of threads." in page
+    assert "run-seed1 was unstable: 3 skipped steps and 1 rollbacks" in page
+    assert "the beginning of the validation set" in page
     assert "Made on an abacus, 2 cores and a GPU, 9 cores;" in page
 
 

@@ -106,10 +106,10 @@ def test_the_definition_that_the_readme_shows_can_be_run(definition, tmp_path, m
 ARMS = "arms: {a: {}}\nseeds: [1]\n"
 MISTAKES = {
     "no YAML": ("arms: [", "question.yaml is not YAML: "),
-    "a key twice": ("seeds: [1]\nseeds: [2]", "is not YAML: seeds is there twice, the second time in line 2."),
-    "no mapping": ("- a", "question.yaml: a definition: ['a'] is not allowed; allowed: keys with values"),
+    "a key twice": ("seeds: [1]\nseeds: [2]", "is not YAML: seeds appears twice, the second time in line 2."),
+    "no mapping": ("- a", "question.yaml: a definition: ['a'] is not allowed; allowed: keys and values"),
     "an unknown key": (ARMS + "sed: [1]", "question.yaml: unknown key sed; did you mean seeds?"),
-    "no arms": ("seeds: [1]", "question.yaml: arms: there are none; write at least one"),
+    "no arms": ("seeds: [1]", "question.yaml: arms: there are none; add one"),
     "no seeds": ("arms: {a: {}}", "question.yaml: seeds: None is not allowed; allowed: a list of different numbers"),
     "a seed twice": ("arms: {a: {}}\nseeds: [1, 1]", "seeds: ['1', '1'] is not allowed"),
     "a seed that is no number": ("arms: {a: {}}\nseeds: [one]", "seeds: ['one'] is not allowed"),
@@ -122,9 +122,9 @@ MISTAKES = {
     "sections": ("arms: {a: {optim: {name: muon}}}\nseeds: [1]", "arms.a: unknown key optim; did you mean optim."),
     "a mapping as a value": (
         ARMS + "common: {optim.name: {a: b}}",
-        "question.yaml: common: optim.name: {'a': 'b'} is not allowed; allowed: a value, or a list of them.",
+        "question.yaml: common: optim.name: {'a': 'b'} is not allowed; allowed: a value or a list of values.",
     ),
-    "what the experiment decides": (ARMS + "common: {run.seed: 1}", "common: run.seed is decided by the experiment"),
+    "what the experiment decides": (ARMS + "common: {run.seed: 1}", "common: the experiment sets run.seed"),
     "a grid of no arm": (ARMS + "grid: {b: {optim.eps: [1]}}", "grid: b is neither an arm (a) nor a key"),
     "an axis of one": (ARMS + "grid: {a: {optim.eps: 1}}", "grid.a: optim.eps: '1' is not allowed; allowed: a list"),
     "an axis that is none": (ARMS + "grid: {a: {optim.epps: [1]}}", "grid.a: unknown key optim.epps; did you mean"),
@@ -157,8 +157,8 @@ def test_a_mistake_is_one_line(mistake, definition, tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--optim.weight_decay=1", "--optim.weight_decay: is what arms differ in; change it in "),
-        ("--run.seed=1", "the command line: run.seed is decided by the experiment"),
+        ("--optim.weight_decay=1", "--optim.weight_decay: the arms differ in this key; change it in "),
+        ("--run.seed=1", "the command line: the experiment sets run.seed"),
         ("--config=other.yaml", "the command line: unknown key config; "),
         (
             "--optim.learning_rat=1",

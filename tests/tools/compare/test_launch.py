@@ -39,7 +39,7 @@ def test_a_run_that_fails_is_a_line_and_the_others_go_on(planned, train_script, 
     }
     messages = caplog.messages
     assert messages[0] == "3 runs: 0 complete already, 3 to make"
-    assert messages[1].startswith("sick-seed1 begins; its log: ") and messages[1].endswith("sick-seed1/train.log")
+    assert messages[1].startswith("sick-seed1 started; log: ") and messages[1].endswith("sick-seed1/train.log")
     assert messages[2].startswith("[1/3] sick-seed1 failed: train: step 2: not finite; lower optim.learning_rate; ")
     assert messages[2].endswith("to go") and " s so far, about " in messages[2]
     assert messages[-1].startswith("[3/3] well-seed1 is complete; ") and messages[-1].endswith(" so far")
@@ -62,7 +62,7 @@ def test_a_run_that_failed_is_not_continued(planned, train_script, tmp_path, cap
     assert run_missing(runs, train_script(""), jobs=3) == {"diverged-seed1": "it diverged"}
     assert caplog.messages[:2] == [
         "3 runs: 0 complete already, 2 to make",
-        "1 failed before; without failed.txt in its folder a run is tried again",
+        "1 failed before; delete failed.txt in a run's folder to try it again",
     ]
     (tmp_path / "out" / "diverged-seed1" / "failed.txt").unlink()
     assert run_missing(runs[1:2], train_script(""), jobs=1) == {}
@@ -120,7 +120,7 @@ def test_whoever_stops_it_stops_the_runs_too_after_a_save(planned, train_script,
     with pytest.raises(SystemExit) as exit_:
         run_missing(planned(arms={"a": {}, "b": {}, "c": {}}), script, jobs=2)
     assert exit_.value.code == 128 + number
-    line = f"stopped by {number.name} before all runs were made; the same command continues\n"
+    line = f"stopped by {number.name} before all runs were complete; run the same command to continue\n"
     assert capsys.readouterr().err == line
     assert sorted(path.parent.name for path in tmp_path.glob("out/*/saved")) == ["a-seed1", "b-seed1"]
     assert not (tmp_path / "out" / "c-seed1").exists()

@@ -64,7 +64,7 @@ def test_averaged_weights_are_judged_where_they_are_what_the_run_exports(run, ti
 
 
 def test_what_is_not_there(tmp_path):
-    with pytest.raises(UserError, match="nowhere holds no complete run; train it to its end, or leave it out"):
+    with pytest.raises(UserError, match="nowhere holds no complete run; finish its training, or leave it out"):
         read_outcome(RunFolder(tmp_path / "nowhere"))
 
 
