@@ -47,5 +47,5 @@ def test_prepared_tokens_are_found_by_the_next_call_and_by_training(
     monkeypatch.setattr(sys, "argv", ["scripts/prepare_data.py", *tiny_run()])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(ROOT / "scripts" / "prepare_data.py"), run_name="__main__")
-    assert not exit_.value.code and f"{folder}: there already" in capsys.readouterr().out
+    assert not exit_.value.code and f"{folder}: already cached" in capsys.readouterr().out
     assert (run(tiny_run(train__max_steps=1)) / "summary.json").is_file()

@@ -131,7 +131,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted_are_waited_for(run, tiny_run,
     (tmp_path / "disk").rename(tmp_path / "unmounted")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for resume in ("auto", "latest", "best", "null"):
-        with pytest.raises(UserError, match=r"run.output_dir: .*checkpoints leads to .*disk, which is not there"):
+        with pytest.raises(UserError, match=r"run.output_dir: .*checkpoints links to .*disk, which does not exist"):
             run(tiny_run(train__resume=resume))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (tmp_path / "unmounted").rename(tmp_path / "disk")

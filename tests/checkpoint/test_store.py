@@ -134,7 +134,7 @@ def test_every_damaged_file_is_named_and_the_checkpoint_before_is_taken(
         caplog.clear()
         assert choose(folder, "latest") == folder / "step-000003"
         (line,) = [line for line in caplog.messages if line.startswith("checkpoint rejected")]
-        assert line.startswith("checkpoint rejected, step-000006: ")
+        assert line.startswith("checkpoint rejected: step-000006: ")
         assert name in line or name == "manifest.json", line  # its flipped bit may be in the hash of another file
         assert any(part in line for part in reason.split("|")), line
         assert (folder / "abandoned-step-000006").is_dir() and not (folder / "step-000006").exists()
@@ -152,7 +152,7 @@ def test_every_damaged_file_is_named_and_the_checkpoint_before_is_taken(
     ("changes", "reason"),
     [
         ({"format": 1}, "saved by another version of hfgolf .format 1; this version reads 3."),
-        ({"step": 7}, "manifest.json is of step 7"),
+        ({"step": 7}, "manifest.json belongs to step 7"),
         ({"step": "6"}, "manifest.json is not valid"),
         ({"processes": None}, "manifest.json is not valid"),
         ({"files": ["model"]}, "manifest.json is not valid"),
@@ -243,7 +243,7 @@ def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(tmp_pa
     which = str(tmp_path / "step-000006") if which == "a path" else which
     flip_a_bit(tmp_path / "step-000006" / "model")
     with pytest.raises(
-        UserError, match=r"^train.resume: .*step-000006 is rejected, model does not match .*; choose an"
+        UserError, match=r"^train.resume: .*step-000006 rejected: model does not match .*; choose an"
     ):
         choose(tmp_path, which)
     assert names(tmp_path) == ["best", "latest", "step-000003", "step-000006", "step-000009"]

@@ -188,7 +188,7 @@ def test_a_report_that_fails_stops_no_run(run, tiny_run, monkeypatch, caplog):
 
     monkeypatch.setattr(finish, "write_report", fail)
     path = run(tiny_run(train__max_steps=1))
-    assert "no report: no ink" in caplog.text
+    assert "report not written: no ink" in caplog.text
     assert (path / "summary.json").exists() and "](loss.png)" not in (path / "model" / "README.md").read_text()
 
 

@@ -140,7 +140,7 @@ def test_any_checkpoint_can_be_exported_and_nothing_is_overwritten(killed, run_s
     assert "is complete and its model is in" in refused()
     (folder / "summary.json").unlink()
     flip_a_bit(folder / "checkpoints" / "step-000003" / "optimizer.bin")
-    assert "step-000003 is rejected, optimizer.bin does not match its sha256" in refused()
+    assert "step-000003 rejected: optimizer.bin does not match its sha256" in refused()
     shutil.rmtree(folder / "checkpoints")
     assert "the run has no checkpoints" in refused()
     (folder / "config.yaml").unlink()

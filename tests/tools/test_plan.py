@@ -218,7 +218,7 @@ def test_the_script_prints_what_it_says_in_json(script, tiny_run):
     assert f"tiny: {total:,} parameters, vocabulary 257" in said
     assert f"{length['steps']} steps, {length['tokens']:,} tokens" in said
     assert f"speed: {planned['speed']['tokens_per_second']:,.0f} tokens/s (assumed: 50% of the peak of " in said
-    assert f"cost: ${length['dollars']:,.2f} at $2 an hour" in said
+    assert f"cost: ${length['dollars']:,.2f} at $2 per hour" in said
     assert f"{planned['data']['train_tokens']:,} train tokens" in said
     peaks = [planned[f"memory_{how}_checkpointing"]["peak"] / 1e6 for how in ("without", "with")]
     (line,) = (line for line in said.splitlines() if line.startswith("  peak"))
@@ -236,7 +236,7 @@ def test_the_script_answers_a_budget(script, tiny_run):
     assert by_money["dollars"] <= 1
     assert numbers(script(*options, "--minutes", 9, "--json"))["budget"]["steps"] < by_money["steps"]
     said = script(*options, "--minutes", 11)
-    assert f"budget: --dollars 1 at 6 an hour (10 min 00 s) pays for {by_money['steps']} steps" in said
+    assert f"budget: --dollars 1 at 6 per hour (10 min 00 s) pays for {by_money['steps']} steps" in said
     assert "; the config's 6 fit" in said
     too_long = script(*options, "--train.max_steps", 1000, "--minutes", 1)
     assert "; the config's 1,000 steps do not fit, but --train.max_steps " in too_long

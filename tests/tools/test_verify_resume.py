@@ -243,7 +243,7 @@ def test_a_run_survives_its_kills(tiny_run, num_processes, kills):
     command = [sys.executable, "scripts/verify_resume.py", *options, *arguments]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "session 1: began; kill -9 after step" in answer.stdout
+    assert "session 1: started; kill -9 after step" in answer.stdout
     assert "resumed from step" in answer.stdout
     assert ("\nbitwise identical" if num_processes == "1" else "random states 1") in answer.stdout
 

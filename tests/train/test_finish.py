@@ -47,7 +47,7 @@ def test_damaged_best_weights_are_not_exported(run, tiny_run, monkeypatch, valid
     folder = run(tiny_run(**options))
     (line,) = [line for line in caplog.messages if "the best weights" in line]
     assert line.startswith(f"the best weights, of step 3, are damaged: {name} ")
-    assert line.endswith("; taking the last ones, of step 6")
+    assert line.endswith("; using the last ones, of step 6")
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["step"], summary["is_best"], summary["damaged_best_step"]) == (6, False, 3)
     assert same_weights(folder / "model" / "model.safetensors", folder / "checkpoints" / "step-000006" / name)

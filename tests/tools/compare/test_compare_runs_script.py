@@ -74,5 +74,5 @@ def test_runs_are_made(tiny_definition, tmp_path):
     assert set(found["arms"]["muon"]["final_losses"]) == {"1"} and set(found["failures"]["wild"]) == {"1"}
     assert "shared the machine" in found["seconds_caveats"][0]
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert "2 runs: 1 complete already, 0 to make\n1 failed before; " in second.stdout
+    assert "2 runs: 1 already complete, 0 to do\n1 failed before; " in second.stdout
     assert (tmp_path / "out" / "tiny.json").read_bytes() == results

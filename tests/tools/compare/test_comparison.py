@@ -63,7 +63,7 @@ def test_a_page_says_what_is_noise_and_what_is_not(experiment, outcomes):
     # the arm that failed once is no candidate, but its value lies beyond the best one
     assert "best is `muon[learning_rate=0.02]`; bracketed: optim.learning_rate: yes.\n" in page
     assert "- `muon[learning_rate=0.04]` failed with seed 3: it diverged" in page
-    assert "Made on an abacus, 2 cores; torch 2, hfgolf 1; commit abc." in page
+    assert "Measured on an abacus, 2 cores; torch 2, hfgolf 1; commit abc." in page
     assert "(the whole validation set); 3 seeds (1, 2, 3)" in page and "not comparable" not in page
 
 
@@ -115,7 +115,7 @@ def test_what_a_reader_must_know(outcome):
     assert "different machines, runs used different numbers of threads." in page
     assert "run-seed1 was unstable: 3 skipped steps and 1 rollbacks" in page
     assert "the beginning of the validation set" in page
-    assert "Made on an abacus, 2 cores and a GPU, 9 cores;" in page
+    assert "Measured on an abacus, 2 cores and a GPU, 9 cores;" in page
 
 
 def test_other_validation_data_cannot_be_compared(outcome):

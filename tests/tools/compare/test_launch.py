@@ -38,10 +38,10 @@ def test_a_run_that_fails_is_a_line_and_the_others_go_on(planned, train_script, 
         "broken-seed1": "ValueError: a bug",
     }
     messages = caplog.messages
-    assert messages[0] == "3 runs: 0 complete already, 3 to make"
+    assert messages[0] == "3 runs: 0 already complete, 3 to do"
     assert messages[1].startswith("sick-seed1 started; log: ") and messages[1].endswith("sick-seed1/train.log")
     assert messages[2].startswith("[1/3] sick-seed1 failed: train: step 2: not finite; lower optim.learning_rate; ")
-    assert messages[2].endswith("to go") and " s so far, about " in messages[2]
+    assert messages[2].endswith("left") and " s so far, about " in messages[2]
     assert messages[-1].startswith("[3/3] well-seed1 is complete; ") and messages[-1].endswith(" so far")
 
 
@@ -86,7 +86,7 @@ def test_what_is_complete_is_not_made_again(planned, train_script, run, caplog):
         run(one.arguments)
     caplog.set_level("INFO", "hfgolf")
     assert run_missing(runs, train_script(NEVER), jobs=2) == {}
-    assert caplog.messages == ["2 runs: 2 complete already, 0 to make"]
+    assert caplog.messages == ["2 runs: 2 already complete, 0 to do"]
     runs[0].folder.summary.unlink()  # as if it had been stopped
     assert run_missing(runs, train_script(NEVER), jobs=1) == {"a-seed1": "it was not to be started"}
     with pytest.raises(
