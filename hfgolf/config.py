@@ -240,7 +240,7 @@ class BatchConfig:
     tokens_per_step: int = 4096
     """Tokens per optimizer step over all processes; gradient accumulation follows from it."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Sequences per forward pass of one process; auto: the largest that fits the predicted memory."""
+    """Sequences per forward pass of one process; auto: chosen to fit the predicted memory."""
 
     def __post_init__(self) -> None:
         length = self.sequence_length
@@ -405,7 +405,7 @@ class TrainConfig:
     max_epochs: float | None = None
     """Passes over the training data."""
     max_minutes: float | None = None
-    """Minutes of training, including compilation and evaluation; the schedule is fitted to them."""
+    """Minutes of training, including compilation and evaluation; the schedule then spans these minutes."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """null: the setting of `accelerate` if there is one, else bf16 if the hardware is fast at it, else no (fp32)."""
     compile: Literal["auto", True, False] = "auto"
@@ -425,7 +425,7 @@ class TrainConfig:
     save_every_steps: int | None = 500
     """Save a checkpoint every N steps, and always at the last step; null: not by steps."""
     save_every_minutes: float | None = 10.0
-    """Also save a checkpoint when the last one is this old; null: not by time."""
+    """Also save when the last checkpoint is this many minutes old; null: not by time."""
     keep_last: int = 2
     """Newest checkpoints to keep, in addition to the best one."""
     resume: str | None = None

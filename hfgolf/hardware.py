@@ -129,8 +129,8 @@ class Device:
 # The first entry whose words are all in the name matches, so specific names come before general ones. Sources: NVIDIA's
 # data sheets of the HGX B300 and B200 (one GPU's share), GB200 NVL72, GH200, H200, H100, A100, A40, A30, A10, L40S,
 # L40, L4, V100 and T4; the appendices of its white papers on RTX Blackwell, Ada and Ampere GA102; AMD's data sheet of
-# the MI300X. The A800 and H800 compute like the A100 and H100. The H20 has no public data sheet: its figures are those
-# that resellers and the press agree on.
+# the MI300X. The A800 and H800 compute like the A100 and H100. For the H20, there are only the figures that resellers
+# and the press agree on.
 DEVICES = (
     Device("B300", 2250e12, 1125e12, 75e12, 288),
     Device("GB200", 2500e12, 1250e12, 80e12, 186),
