@@ -278,9 +278,9 @@ def _check_key(key: str, where: str | None) -> None:
         return
     same_name = [known for known in KEY_TYPES if known.split(".")[1] == key.split(".")[-1]]
     section = _nearest(key.split(".")[0], SECTIONS)
-    of_section = [known for known in KEY_TYPES if known.split(".")[0] == section]
+    section_keys = [known for known in KEY_TYPES if known.split(".")[0] == section]
     raise UserError(
-        f"{where}: unknown key {key}; did you mean {same_name[0] if same_name else _nearest(key, of_section)}?"
+        f"{where}: unknown key {key}; did you mean {same_name[0] if same_name else _nearest(key, section_keys)}?"
     )
 
 

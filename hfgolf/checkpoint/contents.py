@@ -160,8 +160,8 @@ class Checkpointer:
         except Exception as error:  # torch, accelerate and safetensors raise many kinds for a wrong file
             reason = one_line(error)[:300]
             raise UserError(f"train.resume: {checkpoint} does not fit this run ({reason}); choose another.") from None
-        for group, of_config in zip(self._optimizer.param_groups, rates, strict=True):
-            group.update(of_config)  # the learning rates come from the config, not from the checkpoint
+        for group, settings in zip(self._optimizer.param_groups, rates, strict=True):
+            group.update(settings)  # the learning rates come from the config, not from the checkpoint
         best = step_folder(checkpoint.parent, self._state.best_step)
         if checkpoint.resolve().parent != self._folder.resolve() or not best.exists():  # another run's, or set aside
             self._state.best_val_loss, self._state.best_step = float("inf"), 0

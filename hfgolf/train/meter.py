@@ -50,8 +50,8 @@ class Meter:
 
     def row(self, reduce: Callable[[Tensor, str], Tensor]) -> dict[str, Any]:
         """Return the figures since the last row. reduce: takes the "mean" or "sum" of a tensor over all processes."""
-        of_this_process = torch.tensor([step.loss for step in self._steps], device=self.device)
-        losses = reduce(of_this_process, "mean").tolist()
+        local_losses = torch.tensor([step.loss for step in self._steps], device=self.device)
+        losses = reduce(local_losses, "mean").tolist()
         hashes = reduce(torch.stack([step.sample_hash for step in self._steps]), "sum").tolist()
         grad_norms = [step.grad_norm for step in self._steps]
         seconds = self.stopwatch.seconds()

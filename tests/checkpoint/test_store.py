@@ -242,9 +242,7 @@ def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(tmp_pa
     replace_link(tmp_path / "best", tmp_path / "step-000006")
     which = str(tmp_path / "step-000006") if which == "a path" else which
     flip_a_bit(tmp_path / "step-000006" / "model")
-    with pytest.raises(
-        UserError, match=r"^train.resume: .*step-000006 rejected: model does not match .*; choose an"
-    ):
+    with pytest.raises(UserError, match=r"^train.resume: .*step-000006 rejected: model does not match .*; choose an"):
         choose(tmp_path, which)
     assert names(tmp_path) == ["best", "latest", "step-000003", "step-000006", "step-000009"]
 

@@ -56,8 +56,8 @@ def draw(
         style = {"color": _COLORS[number], "linestyle": _DASHES[number % len(_DASHES)], "label": arm}
         steps, seconds, losses = _by_evaluation(curves)
         for axes, x in ((by_steps, steps), (by_seconds, seconds)):
-            axes.plot(x, [statistics.mean(of_seeds) for of_seeds in losses], linewidth=1.6, **style)
-            lowest, highest = [min(of_seeds) for of_seeds in losses], [max(of_seeds) for of_seeds in losses]
+            axes.plot(x, [statistics.mean(by_seed) for by_seed in losses], linewidth=1.6, **style)
+            lowest, highest = [min(by_seed) for by_seed in losses], [max(by_seed) for by_seed in losses]
             axes.fill_between(x, lowest, highest, color=_COLORS[number], alpha=0.15, linewidth=0)
     bottom, top = _range_of_interest([run.curve for arm in arms for run in outcomes[arm].values()])
     by_steps.set(xlabel="step", ylabel="validation loss (nats per token)", ylim=(bottom, top))
@@ -108,7 +108,7 @@ def _draw_grids(axes: Any, key: str, grids: list[str], comparison: Comparison, e
     for number, (label, points) in enumerate(lines.items()):
         points.sort()
         x = [value for value, _ in points]
-        mean, lowest, highest = ([of(losses) for _, losses in points] for of in (statistics.mean, min, max))
+        mean, lowest, highest = ([function(losses) for _, losses in points] for function in (statistics.mean, min, max))
         color, dashes = _COLORS[number % len(_COLORS)], _DASHES[number % len(_DASHES)]
         axes.plot(x, mean, color=color, linestyle=dashes, marker="o", label=label)
         axes.vlines(x, lowest, highest, color=color)
