@@ -296,7 +296,7 @@ def test_a_home_folder_is_not_a_folder_named_tilde(monkeypatch):
 
 def test_a_missing_file_names_those_there_are(monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=r"no file configs/smal.yaml; there are .*configs/small.yaml"):
+    with pytest.raises(UserError, match=r"no file configs/smal.yaml; available: .*configs/small.yaml"):
         load_config(["--config", "configs/smal.yaml"])
 
 

@@ -1,4 +1,4 @@
-"""A resume goes on with the run it finds: same text, tokenizer, order and decisions, or it says what differs."""
+"""A resume continues the same run (text, tokenizer, order, decisions), or says what differs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONSTANT = {"schedule__name": "constant"}
 
 @pytest.fixture
 def text(tmp_path: Path, corpus_file: Path) -> Path:
-    """A text of one's own, which a test may change."""
+    """A text file that a test may change."""
     return Path(shutil.copy(corpus_file, tmp_path / "text.txt"))
 
 
@@ -67,7 +67,7 @@ def test_every_key_has_a_rule_and_every_rule_has_keys():
     ],
 )
 def test_what_differs_goes_on_or_is_refused_as_the_readme_says(run, tiny_run, change, refused_under):
-    """Row by row of its table; text and validation split have a test of their own."""
+    """One case per row of the table; text and validation split have their own test."""
     folder = run(tiny_run(**CONSTANT, train__max_steps=1))
     for resume in ("auto", "latest"):
         (folder / "summary.json").unlink(missing_ok=True)
@@ -91,7 +91,7 @@ def test_what_is_not_decided_yet_differs_from_nothing():
 @pytest.mark.parametrize("resume", ["auto", "latest"])
 @pytest.mark.parametrize("change", ["appended", "replaced", "split"])
 def test_other_text_under_a_resume_is_refused_before_anything_is_touched(run, tiny_run, text, resume, change):
-    """A tokenizer trained on other text would give the weights other ids."""
+    """A tokenizer trained on other text would assign different ids."""
     options = {"data__files": text, "tokenizer__kind": "bpe", "tokenizer__vocab_size": 300}
     folder = run(tiny_run(**options, train__max_steps=3))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
@@ -213,7 +213,7 @@ def test_what_changed_is_one_line_and_part_of_the_event(run, tiny_run, caplog):
 
 
 def test_a_run_sticks_to_what_it_decided(run, tiny_run, monkeypatch, caplog):
-    """Precision, compilation, threads and micro-batch, though this machine would decide otherwise now."""
+    """Precision, compilation, threads and micro-batch, although this machine would now decide differently."""
     undecided = {key.replace(".", "__"): value or "null" for key, value in UNDECIDED.items()}
     monkeypatch.setattr(compilation, "should_compile", lambda *a, **k: (True, "it pays"))
     monkeypatch.setattr(compilation, "compile_in_place", lambda model, run_once: run_once())
@@ -263,7 +263,7 @@ def test_each_start_keeps_its_config_metadata_and_patch(run, tiny_run, monkeypat
 
 
 def test_the_config_of_a_resumed_run_repeats_it(run, tiny_run):
-    """Though it was resumed, there is nothing to resume in a new folder."""
+    """Although the run was resumed, there is nothing to resume in a new folder."""
     straight = run(tiny_run(train__max_steps=3))
     run(tiny_run(train__max_steps=6, train__resume="latest"))
     again = run([f"--config={straight / 'config.yaml'}", "--run.name=again"])

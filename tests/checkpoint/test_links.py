@@ -1,4 +1,4 @@
-"""`latest` and `best` are for people: without links, or with copies in their place, a run goes on all the same."""
+"""`latest` and `best` are for people: a run resumes without the links, or with copies in their place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = {"train__max_steps": 9, "train__keep_last": 1, "schedule__name": "const
 
 
 def follow_links(checkpoints: Path) -> None:
-    """Do as scp -r and most zips: a link becomes a folder."""
+    """Turn each link into a folder, like scp -r and most zip tools."""
     copy = checkpoints.with_name("copy")
     shutil.copytree(checkpoints, copy)
     shutil.rmtree(checkpoints)
@@ -31,13 +31,13 @@ def follow_links(checkpoints: Path) -> None:
 
 
 def drop_links(checkpoints: Path) -> None:
-    """Do as an object store."""
+    """Drop each link, like an object store."""
     for link in ("latest", "best"):
         (checkpoints / link).unlink()
 
 
 def write_links_as_text(checkpoints: Path) -> None:
-    """Do as git and some zips do on Windows."""
+    """Turn each link into a text file, like git and some zip tools on Windows."""
     for link in ("latest", "best"):
         target = os.readlink(checkpoints / link)
         (checkpoints / link).unlink()
@@ -61,7 +61,7 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Exception]], Non
 @pytest.mark.parametrize("copy", [follow_links, drop_links, write_links_as_text])
 @pytest.mark.parametrize("resume", ["latest", "best"])
 def test_a_copied_run_goes_on(run, tiny_run, validation_losses, copy, resume):
-    """The best is step 3, the latest step 6; whichever the run goes on from, it is told by the files, not by a link."""
+    """The best is step 3, the latest step 6; the files decide which one is used, not the links."""
     validation_losses([2.0, 2.5])
     folder = run(tiny_run(**LENGTH | {"train__max_steps": 6}))
     checkpoints = folder / "checkpoints"
@@ -93,7 +93,7 @@ def test_a_file_system_without_links_costs_nothing(run, tiny_run, validation_los
 
 
 def test_no_link_stays_that_cannot_follow(tmp_path, no_links):
-    """Better none than one to an older checkpoint."""
+    """No link is better than a link to an older checkpoint."""
     for name in ("step-000003", "step-000006"):
         (tmp_path / name).mkdir()
     replace_link(tmp_path / "latest", tmp_path / "step-000003")
@@ -112,7 +112,7 @@ def test_a_folder_in_the_place_of_a_link_is_kept_under_another_name(run, tiny_ru
 
 
 def test_a_best_that_was_never_saved_is_not_looked_for(run, tiny_run):
-    """The disk was full then: the best is the best of those that are there."""
+    """The disk was full at the best step: the best is the best that exists."""
     checkpoints = run(tiny_run()) / "checkpoints"
     assert best_checkpoint(checkpoints) == checkpoints / "step-000006"
     for text in ('{"best_step": 5}', '{"best_step": "6"}', '{"best_step": [6]}', "[]", "{", "[" * 100_000, "\xff"):
@@ -123,7 +123,7 @@ def test_a_best_that_was_never_saved_is_not_looked_for(run, tiny_run):
 
 
 def test_checkpoints_on_a_disk_that_is_not_mounted_are_waited_for(run, tiny_run, tmp_path):
-    """Nothing is begun anew, and no row is erased."""
+    """The run does not start over, and no row is erased."""
     folder = run(tiny_run())
     (folder / "summary.json").unlink()
     (folder / "checkpoints").rename(tmp_path / "disk")

@@ -1,4 +1,4 @@
-"""What a run remembers: judged, begun anew with other data, and read back only if it is whole."""
+"""The state of a run: how evaluations and new data change it, and that only a valid one is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there: whatever is wrong with one is named, and nothing in it is ever executed."""
+"""A checkpoint is complete or absent: any damage is named, and nothing in it is ever executed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ BESIDE_WEIGHTS = [
 
 
 def commit(folder: Path, step: int, content: str = "weights", best_step: int = 0) -> Path:
-    """Write a checkpoint of one small file and, if there is a best step, the state that says so."""
+    """Write a checkpoint with one small file and, if there is a best step, a state that names it."""
     partial = begin_checkpoint(folder, step)
     (partial / "model").write_text(content)
     if best_step:
@@ -86,7 +86,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_save_that_lacks_only_its_name_is_finished_at_the_next_start(tmp_path):
-    """The power went between the two renames of a step that is saved a second time."""
+    """The power failed between the two renames of a step that is saved again."""
     whole, half = (commit(tmp_path, step).rename(tmp_path / f".partial-step-{step:06d}") for step in (3, 6))
     truncate(half / "model")
     clean_up(tmp_path)
@@ -95,7 +95,7 @@ def test_a_save_that_lacks_only_its_name_is_finished_at_the_next_start(tmp_path)
 
 
 def test_a_second_save_of_a_step_that_was_killed_gives_way_to_the_first(tmp_path):
-    """The kill came before the first was set aside: both are whole, and one has the name."""
+    """The kill came before the old one was set aside: both are complete, and the old one has the name."""
     first = commit(tmp_path, 3, "first")
     again = commit(tmp_path / "elsewhere", 3, "again").rename(tmp_path / ".partial-step-000003")
     clean_up(tmp_path)
@@ -253,7 +253,7 @@ def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(tmp_pa
 
 
 def test_an_abandoned_checkpoint_can_be_gone_back_to(tmp_path):
-    """What has taken its place meanwhile is set aside under another name, and not over it."""
+    """A later checkpoint of that step is set aside under another name, without overwriting it."""
     set_aside(commit(tmp_path, 6, "first"))
     commit(tmp_path, 6, "second")
     chosen = choose(tmp_path, str(tmp_path / "abandoned-step-000006"))
@@ -279,7 +279,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
 
 
 def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplog):
-    """At whatever call to the disk it fails: nothing is deleted before the new checkpoint is complete."""
+    """Whichever disk operation fails, nothing is deleted before the new checkpoint is complete."""
     real_sync, seen = durable.sync, {}
 
     def failing(path: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_reader_never_sees_half_a_checkpoint(run, tiny_run, tmp_path):
 
 
 def test_the_files_are_those_of_accelerate(run, tiny_run, tmp_path, monkeypatch, reset_accelerate):
-    """Names and contents as save_state writes them, and load_state reads them."""
+    """Same names and contents as save_state writes and load_state reads."""
     real_save = loop.save
 
     def save_twice(run_: Any) -> None:
@@ -369,7 +369,7 @@ def test_the_files_are_those_of_accelerate(run, tiny_run, tmp_path, monkeypatch,
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """Creates a file when unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -380,7 +380,7 @@ class Bomb:
 
 @pytest.mark.parametrize("is_zipped", [True, False])
 def test_nothing_in_a_checkpoint_is_executed(run, tiny_run, tmp_path, monkeypatch, is_zipped):
-    """By somebody who knows the manifest too; a scaler is there, so that its file is read."""
+    """By an attacker who also fixes the manifest; with a scaler, so that its file is read."""
     folder, mark = run(tiny_run()), tmp_path / "executed"
     pickle.loads(pickle.dumps(Bomb(mark)))
     assert mark.is_dir(), "the bomb is none"
@@ -418,7 +418,7 @@ def test_nothing_in_a_checkpoint_is_executed(run, tiny_run, tmp_path, monkeypatc
 
 
 def test_a_file_that_holds_something_else_is_one_line(run, tiny_run, reset_accelerate):
-    """With a manifest that fits, as no disk would write it: still no traceback."""
+    """With a matching manifest, unlike damage by a disk: still no traceback."""
     arguments = tiny_run(optim__ema_decay=0.9)
     folder = run(arguments)
     reset_accelerate()
@@ -445,7 +445,7 @@ def test_a_file_that_holds_something_else_is_one_line(run, tiny_run, reset_accel
 
 
 def test_a_checkpoint_of_another_tokenizer_or_without_its_generators_is_refused(run, tiny_run):
-    """With a manifest that fits."""
+    """With a matching manifest."""
     checkpoint = run(tiny_run()) / "checkpoints" / "step-000006"
     whole = json.loads((checkpoint / "run.json").read_text())
     (checkpoint / "run.json").write_text(json.dumps(whole | {"tokenizer_sha256": "0" * 64}))
@@ -460,7 +460,7 @@ def test_a_checkpoint_of_another_tokenizer_or_without_its_generators_is_refused(
 
 
 def test_best_goes_back_with_the_run(run, tiny_run, tmp_path, reset_accelerate):
-    """It is the best of the steps that count, and retention must not take it for an abandoned one's sake."""
+    """It is the best of the valid steps, and retention must not delete it in favor of an abandoned one."""
     folder = run(tiny_run())
     best = folder / "checkpoints" / "best"
     assert best.resolve().name == "step-000006"
@@ -477,7 +477,7 @@ def test_best_goes_back_with_the_run(run, tiny_run, tmp_path, reset_accelerate):
 
 
 def test_an_update_waits_until_a_save_has_read_what_it_changes(run, tiny_run, monkeypatch):
-    """What the thread writes are the weights and the optimizer's state themselves."""
+    """The thread writes the weights and the optimizer's state themselves, not copies."""
     straight = run(tiny_run(run__name="straight"))
     write = contents.save_file
 
@@ -492,7 +492,7 @@ def test_an_update_waits_until_a_save_has_read_what_it_changes(run, tiny_run, mo
 
 
 def test_without_room_a_gpus_tensors_are_not_copied(tiny_run, monkeypatch):
-    """They are written as a CPU's are then, while the next update waits."""
+    """They are then written like a CPU's tensors, while the next update waits."""
     checkpoints = setup.set_up(load_config(tiny_run())).checkpoints
     monkeypatch.setattr(contents.Checkpointer, "_copy", lambda self, contents: contents)
     tensors = checkpoints._tensors()
@@ -524,7 +524,7 @@ def test_a_save_that_fails_lets_the_updates_go_on(run, tiny_run, monkeypatch):
     ],
 )
 def test_an_odd_train_state_with_a_manifest_that_fits_is_rejected(tmp_path, change):
-    """The checkpoint before it is taken, as for any other damage."""
+    """The previous checkpoint is used, as for any other damage."""
     for step in (3, 6):
         commit(tmp_path, step, best_step=3)
     file = tmp_path / "step-000006" / "train_state.json"

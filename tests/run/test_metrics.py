@@ -1,4 +1,4 @@
-"""metrics.jsonl read back, healthy or not."""
+"""Reading metrics.jsonl, healthy or damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which commit, which changes to it, which environment: complete enough to repeat a run, and without a secret."""
+"""Commit, uncommitted changes and environment: complete enough to repeat a run, and without secrets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_commit_of_an_image_is_in_the_metadata(monkeypatch):
 
 @pytest.fixture
 def logged_in(monkeypatch):
-    """Give this process a token of the Hub, a key of wandb, and a config whose URL holds a password."""
+    """Give this process a Hub token, a wandb key, and a config with a password in a URL."""
     monkeypatch.setenv("HF_TOKEN", HF_TOKEN)
     monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
     monkeypatch.setenv("WANDB_BASE_URL", f"https://{CREDENTIALS}@wandb.example")
@@ -77,7 +77,7 @@ def test_no_line_of_the_log_tells_a_secret(logged_in, capsys, monkeypatch):
 
 @pytest.fixture
 def repository(tmp_path):
-    """A git repository with one commit, in which a file is changed and files come and go; its own settings are odd."""
+    """A git repository with one commit, changed, added and deleted files, and unusual settings."""
     if not shutil.which("git"):
         pytest.skip("there is no git")
     root = tmp_path / "repository"

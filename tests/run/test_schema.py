@@ -1,4 +1,4 @@
-"""The schema of metrics.jsonl: a real run writes what it says, and docs/metrics.md is made from it."""
+"""The schema of metrics.jsonl matches what a real run writes, and docs/metrics.md is generated from it."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def test_every_kind_of_event_in_the_code_is_in_the_schema():
 
 
 def test_the_page_is_that_of_the_schema():
-    """To make it anew: python -m hfgolf.run.schema > docs/metrics.md"""
+    """To regenerate: python -m hfgolf.run.schema > docs/metrics.md"""
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == markdown()

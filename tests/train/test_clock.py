@@ -1,4 +1,4 @@
-"""When a checkpoint is due by the clock, or because somebody asked for one."""
+"""When a checkpoint is due, by time or on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hfgolf.train.signals import Signals
 
 @pytest.fixture
 def of_run(monkeypatch):
-    """A Clock with the default config, and its `now`, a list of one time."""
+    """A Clock with the default config, and `now`, a list that holds its time."""
     now = [0.0]
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
     signals, stopwatch = Signals(), SimpleNamespace(training_seconds=lambda: 0.0)
@@ -48,7 +48,7 @@ def test_who_asks_gets_one_checkpoint(of_run):
 
 
 def test_a_run_that_minutes_may_end_is_as_long_as_its_speed_says_now_and_no_longer_than_its_steps():
-    """Also by the seconds that an evaluation took since the last step."""
+    """Including the seconds of an evaluation since the last step."""
     spent = [0.0]
     stopwatch = SimpleNamespace(training_seconds=lambda: spent[0])
     limits = TrainConfig(max_minutes=1.0)

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more is no reason to stop, and leaves no traceback."""
+"""A closed output stream neither stops a run nor causes a traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def closed_pipe():
-    """What a process before `| head -1` writes to in the end."""
+    """A pipe whose reader is gone, like that of `| head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
@@ -37,7 +37,7 @@ def test_the_log_falls_silent(closed_pipe, monkeypatch, capsys):
 
 
 def test_a_run_whose_output_nobody_reads_trains_on(closed_pipe, tiny_run, tmp_path, monkeypatch, capsys):
-    """As before `| head -1`, which has ended."""
+    """Like stdout in `| head -1` after head has ended."""
     monkeypatch.setattr(sys, "stdout", closed_pipe)
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", *tiny_run()])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""A fault put into a real run, and the doctor who names it: exactly that one, in the log, in metrics.jsonl, offline."""
+"""The doctor names exactly the fault injected into a real run: in the log, in metrics.jsonl and offline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Install = Callable[[Callable[[Any], None]], None]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 70 kB that are not as easily learned as the text of the other tests: words by chance, some more often."""
+    """About 70 kB of random words with different frequencies, harder to learn than the text of other tests."""
     chance = random.Random(0)
     words = ["".join(chance.choices("etaoinshrdlucmfwypvbgk", k=chance.randint(1, 9))) for _ in range(2000)]
     drawn = chance.choices(words, [1 / rank for rank in range(1, 2001)], k=12_000)
@@ -50,7 +50,7 @@ def tiny_run(tiny_run, text):
 
 
 def findings(folder: Path) -> list[Finding]:
-    """Return what the doctor found while the run trained; it must be what he finds when he reads of it afterwards."""
+    """Return the findings made during training, after checking that the offline doctor finds the same."""
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [event for event in events if event.get("event") == "finding"]
     told = [Finding(*(event[key] for key in ("symptom", "step", "saw", "causes", "fix"))) for event in found]
@@ -81,7 +81,7 @@ def test_a_healthy_run_is_told_nothing(run, tiny_run, caplog):
 
 
 def test_a_learning_rate_that_explodes_at_once(run, tiny_run, caplog):
-    """The run dies before a row is due: what happened is said all the same."""
+    """The run fails before a row is due, and the finding is still reported."""
     options = {"optim__name": "adamw", "optim__learning_rate": 1e15, "optim__weight_decay": 0}
     arguments = tiny_run(train__max_steps=20, train__log_every_steps=10, **options, **AT_THE_END)
     with caplog.at_level(logging.INFO, "hfgolf"), pytest.raises(UserError, match="not finite"):
@@ -199,7 +199,7 @@ def test_targets_that_are_the_inputs(run, tiny_run, monkeypatch):
 
 @pytest.fixture
 def slow_clock(edit_run, monkeypatch) -> Callable[[Callable[[int], tuple[float, float]]], None]:
-    """Return a function that makes the stopwatch say what steps take: of a step's number, (data, compute) seconds."""
+    """Return a function that fakes the stopwatch: {step: (data, compute) seconds}."""
     now = [time.perf_counter()]
     clock = SimpleNamespace(**{**vars(time), "perf_counter": lambda: now[0]})
     monkeypatch.setattr(stopwatch, "time", clock)

@@ -1,4 +1,4 @@
-"""What happens to a machine while a run goes on: killed processes, full disks, folders that are gone or taken."""
+"""Faults of the machine during a run: killed processes, full disks, folders that are deleted or taken."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def partial_folders(checkpoints: Path) -> set[tuple[str, int]]:
-    """Return the unfinished folders there, each with what tells it from another of the same name."""
+    """Return the unfinished folders, each with its ctime, which distinguishes folders of the same name."""
     found = set()
     for path in checkpoints.glob(".partial-*"):
         try:
@@ -55,7 +55,7 @@ def wait_for_a_save(checkpoints: Path, known: set[tuple[str, int]]) -> None:
 
 
 def test_fifty_kills_leave_no_trace(tiny_run, tmp_path):
-    """kill -9 at random moments, every second time while a checkpoint is being written; bitwise as a straight run."""
+    """kill -9 at random moments, every second time during a save: bitwise equal to a straight run."""
     options = {
         "train__max_steps": 200,
         "train__save_every_steps": 2,
@@ -102,7 +102,7 @@ def test_fifty_kills_leave_no_trace(tiny_run, tmp_path):
 
 
 def _train_and_tell(resolved: ResolvedConfig, answers: Any, fault: Callable[[Path], Callable[[], None]]) -> None:
-    """Train with a disk that refuses from step 5 to step 8; send what was said and what was there at step 8."""
+    """Train with a disk that fails from step 5 to step 8; send the log, and the files at step 8."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -121,14 +121,14 @@ def _train_and_tell(resolved: ResolvedConfig, answers: Any, fault: Callable[[Pat
 
 
 def no_larger_files(folder: Path) -> Callable[[], None]:
-    """Let no file grow beyond the size that metrics.jsonl has, and 100 bytes: the next row is cut, saves fail."""
+    """Limit file sizes to that of metrics.jsonl plus 100 bytes: the next row is cut off, and saves fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "metrics.jsonl").stat().st_size + 100, hard))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def no_more_room(folder: Path) -> Callable[[], None]:
-    """Fill the disk with another file, so that the weights have room and the optimizer's state has not."""
+    """Fill the disk with another file, so that the weights fit but the optimizer's state does not."""
     filler = folder.parent / "filler"
     with filler.open("wb", buffering=0) as file:
         free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
@@ -181,7 +181,7 @@ def test_a_full_disk_costs_one_line_a_save_and_nothing_else(run, tiny_run, tmp_p
 
 
 def refuse(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the system say no to whoever wants to write below the run's folder, as it would not to root."""
+    """Make writes to the run's folder fail, even for root."""
     real_open, real_mkdir, folder = Path.open, Path.mkdir, run.folder.path
 
     def open_(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
@@ -314,7 +314,7 @@ def test_a_folder_belongs_to_one_process_as_long_as_that_lives(run, tiny_run, tm
 
 
 def test_the_clock_may_run_backwards(run, tiny_run, monkeypatch):
-    """The time of day, and of the files: the newest checkpoint is the one of the last step."""
+    """If the clock jumps, the newest checkpoint is still that of the last step, not the one with the newest files."""
     options = {"train__eval_every_steps": 99, "train__save_every_steps": 2, "schedule__name": "constant"}
     straight = run(tiny_run(run__name="straight", train__max_steps=9, **options))
     now = itertools.count(2e9, -3600)
@@ -358,7 +358,7 @@ def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatc
 
 
 def test_a_folder_deleted_under_a_run_is_given_to_one_of_two(tiny_run, tmp_path):
-    """Whoever comes first locks it again; the other ends in one line and writes nothing more."""
+    """The first run locks it again; the other ends with one line and writes nothing more."""
     resolved = load_config(tiny_run(train__max_steps=12, train__save_every_steps=1, train__eval_every_steps=99))
     folder = tmp_path / "runs" / "tiny"
     first = start(resolved, tmp_path / "first.txt", pause_seconds=2)

@@ -1,4 +1,4 @@
-"""How a run ends: what it exports is what was saved, and what it says at last is what is on the disk."""
+"""How a run ends: it exports what was saved, and reports what is on disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def same_weights(one: Path, other: Path) -> bool:
 @pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink])
 @pytest.mark.parametrize("averaged", [False, True])
 def test_damaged_best_weights_are_not_exported(run, tiny_run, monkeypatch, validation_losses, caplog, damage, averaged):
-    """The run ends with its last weights instead, and says so: in the log, the summary and the card."""
+    """The run exports its last weights instead, and says so in the log, the summary and the card."""
     name = "ema.safetensors" if averaged else "model.safetensors"
     options = {"optim__ema_decay": 0.9, "optim__ema_export": "true"} if averaged else {}
     validation_losses([2.0] * (1 + averaged) + [2.5])  # the best is step 3
@@ -77,7 +77,7 @@ def test_weights_that_are_not_finite_are_replaced_by_the_newest_whole_ones(run, 
 
 @pytest.mark.slow
 def test_a_run_is_complete_only_if_its_summary_and_its_model_are_whole(run, tiny_run, run_script, reset_accelerate):
-    """The same command makes again what is damaged, from the checkpoints, and nothing else."""
+    """The same command rebuilds only what is damaged, from the checkpoints."""
     folder = run(tiny_run())
 
     def model() -> dict[str, bytes]:
@@ -157,7 +157,7 @@ def test_a_complete_run_says_that_its_text_has_changed_since(run, tiny_run, run_
 
 
 def test_the_peak_is_read_when_everything_is_made(run, tiny_run, monkeypatch):
-    """Drawing the report and exporting take memory, too."""
+    """The report and the export need memory, too."""
     made = ["training"]
     real = finish.export_model
     monkeypatch.setattr(finish, "export_model", lambda *given: (real(*given), made.append("model")))
@@ -169,7 +169,7 @@ def test_the_peak_is_read_when_everything_is_made(run, tiny_run, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its heap is what the prediction knows")
 def test_the_memory_of_a_run_is_as_predicted_and_as_top_shows_it(tiny_run, tmp_path):
-    """Without the fragmentation of the heap the prediction was 0.7 of the peak."""
+    """Without heap fragmentation, the prediction was 0.7 of the peak."""
     shape = {"model__hidden_size": 128, "model__num_hidden_layers": 6, "batch__sequence_length": 512}
     steps = {"batch__tokens_per_step": 4096, "batch__micro_batch_size": 8, "train__max_steps": 2}
     options = tiny_run(**shape, **steps, train__mixed_precision="bf16")

@@ -1,4 +1,4 @@
-"""The same loop on a CUDA GPU: make test-gpu. Skipped, with the reason, where there is none."""
+"""The same loop on a CUDA GPU: make test-gpu. Skipped, with a reason, if there is none."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_resume_on_the_gpu_is_the_run(run, tiny_run):
 
 
 def test_a_micro_batch_that_is_too_much_is_halved_until_it_trains(run, tiny_run):
-    """The allocator may have 2 GiB, whatever the GPU has; half a million tokens at once take more."""
+    """The allocator is limited to 2 GiB on any GPU; half a million tokens at once need more."""
     limit_bytes = 2 * 2**30
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""The loop against what must hold of it: exact accumulation, exact resume, exact rows."""
+"""The loop's invariants: exact accumulation, exact resume, exact rows."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_run_writes_what_it_promises(run, tiny_run, capsys):
 
 
 def test_training_from_python(tiny_run):
-    """What the package offers: a command line or a RunConfig, a summary back."""
+    """The package's API: pass a command line or a RunConfig, get a summary."""
     resolved = hfgolf.load_config(tiny_run(train__max_steps=2, run__name="by_hand"))
     summary = hfgolf.train(resolved.config)
     folder = run_folder(resolved.config).path
@@ -99,7 +99,7 @@ def test_training_from_python(tiny_run):
 
 @pytest.mark.slow
 def test_accumulation_is_exact(run, tiny_run, monkeypatch):
-    """1x8 = 2x4 = 8x1: tokens_per_step is what the user states, micro-batches are how."""
+    """1x8 = 2x4 = 8x1: only tokens_per_step matters, not the micro-batches."""
     # where products are in bf16, a rounding of the last bit of a gradient becomes one of the third digit of an update
     monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
     first, *others = (
@@ -127,7 +127,7 @@ def test_every_optimizer_and_schedule_learns(run, tiny_run, options):
 
 @pytest.mark.parametrize(("options", "clip"), [({}, 1.0), ({"train__max_grad_norm": 0.25}, 0.25)])
 def test_an_update_is_that_of_the_textbook(run, tiny_run, monkeypatch, options, clip):
-    """SGD by hand: the mean gradient of two micro-batches, clipped, at the warmup's rate; only matrices decay."""
+    """SGD computed by hand: mean gradient of two micro-batches, clipped, warmup's rate; only matrices decay."""
     real_step = loop.train_step
     norms = []
 
@@ -167,7 +167,7 @@ def test_what_only_saves_memory_or_time_changes_no_loss(run, tiny_run, options):
 
 @pytest.mark.slow
 def test_a_compiled_model_compiles_once(run, tiny_run, monkeypatch):
-    """The pass that compiles must look like a training step, or the first step compiles again."""
+    """The warm-up pass must look like a training step, or the first step recompiles."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -204,7 +204,7 @@ def test_two_processes_train_as_one(run, tiny_run):
 
 @pytest.mark.slow
 def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
-    """accelerate scales only on GPUs, so the CPU's scaler is put in its place; the loop is the same."""
+    """accelerate scales only on GPUs, so this test injects a CPU scaler; the loop is the same."""
     from hfgolf.train import process
 
     plain = run(tiny_run(run__name="fp32", train__max_steps=3))
@@ -240,7 +240,7 @@ def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
 
 
 def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
-    """Validation worsens after step 4: `best` stays, retention lets the others go, the export is of step 4."""
+    """Validation gets worse after step 4: `best` stays, retention deletes others, and step 4 is exported."""
     real = validation.evaluate_loss
 
     calls = itertools.count(1)
@@ -321,7 +321,7 @@ def test_another_config_does_not_touch_a_finished_run(run, tiny_run):
 
 
 def test_a_key_that_is_younger_than_a_run_had_its_default(run, tiny_run):
-    """Two of them, one of which is a tuple, are taken out of the config of a run that is over."""
+    """Removes two keys, one of them a tuple, from the config of a complete run."""
     folder = run(tiny_run(train__max_steps=3))
     lines = (folder / "config.yaml").read_text().splitlines()
     kept = [line for line in lines if not line.strip().startswith(("attention_dropout:", "betas:"))]

@@ -1,4 +1,4 @@
-"""The power fails at any moment of a run: nothing that was finished is lost, and nobody reads half of anything."""
+"""The power fails at any moment of a run: nothing finished is lost, and nothing incomplete is ever read."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ OPTIONS = {
 
 
 class Life(NamedTuple):
-    """All that a run left on the disk, at each moment."""
+    """The state of the disk at each moment of a run."""
 
     states: dict[Tree, Moment]
     contents: dict[str, bytes]
     now: Tree
-    """At the end, with nothing lost."""
+    """The final state, with nothing lost."""
 
 
 def _live(resolved: ResolvedConfig, disk: Path, answer: Path) -> None:
@@ -74,7 +74,7 @@ def _live(resolved: ResolvedConfig, disk: Path, answer: Path) -> None:
 
 @pytest.fixture
 def life(tiny_run: Callable[..., list[str]], tmp_path: Path) -> Life:
-    """The states of one life, recorded once for all tests."""
+    """The states of the disk during one run, recorded once for all tests."""
     if not _RECORDED:
         disk, answer = tmp_path / "disk", tmp_path / "answer"
         disk.mkdir()
@@ -91,7 +91,7 @@ _RECORDED: list[Life] = []
 
 
 class Reader:
-    """Says what is half, or lost, in the states of a run's folder; looks once at what is the same in several."""
+    """Finds incomplete or lost files in the states of a run's folder; checks equal content only once."""
 
     def __init__(self, life: Life, scratch: Path) -> None:
         self._contents, self._scratch = life.contents, scratch
@@ -161,7 +161,7 @@ def test_a_power_cut_leaves_nothing_half_and_loses_nothing_finished(life, tmp_pa
 
 
 def kinds(life: Life, with_content: bool) -> list[Tree]:
-    """Return a state of each kind: by what is there under its final name, and with_content by what is in it."""
+    """Return one state of each kind: by the files with final names and, if with_content, by their content."""
     of_kind: dict[Any, Tree] = {}
     for tree in life.states:
         there = [(path, what) for path, what in tree if not _UNFINISHED.search(path)]
@@ -181,7 +181,7 @@ def figures(folder: Path) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("with_content", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_same_command_goes_on_after_a_power_cut(life, run, tiny_run, tmp_path, monkeypatch, with_content):
-    """To the last bit as if nothing had happened."""
+    """Bitwise equal to an undisturbed run."""
     monkeypatch.setattr(finish, "report_run", lambda *arguments: None)  # drawing takes longer than all the rest
     straight = run(tiny_run(**OPTIONS))
     for number, tree in enumerate(kinds(life, with_content)):

@@ -1,4 +1,4 @@
-"""Which precision, how many threads, which memory: each with its source, also as `accelerate launch` starts it."""
+"""Precision, threads and memory, each with its source, also under `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resolved(*arguments: str):
 
 @pytest.fixture
 def launched_by(monkeypatch, tmp_path):
-    """Pretend that `accelerate launch` with these words started this process and exported this precision."""
+    """Pretend that `accelerate launch` started this process with these arguments and exported this precision."""
 
     def pretend(precision: str, *words: str) -> None:
         from accelerate.commands.config import config_args
@@ -164,7 +164,7 @@ def test_a_failing_compiler_falls_back_with_one_line(run, tiny_run, caplog):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_asking_for_the_precision_does_not_part_the_processes():
-    """The first PartialState of a process settles whether it is one of several, and this is the first."""
+    """The first PartialState decides for the whole process whether it is one of several; this call makes the first."""
     program = (
         "from accelerate import Accelerator, PartialState; from hfgolf.command_line import load_config;"
         "from hfgolf.train.process import resolve_precision;"
@@ -185,7 +185,7 @@ def test_asking_for_the_precision_does_not_part_the_processes():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to")
 def test_freed_memory_is_there_for_the_next_step():
-    """Without it, each round would fault 50 MB in anew: 12,000 pages."""
+    """Without it, each round would page-fault 50 MB again: 12,000 pages."""
     program = (
         "import resource, sys, torch\n"
         "from hfgolf.train.process import tune_memory\n"
@@ -206,7 +206,7 @@ def test_freed_memory_is_there_for_the_next_step():
 
 
 def without_large_pages() -> dict[str, str]:
-    """Return this environment as it was before any test set up a run."""
+    """Return the environment as it was before any test set up a run."""
     return {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
 
 
@@ -237,7 +237,7 @@ def test_large_tensors_lie_in_large_pages():
     [(0.0, "sdpa, SDPA's flash kernel, q, k and v in "), (0.1, "sdpa, SDPA's math kernel, q, k and v in ")],
 )
 def test_the_log_says_what_attention_got(run, tiny_run, monkeypatch, caplog, dropout, words):
-    """Also if it casts q, k and v itself, after autocast and the projection."""
+    """Even if the model itself casts q, k and v, after autocast and the projection."""
     options = {"model__attention_dropout": dropout, "train__max_steps": 1}
     with caplog.at_level(logging.INFO, "hfgolf"):
         run(tiny_run(**options))

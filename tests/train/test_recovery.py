@@ -1,4 +1,4 @@
-"""A step that goes wrong: what is skipped, undone, made smaller or given up, and that each is said once."""
+"""Bad steps: what is skipped, rolled back, reduced or given up, and that each is reported once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """Return what went wrong and what was done about it, so no samples."""
+    """Return the events except samples: what went wrong and what was done about it."""
     table = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in table if row.get("event", "sample") != "sample"]
 
@@ -59,7 +59,7 @@ def hashes(folder: Path) -> list[str]:
 
 
 def hashes_of(data_steps: list[int], num_blocks: int) -> list[str]:
-    """Return the hash of each step's batch in a tiny run of default seed, 8 sequences a step."""
+    """Return the hash of each step's batch in a tiny run with the default seed, 8 sequences per step."""
     return [
         f"{sample_hash(block_starts(1337, 8 * step + np.arange(8), num_blocks, 32)) % 2**64:016x}"
         for step in data_steps
@@ -82,7 +82,7 @@ def copy_of(run: Any) -> list[Tensor]:
 
 
 def test_a_step_with_a_nan_changes_nothing_and_is_named(run, tiny_run, spoil_gradients, monkeypatch, caplog):
-    """Two of them, not in a row, so that max_skipped_steps 2 is not reached."""
+    """Two bad steps, not in a row, so that max_skipped_steps 2 is not reached."""
     runs = spoil_gradients(lambda step: step in (1, 3))
     real_step = loop.train_step
     changed: list[list[bool]] = []
@@ -123,7 +123,7 @@ def test_a_step_with_a_nan_changes_nothing_and_is_named(run, tiny_run, spoil_gra
 def test_too_many_in_a_row_go_back_and_are_left_out(
     run, tiny_run, spoil_gradients, caplog, save_every, back_at, left_out
 ):
-    """Every other batch comes once and in order, also after a resume, which remembers all of it."""
+    """Every other batch is read once and in order, also after a resume, which remembers the exclusions."""
     excluded = [[8 * left_out[0], 8 * (left_out[-1] + 1)]]
     runs = spoil_gradients(lambda step: step in (1, 4, 5, 6))
     options = {
@@ -202,7 +202,7 @@ def test_a_nan_that_no_scale_helps_is_counted_in_fp16_too(run, tiny_run, fp16_on
 
 @pytest.fixture
 def break_weights(monkeypatch):
-    """Return a function that sets two weights, to infinity, right before the first save at a step."""
+    """Return a function that sets two weights to infinity right before the first save at a step."""
 
     def install(at_step: int, value: float = math.inf) -> None:
         real_save = loop.save
@@ -301,7 +301,7 @@ def test_a_checkpoint_that_good_steps_came_of_is_gone_back_to_again(run, tiny_ru
 
 
 def test_blocks_that_are_excluded_after_later_ones_are_not_read_again(run, tiny_run, spoil_gradients):
-    """The second rollback goes further back, and there another two batches go wrong."""
+    """The second rollback goes further back, where another two batches are bad."""
 
     def is_bad(step: int) -> bool:
         return step in (6, 7, 8, 9) or (step in (4, 5) and runs[0].state.rollbacks == 2)
@@ -313,7 +313,7 @@ def test_blocks_that_are_excluded_after_later_ones_are_not_read_again(run, tiny_
 
 
 def test_no_sample_stops_a_run(run, tiny_run, break_weights, caplog):
-    """Weights that overflow: the guard goes back, while each sample that can't be drawn is one line."""
+    """If weights overflow, the run rolls back, and each failed sample is one line."""
     break_weights(4, 1e38)
     options = {"train__save_every_steps": 4, "train__max_skipped_steps": 3, "train__max_steps": 8}
     with caplog.at_level(logging.INFO, "hfgolf"):
@@ -490,7 +490,7 @@ OUT_OF_MEMORY = [
 
 @pytest.fixture
 def lack_memory(monkeypatch):
-    """Return a function that raises `error` where a training pass has more than `most` sequences, after `spared`."""
+    """Return a function that makes training passes with more than `most` sequences raise, after `spared` passes."""
 
     def install(error: Exception, most: int, spared: int = 0) -> None:
         real = GolfForCausalLM.forward
@@ -543,7 +543,7 @@ def test_one_sequence_too_much_is_one_line(run, tiny_run, lack_memory):
 
 
 def test_too_much_for_one_of_two_processes_in_mid_step_ends_with_the_setting_that_continues(run, tiny_run, edit_run):
-    """The other waits for it with micro-batches of the old size."""
+    """The other process waits with micro-batches of the old size."""
     runs: list[Any] = []
     edit_run(runs.append)
     run(tiny_run(train__max_steps=1, batch__micro_batch_size=4))
@@ -560,7 +560,7 @@ def test_any_other_error_is_not_taken_for_a_lack_of_memory(run, tiny_run, lack_m
 
 
 def test_a_loss_that_no_longer_improves_ends_the_run(run, tiny_run, validation_losses):
-    """2.45 is the best, though no improvement by min_improvement."""
+    """2.45 is the best, although it is not an improvement by min_improvement."""
     validation_losses([3.0, 2.5, 2.45, 2.6, 2.45])
     options = {"train__patience_evals": 2, "train__min_improvement": 0.1}
     folder = run(tiny_run(train__max_steps=20, train__eval_every_steps=2, train__save_every_steps=20, **options))
@@ -593,7 +593,7 @@ def test_patience_and_min_improvement_say_when(run, tiny_run, validation_losses,
 
 
 def test_the_averages_are_kept_evaluated_and_exported(run, tiny_run, edit_run, monkeypatch):
-    """Against their recurrence in fp64, from the weights of every step; chosen and exported by their own loss."""
+    """Checked against the recurrence in fp64 over the weights of every step; the averages' own loss selects them."""
     real_step = loop.train_step
     trajectory: list[dict[str, Tensor]] = []
 
@@ -630,7 +630,7 @@ def test_the_averages_are_kept_evaluated_and_exported(run, tiny_run, edit_run, m
 
 
 def test_the_best_averages_are_exported_where_an_earlier_step_had_them(run, tiny_run, validation_losses):
-    """Raw and averaged in turn: the raw weights are best at step 2, the averages at step 4."""
+    """The raw weights are best at step 2, the averages at step 4."""
     validation_losses([1.0, 3.0, 2.0, 2.0, 2.5, 2.5, 2.0])
     folder = run(tiny_run(optim__ema_decay=0.9, optim__ema_export="true", train__eval_every_steps=2))
     assert (folder / "checkpoints" / "best").resolve().name == "step-000004"
@@ -649,7 +649,7 @@ def test_without_ema_export_the_raw_weights_are_judged_and_exported(run, tiny_ru
 
 
 def test_a_half_life_far_shorter_than_a_step_still_keeps_averages(run, tiny_run):
-    """0.5^2048 is 0 in floating point, which is a decay like any other: the average is the weights themselves."""
+    """0.5^2048 is 0 in floating point, a valid decay: the average equals the weights."""
     folder = run(tiny_run(batch__tokens_per_step=2048, optim__ema_half_life_tokens=1, optim__ema_export="true"))
     evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
     assert [row["val_loss_ema"] for row in evaluated] == [row["val_loss"] for row in evaluated]

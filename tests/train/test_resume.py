@@ -1,4 +1,4 @@
-"""An interrupted run is the run: to the last bit on one process, to rounding on another number of them."""
+"""An interrupted run equals a straight one: bitwise on one process, up to rounding on another number of processes."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def column(folder: Path, name: str) -> list[Any]:
-    """Return what every step of the run has in a column of lists."""
+    """Return the values of a per-step column for every step of the run."""
     return [value for row in rows(folder) for value in row[name]]
 
 
 def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
-    """Compare trees of dicts, lists and tensors; says where they differ."""
+    """Assert that trees of dicts, lists and tensors are equal; name the first difference."""
     assert type(one) is type(other), where
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype and torch.equal(one, other), where
@@ -71,7 +71,7 @@ def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    """Return all that the last checkpoint holds, without clocks."""
+    """Return the content of the last checkpoint, without times."""
     latest = folder / "checkpoints" / "latest"
     contents: dict[str, Any] = {path.name: load_file(path) for path in latest.glob("*.safetensors")}
     contents |= {path.name: torch.load(path) for path in latest.glob("*.bin")}
@@ -94,7 +94,7 @@ def saved(folder: Path) -> dict[str, Any]:
     ],
 )
 def test_three_interruptions_leave_no_trace(run, tiny_run, monkeypatch, fp16_on_cpu, options):
-    """Bitwise, after three resumes, each of which makes steps again: the rows and everything in the last checkpoint."""
+    """Rows and last checkpoint are bitwise equal after three resumes, each of which repeats steps."""
     if options.get("train__mixed_precision") == "fp16":
         fp16_on_cpu(2.0**18)  # overflows at first, and is doubled by and by
     options = {"train__max_steps": 11, "train__save_every_steps": 2, "train__eval_every_steps": 4} | options
@@ -128,7 +128,7 @@ def test_three_interruptions_leave_no_trace(run, tiny_run, monkeypatch, fp16_on_
 
 
 def test_a_resume_with_another_micro_batch_goes_on_in_step(run, tiny_run, monkeypatch):
-    """Three micro-batches so far, two to a step from here on: accelerate's own count would step in mid-step."""
+    """After three micro-batches, two per step: accelerate's own counter would step too early."""
     # where products are in bf16, a rounding of the last bit of a gradient becomes one of the third digit of an update
     monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
     straight = run(tiny_run(run__name="straight", **CONSTANT))
@@ -140,14 +140,14 @@ def test_a_resume_with_another_micro_batch_goes_on_in_step(run, tiny_run, monkey
 
 
 def moved(folder: Path, name: str) -> str:
-    """Copy a run, as to another machine: its own process holds the lock on the first. Returns the name."""
+    """Copy a run, as if to another machine, because this process holds the lock of the original; return its name."""
     shutil.copytree(folder, folder.with_name(name), symlinks=True)
     return name
 
 
 @pytest.mark.distributed
 def test_one_process_two_and_one_again_are_one_run(run, tiny_run):
-    """Odd numbers of steps, and of micro-batches so far, at each change."""
+    """Odd numbers of steps and micro-batches at each change."""
     # AdamW: Muon's products, in bf16 where that is fast, make of a last bit a third digit
     options = {**CONSTANT, "optim__name": "adamw", "optim__learning_rate": 0.003, "batch__micro_batch_size": 4}
     straight = run(tiny_run(run__name="straight", **options, train__max_steps=9))

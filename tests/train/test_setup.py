@@ -1,4 +1,4 @@
-"""What a config switches on is on in the run that set_up builds."""
+"""Whatever a config enables is enabled in the run that set_up builds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfgolf.train.run import Run
 
 @pytest.fixture
 def build(tiny_run, reset_accelerate) -> Callable[..., Run]:
-    """Return a function that sets up the tiny run with some options, as a fresh process would."""
+    """Return a function that sets up the tiny run with some options, like a new process."""
 
     def build_(**options: Any) -> Run:
         reset_accelerate()
@@ -81,7 +81,7 @@ def test_muon_orthogonalizes_q_k_and_v_apart(build):
 
 
 def test_what_a_run_takes_is_taken_before_its_first_step(build, monkeypatch):
-    """Freed memory is kept, the optimizer has its state, and the tokenizer says how long a text may be."""
+    """Freed memory is kept, the optimizer has its state, and the tokenizer knows the maximal length."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
     run = build()

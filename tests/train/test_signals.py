@@ -1,4 +1,4 @@
-"""Being stopped from outside: a checkpoint of the last row's step, one line, and a continuation that shows nothing."""
+"""A run stopped by a signal saves the step of its last row, prints one line, and resumes without a trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"
 
 
 class Started:
-    """A process that trains; its output goes to a file."""
+    """A training process with its output in a file."""
 
     def __init__(self, command: list[str], output: Path) -> None:
         self.output_file = output
@@ -55,7 +55,7 @@ class Started:
         return self.output_file.read_text()
 
     def wait_until(self, condition: Callable[[], Any]) -> None:
-        """Wait for what the process should bring about; it fails where the process ends before that."""
+        """Wait for a condition; fail if the process ends first."""
         deadline = time.monotonic() + 120
         while not condition():
             assert self.process.poll() is None, self.output
@@ -63,7 +63,7 @@ class Started:
             time.sleep(0.01)
 
     def trainers(self) -> list[psutil.Process]:
-        """Return the processes below a launcher that train, by rank."""
+        """Return a launcher's training processes by rank."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         ours = [child for child in children if "scripts/train.py" in child.cmdline() and "RANK" in child.environ()]
         return sorted(ours, key=lambda child: child.environ()["RANK"])
@@ -71,7 +71,7 @@ class Started:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
-    """Return a function that starts a command; what still runs at the end, and all below it, is killed."""
+    """Return a function that starts a command; kill its whole process tree at the end of the test."""
     all_started: list[Started] = []
 
     def start_(command: list[str]) -> Started:
@@ -136,7 +136,7 @@ def test_stopped_by_sigterm_and_by_sigint_and_continued_it_is_the_run(run, tiny_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="opens a terminal as Linux does")
 def test_a_closed_terminal_saves_and_ends_with_129(tiny_run, tmp_path):
-    """As when ssh is lost: SIGHUP arrives, and every write to the terminal fails from then on."""
+    """Like a lost ssh connection: SIGHUP arrives, and every write to the terminal fails afterwards."""
     folder = tmp_path / "runs" / "tiny"
     ours, theirs = os.openpty()
     command = [*PYTHON, *tiny_run(**UNSAVED, train__max_steps=10**5)]
@@ -174,7 +174,7 @@ def test_sigusr1_saves_the_next_step_and_training_goes_on(tiny_run, tmp_path, st
 
 
 def test_an_evaluation_ends_at_a_batch_and_the_continued_run_makes_it(run, tiny_run, monkeypatch):
-    """The run that continues has the rows and the best step of one that nobody stopped."""
+    """The resumed run has the same rows and best step as an uninterrupted one."""
     options = {"train__max_steps": 6, "train__eval_every_steps": 3, "train__save_every_steps": 10**6}
     straight = run(tiny_run(run__name="straight", **options))
     batches = []
@@ -212,7 +212,7 @@ def test_an_evaluation_ends_at_a_batch_and_the_continued_run_makes_it(run, tiny_
 def test_before_and_after_the_loop_it_ends_at_once_and_the_same_command_goes_on(
     run, tiny_run, monkeypatch, capsys, place
 ):
-    """In tokenizing, in compiling, in the last evaluation and the export."""
+    """While tokenizing, compiling, in the last evaluation and in the export."""
     module = loop if place == "conclude" else setup
     real = getattr(module, place)
 
@@ -331,7 +331,7 @@ def test_all_processes_stop_at_the_same_step(tiny_run, tmp_path, start, target):
     ("launcher", "number"), [(ACCELERATE, signal.SIGTERM), (TORCHRUN, signal.SIGKILL)], ids=["accelerate", "torchrun"]
 )
 def test_processes_whose_launcher_dies_save_and_end(tiny_run, tmp_path, start, launcher, number):
-    """`accelerate launch` passes no SIGTERM on to a single process, and nobody passes a kill -9 on."""
+    """`accelerate launch` does not forward SIGTERM to a single process, and nothing forwards kill -9."""
     folder = tmp_path / "runs" / "tiny"
     started = start([*launcher, *tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4)])
     started.wait_until(lambda: last_step(folder) > 2)
@@ -401,7 +401,7 @@ def test_of_several_processes_one_says_that_they_stop(monkeypatch, capsys):
 
 
 def test_a_forked_worker_ends_at_once_and_says_nothing(capfd):
-    """It has the handlers of the process that forked it, and none of its work to finish."""
+    """It inherits the handlers of its parent, but has nothing to save."""
     with Signals() as signals, signals.deferred():
         worker = os.fork()
         if not worker:
@@ -441,7 +441,7 @@ def test_nohup_is_respected():
 
 
 def test_a_second_sighup_is_no_second_wish(monkeypatch):
-    """A shell and the kernel each send one when a terminal closes; the save in between must come to its end."""
+    """The shell and the kernel each send SIGHUP when a terminal closes; the save in between must finish."""
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
     monkeypatch.setattr("hfgolf.train.signals._SAME_REQUEST_SECONDS", -1.0)

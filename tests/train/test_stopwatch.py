@@ -1,4 +1,4 @@
-"""Each second belongs to one kind of work, and together they are the wall clock."""
+"""Each second counts toward one kind of work, and their sum is the wall-clock time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl is the truth; trackers get copies, and none of them stops a run."""
+"""metrics.jsonl is the truth; trackers get copies, and no tracker stops a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tensorboard_gets_what_the_file_gets(run, tiny_run):
 
 
 def wandb_records(folder: Path, sessions: int) -> list[Any]:
-    """Return what wandb wrote of the sessions of a run; it goes on writing a while after they have ended."""
+    """Return what wandb wrote about the sessions of a run; it keeps writing for a while after they end."""
     until = time.monotonic() + 30
     records: list[Any] = []
     while sum(record.WhichOneof("record_type") == "exit" for record in records) < sessions:
@@ -59,7 +59,7 @@ def wandb_records(folder: Path, sessions: int) -> list[Any]:
 
 
 def read(path: Path) -> Iterator[Any]:
-    """Yield the records of a file of wandb's, which is a log as LevelDB writes it, after 7 bytes of its own.
+    """Yield the records of a wandb file: a LevelDB log after a 7-byte header.
 
     Blocks of 32 KiB hold records, each with 4 bytes of checksum, 2 of length and a kind: whole, first, middle or last.
     """
@@ -191,7 +191,7 @@ def test_wandb_that_wants_to_exit_ends_no_run(monkeypatch):
 
 @pytest.mark.slow
 def test_wandb_whose_process_is_stopped_holds_nothing_up(tiny_run, tmp_path):
-    """It waits for its process in every call, and once more at exit."""
+    """wandb waits for its process in every call, and again at exit."""
     program = """
 import os, signal, sys
 import psutil
