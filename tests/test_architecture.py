@@ -1,4 +1,4 @@
-"""The rooms of the package: imports run downward only, and never in a circle.
+"""The layers of the package: imports only go downward, without cycles.
 
 Every import counts: those inside functions and those for type checkers only, too.
 """
@@ -27,11 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": MIDDLE | BELOW,
     "tools": {"train"} | MIDDLE | BELOW,
 }
-"""What each package may import besides itself and the single files of hfgolf/; model may not import those either."""
+"""What each package may import besides itself and the single files of hfgolf/; model may not import even those."""
 
 
 def imported(path: Path, modules: dict[str, Path]) -> set[str]:
-    """Return the modules of hfgolf that a file imports, wherever in the file it does."""
+    """Return the modules of hfgolf that a file imports, anywhere in the file."""
     package = [*path.relative_to(ROOT).parts[:-1]]
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -46,7 +46,7 @@ def imported(path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 def module_files() -> dict[str, Path]:
-    """Return the file of each module of the package by the module's name."""
+    """Return {module name: file} for the package."""
     files = {}
     for path in (ROOT / "hfgolf").rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -55,7 +55,7 @@ def module_files() -> dict[str, Path]:
 
 
 def room(module: str) -> str:
-    """Return the package below hfgolf that a module is in; nothing for the single files beside them."""
+    """Return the subpackage of hfgolf that contains a module; empty for the single files."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and (ROOT / "hfgolf" / parts[1]).is_dir() else ""
 

@@ -1,4 +1,4 @@
-"""Each mistake gets one clear line and exit status 2, and leaves what was there untouched."""
+"""Each mistake gives one clear line and exit status 2, and changes nothing."""
 
 from __future__ import annotations
 

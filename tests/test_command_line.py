@@ -1,4 +1,4 @@
-"""The config as a person types it: YAML, options, sources, and one clear line for every mistake."""
+"""The config as a user writes it: YAML, options, sources, and one clear line per mistake."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_mistake_in_the_file_is_one_clear_line(config_file, text, message):
 
 
 def _bomb(levels: int) -> str:
-    """Each level holds ten of the level below, by aliases."""
+    """Each level holds ten aliases of the level below."""
     lines = [
         f"{name}: &{name} [{','.join([below] * 10)}]"
         for below, name in zip(["x", *(f"*{name}" for name in LEVELS)], LEVELS[:levels], strict=False)

@@ -1,4 +1,4 @@
-"""docs/config.md is made from config.py, and has every key with its values and default."""
+"""docs/config.md is generated from config.py, and has every key with its values and default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 
 
 def test_the_page_is_that_of_the_config():
-    """To make it anew: python -m hfgolf.config_reference > docs/config.md"""
+    """To regenerate: python -m hfgolf.config_reference > docs/config.md"""
     assert PAGE.read_text(encoding="utf-8") == markdown()
 
 

@@ -1,4 +1,4 @@
-"""Whatever became of the files of a run, who reads them goes on or says so in one line."""
+"""Every reader of a run's files copes with any damage, or reports it in one line."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def compare(folder: Path) -> None:
 
 
 def read_all(folder: Path) -> list[str]:
-    """Read a run by all that read one, and return what they refuse, each in one line."""
+    """Read a run with every reader, and return their error lines."""
     refusals = []
     for read in (report, examine, compare):
         try:

@@ -1,4 +1,4 @@
-"""Durable writes: the final name never holds half of anything, and what is there is on the disk."""
+"""Durable writes: a file with its final name is always complete and on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hfgolf.durable import make_folder, replace_folder, sync_tree, write_text
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return the list that each fsync and rename from here on goes to, by the name of the file or folder."""
+    """Return a list that records each fsync and rename by file or folder name."""
     seen: list[tuple[str, str]] = []
     fsync, replace, rename = os.fsync, os.replace, os.rename
 

@@ -1,4 +1,4 @@
-"""What is free in a container, the table of devices against names that torch reports, and the measured peak."""
+"""Free memory in a container, the device table against torch's names, and the measured peak."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_measured_peak_leaves_the_generators_alone():
 
 @pytest.fixture
 def measure(monkeypatch, tmp_path):
-    """Return a function that has the next measurement say a number, with a home of its own for what is remembered."""
+    """Return a function that fakes the next measurement; the file of peaks is temporary."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
 
     def says(peak: float) -> float:

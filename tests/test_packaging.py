@@ -1,4 +1,4 @@
-"""What is pinned where, and that the package can be imported as it promises."""
+"""Version pins, and importing the package."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_image_pins_python_apt_and_what_pip_installs():
 
 
 def test_the_snapshot_replaces_every_mirror(tmp_path):
-    """The step's own sed, on the sources of a Debian image."""
+    """Runs the Dockerfile's own sed on the sources of a Debian image."""
     sources = tmp_path / "debian.sources"
     sources.write_text("URIs: http://deb.debian.org/debian\nURIs: http://deb.debian.org/debian-security\n")
     sed = run_step("snapshot").split("&&")[0].replace("/etc/apt/sources.list.d/debian.sources", str(sources))
@@ -94,7 +94,7 @@ def test_every_dependency_is_a_range_that_holds_its_pin():
 
 
 def test_every_library_that_is_imported_is_declared():
-    """Optional ones among the extras: a library that another one happens to bring may be gone tomorrow."""
+    """Optional ones as extras: a transitive dependency may disappear."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     texts = "\n".join([setup["options"]["install_requires"], *setup["options.extras_require"].values()])
@@ -129,7 +129,7 @@ def test_importing_hfgolf_imports_no_torch():
     ],
 )
 def test_train_can_be_called_whatever_was_imported_first(imports):
-    """A function of that name was replaced by the package as soon as a module of the package was imported."""
+    """A function of that name would be replaced by the package when one of its modules is imported."""
     program = f"""{imports}
 import inspect, pickle
 from hfgolf import train

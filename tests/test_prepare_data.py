@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py builds what train.py then finds, and nothing else."""
+"""scripts/prepare_data.py builds the cache that train.py finds, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets go, whatever their shape; what only looks a little like one stays."""
+"""Secrets of every form are redacted; text that only resembles one stays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch, tmp_path):
-    """Log everybody out."""
+    """Remove all stored logins."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "nobody"))

@@ -1,4 +1,4 @@
-"""What a person types after a script's name: absurd numbers and bad outputs are one line each, before any work."""
+"""Script options: absurd numbers and bad outputs give one line each, before any work."""
 
 from __future__ import annotations
 

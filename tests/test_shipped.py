@@ -1,4 +1,4 @@
-"""What ships works: every config takes two steps, the scripts of the README do what it says of them."""
+"""What ships works: every config takes two steps, and the README's scripts do what it says."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHRUNK = {
 
 @pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_config_takes_two_steps(run, config, tmp_path, corpus_file):
-    """On a small corpus and with a small model, but with the config's own optimizer, schedule and intervals."""
+    """With a small corpus and model, but the config's own optimizer, schedule and intervals."""
     options = SHRUNK | {
         "run.output_dir": tmp_path / "runs",
         "data.source": "files",

@@ -1,4 +1,4 @@
-"""scripts/show_schedule.py: what it prints is what a run does, with a picture of it and one line for a mistake."""
+"""scripts/show_schedule.py prints and draws what a run does; a mistake gives one line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_it_shows_the_warmdown_of_a_cosine(show):
 
 
 def test_it_shows_what_the_run_does(show, run, tiny_run):
-    """The learning rates of the matrices in metrics.jsonl, in a run whose length follows from the text."""
+    """Compared with the learning rates in metrics.jsonl of a run whose length depends on the text."""
     options = tiny_run(
         train__max_steps="null",
         train__max_epochs=0.08,

@@ -1,4 +1,4 @@
-"""A checkpoint is what inference loads, and what export.py makes a model of, whatever ended its run."""
+"""A checkpoint loads for inference, and export.py turns it into a model, even if its run was killed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def die(run_: Any) -> None:
 
 @pytest.fixture
 def killed(run, tiny_run, monkeypatch, validation_losses):
-    """Return a function that makes a run that is killed after step 6, and whose best step is 3."""
+    """Return a function that trains a run with best step 3 that is killed after step 6."""
 
     def make(**options: Any) -> Path:
         validation_losses([2.0] * (1 + bool(options)) + [2.5])
@@ -85,7 +85,7 @@ def test_every_checkpoint_loads_where_hfgolf_is_not(killed, tmp_path, run_script
 
 @pytest.mark.parametrize("averaged", [False, True])
 def test_a_killed_run_gives_the_model_that_its_end_would_have_given(killed, run, tiny_run, run_script, averaged):
-    """From the best checkpoint: the very files, and a card with the figures of that step."""
+    """From the best checkpoint: the same files, and a card with the figures of that step."""
     options = {"optim__ema_decay": 0.9, "optim__ema_export": "true"} if averaged else {}
     folder = killed(**options)
     said = run_script("export.py", "--run", folder)
@@ -108,7 +108,7 @@ def test_a_killed_run_gives_the_model_that_its_end_would_have_given(killed, run,
 
 @pytest.mark.parametrize("text", ["", None, "optim: {ema_decay: 0.9, ema_export: true}\ntrain: {max_steps: 1}"])
 def test_a_checkpoint_is_exported_as_it_was_saved_whatever_became_of_the_config_file(killed, run_script, text):
-    """A power cut emptied it, somebody deleted it, or the run went on with other values."""
+    """It is empty after a power cut, deleted, or from a later start with other values."""
     folder = killed()
     (folder / "config.yaml").unlink()
     if text is not None:

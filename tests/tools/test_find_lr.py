@@ -1,4 +1,4 @@
-"""The learning-rate finder sweeps what it says it sweeps, and the run it is called in goes on as if it had not been."""
+"""The learning-rate finder sweeps what it reports, and leaves no trace in its run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RATES = sweep_rates(1e-4, 10.0, 20)
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder in which temporary ones are made."""
+    """Return the folder for temporary folders."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -42,7 +42,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the list of the finder's steps from here on: step, sample hash, loss, learning rates, kinds that moved."""
+    """Return a list that records the finder's steps: step, sample hash, loss, learning rates, kinds that changed."""
     made: list[dict[str, Any]] = []
     real = find_lr_module.train_step
 
@@ -64,7 +64,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     [({"optim__ema_decay": 0.9, "batch__micro_batch_size": 4}, False), ({"optim__name": "adamw"}, True)],
 )
 def test_a_run_goes_on_as_if_it_had_not_been_called(run, tiny_run, fp16_on_cpu, monkeypatch, options, is_fp16):
-    """To the last bit: losses, weights, optimizer, averages, random generators of every library, sample ids."""
+    """Bitwise: losses, weights, optimizer, averages, random generators of every library, sample ids."""
     if is_fp16:
         fp16_on_cpu(2.0**10)  # its scaler is part of the state
     options |= {"model__dropout": 0.1}
@@ -103,7 +103,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_called(run, tiny_run, fp16_on_cpu, 
     ],
 )
 def test_each_sweep_begins_alike_and_moves_its_groups_only(temporary, tiny_run, steps, options, swept):
-    """The same batches and the same first loss; what is not swept has the config's rate, embeddings their ratio."""
+    """Same batches and same first loss; other groups keep the config's rate, embeddings their ratio."""
     options |= {"optim__learning_rate": 0.02, "optim__adamw_learning_rate": 0.01, "train__max_steps": 3}
     resolved = load_config(tiny_run(optim__embedding_learning_rate=0.03, model__dropout=0.1, **options))
     sweeps = find_lr(resolved, RATES)

@@ -1,4 +1,4 @@
-"""What a sweep says: rates in equal ratios, smoothing in closed form, a rule that noise and progress do not fool."""
+"""Sweeps: rates in equal ratios, smoothing in closed form, a rule robust to noise and to training progress."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_loss_diverges_where_it_is_far_above_that_at_rest():
 
 @pytest.mark.parametrize("best", [0.002, 0.02, 0.1])
 def test_the_suggestion_is_just_below_the_largest_gain(best):
-    """Of this parabola 95 % are 0.45 decades below the top, and smoothing is 4 steps, 0.2 decades, late."""
+    """This parabola reaches 95 % at 0.45 decades below its top, and smoothing lags by 4 steps (0.2 decades)."""
     assert suggest(sweep(best=best)) == pytest.approx(best * 10**-0.22, rel=0.15)  # 12 % from rate to rate
 
 
@@ -88,7 +88,7 @@ def test_of_many_rates_as_good_it_is_the_lowest():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_neither_batches_nor_progress_move_the_suggestion(seed):
-    """Where the loss itself would be read, either of them would: its lowest is far above."""
+    """The raw loss would mislead in both cases: its minimum is far above."""
     harder = sweep(noise=0.3, progress=0.02, seed=seed)
     smoothed = harder.smoothed_losses
     assert RATES[smoothed.index(min(smoothed))] > 3 * BEST

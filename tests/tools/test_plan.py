@@ -1,4 +1,4 @@
-"""Plans: their arithmetic, what a budget pays for, what is refused, and the script from its options to its answer."""
+"""Plans: the arithmetic, budgets, errors, and the whole script."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_budget_of_less_than_a_step_is_refused():
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 def test_the_measured_speed_is_that_of_the_clock(monkeypatch, checkpointing):
-    """A pass takes two seconds and an update three, by a clock that says so."""
+    """With a fake clock, a pass takes two seconds and an update three."""
     seconds = iter([2.0, 3.0] * 6)
     real = plan._seconds
     ran = []
@@ -200,7 +200,7 @@ def numbers(said: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_shipped_config_has_a_plan(script, tiny_run, name):
-    """With its own model, batch, optimizer and length, on the tests' text."""
+    """With the config's own model, batch, optimizer and length, on the tests' text."""
     of_data = [option for option in tiny_run() if option.startswith("--data.")]
     own = ["--data.hub_name=null", "--data.hub_config=null", "--data.max_documents=null", "--tokenizer.kind=byte"]
     planned = numbers(script("--config", ROOT / "configs" / name, *of_data, *own, "--json", "--tokens_per_second", 1e5))

@@ -1,4 +1,4 @@
-"""Where a trace says that the time went, in closed form, on a CPU and on a GPU; and the sentence that follows."""
+"""Profiles of hand-made traces in closed form, on a CPU and a GPU, and the conclusion drawn from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAIN, OTHER_THREAD = 11, 12
 
 
 def span(name: str, start: float, end: float, category: str = "cpu_op", thread: int = MAIN, **args: Any) -> dict:
-    """Return an event of a trace, in milliseconds."""
+    """Return an event of a trace; times are in milliseconds."""
     return {
         "ph": "X",
         "cat": category,
@@ -87,7 +87,7 @@ def test_a_backward_operation_has_the_kind_of_the_module_whose_node_it_is():
 
 
 def test_the_last_operation_called_with_a_number_made_its_node():
-    """aten::view was called with 6 too, by the MLP, and then in attention something that has a node."""
+    """The MLP called aten::view with number 6, too; then attention called an operation that has a node."""
     events = [*FORWARD, scope("attention", 36, 40), span("aten::mul", 37, 38, Sequence_number=6)]
     kinds = profile_events([*events, scope("backward", 40, 80), node(40, 80, 6)]).kinds
     assert kinds["attention"] == pytest.approx((6 + 4 + 40) / (28 + 40 + 20))

@@ -1,4 +1,4 @@
-"""A profile is of the steps that training makes, and it changes none of them."""
+"""A profile covers real training steps and changes none of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 2
 
 @pytest.fixture
 def scratch(tiny_run, reset_accelerate, tmp_path, monkeypatch) -> Iterator[Callable[..., Run]]:
-    """Return what sets up a tiny run to be stepped, in a folder that is gone with the test."""
+    """Return a function that sets up a tiny run, ready to step, in a temporary folder."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     opened = []
 
@@ -102,7 +102,7 @@ def test_a_huge_vocabulary_is_seen_in_head_and_loss(scratch, tmp_path, monkeypat
 
 
 def test_kinds_of_a_compiled_model_are_of_the_uncompiled_one(scratch, tmp_path):
-    """What compiles is not what is tested: here the model is called as a compiled one is, by another way."""
+    """Compiling itself is not tested: the model is called through the same attribute as a compiled one."""
     run = scratch()
     run.raw_model._compiled_call_impl = run.raw_model._call_impl
     record = profile_run(run, STEPS, tmp_path / "trace.json.gz")

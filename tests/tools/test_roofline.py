@@ -1,4 +1,4 @@
-"""What operations compute and move, in closed form and by torch's counter; the roof over them; the script."""
+"""FLOPs and bytes of operations, in closed form and by torch's counter; the roofline; the script."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_products_compute_what_torch_counts(precision):
 
 
 def test_intensities_in_closed_form():
-    """With `size` bytes an element: of a product, 2mkn FLOPs over size (mk + kn + mn) bytes."""
+    """Intensity of a matrix product with `size` bytes per element: 2mkn FLOPs over size (mk + kn + mn) bytes."""
     for precision, size in (("fp32", 4), ("bf16", 2)):
         found = operations(precision)
         for name, fan_in, fan_out in (("qkv projection", C, (H + 2 * K) * D), ("MLP down", INNER, C), ("head", C, V)):

@@ -1,4 +1,4 @@
-"""The proof of a resume: it finds whatever differs; a real run passes it and a forgetful one does not."""
+"""verify_resume finds every difference; a real run passes, and one that forgets its random state fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def judge(straight: Path, other: Path, is_exact: bool = True) -> tuple[bool, str
 
 
 def with_rows(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[Path], None]:
-    """Return what changes the rows of a run."""
+    """Return a function that changes the rows of a run."""
 
     def apply(folder: Path) -> None:
         path = folder / "metrics.jsonl"
@@ -57,7 +57,7 @@ def with_column(step: int, column: str, change: Callable[[Any], Any]) -> Callabl
 
 
 def with_weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    """Return what changes the largest number of the first tensor."""
+    """Return a function that changes the largest number of the first tensor."""
 
     def apply(folder: Path) -> None:
         path = folder / LATEST / "model.safetensors"
@@ -149,7 +149,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str, bool]] = {
 
 
 def test_whatever_differs_is_found(run, tiny_run, tmp_path):
-    """Each change on its own, in the copy of a run: named by what and where, and only rounding is ever excused."""
+    """Each single change in a copy of a run is named with its place; only rounding is tolerated."""
     options = {"optim__ema_decay": 0.9, "train__eval_every_steps": 2}
     straight = run(tiny_run(run__name="straight", **options))
     same = run(tiny_run(run__name="same", **options))
@@ -237,7 +237,7 @@ def test_a_signal_ends_the_run_under_way_and_leaves_nothing(tiny_run, tmp_path, 
     ("num_processes", "kills"), [("1", "2"), pytest.param("2", "1", marks=pytest.mark.distributed)]
 )
 def test_a_run_survives_its_kills(tiny_run, num_processes, kills):
-    """For real: processes, kill -9 between and inside saves, dropout and averages; to the last bit on one process."""
+    """Real processes, kill -9 between and inside saves, dropout and averages: bitwise equal on one process."""
     arguments = tiny_run(model__dropout=0.1, optim__ema_decay=0.9, batch__micro_batch_size=4)
     options = ["--steps", "10", "--kills", kills, "--num_processes", num_processes]
     command = [sys.executable, "scripts/verify_resume.py", *options, *arguments]
@@ -249,7 +249,7 @@ def test_a_run_survives_its_kills(tiny_run, num_processes, kills):
 
 
 def test_a_resume_that_forgets_is_found_out(tiny_run, tmp_path, monkeypatch, caplog):
-    """The same kills on a trainer that restores all but the random state: dropout tells."""
+    """The same kills on a trainer that does not restore the random state: dropout reveals it."""
     script = tmp_path / "forgetful.py"
     script.write_text(
         "import sys, torch\n"

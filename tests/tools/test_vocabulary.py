@@ -1,4 +1,4 @@
-"""A sample is exact on Unicode, even and held apart; figures of a vocabulary agree with closed forms; the script."""
+"""Samples are exact on Unicode and evenly spaced; a vocabulary's figures match closed forms; the script."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample_of(folder: Path, *files: Path, max_bytes: int = 10**9) -> Sample:
 
 
 def slices(sample: Sample) -> list[str]:
-    """Return the slices that training sees, then those that it does not."""
+    """Return the training slices, then the held-out ones."""
     found: list[str] = []
     for part in (sample.train, sample.held_out):
         for text, is_start in zip(texts(part), part["is_start"], strict=True):
@@ -43,7 +43,7 @@ def slices(sample: Sample) -> list[str]:
 
 
 def test_slices_of_everything_are_the_text_itself(tmp_path, monkeypatch):
-    """Wherever a slice would end, in all of 1 to 4 bytes: no character is cut, lost or seen twice."""
+    """Wherever a slice ends within characters of 1 to 4 bytes, no character is cut, lost or repeated."""
     files = [write(tmp_path / "a", LINES), write(tmp_path / "b", "🌍" * 300 + "é"), write(tmp_path / "c", "漢")]
     for slice_bytes in (997, 1000, 1001, 1002, 1003):
         monkeypatch.setattr(vocabulary_module, "_SLICE_BYTES", slice_bytes)
@@ -92,7 +92,7 @@ def test_bytes_in_closed_form(tmp_path):
 
 
 def test_figures_are_those_of_the_held_out_text_alone(tmp_path):
-    """A tokenizer that has words for the train part has none for text of other letters."""
+    """A tokenizer trained on one alphabet has no merges for text in other letters."""
     (tmp_path / "a").mkdir()
     seen = sample_of(tmp_path / "a", write(tmp_path / "seen", "hello world " * 500))
     (tmp_path / "b").mkdir()
@@ -133,7 +133,7 @@ def test_a_round_trip_that_fails_is_said(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embedding_parameters_in_closed_form(tied):
-    """Golf with RMSNorm: 12 C^2 a layer, norms of C (two a layer, one at either end), V C for each embedding."""
+    """Golf with RMSNorm: 12 C^2 per layer, norms of C (two per layer, one at either end), V C per embedding."""
     config = CONFIG.replace(model__tie_word_embeddings=tied)
     embedding, share = embedding_parameters(config, 1000)
     assert embedding == (1 if tied else 2) * 1000 * 64

@@ -1,4 +1,4 @@
-"""What tests of comparisons share: a tiny definition, outcomes made by hand, scripts that stand for train.py."""
+"""Fixtures for comparisons: a tiny definition, hand-made outcomes, scripts in place of train.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfgolf.tools.compare.outcome import Outcome
 
 @pytest.fixture
 def tiny_definition(tmp_path: Path, tiny_run: Callable[..., list[str]]) -> Callable[..., Path]:
-    """Return a function that writes a definition of tiny runs; parts: arms, and whatever else it is to hold."""
+    """Return a function that writes a definition of tiny runs. parts: arms and other top-level keys."""
 
     def write(**parts: Any) -> Path:
         common = dict(argument[2:].split("=", 1) for argument in tiny_run())
@@ -29,7 +29,7 @@ def tiny_definition(tmp_path: Path, tiny_run: Callable[..., list[str]]) -> Calla
 
 @pytest.fixture
 def train_script(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that writes a script in train.py's place; `name` and `path` are of the run it is to make."""
+    """Return a function that writes a script in place of train.py; its `name` and `path` are the run's."""
 
     def write(program: str) -> Path:
         path = tmp_path / "train_instead.py"
@@ -46,7 +46,7 @@ def train_script(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def outcome(tmp_path: Path) -> Callable[..., Outcome]:
-    """Return a function that makes a finished run of these validation losses, ten steps and a second apart."""
+    """Return a function that makes a finished run with these validation losses, ten steps and one second apart."""
 
     def make(seed: int, *losses: float, config: dict[str, Any] | None = None, **changes: Any) -> Outcome:
         values: dict[str, Any] = {

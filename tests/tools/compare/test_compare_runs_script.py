@@ -1,4 +1,4 @@
-"""The script as a person runs it: from a definition, from runs that are there, and with mistakes."""
+"""The script as a user runs it: from a definition, from existing runs, and with mistakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def compare_runs(run_script):
-    """Return a function that runs the script in this process and returns its exit status and what it printed."""
+    """Return a function that runs the script in this process and returns its exit status and output."""
 
     def script(*arguments: object) -> tuple[int, str]:
         said = run_script("compare_runs.py", *arguments)
@@ -33,7 +33,7 @@ def final_loss(folder: Path) -> float:
 
 
 def test_a_definition_whose_runs_are_there(compare_runs, tiny_definition, run, tmp_path, monkeypatch):
-    """Nothing is trained, and a second call writes the same; --runs finds the same arms in the folders."""
+    """With complete runs, nothing is trained and a second call writes the same; --runs finds the same arms."""
     monkeypatch.chdir(tmp_path)
     definition = tiny_definition(arms={"adamw": {"optim.name": "adamw"}, "muon": {}}, baseline="adamw")
     out = tmp_path / "runs" / "experiments" / "tiny"
@@ -62,7 +62,7 @@ def test_a_definition_whose_runs_are_there(compare_runs, tiny_definition, run, t
 
 
 def test_runs_are_made(tiny_definition, tmp_path):
-    """For real: two arms as processes at once, one of them diverging; then again, and nothing is done."""
+    """Two real arms at once, one of which diverges; a second call does nothing."""
     arms = {"muon": {}, "wild": {"optim.name": "sgd", "optim.learning_rate": "1e14", "train.max_rollbacks": 0}}
     command = [sys.executable, "scripts/compare_runs.py", str(tiny_definition(arms=arms, seeds=[1])), "--jobs", "2"]
     command += ["--output_dir", str(tmp_path / "out")]

@@ -1,4 +1,4 @@
-"""What a comparison says, and what it warns of."""
+"""What a comparison reports, and its caveats."""
 
 from __future__ import annotations
 

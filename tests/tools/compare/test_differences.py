@@ -1,4 +1,4 @@
-"""The statistics against hand-computed cases and a table of Student's t; steps to a loss on made curves."""
+"""The statistics against hand-computed cases and a table of Student's t; steps to a loss on hand-made curves."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_paired_difference_by_hand():
 
 
 def test_pairs_see_what_the_spread_over_seeds_hides():
-    """Seeds lie 1 apart, the arms 0.1: the same in each pair but for a little."""
+    """Seeds differ by 1, the arms by 0.1, nearly the same in each pair."""
     baseline = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
     better = paired_difference({1: 0.9, 2: 1.89, 3: 2.91, 4: 3.9}, baseline)
     assert better is not None and not better.is_noise and better.mean == pytest.approx(-0.1)

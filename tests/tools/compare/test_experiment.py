@@ -1,4 +1,4 @@
-"""Definitions of experiments: what becomes of them, and one line for each mistake."""
+"""Definitions of experiments: their expansion into runs, and one line per mistake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ baseline: adamw
 
 @pytest.fixture(autouse=True, scope="module")
 def one_parser() -> Iterator[None]:
-    """Build the parser of the command line once for all of the many configs here: it takes a tenth of a second."""
+    """Build the command-line parser once for the many configs here: it takes a tenth of a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command_line, "_build_parser", functools.cache(command_line._build_parser))
         yield
@@ -66,7 +66,7 @@ def test_what_becomes_of_a_definition(definition, tmp_path):
 
 
 def test_the_arguments_make_the_config(definition, tmp_path):
-    """What the run is told on its command line is what the plan says it will be."""
+    """A run's command line gives exactly the planned config."""
     for run in plan_runs(load_experiment(definition), tmp_path / "out", []):
         assert load_config(run.arguments).config == run.resolved.config
 

@@ -1,4 +1,4 @@
-"""Which runs are made, how many at once, and what becomes of those that fail or are stopped."""
+"""Which runs are launched, how many at once, and how failed or stopped runs are handled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_run_that_fails_is_a_line_and_the_others_go_on(planned, train_script, 
 
 
 def test_a_run_that_failed_is_not_continued(planned, train_script, tmp_path, caplog):
-    """It could end as if nothing had been; but one that had not begun, or that was stopped, is tried again."""
+    """A failed run is not retried, because a resume could hide the failure; one that never began or was stopped is."""
     script = train_script(
         "if not name.startswith('unbegun'): (path / 'config.yaml').write_text('{}')\n"
         "print('error: it diverged.')\n"
@@ -69,7 +69,7 @@ def test_a_run_that_failed_is_not_continued(planned, train_script, tmp_path, cap
 
 
 def test_jobs_run_at_once_and_share_the_cores(planned, train_script, tmp_path, monkeypatch):
-    """Each waits until the other is there, which one after the other would never see."""
+    """Each run waits for the other to start, which works only if they run at once."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
     script = train_script(
         "(path / 'here').write_text(options['train.cpu_threads'] + ' ' + os.environ['HFGOLF_CONCURRENT_RUNS'])\n"

@@ -1,4 +1,4 @@
-"""What is read of a finished run, and which runs are one arm."""
+"""What is read from a finished run, and which runs form one arm."""
 
 from __future__ import annotations
 
