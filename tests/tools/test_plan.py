@@ -237,7 +237,7 @@ def test_the_script_answers_a_budget(script, tiny_run):
     assert numbers(script(*options, "--minutes", 9, "--json"))["budget"]["steps"] < by_money["steps"]
     said = script(*options, "--minutes", 11)
     assert f"budget: --dollars 1 at 6 per hour (10 min 00 s) pays for {by_money['steps']} steps" in said
-    assert "; the config's 6 fit" in said
+    assert "; the config's 6 steps fit" in said
     too_long = script(*options, "--train.max_steps", 1000, "--minutes", 1)
     assert "; the config's 1,000 steps do not fit, but --train.max_steps " in too_long
 

@@ -225,7 +225,7 @@ BALANCED = dict.fromkeys(KINDS, 0.0) | {"MLP": 0.6, "head and loss": 0.3, "atten
 )
 def test_the_sentence_names_what_bounds_and_what_to_try(profile, head, mfu, begins, tries):
     sentence = what_bounds(profile, BALANCED | {"head and loss": head}, mfu, is_compiled=False)
-    assert sentence.startswith(begins) and tries in sentence.split("try" if "try" in sentence else "nothing")[1]
+    assert sentence.startswith(begins) and tries in sentence.split("try" if "try" in sentence else "only")[1]
 
 
 @pytest.mark.parametrize("profile", [made_of(idle=0.2), made_of(SMALL + LARGE), made_of()])

@@ -133,5 +133,5 @@ def test_the_script_writes_into_the_folder_of_the_run(tiny_run, tmp_path, monkey
     assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "trace.json.gz"]
     record = json.loads((folder / "profile.json").read_text())
     assert record["sentence"] in said and record["steps"] == 2 and record["machine"]["cores"]
-    assert said.count("together       100.0%") == 2
+    assert said.count("total          100.0%") == 2
     assert read_trace(folder / "trace.json.gz").shares == pytest.approx(record["shares"])

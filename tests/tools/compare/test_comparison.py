@@ -111,7 +111,7 @@ def test_what_a_reader_must_know(outcome):
         "five": {1: outcome(1, 2.0, summary={"skipped_steps": 3, "rollbacks": 1})},
     }
     page = to_markdown(compare_outcomes("five", "", runs))
-    assert "**The seconds are not comparable**: runs shared the machine with other runs (`--jobs`), runs were" in page
+    assert "**The seconds are not comparable**: runs shared the machine with other runs (`--jobs`), runs used" in page
     assert "different machines, runs used different numbers of threads." in page
     assert "run-seed1 was unstable: 3 skipped steps and 1 rollbacks" in page
     assert "the beginning of the validation set" in page

@@ -61,7 +61,7 @@ def test_a_run_that_failed_is_not_continued(planned, train_script, tmp_path, cap
     caplog.set_level("INFO", "hfgolf")
     assert run_missing(runs, train_script(""), jobs=3) == {"diverged-seed1": "it diverged"}
     assert caplog.messages[:2] == [
-        "3 runs: 0 complete already, 2 to make",
+        "3 runs: 0 already complete, 2 to do",
         "1 failed before; delete failed.txt in a run's folder to try it again",
     ]
     (tmp_path / "out" / "diverged-seed1" / "failed.txt").unlink()
