@@ -351,7 +351,7 @@ def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatc
     folder = run(tiny_run())
     said = [message for message in caplog.messages if "metrics.jsonl" in message]
     assert [line.split("metrics.jsonl: ")[1] for line in said] == [
-        "cannot write (No space left on device); the row is kept",
+        "cannot write (No space left on device); the row is kept and written with the next one",
         "8 rows lost (No space left on device)",
     ]
     assert (folder / "model" / "model.safetensors").is_file()
