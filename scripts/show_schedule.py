@@ -29,15 +29,15 @@ POINTS = 1000
 
 
 @dataclass(frozen=True)
-class Length:
-    """How long a run is."""
+class TimeAxis:
+    """The x axis of the picture: steps, or minutes if they end the run."""
 
     steps: int
     """Optimizer steps; if only the minutes are known, so many that a warmup (counted in steps) takes no time."""
     minutes: float | None
     """Minutes, if they end the run; None if steps do."""
     note: str = ""
-    """What is unknown about the length."""
+    """What is unknown about the length of the run."""
 
     @property
     def unit(self) -> str:
@@ -65,24 +65,24 @@ def main() -> None:
     config = load_config(run_options).config
     check_picture("--output", arguments.output)
 
-    length = run_length(config, arguments.seconds_per_step)
-    corners = corner_steps(config, length.steps)
-    grid = (round(i * (length.steps - 1) / POINTS) for i in range(POINTS + 1))
+    axis = time_axis(config, arguments.seconds_per_step)
+    corners = corner_steps(config, axis.steps)
+    grid = (round(i * (axis.steps - 1) / POINTS) for i in range(POINTS + 1))
     steps = sorted({*grid, *corners.values()})
-    rates, others = values(config, steps, length.steps)
-    print(table(length, corners, steps, rates | others))
-    if length.note:
+    rates, others = values(config, steps, axis.steps)
+    print(table(axis, corners, steps, rates | others))
+    if axis.note:
         seconds = f"{config.batch.tokens_per_step} divided by the tokens/s of a log line"
-        print(f"note: {length.note}; set --seconds_per_step ({seconds})")
+        print(f"note: {axis.note}; set --seconds_per_step ({seconds})")
     try:
-        draw(config, length, corners, steps, rates, others, arguments.output)
+        draw(config, axis, corners, steps, rates, others, arguments.output)
     except OSError as error:
         raise UserError(f"--output: cannot write {arguments.output} ({one_line(error)}); choose another.") from None
     print(f"wrote {arguments.output}")
 
 
-def run_length(config: RunConfig, seconds_per_step: float | None) -> Length:
-    """Return the length of the run. Reads the text like the run, but only if train.max_epochs is set."""
+def time_axis(config: RunConfig, seconds_per_step: float | None) -> TimeAxis:
+    """Return the axis over the whole run. Reads the text like the run, but only if train.max_epochs is set."""
     from hfgolf.train.clock import step_limit
 
     minutes = config.train.max_minutes
@@ -91,11 +91,11 @@ def run_length(config: RunConfig, seconds_per_step: float | None) -> Length:
     by_steps = step_limit(config.train, config.batch, _blocks(config) if config.train.max_epochs else 0)
     by_clock = math.ceil(60 * minutes / seconds_per_step) if minutes and seconds_per_step else math.inf
     if by_clock < by_steps:
-        return Length(int(by_clock), minutes)
+        return TimeAxis(int(by_clock), minutes)
     if by_steps == math.inf:
-        return Length(10**9, minutes, "warmups are counted in steps, and are drawn as if they took no time")
+        return TimeAxis(10**9, minutes, "warmups are counted in steps, and are drawn as if they took no time")
     is_unsure = minutes is not None and seconds_per_step is None
-    return Length(int(by_steps), None, "train.max_minutes may end the run earlier" if is_unsure else "")
+    return TimeAxis(int(by_steps), None, "train.max_minutes may end the run earlier" if is_unsure else "")
 
 
 def _blocks(config: RunConfig) -> int:
@@ -150,21 +150,21 @@ def values(
     return {", ".join(names): list(line) for line, names in alike.items()}, others
 
 
-def table(length: Length, corners: dict[str, int], steps: Sequence[int], columns: dict[str, list[float]]) -> str:
+def table(axis: TimeAxis, corners: dict[str, int], steps: Sequence[int], columns: dict[str, list[float]]) -> str:
     """Return one row per corner: its position, the fraction of the run before it, and the value of each column."""
-    rows = [("", length.unit, "run done", *columns)]
+    rows = [("", axis.unit, "run done", *columns)]
     for name, step in corners.items():
-        at = f"{length.position(step):,.0f}" if length.minutes is None else f"{length.position(step):.2f}"
+        at = f"{axis.position(step):,.0f}" if axis.minutes is None else f"{axis.position(step):.2f}"
         # rounded: if only minutes are known, the last of 10**9 steps is slightly above the floor
         numbers = (f"{round(column[steps.index(step)], 8):.4g}" for column in columns.values())
-        rows.append((name, at, f"{step / length.steps:.1%}", *numbers))
+        rows.append((name, at, f"{step / axis.steps:.1%}", *numbers))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def draw(
     config: RunConfig,
-    length: Length,
+    axis: TimeAxis,
     corners: dict[str, int],
     steps: Sequence[int],
     rates: dict[str, list[float]],
@@ -174,7 +174,7 @@ def draw(
     """Write the picture: learning rates on top, momentum and weight decay below, a thin line at each corner."""
     from matplotlib.figure import Figure
 
-    positions = [length.position(step) for step in steps]
+    positions = [axis.position(step) for step in steps]
     figure = Figure(figsize=(8, 4 + 1.5 * len(others)), dpi=120, layout="constrained")
     heights = [3, *(1.5 for _ in others)]
     top, *below = figure.subplots(1 + len(others), sharex=True, height_ratios=heights)
@@ -193,9 +193,9 @@ def draw(
         axes.set_ylim(**({"top": 1} if name == "momentum" else {"bottom": 0}))
     for axes in (top, *below):
         for step in corners.values():
-            axes.axvline(length.position(step), color="grey", linewidth=0.5, linestyle=":")
+            axes.axvline(axis.position(step), color="grey", linewidth=0.5, linestyle=":")
         axes.grid(alpha=0.3)
-    below[-1].set_xlabel(f"{length.unit}\n{length.note}" if length.note else length.unit)
+    below[-1].set_xlabel(f"{axis.unit}\n{axis.note}" if axis.note else axis.unit)
     figure.savefig(path)
 
 
