@@ -283,12 +283,13 @@ def _choose_micro_batch(
     accumulation = config.batch.accumulation_steps(size, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = accumulation
     logger.info(
-        "batch: %s tokens per step = %d sequences x %d tokens x %d accumulation steps x %d processes",
+        "batch: %s tokens per step = %d sequences x %d tokens x %d accumulation steps x %d process%s",
         f"{config.batch.tokens_per_step:,}",
         size,
         config.batch.sequence_length,
         accumulation,
         accelerator.num_processes,
+        "es" if accelerator.num_processes > 1 else "",
     )
     memory = run_memory(resolved.config, model, size, accelerator.num_processes, accelerator.device.type)
     predicted = expected_bytes(memory, accelerator.device)
