@@ -28,7 +28,7 @@ def main() -> None:
     from hfgolf.evaluate.context import evaluation_length
     from hfgolf.evaluate.loss import evaluate_loss
     from hfgolf.evaluate.text import tokenize_files
-    from hfgolf.model.causal_blocks import attend_fastest
+    from hfgolf.model.causal_blocks import choose_attention
     from hfgolf.publish.load import load_exported
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.process import resolve_precision
@@ -41,7 +41,7 @@ def main() -> None:
     quiet_libraries()
     model, tokenizer = load_exported(arguments.model)
     sequence_length = evaluation_length(model, arguments.sequence_length)
-    attend_fastest(
+    choose_attention(
         model, accelerator.device, precision, sequence_length
     )  # same attention as in training, so that the loss in bf16 is the same
     with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,5 @@
-"""The model: its configuration, its modelling file and the way to and from GPT-2.
+"""The model: its configuration, its modeling code, and conversion to and from GPT-2.
 
-These files ship to the Hub and must work where only torch and transformers are installed: they import no other part
-of hfgolf.
+These files ship to the Hub and must run with only torch and transformers installed, so they import nothing else of
+hfgolf.
 """

@@ -1,7 +1,7 @@
-"""What a Golf model looks like: every architectural choice as a checked field.
+"""The architecture of a Golf model: one validated config field per choice.
 
-Owns the names, defaults and allowed values; knows nothing of weights or computation. This file is copied beside the
-weights when a model is saved, so it imports only transformers.
+Owns the names, defaults and allowed values. Knows nothing about weights or computation. Saving a model copies this
+file next to the weights, so it imports only transformers.
 """
 
 from __future__ import annotations
@@ -30,50 +30,50 @@ _POSITIVE_NUMBERS_OR_NONE = ("logit_soft_cap", "initializer_range")
 
 
 class GolfConfig(PreTrainedConfig):
-    """Describe a Golf model; the defaults are the modern block.
+    """Configure a Golf model. The defaults describe a modern decoder block.
 
-    With norm="layernorm", position_embedding="learned", activation="gelu_new", use_bias=True, qk_norm=False and
-    embedding_norm=False it is GPT-2.
+    For GPT-2, set norm="layernorm", position_embedding="learned", activation="gelu_new", use_bias=True, qk_norm=False
+    and embedding_norm=False.
 
     Args:
         vocab_size: number of token ids.
         hidden_size: width of the residual stream.
         num_hidden_layers: number of blocks.
-        num_attention_heads: query heads; divides hidden_size.
-        num_key_value_heads: key and value heads; divides num_attention_heads. None: as many as query heads.
-        intermediate_size: width of the MLP. None: 4 x hidden_size.
-        max_position_embeddings: longest sequence in tokens; a hard limit only where positions are learned.
-        norm: "rmsnorm" | "layernorm", of the residual stream (queries and keys are always RMS-normed).
+        num_attention_heads: number of query heads. Must divide hidden_size.
+        num_key_value_heads: number of key-value heads. Must divide num_attention_heads, and defaults to it.
+        intermediate_size: width of the MLP. Defaults to 4 * hidden_size.
+        max_position_embeddings: longest sequence, in tokens. A hard limit only for learned positions.
+        norm: "rmsnorm" | "layernorm", for the residual stream. (qk_norm always uses RMSNorm.)
         position_embedding: "rope" | "learned" | "none".
         activation: "relu2" (squared ReLU) | "gelu" | "gelu_new" (GPT-2's tanh form) | "silu" | "swiglu" (gated).
-        use_bias: biases in the linear layers and in LayerNorm; the head never has one.
-        qk_norm: RMSNorm over the head size on queries and keys, before RoPE.
-        embedding_norm: a norm directly after the embedding.
-        logit_soft_cap: squash the logits z to cap * tanh(z / cap). None: no cap.
-        tie_word_embeddings: the head shares the matrix of the embedding.
-        dropout: rate after the embedding and on each residual branch; training only.
-        attention_dropout: rate on the attention weights; training only.
+        use_bias: add biases to the linear layers and LayerNorm. The head never has one.
+        qk_norm: apply RMSNorm to each query and key head before RoPE.
+        embedding_norm: normalize the embeddings before the first block.
+        logit_soft_cap: replace the logits z by cap * tanh(z / cap). None: no cap.
+        tie_word_embeddings: share one matrix between the embedding and the head.
+        dropout: dropout rate after the embedding and on each residual branch, in training.
+        attention_dropout: dropout rate on the attention weights, in training.
         rope_theta: base of the RoPE wavelengths.
-        norm_eps: added to the mean square in every norm.
-        initializer_range: standard deviation of the initial input matrices and untied embeddings.
-            None: 0.5 / sqrt(fan-in), and 0.02 for embeddings.
-        use_cache: keep keys and values while generating.
+        norm_eps: added to the mean square (variance, for LayerNorm) in every norm.
+        initializer_range: initial standard deviation of the input matrices and of untied embeddings.
+            None: 0.5 / sqrt(fan-in) for matrices and 0.02 for embeddings.
+        use_cache: cache keys and values during generation.
 
     Raises:
-        ValueError: a field has the wrong type or value; the message names field, value and what is allowed.
+        ValueError: a field has the wrong type or value. The message names the field, its value and what is allowed.
     """
 
     model_type = "golf"
     keys_to_ignore_at_inference = ("past_key_values",)
-    # Set here, save_pretrained ships this file and writes the auto_map that AutoConfig reads.
+    # Makes save_pretrained ship this file and write the auto_map that AutoConfig reads.
     _auto_class: ClassVar[str | None] = "AutoConfig"
 
     vocab_size: int = 4096
     hidden_size: int = 256
     num_hidden_layers: int = 5
     num_attention_heads: int = 4
-    num_key_value_heads: int = None  # type: ignore[assignment]  # resolved below, never None afterwards
-    intermediate_size: int = None  # type: ignore[assignment]  # likewise
+    num_key_value_heads: int = None  # type: ignore[assignment]  # None only until __post_init__
+    intermediate_size: int = None  # type: ignore[assignment]  # None only until __post_init__
     max_position_embeddings: int = 1024
     norm: str = "rmsnorm"
     position_embedding: str = "rope"
@@ -96,7 +96,7 @@ class GolfConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        self._require_integer("hidden_size", 1)  # before it is multiplied
+        self._require_integer("hidden_size", 1)  # before the multiplication below
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         self._validate_fields()
@@ -109,7 +109,7 @@ class GolfConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     def _validate_fields(self) -> None:
-        # transformers doesn't check the types of a subclass's fields: '64' would pass and fail far from here
+        # transformers does not check the field types of a subclass: the string '64' would fail far from here
         for name in _POSITIVE_INTEGERS:
             self._require_integer(name, 1)
         for name in _BOOLEANS:

@@ -1,6 +1,6 @@
-"""GPT-2 weights in and out: a Golf model with GPT-2's options computes GPT-2's function.
+"""Convert to and from GPT-2: a Golf model with GPT-2's options computes the same function.
 
-Owns the table of names and the check of what both models can express; knows nothing of files or the Hub.
+Owns the table of names and the check that both models can express a config. Knows nothing about files or the Hub.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LAYER_NAMES = {
     "mlp.c_proj": "mlp.down_proj",
 }
 _GOLF_ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "silu": "silu"}
-# What the other model must say before its function is one that both can compute.
+# The values that the source's config must have for both models to compute the same function.
 _REQUIRED_OF_GPT2: dict[str, tuple[Any, ...]] = {
     "activation_function": tuple(_GOLF_ACTIVATIONS),
     "scale_attn_weights": (True,),
@@ -48,10 +48,10 @@ _REQUIRED_OF_GOLF: dict[str, tuple[Any, ...]] = {
 
 
 def golf_from_gpt2(gpt2: GPT2LMHeadModel) -> GolfForCausalLM:
-    """Copy a GPT-2 model into a Golf model with the same logits, of the same dtype and in evaluation mode.
+    """Convert a GPT-2 model to a Golf model with the same logits and dtype, in evaluation mode.
 
     Raises:
-        ValueError: the GPT-2 model uses an option that Golf doesn't have.
+        ValueError: the GPT-2 model uses an option that Golf does not have.
     """
     theirs = gpt2.config
     _require("golf_from_gpt2", theirs, _REQUIRED_OF_GPT2)
@@ -85,10 +85,10 @@ def golf_from_gpt2(gpt2: GPT2LMHeadModel) -> GolfForCausalLM:
 
 
 def gpt2_from_golf(golf: GolfForCausalLM) -> GPT2LMHeadModel:
-    """Copy a Golf model with GPT-2's options into a GPT-2 model with the same logits, in evaluation mode.
+    """Convert a Golf model with GPT-2's options to a GPT-2 model with the same logits and dtype, in evaluation mode.
 
     Raises:
-        ValueError: the Golf model uses an option that GPT-2 doesn't have.
+        ValueError: the Golf model uses an option that GPT-2 does not have.
     """
     ours = golf.config
     _require("gpt2_from_golf", ours, {**_REQUIRED_OF_GOLF, "num_key_value_heads": (ours.num_attention_heads,)})
@@ -117,7 +117,7 @@ def gpt2_from_golf(golf: GolfForCausalLM) -> GPT2LMHeadModel:
 
 
 def _gpt2_names(num_layers: int) -> dict[str, str]:
-    """Map the module names of Golf to those of GPT-2."""
+    """Map Golf's module names to GPT-2's."""
     names = {ours: theirs for theirs, ours in _OUTER_NAMES.items()}
     for i in range(num_layers):
         names |= {f"model.layers.{i}.{ours}": f"transformer.h.{i}.{theirs}" for theirs, ours in _LAYER_NAMES.items()}
@@ -129,7 +129,7 @@ def _copy_parameters(source: nn.Module, target: nn.Module, names: dict[str, str]
     targets = dict(target.named_parameters())
     for name, parameter in source.named_parameters():
         module, _, kind = name.rpartition(".")
-        # GPT-2 holds its linear weights as (in, out), embeddings and the head as everyone does
+        # GPT-2 stores linear weights as (in, out), but embeddings and the head as (out, in)
         is_transposed = kind == "weight" and parameter.ndim == 2 and ".h." in f"{name} {names[module]}"
         targets.pop(f"{names[module]}.{kind}").copy_(parameter.T if is_transposed else parameter)
     if targets:

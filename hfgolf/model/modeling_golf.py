@@ -1,7 +1,7 @@
-"""The Golf transformer: blocks, initialisation, the loss in chunks, and generation.
+"""The Golf transformer: blocks, initialization, the chunked loss and generation.
 
-Owns everything between token ids and loss or logits; knows nothing of data, optimizers or training loops. This file is
-copied beside the weights when a model is saved and must work where only torch and transformers are installed.
+Owns everything from token ids to loss or logits. Knows nothing about data, optimizers or training loops. Saving a model
+copies this file next to the weights, so it must run with only torch and transformers installed.
 
 Shapes: B batch, T time (queries), H heads, K key-value heads, D head size, C channels, V vocabulary, N = B * T rows.
 """
@@ -29,8 +29,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_golf import GolfConfig
 
 IGNORE_INDEX = -100
-# Logits in one chunk of the loss. CPU: 64 MiB of fp32, measured best at V = 50,257. Accelerators: 256 MiB; with fewer
-# rows than about C, adding to the (V, C) weight gradient once a chunk would cost as much as the chunk's own products.
+# Logits per chunk of the loss. CPU: 64 MiB in fp32, the fastest size measured at V = 50,257. Accelerators: 256 MiB. A
+# chunk needs at least about C rows: with fewer, updating the (V, C) weight gradient costs as much as its matmuls.
 _CHUNK_ELEMENTS_CPU = 2**24
 _CHUNK_ELEMENTS_ACCELERATOR = 2**26
 
@@ -51,16 +51,16 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def apply_dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
-    """Set a share `rate` of the elements to zero and scale up the rest (Srivastava et al. 2014, JMLR 15).
+    """Zero a fraction `rate` of the elements and scale up the rest (Srivastava et al. 2014, JMLR 15).
 
-    On a CPU, drawing a number for each element can take as long as the rest of the step: there a byte decides, eight of
-    them from one draw, and the rate is rounded to a multiple of 1/256.
+    On a CPU, one random number per element can cost as much as the rest of the step. The CPU path therefore uses one
+    random byte per element, eight bytes per draw, and rounds the rate to a multiple of 1/256.
     """
     if not training or rate == 0:
         return x
     if x.device.type != "cpu":
         return F.dropout(x, rate)
-    dropped = min(max(1, round(256 * rate)), 255)  # of the 256 values of a byte
+    dropped = min(max(1, round(256 * rate)), 255)  # how many of a byte's 256 values drop
     draws = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 8),), dtype=torch.int64, device=x.device)
     kept = draws.view(torch.uint8)[: x.numel()].view(x.shape) >= dropped
     return torch.where(kept, x * (256 / (256 - dropped)), 0.0)
@@ -75,7 +75,7 @@ class GolfRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Under autocast x may be bf16 beside an fp32 weight; the fused kernel wants one dtype (it sums in fp32 anyway).
+        # Under autocast, x may be bf16 and the weight fp32. The fused kernel needs one dtype; it still sums in fp32.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -86,9 +86,9 @@ def _build_norm(config: GolfConfig) -> nn.Module:
 
 
 def _rotation(position_ids: Tensor, config: GolfConfig) -> Rotation:
-    """Return cos and sin of the RoPE angles, (B or 1, 1, T, D / 2) in fp32 (Su et al. 2021, arXiv:2104.09864).
+    """Return cos and sin of the RoPE angles, both (B or 1, 1, T, D / 2) in fp32 (Su et al. 2021, arXiv:2104.09864).
 
-    Computed in every forward pass: a non-persistent buffer would hold garbage after from_pretrained.
+    They are recomputed in every forward pass because a non-persistent buffer holds garbage after from_pretrained.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32) / config.head_dim
     angles = position_ids[:, None, :, None].float() * config.rope_theta**-exponents
@@ -111,7 +111,7 @@ def _eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with plain products: the readable reference, and the one that returns its weights."""
+    """Compute attention with plain matmuls: the readable reference, and the only kernel that returns its weights."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
@@ -123,11 +123,11 @@ def _eager_attention(
 
 
 class _OutputLinear(nn.Linear):
-    """A projection back into the residual stream: initialised to zero, so that every block starts as the identity."""
+    """A projection back into the residual stream, initialized to zero so that every block starts as the identity."""
 
 
 class GolfAttention(nn.Module):
-    """Causal self-attention over one fused projection, whose rows are [q: H*D | k: K*D | v: K*D]."""
+    """Causal self-attention with one fused projection, whose rows are [q: H*D | k: K*D | v: K*D]."""
 
     is_causal = True
 
@@ -159,7 +159,7 @@ class GolfAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if rotation is not None:
             query, key = _rotate(query, rotation), _rotate(key, rotation)
-        # The rotation, and on some devices the norm under autocast, are fp32; attention kernels want one dtype.
+        # RoPE returns fp32, and so do norms under autocast on some devices. Attention kernels need one dtype.
         query, key = query.to(value.dtype), key.to(value.dtype)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -209,7 +209,7 @@ class GolfDecoderLayer(GradientCheckpointingLayer):
 
 
 class GolfPreTrainedModel(PreTrainedModel):
-    """Initialisation, and what the model tells transformers about itself."""
+    """Weight initialization, and the capabilities the model declares to transformers."""
 
     config_class = GolfConfig
     config: GolfConfig
@@ -226,19 +226,20 @@ class GolfPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise one module's own parameters, through transformers' functions: they spare what was loaded.
+        """Initialize one module's own parameters with transformers' functions, which skip loaded weights.
 
-        Input matrices: normal, 0.5 / sqrt(fan-in), which gives activations of about 0.5 at any width. Output
-        projections and an untied head: zero, so the first loss is ln V and no block disturbs the residual stream before
-        it has learned something. A tied embedding: 1 / C; the normed stream meets its own row with about std * C, and a
-        token's logit for itself must stay near 1 for the first loss to be near ln V (0.02 at C = 768 would give 15).
+        - Input matrices: normal with std 0.5 / sqrt(fan-in), so activations are about 0.5 at any width.
+        - Output projections and an untied head: zero. The first loss is ln V, and no block disturbs the residual
+          stream before it has learned something.
+        - A tied embedding: normal with std 1 / C. A token's logit for itself is about std * C, and must stay near 1
+          for the first loss to be near ln V. (A std of 0.02 at C = 768 would give 15.)
         """
         config = self.config
         if isinstance(module, nn.Linear):
             is_head = module is getattr(self, "lm_head", None)
             if isinstance(module, _OutputLinear) or (is_head and not config.tie_word_embeddings):
                 init.zeros_(module.weight)
-            elif not is_head:  # a tied head is the embedding
+            elif not is_head:  # a tied head is initialized as the embedding
                 init.normal_(module.weight, std=config.initializer_range or 0.5 / math.sqrt(module.in_features))
             if module.bias is not None:
                 init.zeros_(module.bias)
@@ -278,12 +279,14 @@ class GolfModel(GolfPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Return hidden states (B, T, C); the arguments are transformers' own.
+        """Return hidden states (B, T, C). The arguments are those of every transformers decoder.
 
-        Without position_ids, positions count the tokens that attention_mask shows, so left padding shifts nothing.
+        If position_ids is None, positions count only the tokens that attention_mask keeps, so left padding does not
+        shift them.
 
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds, or more tokens than learned positions.
+            ValueError: input_ids and inputs_embeds are both given or both missing, or there are more tokens than
+                learned positions.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("GolfModel.forward needs exactly one of input_ids and inputs_embeds.")
@@ -293,8 +296,8 @@ class GolfModel(GolfPreTrainedModel):
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        # Given as they came: under torch.compile any position_ids would make transformers look for packed sequences and
-        # build a full mask, where None ends as is_causal=True in SDPA.
+        # Pass the caller's position_ids, not the derived ones: under torch.compile, any position_ids make transformers
+        # check for packed sequences and build a full mask. None becomes is_causal=True in SDPA.
         causal_mask = create_causal_mask(
             self.config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids
         )
@@ -327,8 +330,8 @@ class GolfModel(GolfPreTrainedModel):
         limit = self.config.max_position_embeddings
         if self.config.position_embedding == "learned" and num_tokens > limit:
             raise ValueError(
-                f"GolfModel: a sequence of {num_tokens} tokens is longer than max_position_embeddings={limit};"
-                " learned positions end there. Shorten it (in generate(): fewer max_new_tokens)."
+                f"GolfModel: a sequence of {num_tokens} tokens is longer than max_position_embeddings={limit},"
+                " the number of learned positions. Shorten it (in generate(): lower max_new_tokens)."
             )
 
 
@@ -340,7 +343,7 @@ def _derive_position_ids(inputs_embeds: Tensor, attention_mask: Tensor | None, p
 
 
 class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
-    """The transformer with its language-modelling head."""
+    """The transformer with its language modeling head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _auto_class = "AutoModelForCausalLM"
@@ -352,7 +355,7 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def fused_projections(self) -> dict[str, tuple[int, ...]]:
-        """Map the name of each fused weight to the row counts of the matrices in it: H*D, K*D, K*D for q, k, v."""
+        """Map each fused weight's name to the row counts of its matrices: (H*D, K*D, K*D) for q, k and v."""
         config = self.config
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         sizes = tuple(count * config.head_dim for count in heads)
@@ -377,12 +380,12 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         """Return the loss, the logits (B, T, V), or both.
 
         Args:
-            labels: (B, T), the ids of input_ids themselves; shifted here. -100 is ignored.
-            shift_labels: (B, T), already shifted: the id that follows each position. -100 is ignored.
-            num_items_in_batch: what the summed nats are divided by. None: the number of targets not ignored.
-            logits_to_keep: compute only the last so many logits (0: all), or those at these time indices.
-            return_logits: None: yes, except when training with labels, where the loss is computed in chunks and the
-                logits of the batch never exist.
+            labels: (B, T) the same ids as input_ids; shifted here. -100 is ignored.
+            shift_labels: (B, T) labels already shifted: the id after each position. -100 is ignored.
+            num_items_in_batch: divisor of the summed loss. None: the number of targets that are not ignored.
+            logits_to_keep: compute only the last logits_to_keep logits (0: all), or those at the given time indices.
+            return_logits: None: return them unless the model is training with labels. The training loss is computed
+                in chunks, so the logits of the whole batch never exist.
         """
         targets = shift_labels
         if targets is None and labels is not None:
@@ -425,16 +428,17 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None = None) -> Tensor:
-    """Return the summed nats of the targets under softmax(hidden @ weight.T), in fp32, without holding all logits.
+    """Return the cross-entropy of softmax(hidden @ weight.T), summed over targets in fp32 nats, one chunk at a time.
 
-    The gradients are computed chunk by chunk in the forward pass, while a chunk's logits are at hand, so nothing is
-    recomputed and nothing of size (N, V) is kept. They are those of the sum, and are scaled in the backward pass: they
-    lie in [-1, 1] times the operands, which fp16 holds, where a mean over many tokens would underflow.
+    The forward pass also computes the gradients while it has a chunk's logits, so nothing is recomputed and no (N, V)
+    tensor is ever kept. These are the gradients of the sum; the backward pass scales them. Their factors are in
+    [-1, 1], which fp16 can represent. The gradients of a mean over many tokens would underflow.
 
     Args:
-        hidden: (N, C). weight: (V, C). Under autocast both are cast to its dtype; softmax and sums stay in fp32.
-        targets: (N,), -100 is ignored; all ignored gives 0.
-        soft_cap: cap of cap * tanh(z / cap) on the logits.
+        hidden: (N, C). Under autocast, hidden and weight are cast to its dtype; softmax and sums stay in fp32.
+        weight: (V, C).
+        targets: (N,) ids. -100 is ignored; if all are ignored, the result is 0.
+        soft_cap: cap the logits z to soft_cap * tanh(z / soft_cap).
     """
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _ChunkedCrossEntropy.apply(hidden, weight, targets, soft_cap)
@@ -479,11 +483,11 @@ def _nats_and_gradients(
         if soft_cap is not None:
             squashed = torch.tanh(logits / soft_cap)
             logits = squashed * soft_cap
-        logits = logits.log_softmax(dim=-1)  # one name, so that only one of the two stays allocated
+        logits = logits.log_softmax(dim=-1)  # reuse the name, so that the raw logits are freed
         nats -= (logits.gather(1, target) * counted).sum()
         if not (wants_hidden or wants_weight):
             continue
-        # d nats / d logits = p - 1[target], and 0 in ignored rows
+        # d loss / d logits = p - onehot(target), and 0 in ignored rows
         gradient = logits.exp_().mul_(counted)
         gradient.scatter_add_(1, target, -counted.to(sum_dtype))
         if soft_cap is not None:
@@ -493,8 +497,8 @@ def _nats_and_gradients(
             hidden_gradient[start : start + rows] = gradient @ head
         if weight_gradient is not None:
             if compute_dtype == sum_dtype:
-                torch.addmm(weight_gradient, gradient.T, chunk, out=weight_gradient)  # needs no second (V, C) matrix
-            else:  # summed in fp32: bf16 would lose what the later chunks add
+                torch.addmm(weight_gradient, gradient.T, chunk, out=weight_gradient)  # no second (V, C) matrix
+            else:  # accumulate in fp32: a bf16 sum would round away the later chunks
                 weight_gradient += gradient.T @ chunk
     weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
     return nats, hidden_gradient, weight_gradient

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hfgolf.config import RunConfig
-from hfgolf.model.causal_blocks import attend_fastest
+from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
@@ -30,7 +30,7 @@ def build_golf(config: RunConfig, vocab_size: int, device: str, **token_ids: Any
     The weights are on torch's default device: the CPU, or that of an enclosing `with torch.device`.
     """
     model = GolfForCausalLM(golf_config(config, vocab_size, **token_ids))
-    attend_fastest(model, torch.device(device), config.train.mixed_precision, config.batch.sequence_length)
+    choose_attention(model, torch.device(device), config.train.mixed_precision, config.batch.sequence_length)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()  # non-reentrant
     return model

@@ -81,11 +81,11 @@ def test_a_saved_model_does_not_know_of_it(build_golf, tmp_path):
 )
 def test_it_is_for_bf16_on_a_cpu(build_golf, device, precision, length, expected):
     golf = build_golf()
-    causal_blocks.attend_fastest(golf, torch.device(device), precision, length)
+    causal_blocks.choose_attention(golf, torch.device(device), precision, length)
     assert (golf.config._attn_implementation == causal_blocks.NAME) is expected
 
 
 def test_another_model_keeps_its_attention():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8))
-    causal_blocks.attend_fastest(gpt2, torch.device("cpu"), "bf16", 8)
+    causal_blocks.choose_attention(gpt2, torch.device("cpu"), "bf16", 8)
     assert gpt2.config._attn_implementation == "sdpa"
