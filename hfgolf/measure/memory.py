@@ -18,7 +18,7 @@ from hfgolf.model import modeling_golf
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
 from hfgolf.optim.groups import parameter_kind
-from hfgolf.optim.muon import MAX_ELEMENTS, MAX_ELEMENTS_ELSEWHERE
+from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
     from hfgolf.config import RunConfig
@@ -204,7 +204,7 @@ def _orthogonalization_bytes(model: GolfConfig, device: str) -> int:
     ups = 2 if model.activation == "swiglu" else 1
     alike = model.num_hidden_layers * model.hidden_size * max(4 * model.hidden_size, ups * model.intermediate_size)
     product_bytes = 4 if device == "cpu" else 2
-    return min(alike, MAX_ELEMENTS.get(device, MAX_ELEMENTS_ELSEWHERE)) * (4 + 6 * product_bytes)
+    return min(alike, MAX_BUCKET_ELEMENTS.get(device, DEFAULT_MAX_BUCKET_ELEMENTS)) * (4 + 6 * product_bytes)
 
 
 def run_memory(

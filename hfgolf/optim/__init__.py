@@ -1,1 +1,1 @@
-"""The optimizer, its parameter groups and its schedule; nothing here knows data, models or the training loop."""
+"""The optimizer, its parameter groups and its schedule. Nothing here knows about data, models or the training loop."""

@@ -1,7 +1,7 @@
-"""An exponential moving average of a model's weights, kept beside them.
+"""An exponential moving average (EMA) of a model's weights.
 
-Owns the averages, how fast they move and putting them in the weights' place for a while. Refuses to know when that
-happens, and whether the model is wrapped: it sees names and parameters.
+Owns the averages, their decay, and swapping them in for the weights. Does not know when that happens, or whether the
+model is wrapped: it sees names and parameters.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hfgolf.optim.state import state_dtype
 
 
 def ema_decay(optim: OptimConfig, tokens_per_step: int) -> float | None:
-    """Return the decay of a step, between 0 and 1, or None where no average is kept."""
+    """Return the EMA decay per step, between 0 and 1, or None if the config asks for no average."""
     if optim.ema_half_life_tokens is not None:
         return float(0.5 ** (tokens_per_step / optim.ema_half_life_tokens))
     return optim.ema_decay
 
 
 class Ema:
-    """Average every parameter over the updates, in fp32 (or wider): decay * average + (1 - decay) * weight.
+    """Keep an exponential moving average of every parameter, in fp32 or wider.
 
-    Polyak & Juditsky, "Acceleration of stochastic approximation by averaging", 1992, with weights that fall
-    exponentially into the past. The average begins as the parameters are now, so build it where they are final:
-    initialised, on their device, and `prepare`d.
+    average <- decay * average + (1 - decay) * parameter, after Polyak & Juditsky, "Acceleration of stochastic
+    approximation by averaging", 1992, but with exponential weights. The average starts at the current parameters, so
+    build it once they are final: initialized, on their device, and `prepare`d.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
@@ -40,27 +40,28 @@ class Ema:
         }
 
     def decay_at(self, step: int) -> float:
-        """Return the decay used after `step` updates: smaller at first, so that the first weights do not linger.
+        """Return the decay after `step` updates. It is smaller at first, so that the initial weights fade quickly.
 
-        min(decay, (1 + step) / (10 + step)), as num_updates in TensorFlow's tf.train.ExponentialMovingAverage.
+        min(decay, (1 + step) / (10 + step)), like num_updates in TensorFlow's tf.train.ExponentialMovingAverage.
         """
         return min(self.decay, (1 + step) / (10 + step))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the averages towards the parameters as they are after `step` updates."""
-        wide = [param.to(state_dtype(param)) for param in self._params.values()]  # the parameter itself where fp32
+        """Update the averages with the parameters after `step` updates."""
+        wide = [param.to(state_dtype(param)) for param in self._params.values()]  # no copy of fp32 parameters
         torch._foreach_lerp_(list(self._averages.values()), wide, 1 - self.decay_at(step))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the parameters be their averages inside the `with`, and bit for bit themselves after it.
+        """Replace the parameters by their averages inside the `with` block, and restore them bit for bit after it.
 
-        The parameters stay the same objects, so a wrapped or compiled model follows. Inside, they share the memory of
-        the averages: evaluate and save, but don't train. Enter autocast inside, it caches the weights it has cast.
+        The parameters stay the same objects, so this also works for a wrapped or compiled model. Inside the block they
+        share the averages' memory: evaluate and save, but do not train. Enter autocast inside the block, because it
+        caches the weights that it has cast.
         """
-        # storages instead of contents: nothing is allocated for fp32 weights, and it can not fail half way.
-        # FSDP2 would not notice: it gathers from its own view of the first storage
+        # Swap storages, not contents: this allocates nothing for fp32 weights and cannot fail halfway.
+        # Trap: FSDP2 would not notice the swap, because it gathers from its own view of the first storage.
         raw = {name: param.data for name, param in self._params.items()}
         averages = {name: average.to(raw[name].dtype) for name, average in self._averages.items()}
         try:
@@ -74,30 +75,31 @@ class Ema:
             param.data = storages[name]
 
     def restart(self) -> None:
-        """Begin anew from the parameters as they are now."""
+        """Reset the averages to the current parameters."""
         for name, param in self._params.items():
             self._averages[name].copy_(param.detach())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages themselves, no copies, by parameter name."""
+        """Return the averages by parameter name, without copying them."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over saved averages; they keep the device and dtype they have here.
+        """Load saved averages, keeping the device and dtype of the current ones.
 
-        UserError where names or shapes differ; nothing has been changed then.
+        Raises UserError, and changes nothing, if names or shapes differ.
         """
         missing, unknown = self._averages.keys() - state.keys(), state.keys() - self._averages.keys()
         if missing or unknown:
             difference = f"lacks {min(missing)}" if missing else f"has {min(unknown)}, which this model lacks"
             raise _mismatch(difference)
         for name, average in self._averages.items():
-            if state[name].shape != average.shape:
-                raise _mismatch(f"holds {tuple(state[name].shape)} for {name}, here it is {tuple(average.shape)}")
+            saved, own = tuple(state[name].shape), tuple(average.shape)
+            if saved != own:
+                raise _mismatch(f"has shape {saved} for {name}, but here it is {own}")
         for name, average in self._averages.items():
             average.copy_(state[name])
 
 
 def _mismatch(difference: str) -> UserError:
-    return UserError(f"the saved average of the weights {difference}: load it with the model that saved it")
+    return UserError(f"the saved average of the weights {difference}; load it with the model that saved it")

@@ -1,7 +1,7 @@
-"""Which parameter is updated by which rule.
+"""Assign each parameter to an optimizer rule.
 
-Owns one table of name patterns, which must cover every parameter exactly once, and what each kind of parameter means
-for the optimizer. Refuses to know the model: it reads names and shapes.
+Owns the table of name patterns, which must match every parameter exactly once, and the optimizer settings of each kind
+of parameter. Does not know the model: it sees names and shapes.
 """
 
 from __future__ import annotations
@@ -34,28 +34,32 @@ PATTERNS = (
 
 
 def parameter_kind(name: str) -> str:
-    """Return matrix, embedding, head or vector; UserError unless exactly one row of PATTERNS matches the name."""
+    """Return matrix, embedding, head or vector. Raises UserError unless exactly one row of PATTERNS matches."""
     matches = [(pattern, kind) for pattern, kind in PATTERNS if fnmatchcase(name, pattern)]
     if len(matches) != 1:
         found = " and ".join(pattern for pattern, _ in matches) or "no pattern"
-        raise UserError(f"parameter {name} matches {found}: give it one row in PATTERNS of hfgolf/optim/groups.py")
+        raise UserError(
+            f"parameter {name} matches {found}; it must match exactly one row of PATTERNS in hfgolf/optim/groups.py"
+        )
     return matches[0][1]
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, fused: Mapping[str, tuple[int, ...]]
 ) -> list[dict[str, Any]]:
-    """Return one group for each kind of parameter that there is, in the order of KINDS.
+    """Return one group for each kind of parameter present, in the order of KINDS.
 
-    fused: weights (names or patterns) that hold several matrices one above the other, with the rows of each; muon
-    orthogonalises them apart, unless optim.split_qkv says no. Only matrices are decayed. "initial_lr" and
-    "initial_weight_decay" are the peaks that a schedule multiplies.
-    UserError for a parameter that the table does not cover once, and for an entry of fused that names no parameter.
+    Only matrices get weight decay. "initial_lr" and "initial_weight_decay" are the peaks that the schedule multiplies.
+
+    fused: maps the name (or pattern) of a weight that stacks several matrices to the row count of each. Muon
+    orthogonalizes them separately unless optim.split_qkv is false.
+
+    Raises UserError if a parameter does not match exactly one row of PATTERNS, or a key of fused matches no parameter.
     """
     parameters = list(named_parameters)
     for pattern in fused:
         if not any(fnmatchcase(name, pattern) for name, _ in parameters):
-            raise UserError(f"fused weight {pattern} is not a parameter of the model: name one that is")
+            raise UserError(f"fused weight {pattern} matches no parameter of the model; name one that exists")
     members: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
     for name, parameter in parameters:
         members[parameter_kind(name)].append((name, parameter))
@@ -89,10 +93,10 @@ def _split(name: str, fused: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] |
 def build_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, fused: Mapping[str, tuple[int, ...]]
 ) -> Muon:
-    """Build the one optimizer of a run, before `accelerator.prepare`; arguments and errors as `parameter_groups`.
+    """Build the one optimizer of a run, before `accelerator.prepare`. Arguments and errors as in `parameter_groups`.
 
-    The processes of torch.distributed, where there are any, are taken for replicas or shards of this one model, and
-    share Muon's work.
+    If torch.distributed is initialized, its processes must hold replicas or shards of this one model; they share Muon's
+    work.
     """
     return Muon(
         parameter_groups(named_parameters, optim, fused),
@@ -112,7 +116,7 @@ def build_optimizer(
 
 
 def group_table(optimizer: Any) -> str:
-    """Return the table printed at the start: a row for each name (layer numbers as *), with its rule and rates.
+    """Return the table printed at startup: one row per parameter name (layer numbers as *), with its rule and rates.
 
     optimizer: from `build_optimizer`, prepared or not.
     """
@@ -135,10 +139,10 @@ def group_table(optimizer: Any) -> str:
 
 def _aligned(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    to_the_left = (0, 3)  # words; the other columns are numbers
+    left_aligned = (0, 3)  # words; the other columns are numbers
     lines = (
         "  ".join(
-            c.ljust(w) if i in to_the_left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            c.ljust(w) if i in left_aligned else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     )

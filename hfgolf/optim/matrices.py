@@ -1,6 +1,6 @@
-"""The matrices that weights consist of, as views, and the batches in which they are worked on.
+"""View weights as the matrices they consist of, and bucket equal matrices for batched matmuls.
 
-Refuses to know what is done with them.
+Does not know what is done with them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from torch import Tensor
 Split = tuple[int, ...] | None
 
 
-def pieces(tensors: list[Tensor], splits: list[Split], in_out: bool) -> list[Tensor]:
-    """Return views: each tensor as a matrix, (out, rest) or (in, out), or the blocks of outputs it is fused from.
+def matrix_views(tensors: list[Tensor], splits: list[Split], in_out: bool) -> list[Tensor]:
+    """Return each tensor as one matrix view, (out, rest) or (in, out), or as one view per matrix fused in it.
 
-    A tensor of one dimension holds a value for each output.
+    A one-dimensional tensor holds one value per output.
     """
     views: list[Tensor] = []
     for tensor, split in zip(tensors, splits, strict=True):
-        matrix = tensor if tensor.ndim <= 2 else tensor.view(len(tensor), -1)  # an update of a copy would be lost
+        matrix = tensor if tensor.ndim <= 2 else tensor.view(len(tensor), -1)  # a view: updates to a copy would be lost
         views += matrix.split(split, dim=1 if in_out and matrix.ndim == 2 else 0) if split else (matrix,)
     return views
 
 
 @lru_cache(maxsize=64)
-def batches(kinds: tuple[tuple[torch.Size, torch.device], ...], max_elements: int, ranks: int) -> list[list[int]]:
-    """Divide the positions in `kinds` into batches of one shape on one device.
+def bucket_by_shape(
+    shapes_and_devices: tuple[tuple[torch.Size, torch.device], ...], max_elements: int, ranks: int
+) -> list[list[int]]:
+    """Divide the indices of the given matrices into buckets of one shape on one device.
 
-    max_elements: of a batch's matrices for each of the ranks that share it; one matrix each there is always room for.
+    max_elements: elements per rank in one bucket, which `ranks` ranks share; at least one matrix per rank always fits.
     """
-    alike: dict[tuple[torch.Size, torch.device], list[int]] = defaultdict(list)
-    for position, kind in enumerate(kinds):
-        alike[kind].append(position)
-    divided = []
-    for (shape, _), positions in alike.items():
-        most = ranks * max(1, max_elements // shape.numel())
-        size = math.ceil(len(positions) / math.ceil(len(positions) / most))
-        divided += [positions[start : start + size] for start in range(0, len(positions), size)]
-    return divided
+    equal: dict[tuple[torch.Size, torch.device], list[int]] = defaultdict(list)
+    for index, shape_and_device in enumerate(shapes_and_devices):
+        equal[shape_and_device].append(index)
+    buckets = []
+    for (shape, _), indices in equal.items():
+        max_matrices = ranks * max(1, max_elements // shape.numel())
+        size = math.ceil(len(indices) / math.ceil(len(indices) / max_matrices))
+        buckets += [indices[start : start + size] for start in range(0, len(indices), size)]
+    return buckets

@@ -1,7 +1,7 @@
-"""One optimizer whose groups follow Muon, AdamW or SGD.
+"""One optimizer whose parameter groups use Muon, AdamW or SGD.
 
-Owns the arithmetic of an update and the optimizer's state. Refuses to know which parameter belongs to which rule
-(groups.py) and how a learning rate moves over a run (schedule.py): it reads plain numbers from its groups.
+Owns the arithmetic of an update and the optimizer's state. Does not know which rule a parameter gets (groups.py) or how
+the learning rate changes during a run (schedule.py): it reads plain numbers from its groups.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from hfgolf.hardware import fast_product_dtype
-from hfgolf.optim.matrices import Split, batches, pieces
-from hfgolf.optim.orthogonalize import (
-    SMALLEST_NORM,
-    newton_schulz_polynomials,
-    orthogonalize,
-)
-from hfgolf.optim.shards import is_sharded, local, shard, whole
+from hfgolf.optim.matrices import Split, bucket_by_shape, matrix_views
+from hfgolf.optim.orthogonalize import MIN_NORM, newton_schulz_polynomials, orthogonalize
+from hfgolf.optim.shards import full_tensor, is_sharded, local_shards, shard_like
 from hfgolf.optim.state import Group, State, matched_state, new_state, num_outputs, state_dtype
 
 if TYPE_CHECKING:
@@ -31,22 +27,26 @@ if TYPE_CHECKING:
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRODUCT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SMALLEST_ROOT = 1e-8  # NorMuon's epsilon
-# Of the matrices that are multiplied at once. A CPU is faster where they stay in its caches: 1.04 times with those of
-# GPT-2 124M. Elsewhere it bounds the memory that a step takes, about 12 bytes an element.
-MAX_ELEMENTS = {"cpu": 2**21}
-MAX_ELEMENTS_ELSEWHERE = 2**26
+NORMUON_EPS = 1e-8
+# Elements per batched matmul. On a CPU, smaller buckets stay in its caches: 1.04 times as fast on GPT-2 124M. On other
+# devices the limit bounds the memory of a step, about 12 bytes per element.
+MAX_BUCKET_ELEMENTS = {"cpu": 2**21}
+DEFAULT_MAX_BUCKET_ELEMENTS = 2**26
 
 
 def update_scale(rule: str, rows: int, cols: int) -> float:
-    """Return what an orthogonal update of this shape is multiplied by.
+    """Return the factor by which to multiply an orthogonal update of this shape.
 
-    original: sqrt(max(1, rows/cols)), Jordan 2024. match_rms_adamw: 0.2 sqrt(max(rows, cols)), the root mean square
-    of AdamW's updates, so that its learning rate fits: Liu et al., "Muon is Scalable", arXiv 2502.16982, section 2.2.
+    original: sqrt(max(1, rows / cols)) (Jordan 2024).
+    match_rms_adamw: 0.2 sqrt(max(rows, cols)). The update then has the root mean square of AdamW's updates, so AdamW's
+    learning rate works (Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, section 2.2).
 
-    Whatever the rows, the second is 0.2 sqrt(cols) times the first. So a learning rate l and decay d under original are
-    l / (0.2 sqrt(cols)) and d * 0.2 sqrt(cols) under match_rms_adamw: 0.02 and 0.1 become 0.0036 and 0.55 at 768
-    columns. One number can not be right for matrices of several widths: choose the width of the residual stream.
+    For any number of rows, match_rms_adamw is 0.2 sqrt(cols) times original. To convert from original to
+    match_rms_adamw, divide the learning rate by 0.2 sqrt(cols) and multiply the weight decay by it: at 768 columns,
+    0.02 and 0.1 become 0.0036 and 0.55. No single factor is exact for matrices of different widths; use the width of
+    the residual stream.
+
+    Raises ValueError for any other rule.
     """
     if rule == "original":
         return math.sqrt(max(1.0, rows / cols))
@@ -58,27 +58,29 @@ def update_scale(rule: str, rows: int, cols: int) -> float:
 class Muon(torch.optim.Optimizer):
     """Update each group by its "rule": muon, adamw or sgd, all with decoupled weight decay.
 
-    A muon group holds weights of two or more dimensions, (out, ...), flattened to (out, rest). Its "splits", by
-    position, say into which numbers of rows a fused weight falls (q, k, v): each piece is orthogonalised apart and
-    scaled by its own shape. None, for the group or for one weight, means whole. With "in_out" its weights are stored
-    (in, out), as those of GPT-2's Conv1D, and all of this holds for their transposes.
+    A muon group holds weights of two or more dimensions, (out, ...), flattened to (out, rest). Its "splits" hold one
+    entry per weight: the row counts of the matrices fused in it (q, k, v), or None for a single matrix. Each matrix is
+    orthogonalized separately and scaled by its own shape. splits=None means that no weight is fused. With "in_out",
+    weights are stored as (in, out), like GPT-2's Conv1D, and all of this applies to their transposes.
 
-    row_equilibration: rows are divided by their norms before they are orthogonalised (MuonEq-R).
-    normuon_beta2: afterwards each row is divided by the root of the running mean, at this rate, of its mean square, and
-    the matrix brought back to its norm (NorMuon, Li et al., arXiv 2510.05491); None: not, and there is no such state.
-    cautious_weight_decay: only the entries that a step moves towards 0 are decayed, under every rule (Chen et al.,
-    arXiv 2510.12402); it takes a copy of the group's parameters while the step lasts.
+    Args:
+        row_equilibration: divide each row by its norm before orthogonalizing (MuonEq-R).
+        normuon_beta2: after orthogonalizing, divide each row by the root of an exponential moving average of its mean
+            square, with this decay, then restore the norm of the matrix (NorMuon, Li et al., arXiv 2510.05491).
+            None: skip this, and keep no state for it.
+        cautious_weight_decay: decay only the entries that the step moves toward 0, under every rule (Chen et al.,
+            arXiv 2510.12402). Takes a temporary copy of the group's parameters.
+        process_group: ranks that hold the same parameters and gradients, as under DDP. Each rank orthogonalizes its
+            share of the matrices, and then all ranks exchange the results, so every rank must call step(). Momentum is
+            identical on all ranks. With sharded DTensors, as under FSDP2, the state is sharded like the parameters,
+            and Muon gathers the full update directions, which takes two copies of the group's parameters. None: this
+            rank does all the work.
 
-    Every number in a group may be changed between two steps. The state is fp32 (or wider) and exists for every
-    parameter from the first step on. Half-precision parameters are updated in fp32 and rounded once.
-
-    process_group: ranks that hold the same parameters and gradients, as under DDP. Each orthogonalises its share of
-    the matrices and all exchange the results, so all of them have to step; momentum is the same everywhere. Parameters
-    may be sharded DTensors, as under FSDP2: their state is sharded alike, and Muon gathers their directions, which
-    takes room for two copies of the group's parameters. None: this rank does all by itself.
+    You may change any number in a group between steps. The state is fp32 (or wider), and from the first step on it
+    exists for every parameter. Half-precision parameters are updated in fp32 and rounded once.
     """
 
-    _process_group: ProcessGroup | None = None  # a copy by deepcopy works alone
+    _process_group: ProcessGroup | None = None  # deepcopy drops the group: a copy works alone
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; ValueError where its rule can not hold one of its parameters."""
+        """Add a group. Raises ValueError if its rule or a setting is unknown, or does not fit one of its parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["rule"] not in RULES:
@@ -134,7 +136,7 @@ class Muon(torch.optim.Optimizer):
             _product_dtype(group, torch.device("cpu"))
             for param, split in zip(group["params"], _splits(group), strict=True):
                 if param.ndim < 2 or (group["in_out"] and param.ndim > 2):
-                    raise ValueError(f"muon needs matrices, and one parameter has shape {tuple(param.shape)}")
+                    raise ValueError(f"muon needs matrices, but one parameter has shape {tuple(param.shape)}")
                 if split is not None and sum(split) != num_outputs(group, param):
                     raise ValueError(
                         f"splits {split} do not add up to the {num_outputs(group, param)} outputs of their weight"
@@ -142,7 +144,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; return what `closure` returned, if there is one."""
+        """Update every parameter that has a gradient. Return the result of `closure`, or None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -155,10 +157,10 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def create_state(self) -> None:
-        """Make the state of every parameter that has none; step() would do it, and leave less memory than was there.
+        """Create the missing state of every parameter, so that its memory is allocated before the first step.
 
-        For all parameters, with a gradient or not: a sharded save needs the same state on every rank. Call it after
-        `accelerator.prepare`, which may exchange the parameters.
+        This includes parameters without a gradient: a sharded save needs the same state on every rank. Call it after
+        `accelerator.prepare`, which may replace the parameters.
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -168,13 +170,13 @@ class Muon(torch.optim.Optimizer):
     def _update(self, group: Group, present: list[int]) -> None:
         params = [group["params"][i] for i in present]
         states = [self.state[param] for param in params]
-        wide = [param.to(state_dtype(param)) for param in params]  # the parameter itself where it is fp32
+        wide = [param.to(state_dtype(param)) for param in params]  # an fp32 parameter is its own master copy
         grads = [param.grad.to(master.dtype) for param, master in zip(params, wide, strict=True)]
         layout = ([_splits(group)[i] for i in present], self._process_group)
         if group["cautious_weight_decay"] and group["weight_decay"]:
-            before = [master.clone() for master in local(wide)]
+            before = [master.clone() for master in local_shards(wide)]
             RULES[group["rule"]](wide, grads, states, {**group, "weight_decay": 0.0}, *layout)
-            _decay_cautiously(local(wide), before, group["lr"] * group["weight_decay"])
+            _decay_cautiously(local_shards(wide), before, group["lr"] * group["weight_decay"])
         else:
             RULES[group["rule"]](wide, grads, states, group, *layout)
         for param, master in zip(params, wide, strict=True):
@@ -182,11 +184,12 @@ class Muon(torch.optim.Optimizer):
                 param.copy_(master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, matched by parameter name where both sides have names, else by position.
+        """Load a saved state, matching parameters by name if both sides have names, otherwise by position.
 
-        Numbers such as learning rates come with it; names, order and splits stay this optimizer's own. UserError
-        where names, shapes, rules or the contents of the state differ; nothing has been changed then.
+        Numbers such as learning rates come from the saved state. Names, order and splits stay as they are here.
         torch's own method ignores names and casts the state to the parameters' dtype.
+
+        Raises UserError, and changes nothing, if names, shapes, rules or the contents of the state differ.
         """
         groups, states = matched_state(self.param_groups, state_dict)
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -196,11 +199,11 @@ class Muon(torch.optim.Optimizer):
 
 
 def _decay_cautiously(params: list[Tensor], before: list[Tensor], rate: float) -> None:
-    """Subtract rate * before where the step from `before` to `params` went towards 0."""
-    is_towards_zero = torch._foreach_mul(torch._foreach_sub(before, params), before)
-    torch._foreach_sign_(is_towards_zero)
-    torch._foreach_clamp_min_(is_towards_zero, 0.0)  # 1 or 0
-    torch._foreach_addcmul_(params, before, is_towards_zero, value=-rate)
+    """Decay each entry, by rate * before, that the step from `before` to `params` moved toward 0."""
+    mask = torch._foreach_mul(torch._foreach_sub(before, params), before)
+    torch._foreach_sign_(mask)
+    torch._foreach_clamp_min_(mask, 0.0)  # 1 if the entry moved toward 0, otherwise 0
+    torch._foreach_addcmul_(params, before, mask, value=-rate)
 
 
 def _muon(
@@ -214,9 +217,9 @@ def _muon(
     momentum = group["momentum"]
     buffers = [state["momentum_buffer"] for state in states]
     mean_squares = [] if group["normuon_beta2"] is None else [state["row_mean_square"] for state in states]
-    torch._foreach_lerp_(local(buffers), local(grads), 1 - momentum)
+    torch._foreach_lerp_(local_shards(buffers), local_shards(grads), 1 - momentum)
     if group["weight_decay"]:
-        torch._foreach_mul_(local(params), 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_mul_(local_shards(params), 1 - group["lr"] * group["weight_decay"])
     if not any(is_sharded(param) for param in params):
         sources = (grads, buffers) if group["nesterov"] else (buffers, [])
         _add_orthogonal(params, *sources, mean_squares, group, splits, process_group)
@@ -224,13 +227,14 @@ def _muon(
 
     if group["nesterov"]:
         buffers = [torch.lerp(grad, buffer, momentum) for grad, buffer in zip(grads, buffers, strict=True)]
-    directions = [whole(buffer) for buffer in buffers]
-    moves = [torch.zeros_like(direction) for direction in directions]
-    whole_mean_squares = [whole(mean_square) for mean_square in mean_squares]
-    _add_orthogonal(moves, directions, [], whole_mean_squares, group, splits, process_group)
-    torch._foreach_add_(local(params), [shard(move, like=param) for move, param in zip(moves, params, strict=True)])
-    for mean_square, new in zip(mean_squares, whole_mean_squares, strict=True):
-        local([mean_square])[0].copy_(shard(new, like=mean_square))
+    directions = [full_tensor(buffer) for buffer in buffers]
+    updates = [torch.zeros_like(direction) for direction in directions]
+    full_mean_squares = [full_tensor(mean_square) for mean_square in mean_squares]
+    _add_orthogonal(updates, directions, [], full_mean_squares, group, splits, process_group)
+    shards = [shard_like(param, update) for param, update in zip(params, updates, strict=True)]
+    torch._foreach_add_(local_shards(params), shards)
+    for mean_square, new in zip(mean_squares, full_mean_squares, strict=True):
+        local_shards([mean_square])[0].copy_(shard_like(mean_square, new))
 
 
 def _add_orthogonal(
@@ -242,29 +246,28 @@ def _add_orthogonal(
     splits: list[Split],
     process_group: ProcessGroup | None,
 ) -> None:
-    """Add the orthogonal updates to params. buffers: the momentum to mix into grads, or none at all."""
+    """Add the orthogonal updates to params. buffers: momentum to interpolate with grads, or [] to use grads alone."""
     in_out = group["in_out"]
-    all_pieces = (
-        pieces(tensors, splits, in_out) if tensors else [] for tensors in (params, grads, buffers, mean_squares)
+    param_views, grad_views, buffer_views, mean_square_views = (
+        matrix_views(tensors, splits, in_out) if tensors else [] for tensors in (params, grads, buffers, mean_squares)
     )
-    param_pieces, grad_pieces, buffer_pieces, mean_pieces = all_pieces
     rank, ranks = (dist.get_rank(process_group), dist.get_world_size(process_group)) if process_group else (0, 1)
-    max_elements = MAX_ELEMENTS.get(params[0].device.type, MAX_ELEMENTS_ELSEWHERE)
-    for positions in batches(tuple((piece.shape, piece.device) for piece in param_pieces), max_elements, ranks):
-        share = math.ceil(len(positions) / ranks)
-        own = (positions + positions[-1:] * share * ranks)[rank * share : (rank + 1) * share]  # padded with the last
-        directions = [grad_pieces[i] for i in own]
-        if buffer_pieces:
-            directions = list(torch._foreach_lerp(directions, [buffer_pieces[i] for i in own], group["momentum"]))
-        updates = _orthogonal(directions, group)  # (K, out, in), or (K, in, out)
-        if share < len(positions):
-            updates = _gathered(updates, ranks, process_group)[: len(positions)]
+    max_elements = MAX_BUCKET_ELEMENTS.get(params[0].device.type, DEFAULT_MAX_BUCKET_ELEMENTS)
+    for bucket in bucket_by_shape(tuple((view.shape, view.device) for view in param_views), max_elements, ranks):
+        share = math.ceil(len(bucket) / ranks)
+        own = (bucket + bucket[-1:] * share * ranks)[rank * share : (rank + 1) * share]  # padded with the last
+        directions = [grad_views[i] for i in own]
+        if buffer_views:
+            directions = list(torch._foreach_lerp(directions, [buffer_views[i] for i in own], group["momentum"]))
+        updates = _orthogonal(directions, group)  # (K, out, in), or (K, in, out) under in_out
+        if share < len(bucket):
+            updates = _all_gather(updates, ranks, process_group)[: len(bucket)]
         updates = updates.to(directions[0].dtype)
         rows = updates.mT if in_out else updates
-        if mean_pieces:
-            _even_out(rows, [mean_pieces[i] for i in positions], group["normuon_beta2"])
+        if mean_square_views:
+            _normalize_rows(rows, [mean_square_views[i] for i in bucket], group["normuon_beta2"])
         scale = update_scale(group["update_scale"], *rows.shape[1:])
-        torch._foreach_add_([param_pieces[i] for i in positions], updates.unbind(), alpha=-group["lr"] * scale)
+        torch._foreach_add_([param_views[i] for i in bucket], updates.unbind(), alpha=-group["lr"] * scale)
 
 
 def _orthogonal(directions: list[Tensor], group: Group) -> Tensor:
@@ -275,24 +278,24 @@ def _orthogonal(directions: list[Tensor], group: Group) -> Tensor:
     torch._foreach_copy_(matrices.unbind(), directions)
     if group["row_equilibration"]:
         rows = matrices.mT if group["in_out"] else matrices
-        rows.div_(torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=SMALLEST_NORM))
+        rows.div_(torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp(min=MIN_NORM))
     return orthogonalize(matrices, group["newton_schulz_steps"], group["newton_schulz_coefficients"])
 
 
-def _gathered(own: Tensor, ranks: int, process_group: ProcessGroup | None) -> Tensor:
-    """Return the matrices of all ranks, (ranks * K, ...), of the K that each rank has."""
+def _all_gather(own: Tensor, ranks: int, process_group: ProcessGroup | None) -> Tensor:
+    """Return the matrices of all ranks, (ranks * K, ...), given this rank's K."""
     gathered = own.new_empty(ranks * len(own), *own.shape[1:])
     dist.all_gather(list(gathered.chunk(ranks)), own, group=process_group)
     return gathered
 
 
-def _even_out(rows: Tensor, mean_squares: list[Tensor], beta2: float) -> None:
-    """Apply NorMuon in place. rows: (K, rows, cols); mean_squares: K running means, (rows,)."""
+def _normalize_rows(rows: Tensor, mean_squares: list[Tensor], beta2: float) -> None:
+    """Apply NorMuon in place. rows: (K, rows, cols). mean_squares: K moving averages, each (rows,)."""
     former_norm = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=True)
     torch._foreach_lerp_(mean_squares, rows.square().mean(dim=-1).unbind(), 1 - beta2)
-    rows.div_(torch.stack(mean_squares).sqrt().add_(SMALLEST_ROOT)[..., None])
+    rows.div_(torch.stack(mean_squares).sqrt().add_(NORMUON_EPS)[..., None])
     norm = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=True)
-    rows.mul_(former_norm / norm.clamp(min=SMALLEST_NORM))
+    rows.mul_(former_norm / norm.clamp(min=MIN_NORM))
 
 
 def _product_dtype(group: Group, device: torch.device) -> torch.dtype:
@@ -306,10 +309,10 @@ def _product_dtype(group: Group, device: torch.device) -> torch.dtype:
 
 def _adamw(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, *_: object) -> None:
     adamw(
-        local(params),
-        local(grads),
-        local(state["exp_avg"] for state in states),
-        local(state["exp_avg_sq"] for state in states),
+        local_shards(params),
+        local_shards(grads),
+        local_shards(state["exp_avg"] for state in states),
+        local_shards(state["exp_avg_sq"] for state in states),
         [],
         [state["step"] for state in states],
         fused=all(param.device.type in FUSED_DEVICES for param in params),
@@ -324,13 +327,13 @@ def _adamw(params: list[Tensor], grads: list[Tensor], states: list[State], group
 
 
 def _sgd(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, *_: object) -> None:
-    torch._foreach_mul_(local(params), 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_mul_(local_shards(params), 1 - group["lr"] * group["weight_decay"])
     sgd(
-        local(params),
-        local(grads),
-        [*local(state["momentum_buffer"] for state in states)],
+        local_shards(params),
+        local_shards(grads),
+        [*local_shards(state["momentum_buffer"] for state in states)],
         foreach=True,
-        weight_decay=0.0,  # decoupled above, as in the other rules, instead of added to the gradient
+        weight_decay=0.0,  # decoupled above, as in the other rules, not added to the gradient
         momentum=group["momentum"],
         lr=group["lr"],
         dampening=0.0,

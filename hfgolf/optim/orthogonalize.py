@@ -1,6 +1,6 @@
-"""Newton-Schulz: matrices whose singular values are all close to 1, by matrix products alone.
+"""Newton-Schulz: bring all singular values of a matrix close to 1, using only matmuls.
 
-Owns the polynomials and the order of the products. Refuses to know what the matrices are: gradients, momentum, tests.
+Owns the polynomials and the order of the matmuls. Does not know what the matrices are.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-SMALLEST_NORM = 1e-7  # as torch.optim.Muon: a matrix of zeros stays zeros
+MIN_NORM = 1e-7  # as in torch.optim.Muon: a zero matrix stays zero
 
 
 def newton_schulz_polynomials(coefficients: str, steps: int) -> tuple[Polynomial, ...]:
-    """Return the (a, b, c) of each of `steps` iterations; ValueError for a name or a number of steps there is not.
+    """Return the coefficients (a, b, c) of each of `steps` iterations.
 
-    classic: Jordan, "Muon: an optimizer for hidden layers", 2024. polar_express: Amsel et al., "The Polar Express",
-    arXiv 2505.16932, whose five polynomials differ and have an order.
+    classic: one polynomial, repeated (Jordan, "Muon: an optimizer for hidden layers", 2024). polar_express: five
+    different polynomials, in order (Amsel et al., "The Polar Express", arXiv 2505.16932).
+
+    Raises ValueError for an unknown name, or more than five steps of polar_express.
     """
     if coefficients == "classic":
         return (CLASSIC,) * steps
@@ -35,13 +37,14 @@ def newton_schulz_polynomials(coefficients: str, steps: int) -> tuple[Polynomial
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5, coefficients: str = "polar_express") -> Tensor:
-    """Bring every singular value of each matrix close to 1 by Newton-Schulz iterations, in the dtype of the matrices.
+    """Bring every singular value of each matrix close to 1 by Newton-Schulz iterations, in the matrices' dtype.
 
-    matrices: (K, rows, cols), or (rows, cols), as the result; it has the same bits on every call. With 5 steps and a
-    condition number up to 100 the singular values end in [0.8, 1.2] (polar_express) or [0.6, 1.25] (classic), in bf16.
+    matrices: (K, rows, cols) or (rows, cols); the result has the same shape, and the same bits on every call. With 5
+    steps in bf16, and a condition number up to 100, the singular values end in [0.8, 1.2] (polar_express) or
+    [0.6, 1.25] (classic).
 
-    An iteration is X <- P X, P = a + b G + c G^2, of the Gram matrix G = X X^T of the short side; where there are more
-    rows than columns it is X <- X P and X^T X, so that nothing is ever transposed in memory.
+    For wide matrices, one iteration is X <- P X with P = a + b G + c G^2 and the Gram matrix G = X X^T of the short
+    side. For tall ones it is X <- X P with G = X^T X, so that nothing is ever transposed in memory.
     """
     if matrices.ndim == 2:
         return orthogonalize(matrices[None], steps, coefficients)[0]
@@ -49,9 +52,9 @@ def orthogonalize(matrices: Tensor, steps: int = 5, coefficients: str = "polar_e
     short, long = sorted(matrices.shape[-2:])
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
     if coefficients == "polar_express":
-        norm = norm * 1.02  # the headroom its coefficients were computed with: rounding must not pass 1
-    # contiguous: into a transposed bf16 buffer, oneDNN falls back to a product that is 500 times slower
-    x = (matrices / norm.clamp(min=SMALLEST_NORM)).contiguous()
+        norm = norm * 1.02  # the coefficients assume this headroom: rounding must not push the norm above 1
+    # contiguous: with a transposed bf16 output buffer, oneDNN falls back to a matmul that is 500 times slower
+    x = (matrices / norm.clamp(min=MIN_NORM)).contiguous()
     spare = torch.empty_like(x)
     gram, product, other = (x.new_empty(len(x), short, short) for _ in range(3))
     for run in _runs(newton_schulz_polynomials(coefficients, steps), short, long):
@@ -59,7 +62,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5, coefficients: str = "polar_e
         _evaluate(run[0], gram, out=product)
         for polynomial in run[1:]:  # at most one
             torch.bmm(product, gram, out=other)
-            torch.bmm(other, product, out=gram)  # the Gram matrix of an X that is never computed
+            torch.bmm(other, product, out=gram)  # the Gram matrix of P X, without computing P X
             _evaluate(polynomial, gram, out=other)
             torch.bmm(other, product, out=gram)
             product, gram = gram, product
@@ -75,13 +78,13 @@ def _evaluate(polynomial: Polynomial, gram: Tensor, out: Tensor) -> None:
 
 
 def _runs(polynomials: tuple[Polynomial, ...], short: int, long: int) -> list[tuple[Polynomial, ...]]:
-    """Divide the iterations into pairs that share one Gram matrix and those that have their own.
+    """Group the iterations into pairs that share one Gram matrix, and single iterations.
 
-    A pair costs 4 long/short + 10 times short^3 multiplications, two iterations by themselves 8 long/short + 4.
+    In units of short^3 multiplications, a pair costs 4 long/short + 10 and two single iterations cost 8 long/short + 4.
     """
-    # Rounding makes the smallest eigenvalues of a bf16 Gram matrix negative, the more the smaller it is, and what
-    # builds on it multiplies them by up to a^2. Of the ways to divide polar_express, 2-1-2 is the cheapest that stays
-    # below 1.2 from 64 on, whatever the spectrum; 3-2 diverges on some matrices of condition 100
+    # Rounding can make the smallest eigenvalues of a bf16 Gram matrix negative (the smaller the matrix, the more), and
+    # later products multiply them by up to a^2. Of the ways to group polar_express, 2-1-2 is the cheapest that keeps
+    # singular values below 1.2 for any spectrum, from size 64 up; 3-2 diverges on some matrices with condition 100.
     lengths = [2, 1, *[2] * len(polynomials)] if long >= 2 * short >= 128 else [1] * len(polynomials)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     runs = [polynomials[start : start + length] for start, length in zip(starts, lengths, strict=True)]

@@ -1,7 +1,7 @@
 """Learning rate, momentum and weight decay as pure functions of the step.
 
-Owns the shapes of the schedules. Refuses to hold state or to be `prepare`d: a prepared scheduler steps once per
-process, and a resume here is only another step number.
+Owns the shapes of the schedules. Holds no state, so a resume only needs the step number. Do not pass a schedule to
+`accelerator.prepare`: a prepared scheduler steps once per process.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ if TYPE_CHECKING:
 
 
 def learning_rate_multiplier(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
-    """Return the share of the peak learning rate that the update after `step` updates uses, in (0, 1].
+    """Return the fraction of the peak learning rate for the update after `step` completed updates, in (0, 1].
 
-    total_steps: how many updates the run will make. A run that ends by the clock passes its estimate anew each step,
-    `projected_steps(step, progress)`; infinity, as long as there is none, means that nothing falls yet.
+    total_steps: the updates that the run will make. A run limited by time passes a new estimate at each step,
+    `projected_steps(step, progress)`. Infinity means that there is no estimate yet, so the decay has not started.
 
-    The warmup rises as (step + 1) / warmup_steps, so that the first update already moves and update number
-    warmup_steps is at the peak. linear and cosine fall from the end of the warmup to the floor. wsd falls to it over
-    the last warmdown_fraction of the run: linearly, or as 1 - sqrt of the share of the warmdown that is done (Haegele
-    et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", arXiv 2405.18392).
-    cosine_warmdown is cosine times that warmdown, so that it ends at 0, whatever the floor. The end is where update
-    number total_steps + 1 would be: the last update is a step short of it, and not wasted if it is at 0. If a short
-    run's warmup meets its fall, the lower of the two holds.
+    - Warmup rises as (step + 1) / warmup_steps: the first update is not zero, and update number warmup_steps has the
+      peak rate.
+    - linear and cosine decay from the end of the warmup to the floor.
+    - wsd decays to the floor over the last warmdown_fraction of the run: linearly, or as 1 - sqrt of the completed
+      fraction of the warmdown (Haegele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
+      Durations", arXiv 2405.18392).
+    - cosine_warmdown is cosine times the wsd warmdown, so it ends at 0 whatever the floor.
+
+    The decay ends at update number total_steps + 1, which is never made, so a decay to 0 does not waste the last
+    update. If the warmup of a short run overlaps the decay, the lower of the two applies.
     """
     warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    falling = schedule.floor + (1 - schedule.floor) * _fall(step, total_steps, schedule)
+    decay = schedule.floor + (1 - schedule.floor) * _decay(step, total_steps, schedule)
     if schedule.name == "cosine_warmdown":
-        falling *= _warmdown(step, total_steps, schedule)
-    return min(warmup, falling)
+        decay *= _warmdown(step, total_steps, schedule)
+    return min(warmup, decay)
 
 
-def _fall(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
-    """Return the part of the schedule after the warmup, from 1 to 0."""
+def _decay(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
+    """Return the schedule after the warmup, without its floor: from 1 down to 0."""
     if schedule.name == "constant":
         return 1.0
     if schedule.name == "wsd":
@@ -50,30 +53,32 @@ def _fall(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
 
 
 def _warmdown(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
-    """Return 1 before the last warmdown_fraction of the run, and what falls to 0 over it."""
+    """Return 1 before the last warmdown_fraction of the run, then a decay to 0."""
     left = _warmdown_left(step, total_steps, schedule)
     return left if schedule.warmdown_shape == "linear" else 1 - math.sqrt(1 - left)
 
 
 def _warmdown_left(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
-    """Return the share of the last warmdown_fraction of the run that is still to come: 1 before it, 0 at the end."""
+    """Return the remaining fraction of the warmdown: 1 before it starts, 0 at the end of the run."""
     remaining = max(0.0, 1 - step / total_steps)
     return min(1.0, remaining / schedule.warmdown_fraction) if schedule.warmdown_fraction else 1.0
 
 
 def projected_steps(step: int, progress: float) -> float:
-    """Return how many updates the run will make, when `step` of them took it to `progress` (0 to 1) of its minutes.
+    """Estimate the total updates of a run with a time limit, given that `step` updates took `progress` (0 to 1) of it.
 
-    Infinity at the start, when nothing is known. However uneven the steps are, what has once fallen does not rise:
-    step / projected_steps is the progress itself, and (step - warmup) / (projected_steps - warmup) grows with both.
+    Returns infinity at the start, when there is nothing to estimate from. Uneven step times never make a decayed
+    learning rate rise again: step / projected_steps is the progress itself, and
+    (step - warmup) / (projected_steps - warmup) increases with both step and progress.
     """
     return step / progress if step and progress else math.inf
 
 
 def momentum(step: int, total_steps: float, optim: OptimConfig, schedule: ScheduleConfig) -> float:
-    """Return Muon's momentum for the update after `step` updates: up to optim.momentum, and on to momentum_end.
+    """Return Muon's momentum for the update after `step` updates.
 
-    total_steps: as in `learning_rate_multiplier`. In a short run the warmdown bends what the warmup still raises.
+    Warms up from optim.momentum_start to optim.momentum, then moves to optim.momentum_end during the warmdown. In a
+    short run the two overlap. total_steps: as in `learning_rate_multiplier`.
     """
     start = min(optim.momentum_start, optim.momentum)
     share = min(1.0, step / optim.momentum_warmup_steps) if optim.momentum_warmup_steps else 1.0
@@ -84,10 +89,10 @@ def momentum(step: int, total_steps: float, optim: OptimConfig, schedule: Schedu
 
 
 def weight_decay_multiplier(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
-    """Return the share of a group's weight decay that the update after `step` updates uses, in [0, 1].
+    """Return the fraction of a group's weight decay for the update after `step` updates, in [0, 1].
 
-    total_steps: as in `learning_rate_multiplier`. The decay is multiplied by the learning rate once more, so that
-    under learning_rate the shrinkage of a step goes with the square of that multiplier.
+    total_steps: as in `learning_rate_multiplier`. The optimizer multiplies weight decay by the learning rate again, so
+    under schedule.weight_decay learning_rate, weights shrink with the square of the learning rate multiplier.
     """
     if schedule.weight_decay == "learning_rate":
         return learning_rate_multiplier(step, total_steps, schedule)
@@ -102,9 +107,9 @@ def apply_schedule(
     schedule: ScheduleConfig,
     scale: float = 1.0,
 ) -> None:
-    """Set learning rate and weight decay of every group, and Muon's momentum, for the update after `step` updates.
+    """Set each group's learning rate and weight decay, and Muon's momentum, for the update after `step` updates.
 
-    scale: a factor on the learning rates, beside the schedule's.
+    scale: an extra factor on the learning rates.
     """
     learning_rate = learning_rate_multiplier(step, total_steps, schedule) * scale
     weight_decay = weight_decay_multiplier(step, total_steps, schedule)

@@ -1,6 +1,6 @@
-"""What the optimizer remembers of each parameter, and whether a saved state fits this optimizer.
+"""The optimizer's state for each parameter, and the check that a saved state fits this optimizer.
 
-Refuses to know the arithmetic of the rules: it knows the names, shapes and dtypes of what they keep.
+Knows the names, shapes and dtypes of the state of each rule, but not the rules' arithmetic.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ STATE_NAMES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
 }
-POSITIONAL = ("param_names", "splits", "in_out")  # what a group says of its own parameters
+LAYOUT_KEYS = ("param_names", "splits", "in_out")  # the group entries that describe its own parameters
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """Return fp32, or the parameter's dtype where that is wider."""
+    """Return fp32, or the parameter's dtype if that is wider."""
     return torch.promote_types(param.dtype, torch.float32)
 
 
 def num_outputs(group: Group, param: Tensor) -> int:
-    """Return the number of output neurons of a weight: its rows, or its columns where the group is stored (in, out)."""
+    """Return the number of outputs of a weight: its rows, or its columns if the group stores weights as (in, out)."""
     return param.shape[_output_dim(group)]
 
 
@@ -39,7 +39,7 @@ def _output_dim(group: Group) -> int:
 
 
 def state_shapes(group: Group, param: Tensor) -> dict[str, tuple[int, ...]]:
-    """Return the shape of all that the optimizer remembers of a parameter, by name."""
+    """Return the shapes of a parameter's optimizer state, by name."""
     shapes: dict[str, tuple[int, ...]] = {name: tuple(param.shape) for name in STATE_NAMES[group["rule"]]}
     if group["rule"] == "adamw":
         shapes["step"] = ()
@@ -49,8 +49,8 @@ def state_shapes(group: Group, param: Tensor) -> dict[str, tuple[int, ...]]:
 
 
 def new_state(group: Group, param: Tensor) -> State:
-    """Return the state of a parameter before its first update: zeros on its device, sharded as it is."""
-    # tensors only, the step too: what accelerate loads with weights_only, and what the fused kernel wants
+    """Return a parameter's state before its first update: zeros on its device, sharded like the parameter."""
+    # Only tensors, even for the step: accelerate loads the state with weights_only, and the fused kernel needs them
     dtype = state_dtype(param)
     state = {name: torch.zeros_like(param, dtype=dtype) for name in STATE_NAMES[group["rule"]]}
     if group["rule"] == "adamw":
@@ -61,16 +61,16 @@ def new_state(group: Group, param: Tensor) -> State:
 
 
 def matched_state(groups: list[Group], state_dict: dict[str, Any]) -> tuple[list[Group], list[list[State]]]:
-    """Return a saved optimizer's groups and states in the order of `groups`, changing neither.
+    """Return a saved optimizer's groups and states in the order of `groups`, without changing either argument.
 
-    Matched by parameter name where both sides have names, else by position. Order, names and layout are those of
-    `groups`, all other settings those saved. UserError where names, rules, shapes or contents differ.
+    Parameters match by name if both sides have names, otherwise by position. Order, names and layout come from
+    `groups`; all other settings come from the saved state. Raises UserError if names, rules, shapes or contents differ.
     """
     by_name = all("param_names" in group for group in [*groups, *state_dict["param_groups"]])
     own, saved = _places(groups, by_name), _places(state_dict["param_groups"], by_name)
     if own.keys() != saved.keys():
         missing, unknown = sorted(own.keys() - saved.keys(), key=str), sorted(saved.keys() - own.keys(), key=str)
-        raise _mismatch(f"lacks {_first(missing)} and has {_first(unknown)} that this model lacks")
+        raise _mismatch(f"lacks {_first(missing)} and has {_first(unknown)}, which this model lacks")
 
     new_groups: list[Group] = [{} for _ in groups]
     states: list[list[State]] = [[] for _ in groups]
@@ -79,29 +79,29 @@ def matched_state(groups: list[Group], state_dict: dict[str, Any]) -> tuple[list
         saved_group, saved_index = saved[name]
         group, source = groups[own_group], state_dict["param_groups"][saved_group]
         if source.get("rule") != group["rule"]:
-            raise _mismatch(f"updates {name} by {source.get('rule')!r}, here it is {group['rule']!r}")
+            raise _mismatch(f"updates {name} by {source.get('rule')!r}, but here it is {group['rule']!r}")
         if origins.setdefault(own_group, saved_group) != saved_group:
-            raise _mismatch(f"has {name} in another group than the rest of its group here")
+            raise _mismatch(f"has {name} in a different group than here")
         state = state_dict["state"].get(source["params"][saved_index], {})
         if (source.get("normuon_beta2") is None) != (group["normuon_beta2"] is None) and group["rule"] == "muon":
-            raise _mismatch(f"has normuon_beta2 {source.get('normuon_beta2')}, here it is {group['normuon_beta2']}")
+            raise _mismatch(f"has normuon_beta2 {source.get('normuon_beta2')}, but here it is {group['normuon_beta2']}")
         _check_state(name, state_shapes(group, group["params"][own_index]), state)
         states[own_group].append(state)
-        positional: Group = {key: group[key] for key in POSITIONAL if key in group}
-        new_groups[own_group] = {**group, **source, **positional, "params": list(range(len(group["params"])))}
+        layout: Group = {key: group[key] for key in LAYOUT_KEYS if key in group}
+        new_groups[own_group] = {**group, **source, **layout, "params": list(range(len(group["params"])))}
     return new_groups, states
 
 
 def _places(groups: list[Group], by_name: bool) -> dict[Any, tuple[int, int]]:
-    """Map each parameter's name, or its (group, index) where there are no names, to its (group, index)."""
+    """Map each parameter's name, or its (group, index) if there are no names, to its (group, index)."""
     places = [(i, j) for i, group in enumerate(groups) for j in range(len(group["params"]))]
     return {groups[i]["param_names"][j] if by_name else (i, j): (i, j) for i, j in places}
 
 
 def _check_state(name: object, expected: dict[str, tuple[int, ...]], state: State) -> None:
     found = {key: tuple(value.shape) for key, value in state.items()}
-    if found and found != expected:  # empty: saved before the first step
-        raise _mismatch(f"holds {_shapes(found)} for {name}, here it is {_shapes(expected)}")
+    if found and found != expected:  # empty if saved before the first step
+        raise _mismatch(f"holds {_shapes(found)} for {name}, but here it is {_shapes(expected)}")
 
 
 def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
@@ -113,4 +113,4 @@ def _first(names: list[Any]) -> str:
 
 
 def _mismatch(difference: str) -> UserError:
-    return UserError(f"the saved optimizer state {difference}: load it with the model and config that saved it")
+    return UserError(f"the saved optimizer state {difference}; load it with the model and config that saved it")

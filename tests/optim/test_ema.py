@@ -256,7 +256,7 @@ def test_a_loaded_average_keeps_its_dtype_and_its_memory():
     [
         ({"a": torch.ones(2)}, "lacks b"),
         ({"a": torch.ones(2), "b": torch.ones(3, 2), "c": torch.ones(1)}, "has c, which this model lacks"),
-        ({"a": torch.ones(2), "b": torch.ones(2, 3)}, r"holds \(2, 3\) for b, here it is \(3, 2\)"),
+        ({"a": torch.ones(2), "b": torch.ones(2, 3)}, r"has shape \(2, 3\) for b, but here it is \(3, 2\)"),
     ],
 )
 def test_an_average_of_another_model_is_refused_in_one_line_and_changes_nothing(saved, message):

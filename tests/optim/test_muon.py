@@ -9,7 +9,7 @@ from hfgolf.config import OptimConfig
 from hfgolf.model.convert_gpt2 import golf_from_gpt2
 from hfgolf.optim import muon as muon_module
 from hfgolf.optim.groups import build_optimizer
-from hfgolf.optim.matrices import batches
+from hfgolf.optim.matrices import bucket_by_shape
 from hfgolf.optim.muon import Muon, update_scale
 from hfgolf.optim.orthogonalize import newton_schulz_polynomials
 from hfgolf.optim.state import new_state
@@ -307,15 +307,15 @@ def test_learning_rate_and_decay_convert_between_the_scales_as_documented():
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_batches_hold_each_matrix_once_and_no_more_than_fits(ranks):
+def test_each_matrix_is_in_one_bucket_and_no_bucket_is_too_large(ranks):
     shapes = [torch.Size(shape) for shape in [(4, 4), (4, 8), (4, 4), (8, 4), *[(4, 4)] * 9, (100, 100)]]
-    device, most = torch.device("cpu"), 4 * 4 * 2
-    divided = batches(tuple((shape, device) for shape in shapes), most, ranks)
-    assert sorted(position for batch in divided for position in batch) == list(range(len(shapes)))
-    for batch in divided:
+    device, max_elements = torch.device("cpu"), 4 * 4 * 2
+    buckets = bucket_by_shape(tuple((shape, device) for shape in shapes), max_elements, ranks)
+    assert sorted(position for batch in buckets for position in batch) == list(range(len(shapes)))
+    for batch in buckets:
         assert len({shapes[i] for i in batch}) == 1
-        assert len(batch) <= ranks * max(1, most // shapes[batch[0]].numel())
-    assert len(divided) == {1: 6, 3: 2}[ranks] + 3  # of the 11 square ones, and one of each other shape
+        assert len(batch) <= ranks * max(1, max_elements // shapes[batch[0]].numel())
+    assert len(buckets) == {1: 6, 3: 2}[ranks] + 3  # of the 11 square ones, and one of each other shape
 
 
 def test_the_size_of_a_batch_changes_no_bit(monkeypatch):
@@ -324,7 +324,7 @@ def test_the_size_of_a_batch_changes_no_bit(monkeypatch):
     optimizer, one_by_one = Muon(together), Muon(apart)
     for step in range(2):
         step_with_gradients(optimizer, together, step)
-    monkeypatch.setitem(muon_module.MAX_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(muon_module.MAX_BUCKET_ELEMENTS, "cpu", 1)
     for step in range(2):
         step_with_gradients(one_by_one, apart, step)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))

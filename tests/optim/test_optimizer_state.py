@@ -119,10 +119,10 @@ def move_to_another_group(state_dict: dict) -> None:
     ("spoil", "message"),
     [
         (rename, r"lacks a and has elsewhere"),
-        (reshape, r"\(13, 6\).* for c, here it is .*\(12, 6\)"),
-        (swap_rule, r"norm by 'sgd', here it is 'adamw'"),
+        (reshape, r"\(13, 6\).* for c, but here it is .*\(12, 6\)"),
+        (swap_rule, r"norm by 'sgd', but here it is 'adamw'"),
         (drop_moment, r"for norm"),
-        (move_to_another_group, r"has c in another group"),
+        (move_to_another_group, r"has c in a different group"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, message):
@@ -147,7 +147,7 @@ def test_a_state_with_normuon_off_does_not_fit_normuon_on(saved, here, steps):
     params = new_parameters()
     optimizer = new_optimizer(params, normuon_beta2=saved)
     take_steps(optimizer, params, 0, steps)
-    message = rf"^the saved optimizer state has normuon_beta2 {saved}, here it is {here}: load it with [^\n]*$"
+    message = rf"^the saved optimizer state has normuon_beta2 {saved}, but here it is {here}; load it with [^\n]*$"
     with pytest.raises(UserError, match=message):
         new_optimizer(params, normuon_beta2=here).load_state_dict(optimizer.state_dict())
 
