@@ -1,4 +1,4 @@
-"""From text to batches: corpus, tokenizer, token_cache and batches, each using the ones before it.
+"""From text to batches: corpus, tokenizer, token_cache and batches. Each module uses only the ones before it.
 
-Knows the data and tokenizer sections of the config; nothing of models, optimizers or the loop.
+Knows the data and tokenizer sections of the config, and nothing about models, optimizers or the training loop.
 """

@@ -1,12 +1,12 @@
-"""From a token stream to batches: which block a step reads, the DataLoader, the copy to the device, evaluation windows.
+"""From a token stream to batches: the data order, the DataLoader, the copy to the device, and evaluation windows.
 
-Owns the order of the data: a pure function of the seed and of how many blocks have been read. Does not know text,
-tokenizers or files.
+Owns the data order, a pure function of the seed and the number of blocks read so far. Does not know text, tokenizers or
+files.
 
-B batch, T time (sequence_length). A block is T + 1 tokens: T inputs and their T targets. The blocks of an epoch lie end
-to end, so that each token is a target once, but for the few that make no whole block. In the first epoch they begin at
-the first token, in each later one at another of the first T, so that what is read again is not cut in the same places;
-the last block may then go around the end of the stream, where the end of text that it begins with is in its place.
+B batch, T time (sequence_length). A block is T + 1 tokens: T inputs and their T targets. Each epoch cuts the stream
+into consecutive blocks, so each token is a target once, except a few at the end that do not fill a block. The first
+epoch starts at token 0. Every later epoch starts at a random offset below T, so that repeated text is cut at other
+places. Its last block may wrap around the end of the stream, which starts with an end-of-text token as it should.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Batch = dict[str, torch.Tensor]
 IGNORE_INDEX = -100
 Ranges = Sequence[Sequence[int]]
 """Positions in the stream as [start, end) ranges."""
-_HAS_SHM = Path("/dev/shm").is_dir()  # through which workers hand over their batches
-_WORKER_SECONDS = 120  # without a batch; the first also waits for the workers to start
+_HAS_SHM = Path("/dev/shm").is_dir()  # workers pass their batches through it
+_WORKER_TIMEOUT_SECONDS = 120  # per batch; the first one includes the start of the workers
 
 
 class Stream(Protocol):
-    """What batches need of a token stream (token_stream.TokenStream has it)."""
+    """What this module needs from a token stream (token_stream.TokenStream implements it)."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -48,24 +48,24 @@ class Stream(Protocol):
     def piece_tokens(self) -> np.ndarray: ...
     @property
     def piece_bytes(self) -> np.ndarray: ...
-    def read(self, places: np.ndarray) -> np.ndarray: ...
+    def read(self, indices: np.ndarray) -> np.ndarray: ...
 
 
 def num_blocks(num_tokens: int, sequence_length: int) -> int:
-    """Return the whole blocks in a stream. Raises UserError where there is none."""
+    """Return the number of full blocks in a stream. Raises UserError if there are none."""
     if num_tokens <= sequence_length:
         raise UserError(
-            f"The train split has {num_tokens} tokens, less than one block of batch.sequence_length"
-            f" {sequence_length} + 1; add text or shorten batch.sequence_length."
+            f"The train split has {num_tokens} tokens, fewer than one block of batch.sequence_length"
+            f" {sequence_length} + 1; add text or reduce batch.sequence_length."
         )
     return (num_tokens - 1) // sequence_length
 
 
 def stream_positions(first: int, count: int, excluded: Ranges = ()) -> np.ndarray:
-    """Return the positions of the next `count` blocks after `first` have been read, (count,) int64.
+    """Return the positions of the next `count` blocks once `first` blocks have been read, (count,) int64.
 
-    A position counts blocks from the start of the first epoch and never ends: the epochs lie end to end.
-    excluded: positions [start, end) that nobody reads, disjoint and in order; what follows them moves up.
+    A position counts blocks from the start of the first epoch, across all epochs.
+    excluded: ranges [start, end) of positions to skip, disjoint and in order; later blocks move up.
     """
     positions = first + np.arange(count)
     for start, end in excluded:
@@ -74,28 +74,29 @@ def stream_positions(first: int, count: int, excluded: Ranges = ()) -> np.ndarra
 
 
 def as_ranges(positions: np.ndarray) -> list[list[int]]:
-    """Return ascending positions as the fewest [start, end) ranges; plain integers, so that they fit in JSON."""
+    """Return ascending positions as the fewest [start, end) ranges, in plain integers that JSON can store."""
     parts = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return [[int(part[0]), int(part[-1]) + 1] for part in parts if len(part)]
 
 
 def block_starts(seed: int, positions: np.ndarray, num_blocks: int, sequence_length: int) -> np.ndarray:
-    """Return the tokens at which the blocks at `positions` begin, (blocks,) int64; a pure function of its arguments.
+    """Return the token index at which each block in `positions` starts, (blocks,) int64.
 
-    Each epoch is a new permutation of the `num_blocks` blocks.
+    A pure function of its arguments. Each epoch is a new permutation of the `num_blocks` blocks.
     """
-    epochs, places = np.divmod(positions, num_blocks)
+    epochs, places_in_epoch = np.divmod(positions, num_blocks)
     starts = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
-        is_here = epochs == epoch
-        starts[is_here] = _epoch(seed, int(epoch), num_blocks, sequence_length)[places[is_here]]
+        is_in_epoch = epochs == epoch
+        starts[is_in_epoch] = _epoch(seed, int(epoch), num_blocks, sequence_length)[places_in_epoch[is_in_epoch]]
     return starts
 
 
 def sample_hash(starts: np.ndarray) -> int:
-    """Return a 64-bit sum over mixed starts: it is of the blocks alone, however ranks and micro-batches share them.
+    """Return a 64-bit hash of a set of blocks, independent of how they are divided over ranks and micro-batches.
 
-    The mixer is that of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators").
+    It is the sum of the hashed starts. The hash is splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number
+    generators").
     """
     x = (starts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -105,17 +106,17 @@ def sample_hash(starts: np.ndarray) -> int:
 
 @lru_cache(maxsize=2)
 def _epoch(seed: int, epoch: int, num_blocks: int, sequence_length: int) -> np.ndarray:
-    # PCG64 by name: default_rng may change its generator, and the order of the data must not change with numpy
+    # PCG64 by name: default_rng may change its generator, but the data order must not change with numpy's version
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     order = generator.permutation(num_blocks) * sequence_length
     return order + (generator.integers(sequence_length) if epoch else 0)
 
 
 class MicroBatches(Dataset[Batch]):
-    """Micro-batches by the positions of their blocks: `dataset[positions]`, as `_Order` yields them.
+    """Micro-batches, indexed by the positions of their blocks: `dataset[positions]`, with positions from `_Order`.
 
-    An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}. The labels are one
-    token ahead already; the hash is of the blocks.
+    An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}. The labels are
+    already shifted by one token; sample_hash is the `sample_hash` of the blocks.
     """
 
     def __init__(self, stream: Stream, sequence_length: int, seed: int) -> None:
@@ -135,16 +136,16 @@ class MicroBatches(Dataset[Batch]):
 
 
 def gather(stream: Stream, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
-    """Read (B, T + 1) int64 tokens, row i from starts[i] on, around the end of the stream, in one vectorised read."""
-    places = starts[:, None] + np.arange(sequence_length + 1)
-    return torch.from_numpy(stream.read(places).astype(np.int64))
+    """Read (B, T + 1) int64 tokens in one vectorized read. Row i starts at starts[i] and wraps around the stream."""
+    indices = starts[:, None] + np.arange(sequence_length + 1)
+    return torch.from_numpy(stream.read(indices).astype(np.int64))
 
 
 @dataclass(frozen=True)
 class _Order:
-    """The positions of each micro-batch that one rank reads, in order, from the block after the first `blocks_read`.
+    """Yield the block positions of each micro-batch of one rank, in order, after the first `blocks_read` blocks.
 
-    Over ranks and accumulation, the micro-batches of a step are its global batch: each block once.
+    Together, the micro-batches of a step over all ranks contain each block of the global batch once.
     """
 
     blocks_read: int
@@ -179,31 +180,37 @@ def build_loader(
     prefetch_factor: int | None = None,
     device: torch.device | str = "cpu",
 ) -> DataLoader[Batch]:
-    """Return the loader of this rank's micro-batches for `num_steps` steps, in order.
+    """Build the loader of this rank's micro-batches for `num_steps` steps, in order.
 
-    blocks_read: blocks that earlier steps have read, over all ranks; the loader goes on from there.
-    excluded: as for stream_positions. device: where the batches go; those for a GPU are pinned. The workers live as
-    long as the iterator, over all epochs. Raises UserError if the stream is shorter than one block.
+    Args:
+        blocks_read: blocks that earlier steps have read, over all ranks. The loader continues from there.
+        excluded: as in `stream_positions`.
+        device: where the batches will go. Batches for a GPU are pinned.
+
+    The workers live as long as the iterator, across epochs.
+
+    Raises:
+        UserError: the stream is shorter than one block.
     """
     order = _Order(blocks_read, num_steps, micro_batch_size, accumulation, rank, world, excluded)
-    # not a server that forks them, Linux's default from Python 3.14 on: it would outlive a killed run, and they with it
+    # fork, not forkserver (Linux's default since Python 3.14): the server and its workers would outlive a killed run
     context = "fork" if num_workers and sys.platform == "linux" else None
     return _Loader(
         MicroBatches(stream, sequence_length, seed),
-        batch_size=None,  # an item is a batch already
+        batch_size=None,  # an item is already a batch
         sampler=order,
         num_workers=num_workers,
-        timeout=_WORKER_SECONDS if num_workers else 0,
+        timeout=_WORKER_TIMEOUT_SECONDS if num_workers else 0,
         multiprocessing_context=context,
-        worker_init_fn=_leave_signals_to_the_trainer,
+        worker_init_fn=_ignore_signals,
         prefetch_factor=prefetch_factor,
-        pin_memory=torch.device(device).type == "cuda",  # device_prefetch's copies overlap from pinned memory only
-        generator=torch.Generator(),  # an iterator draws from it; from the global one, a resume would shift dropout
+        pin_memory=torch.device(device).type == "cuda",  # device_prefetch only overlaps copies from pinned memory
+        generator=torch.Generator(),  # iterators draw from it; with the global one, a resume would change dropout
     )
 
 
 class _Loader(DataLoader[Batch]):
-    """A DataLoader whose workers end with the process: they ignore SIGTERM, for which Python would wait forever."""
+    """A DataLoader that kills its workers at exit. They ignore SIGTERM, so Python would wait for them forever."""
 
     def __iter__(self) -> Any:
         others = set(multiprocessing.active_children())
@@ -214,48 +221,48 @@ class _Loader(DataLoader[Batch]):
 
 
 def _kill_worker(worker: BaseProcess) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would call it an error
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report the kill as an error
     worker.kill()
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
-    """Let a worker live on when a signal reaches the whole group of processes: the trainer finishes its step first."""
+def _ignore_signals(worker: int) -> None:
+    """Keep a worker alive when the whole process group gets a signal: the trainer still has to finish its step."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def explain_worker(error: BaseException) -> BaseException:
-    """Return the UserError for what a loader worker raised, or for its silent end; any other error is returned itself.
+    """Return a one-line UserError if a DataLoader worker failed or died, otherwise return `error` unchanged.
 
-    A worker that is killed raises in the training process wherever that happens to be, not where it asks for a batch.
+    The death of a worker can raise anywhere in the training process, not only where it asks for a batch.
     """
     lines = str(error).splitlines()
-    if isinstance(error, UserError) and len(lines) > 1:  # torch puts the worker's traceback before it
+    if isinstance(error, UserError) and len(lines) > 1:  # torch prepends the worker's traceback
         return type(error)(lines[-1].partition("Error: ")[2])
-    # it may end while it hands over a batch
+    # the worker died while it passed a batch
     is_cut_off = isinstance(error, (ConnectionError, EOFError)) and any(
         "multiprocessing" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)
     )
     if is_cut_off:
-        lines = ["a DataLoader worker ended"]
+        lines = ["a DataLoader worker died"]
     if is_cut_off or (isinstance(error, RuntimeError) and lines and lines[0].startswith("DataLoader ")):
-        room = f"; /dev/shm has {shutil.disk_usage('/dev/shm').free / 1e6:,.0f} MB free" if _HAS_SHM else ""
+        free = f"; /dev/shm has {shutil.disk_usage('/dev/shm').free / 1e6:,.0f} MB free" if _HAS_SHM else ""
         return UserError(
-            f"data.num_workers: {lines[0].rstrip('. ')}{room}. Set data.num_workers 0, or give the workers more memory"
-            " (docker run --shm-size); --train.resume auto continues from the last checkpoint."
+            f"data.num_workers: {lines[0].rstrip('. ')}{free}. Set data.num_workers 0, or give the workers more memory"
+            " (docker run --shm-size). To continue from the last checkpoint, add --train.resume auto."
         )
     return error
 
 
 def device_prefetch(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
-    """Yield the batches on `device`, the next one's copy under way before the current one is used."""
+    """Yield the batches on `device`. The copy of the next batch starts before the current one is used."""
     if torch.device(device).type == "cpu":
         yield from batches
         return
     ahead: Batch | None = None
     for batch in batches:
-        # non_blocking only overlaps from pinned memory; the copy is queued before the work on the current batch
+        # non_blocking only overlaps copies from pinned memory; this one is queued before work on the current batch
         following = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         if ahead is not None:
             yield ahead
@@ -265,9 +272,9 @@ def device_prefetch(batches: Iterable[Batch], device: torch.device | str) -> Ite
 
 
 def evaluation_extent(stream: Stream, budget_tokens: int | None = None) -> tuple[int, int]:
-    """Return (target tokens, raw UTF-8 bytes) of the whole pieces within the budget; at least one piece, None is all.
+    """Return (target tokens, raw UTF-8 bytes) of the pieces that fit the budget whole: at least one, or all for None.
 
-    The first token, an end of text, is context only; the end-of-text tokens after it are targets and cost no bytes.
+    The first token of the stream, an end-of-text token, is only context. Later ones are targets that count zero bytes.
     """
     num_targets = np.cumsum(stream.piece_tokens, dtype=np.int64) - 1
     num_pieces = len(num_targets)
@@ -279,22 +286,22 @@ def evaluation_extent(stream: Stream, budget_tokens: int | None = None) -> tuple
 def evaluation_windows(
     stream: Stream, sequence_length: int, budget_tokens: int | None, batch_size: int, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """Yield {"input_ids", "shift_labels"}, (B, T) int64: each target of evaluation_extent once over all ranks.
+    """Yield {"input_ids", "shift_labels"}, (B, T) int64, covering each target of evaluation_extent once over all ranks.
 
-    Every rank yields as many batches, all of one shape; places without a target have IGNORE_INDEX as label, so a batch
-    may be all ignored (its mean loss is NaN: sum the losses instead).
+    All ranks yield the same number of batches, all of one shape. Padding has the label IGNORE_INDEX, so a batch may be
+    all padding. Trap: its mean loss is NaN, so sum the losses instead.
     """
     num_targets, _ = evaluation_extent(stream, budget_tokens)
     windows_per_batch = batch_size * world
     num_windows = -(-num_targets // sequence_length)
     for first in range(rank * batch_size, -(-num_windows // windows_per_batch) * windows_per_batch, windows_per_batch):
         starts = np.arange(first, first + batch_size) * sequence_length
-        places = starts[:, None] + np.arange(sequence_length + 1)
-        block = torch.from_numpy(stream.read(np.minimum(places, num_targets)).astype(np.int64))
-        labels = block[:, 1:].masked_fill(torch.from_numpy(places[:, 1:] > num_targets), IGNORE_INDEX)
+        indices = starts[:, None] + np.arange(sequence_length + 1)
+        block = torch.from_numpy(stream.read(np.minimum(indices, num_targets)).astype(np.int64))
+        labels = block[:, 1:].masked_fill(torch.from_numpy(indices[:, 1:] > num_targets), IGNORE_INDEX)
         yield {"input_ids": _copied(block[:, :-1]), "shift_labels": labels}
 
 
 def _copied(tokens: torch.Tensor) -> torch.Tensor:
-    # contiguous() lets a single row keep the stride it was cut with, and torch would compile the model anew for it
+    # Trap: contiguous() leaves the stride of a single row unchanged, and torch.compile would recompile the model
     return tokens.clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""Where text comes from, and which part of it validates.
+"""The sources of text, and its split into train and validation.
 
-Owns the sources (local files and URLs, the Hub, the standard library of the running Python) and the split into train
-and validation. Does not know tokens.
+Owns the sources (local files and URLs, the Hub, the standard library of the running Python) and the split. Does not
+know tokens.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val")
 _BLOCK_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1000
-_DOWNLOAD_SECONDS = 60  # without an answer, or with less than
-_MIN_DOWNLOAD_BYTES = 1 << 16
+_DOWNLOAD_TIMEOUT_SECONDS = 60
+_MIN_DOWNLOAD_BYTES = 1 << 16  # per _DOWNLOAD_TIMEOUT_SECONDS; a slower download fails
 _TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".zst")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of text or of rows: its name (the same on every machine), where it lies, the split it must go to."""
+    """A file of text or rows: its name (the same on every machine), its path, and its split if that is fixed."""
 
     name: str
     path: Path
@@ -62,24 +62,25 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text that is identified, and read only when asked for.
+    """Text that has been identified but not read yet.
 
-    `identity` is a JSON-able dict that changes whenever the documents or their split do.
+    identity: a JSON-serializable dict that changes whenever the documents or their split change.
     """
 
     identity: dict[str, Any]
     data: DataConfig
     files: tuple[SourceFile, ...] = ()
     states: dict[Path, list[int]] = field(default_factory=dict)
-    """Of the files, as they were when they were hashed."""
+    """`file_state` of each file when it was hashed."""
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:
-        """Write the documents below `folder` and return {"train": Dataset, "val": Dataset}, memory-mapped.
+        """Write the documents to `folder` and return {"train": Dataset, "val": Dataset}, memory-mapped.
 
-        A row is a piece of a document, at most PIECE_CHARACTERS long, in order: {"text": str, "is_start": bool}, where
-        `is_start` marks the first piece of a document or of a split. Memory stays bounded whatever the corpus.
+        Each row is a piece of a document, at most PIECE_CHARACTERS long, in order: {"text": str, "is_start": bool}.
+        `is_start` marks the first piece of a document, or of a document's part in a split. Memory use is bounded for
+        any corpus.
 
-        Raises UserError for text that cannot be read, and for a split that stays empty.
+        Raises UserError if text cannot be read or a split is empty.
         """
         from datasets import Dataset
 
@@ -95,7 +96,7 @@ class Corpus:
                     writer.add_document(blocks)
         for file in self.files:
             if file_state(file.path) != self.states[file.path]:
-                raise UserError(f"{file.path} changed while it was read; start again once nobody writes to it.")
+                raise UserError(f"{file.path} changed while it was being read; start again when nothing writes to it.")
         if not train.num_pieces or not val.num_pieces:
             raise UserError(self._empty_split_message("train" if not train.num_pieces else "validation"))
         return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
@@ -111,9 +112,9 @@ class Corpus:
         return "val" if int.from_bytes(digest[:8]) < self.data.val_fraction * 2**64 else "train"
 
     def _write_contiguous(self, train: PieceWriter, val: PieceWriter, scratch: Path) -> None:
-        # two passes, over the network too where a dataset is streamed: where to cut depends on all of it
+        # Two passes, even over the network for a streamed dataset: where to cut depends on the total length.
         num_characters = sum(len(block) for _, _, blocks in self._documents(scratch) for block in blocks)
-        num_left = int(num_characters * (1 - self.data.val_fraction))  # of the train part
+        num_left = int(num_characters * (1 - self.data.val_fraction))  # characters still to go to train
         for _, _, blocks in self._documents(scratch):
             for block in blocks:
                 train.add(block[:num_left])
@@ -123,9 +124,9 @@ class Corpus:
             val.end_document()
 
     def _documents(self, scratch: Path) -> Iterator[tuple[str, str | None, Iterable[str]]]:
-        """Yield (name, stated split or None, blocks of its text) for each document, in order.
+        """Yield (name, fixed split or None, blocks of text) for each document, in order.
 
-        scratch: a folder for what must be decompressed first.
+        scratch: a folder for files that must be decompressed first.
         """
         if self.data.source == "hub":
             documents = _rows(_load_hub(self.data), str(self.data.hub_name), None, self.data.text_column)
@@ -146,7 +147,7 @@ class Corpus:
     def _empty_split_message(self, split: str) -> str:
         where = f"data.source {self.data.source}"
         if self.data.val_files:
-            return f"The {split} split of {where} is empty; every file of data.files is also among data.val_files."
+            return f"The {split} split of {where} is empty; every file in data.files is also in data.val_files."
         remedy = (
             f"change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set data.split contiguous"
         )
@@ -154,9 +155,9 @@ class Corpus:
 
 
 def load_corpus(data: DataConfig) -> Corpus:
-    """Identify the text that `data` names, without reading more of it than its hashes need (see file_hashes).
+    """Identify the text that `data` names. Reads files only to hash them, and only if they changed (see file_hashes).
 
-    Raises UserError where nothing matches, a file is empty, or a Hub name cannot be reached.
+    Raises UserError if nothing matches, a file is empty, or a Hub dataset cannot be reached.
     """
     identity: dict[str, Any] = {
         "source": data.source,
@@ -183,7 +184,7 @@ def load_corpus(data: DataConfig) -> Corpus:
 
 
 def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two identities: "field (old -> new)", or "files (a.txt and 2 more)" for lists."""
+    """Return the differences between two identities: "field (old -> new)", or "files (a.txt and 2 more)" for lists."""
     changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
     return [_change(name, before.get(name), now.get(name)) for name in changed]
 
@@ -194,12 +195,12 @@ def _change(name: str, before: Any, now: Any) -> str:
         names = list(dict.fromkeys(entry[0] for entry in entries))
         return f"{name} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else name
     if isinstance(now, dict) or name.endswith("sha256"):
-        return name  # hashes tell nobody anything
+        return name  # hashes mean nothing to a reader
     return f"{name} ({before} -> {now})"
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """Return data.cache_dir, or its default, created. Raises UserError if it is not there and cannot be created."""
+    """Return data.cache_dir or its default, creating it if needed. Raises UserError if it cannot be created."""
     from huggingface_hub.constants import HF_HOME
 
     path = Path(data.cache_dir or Path(HF_HOME) / "hfgolf").expanduser()
@@ -211,10 +212,10 @@ def cache_folder(data: DataConfig) -> Path:
 
 
 def _stdlib_files() -> list[SourceFile]:
-    """Return the sources of the standard library: over 10 MB of text, the same wherever the same Python is.
+    """Return the sources of the standard library: over 10 MB of text, the same for any build of a Python version.
 
-    Without its tests, which some distributions leave out; _sysconfigdata, which differs from build to build; and
-    pydoc_data, the language reference as one generated string: 6 % of the text, and no code.
+    Skips its tests, which some distributions omit; _sysconfigdata, which differs between builds; and pydoc_data, the
+    language reference as one generated string, which is 6 % of the text and no code.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "pydoc_data"}
@@ -231,12 +232,12 @@ def _stdlib_files() -> list[SourceFile]:
 def _named_files(data: DataConfig) -> list[SourceFile]:
     val_files = _match(data, "val_files", "val")
     val_paths = {file.path for file in val_files}
-    # a file named in both only validates: `files: data/*.txt, val_files: data/val.txt` must not train on val.txt
+    # A file in both is only for validation: `files: data/*.txt, val_files: data/val.txt` must not train on val.txt
     return [file for file in _match(data, "files", None) if file.path not in val_paths] + val_files
 
 
 def _match(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
-    """Resolve paths, globs and URLs, in the order given, each file once; names are relative to the common folder."""
+    """Resolve paths, globs and URLs in order, each file once. Names are relative to the files' common folder."""
     key = f"data.{field}"
     urls: dict[Path, str] = {}
     for pattern in getattr(data, field):
@@ -247,10 +248,8 @@ def _match(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
             path for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)) if os.path.isfile(path)
         ]
         if not matches:
-            raise UserError(
-                f"{key}: no file matches {pattern!r} (seen from {Path.cwd()}); name a file, a glob or a URL."
-            )
-        if glob.has_magic(pattern):  # an empty file is a mistake where it is named, but not among many
+            raise UserError(f"{key}: no file matches {pattern!r} (in {Path.cwd()}); give a file, a glob or a URL.")
+        if glob.has_magic(pattern):  # an empty file is an error if it is named, but not as one of a glob's matches
             matches = [path for path in matches if os.path.getsize(path)] or matches
         urls.update({Path(path).resolve(): "" for path in matches})
     local = [path.parent for path, url in urls.items() if not url]
@@ -259,12 +258,12 @@ def _match(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
     files = [SourceFile(name, path, split) for path, name in names.items()]
     for file in files:
         if file.path.stat().st_size == 0:
-            raise UserError(f"{key}: {file.path} is empty; remove it or fill it with text.")
+            raise UserError(f"{key}: {file.path} is empty; remove it or add text to it.")
     return files
 
 
 def _download(url: str, key: str, folder: Path) -> Path:
-    """Return the copy of `url` in `folder`, fetched if it is not there; delete it to fetch it again."""
+    """Return the copy of `url` in `folder`, downloading it if it is missing. Delete it to download it again."""
     name = Path(urllib.parse.urlsplit(url).path).name or "text"
     path = folder / hashlib.sha256(url.encode()).hexdigest()[:16] / name
     if path.exists():
@@ -273,7 +272,7 @@ def _download(url: str, key: str, folder: Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.parent / "download.lock", f"downloads {redact(url)}"):
-            if not path.exists():  # else another process has downloaded it while this one waited
+            if not path.exists():  # another process may have downloaded it while this one waited
                 try:
                     _fetch(url, unfinished)
                     unfinished.replace(path)
@@ -291,17 +290,17 @@ def _download(url: str, key: str, folder: Path) -> Path:
 
 
 def _fetch(url: str, path: Path) -> None:
-    """Write what `url` answers to a file. Raises OSError if the answer is cut short or trickles."""
-    with urllib.request.urlopen(url, timeout=_DOWNLOAD_SECONDS) as answer, open(path, "wb") as file:
+    """Download `url` to a file. Raises OSError if the download is cut short or too slow."""
+    with urllib.request.urlopen(url, timeout=_DOWNLOAD_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
         checked_at, num_bytes = time.monotonic(), 0
         while block := answer.read1(_BLOCK_BYTES):
             file.write(block)
             num_bytes += len(block)
-            if time.monotonic() - checked_at > _DOWNLOAD_SECONDS:
+            if time.monotonic() - checked_at > _DOWNLOAD_TIMEOUT_SECONDS:
                 if num_bytes < _MIN_DOWNLOAD_BYTES:
-                    raise OSError(f"only {num_bytes} bytes came in {_DOWNLOAD_SECONDS} s")
+                    raise OSError(f"only {num_bytes} bytes arrived in {_DOWNLOAD_TIMEOUT_SECONDS} s")
                 checked_at, num_bytes = time.monotonic(), 0
-        if answer.length:  # http.client does not call it an error
+        if answer.length:  # http.client does not raise for this
             raise OSError(f"the connection ended {answer.length:,} bytes before the end of the file")
     sync(path)
 
@@ -315,13 +314,13 @@ def _open(file: SourceFile) -> BinaryIO:
     if compression == ".zst":
         import pyarrow as pa
 
-        # zstandard's own reader takes a frame that is cut short for whole, and reads the first of several only
+        # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
         return cast(BinaryIO, pa.input_stream(str(file.path), compression="zstd"))
     return open(file.path, "rb")
 
 
 def _text_blocks(file: SourceFile) -> Iterator[str]:
-    """Decode a file strictly as UTF-8, newlines untouched, about a megabyte at a time."""
+    """Decode a file as strict UTF-8 with unchanged newlines, about a megabyte at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_bytes = 0
     try:
@@ -338,11 +337,11 @@ def _text_blocks(file: SourceFile) -> Iterator[str]:
     except Exception as error:  # each compression library has its own exceptions for a damaged file
         raise UserError(f"{file.path} cannot be read ({_first_line(error)}); check the file.") from error
     if not num_bytes:
-        raise UserError(f"{file.path} is empty once decompressed; remove it or fill it with text.")
+        raise UserError(f"{file.path} is empty once decompressed; remove it or add text to it.")
 
 
 def _utf8_text(path: Path) -> str:
-    """Return the text of a file of the standard library, "" for the few that test other encodings."""
+    """Return the text of a standard library file, or "" for the few files in other encodings."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
@@ -351,9 +350,9 @@ def _utf8_text(path: Path) -> str:
 
 @contextmanager
 def _readable_by_datasets(file: SourceFile, scratch: Path) -> Iterator[Path]:
-    """Give the path of a table, decompressed in `scratch` for a while if `datasets` would not do it in passing.
+    """Yield the path of a table, temporarily decompressed in `scratch` if `datasets` cannot do that itself.
 
-    It would not for parquet, and of .zst it reads what is there, though that may be half of the file.
+    It cannot decompress parquet, and it silently accepts a truncated .zst file.
     """
     ending, compression = file.endings
     if not compression or (ending != ".parquet" and compression != ".zst"):
@@ -372,7 +371,7 @@ def _readable_by_datasets(file: SourceFile, scratch: Path) -> Iterator[Path]:
 def _load_table(path: Path, kind: str) -> Any:
     from datasets import load_dataset
 
-    try:  # streaming: read in place, without a second copy in the datasets cache
+    try:  # streaming reads the file in place, without a second copy in the datasets cache
         return load_dataset(kind, data_files=[str(path)], split="train", streaming=True)
     except Exception as error:
         raise UserError(f"{path} cannot be read as {kind} ({_first_line(error)}); check the file.") from error
@@ -381,14 +380,14 @@ def _load_table(path: Path, kind: str) -> Any:
 def _load_hub(data: DataConfig) -> Any:
     from datasets import load_dataset
 
-    try:  # streamed, its text lies on disk only as pieces, while the cache is built; the rows are the same
+    try:  # with streaming, the text is on disk only as pieces while the cache is built; the rows are the same
         return load_dataset(str(data.hub_name), data.hub_config, split=data.hub_split, streaming=data.streaming)
     except Exception as error:
         raise UserError(_hub_message(data, error)) from error
 
 
 def _hub_revision(data: DataConfig) -> str:
-    """Return the hash that `datasets` gives to the dataset's files; offline, that of the copy in its cache."""
+    """Return the hash that `datasets` computes for the dataset's files (offline: for the copy in its cache)."""
     from datasets import load_dataset_builder
 
     try:
@@ -403,7 +402,7 @@ def _hub_message(data: DataConfig, error: Exception) -> str:
 
 
 def _rows(table: Any, name: str, split: str | None, column: str) -> Iterator[tuple[str, str | None, Iterable[str]]]:
-    """Yield each row that has text as a document named `name#row`; an empty or null text is skipped."""
+    """Yield each row as a document named `name#row`, skipping empty and null texts."""
     row = 0
     try:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):
@@ -417,7 +416,7 @@ def _rows(table: Any, name: str, split: str | None, column: str) -> Iterator[tup
                 row += 1
     except UserError:
         raise
-    except Exception as error:  # what `datasets` raises for a broken row depends on the format
+    except Exception as error:  # the error that `datasets` raises for a broken row depends on the format
         reason = _first_line(error)
         raise UserError(f"{name} cannot be read near row {row} ({reason}); check the file or the network.") from error
 

@@ -1,4 +1,4 @@
-"""A lock between processes that says whom it waits for."""
+"""A lock between processes that logs which process it is waiting for."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _REPEAT_SECONDS = 60.0
 
 @contextmanager
 def locked(path: Path, work: str) -> Iterator[None]:
-    """Hold the lock file at `path`; after a few seconds, and every minute, say who else does.
+    """Hold the lock file at `path`. While waiting, log its holder after a few seconds and then every minute.
 
-    work: what the holder does, as "builds the token cache". Raises OSError if the file cannot be written.
+    work: what the holder does, such as "builds the token cache". Raises OSError if the file cannot be written.
     """
     lock, owner = FileLock(path), path.with_suffix(".owner")
     patience = _PATIENCE_SECONDS
@@ -37,7 +37,7 @@ def locked(path: Path, work: str) -> Iterator[None]:
                 who = "another process"
             _log.info("waiting for %s, which %s (%s)", who, work, path)
     try:
-        with suppress(OSError):  # it only serves the line above
+        with suppress(OSError):  # only needed for the log line above
             owner.write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%H:%M:%S')}")
         yield
     finally:

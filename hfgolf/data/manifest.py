@@ -1,7 +1,7 @@
-"""What a folder of the cache holds: its files with their sizes and SHA-256, in cache.json.
+"""The manifest of a cache folder, cache.json: the size and SHA-256 of each file.
 
-Owns that file, the thread that hashes a large cache while training begins, and the note that a cache is damaged, which
-keeps the next start from trusting it. Does not know what the files mean.
+Owns the manifest, the thread that verifies a large cache while training starts, and the file that marks a cache as
+damaged so that the next start does not trust it. Does not know what the files mean.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _DAMAGED = "damaged.txt"
 
 
 class DamagedCacheError(UserError):
-    """The token cache is not what was written. The message says so in one line, and what happens next."""
+    """The token cache is not what was written. The one-line message says what is wrong and what to do."""
 
 
 def write_manifest(folder: Path, **fields: Any) -> None:
-    """Write cache.json for the files in `folder`, with more fields of the caller's. Raises OSError."""
+    """Write cache.json for the files in `folder`, plus the given fields. Raises OSError."""
     files = list_files(folder, (path for path in sorted(folder.iterdir()) if path.name != NAME))
     write_text(folder / NAME, json.dumps({**fields, "files": files}, indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return cache.json, once every file has the size stated there.
+    """Return the content of cache.json after checking the size of every file.
 
-    Raises ValueError, with the reason, if the folder is damaged, or was noted to be by an earlier start.
+    Raises ValueError, with the reason, if the folder is damaged or was marked as damaged.
     """
     try:
         manifest = json.loads((folder / NAME).read_bytes())
         for name, stated in manifest["files"].items():
             if not isinstance(stated, dict):
-                raise ValueError(f"{NAME} holds no hashes: an earlier hfgolf wrote it")
+                raise ValueError(f"{NAME} has no hashes: an earlier version of hfgolf wrote it")
             if (folder / name).stat().st_size != stated["bytes"]:
                 raise ValueError(f"{name} is not {stated['bytes']} bytes long")
         if (folder / _DAMAGED).exists():
@@ -49,27 +49,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def wrong_hash(name: str) -> str:
-    """Say that a file is not the one that was written."""
-    return f"{name} does not have the SHA-256 with which it was written"
+    """Return the reason for a file whose hash does not match."""
+    return f"{name} does not match the SHA-256 in {NAME}"
 
 
 def note_damage(folder: Path, reason: str) -> DamagedCacheError:
-    """Have the next start build the cache in `folder` again; return the error that says so."""
+    """Mark the cache in `folder` as damaged, so that the next start rebuilds it, and return the error to raise."""
     try:
         write_text(folder / _DAMAGED, reason)
-        remedy = "The next start builds it again"
+        remedy = "The next start rebuilds it"
     except OSError as error:
         remedy = f"It cannot be marked as damaged ({error.strerror}): delete it, or set another data.cache_dir"
     return DamagedCacheError(
-        f"data: the token cache {folder} is damaged: {reason}. {remedy}; what was trained on it may be wrong, so train"
-        " afresh or from an earlier checkpoint."
+        f"data: the token cache {folder} is damaged: {reason}. {remedy}. The model may have trained on wrong tokens:"
+        " start over or resume from an earlier checkpoint."
     )
 
 
 class Verification:
-    """Compare the hashes of a cache's files with its manifest, in a thread that ends with the process.
+    """Compare the hashes of a cache's files with its manifest in a daemon thread.
 
-    hashes: yields (name, SHA-256) of what is read in training, one file after another.
+    hashes: returns an iterator of (name, SHA-256) of the data that training reads, one file at a time.
     """
 
     def __init__(self, manifest: dict[str, Any], hashes: Callable[[], Iterator[tuple[str, str]]]) -> None:
@@ -80,7 +80,7 @@ class Verification:
         self._thread.start()
 
     def problem(self, wait: bool = False) -> str | None:
-        """Return what is wrong as far as is known, None if nothing is; wait: for the whole comparison."""
+        """Return the first problem found so far, or None. wait: finish the comparison first."""
         if wait:
             self._thread.join()
         return self._problem

@@ -1,6 +1,7 @@
-"""Text in pieces: documents cut to a bounded length, as rows of an Arrow file that `datasets` maps into memory.
+"""Pieces: documents cut to a bounded length, stored as rows of an Arrow file that `datasets` maps into memory.
 
-Owns the cutting, so that nothing downstream meets a longer text, whatever the document. Does not know files or tokens.
+Owns the cutting. Nothing downstream ever sees a longer text, however long the document. Does not know source files or
+tokens.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ import pyarrow.compute as pc
 if TYPE_CHECKING:
     from datasets import Dataset
 
-PIECE_CHARACTERS = 8192  # small enough that an evaluation budget of a few thousand tokens is a number of whole pieces
-ROWS_PER_BATCH = 256  # at most 2 M characters
+PIECE_CHARACTERS = 8192  # small enough that an evaluation budget of a few thousand tokens holds whole pieces
+ROWS_PER_BATCH = 256  # at most 2 million characters
 _SCHEMA = pa.schema({"text": pa.string(), "is_start": pa.bool_()})
-# Cuts that leave the tokens of GPT-2's pre-tokenizer as they are: behind a lone newline, else before a lone space.
-# (pattern, place of the cut in the match); each begins with its literal, as a look-behind first scans far slower.
+# Cuts that do not change how GPT-2's pre-tokenizer splits the text: after a single newline, or else before a single
+# space. (pattern, offset of the cut in the match). Each pattern starts with its literal character, because starting
+# with the lookbehind scans much more slowly.
 _SAFE_CUTS = ((re.compile(r"\n(?<=\S\n)(?=\S)"), 1), (re.compile(r" (?<=\S )(?=\S)"), 0))
 
 
 class PieceWriter:
     """Cut documents into pieces and write them as rows of an Arrow file, {"text": str, "is_start": bool}.
 
-    `is_start` marks the first piece of a document. Closes the file when its `with` block ends.
+    `is_start` marks the first piece of a document. Use it in a `with` block, which closes the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +37,7 @@ class PieceWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._file = pa.ipc.new_stream(self._sink, _SCHEMA)
         self._rows: list[tuple[str, bool]] = []
-        self._text = ""  # of the current document, not cut yet
+        self._text = ""  # the uncut rest of the current document
         self._is_start = True
 
     def __enter__(self) -> PieceWriter:
@@ -53,17 +55,17 @@ class PieceWriter:
         self.end_document()
 
     def add(self, text: str) -> None:
-        """Take the next text of the document, whatever its length."""
+        """Add the next text, of any length, to the current document."""
         text = self._text + text
         start = 0
-        while len(text) - start > PIECE_CHARACTERS + 1:  # + 1: the cut looks at the character behind it
+        while len(text) - start > PIECE_CHARACTERS + 1:  # + 1: a cut depends on the character after it
             end = _cut(text, start)
             self._append(text[start:end])
             start = end
         self._text = text[start:]
 
     def end_document(self) -> None:
-        """Write what is left of the document; one without text leaves no trace."""
+        """Write the rest of the document. An empty document writes nothing."""
         if len(self._text) > PIECE_CHARACTERS:
             end = _cut(self._text, 0)
             self._append(self._text[:end])
@@ -87,23 +89,23 @@ class PieceWriter:
 
 
 def _cut(text: str, start: int) -> int:
-    """Return where the piece that begins at `start` ends: in its second half at a safe cut, else at full length."""
+    """Return the end of the piece that starts at `start`: the last safe cut in its second half, or else full length."""
     end = start + PIECE_CHARACTERS
-    for pattern, place in _SAFE_CUTS:
-        cuts = [match.start() + place for match in pattern.finditer(text, start + PIECE_CHARACTERS // 2, end + 1)]
+    for pattern, offset in _SAFE_CUTS:
+        cuts = [match.start() + offset for match in pattern.finditer(text, start + PIECE_CHARACTERS // 2, end + 1)]
         if cuts:
             return cuts[-1]
     return end
 
 
 def sample_evenly(pieces: Dataset, max_bytes: int) -> Dataset:
-    """Return every n-th piece, with the smallest n that keeps the text within `max_bytes` or so."""
+    """Return every n-th piece, with the smallest n that keeps the text within about `max_bytes`."""
     stride = -(-num_text_bytes(pieces) // max_bytes)
     return pieces if stride == 1 else pieces.select(range(0, len(pieces), stride))
 
 
 def num_text_bytes(pieces: Dataset) -> int:
-    """Return the UTF-8 bytes of all pieces."""
+    """Return the total number of UTF-8 bytes in all pieces."""
     tables = pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH)
     return sum(pc.sum(pc.binary_length(table["text"])).as_py() for table in tables)
 

@@ -1,10 +1,10 @@
-"""The token cache: a corpus as Arrow files of token ids, found again under our own fingerprint.
+"""The token cache: a corpus as Arrow files of token ids, looked up by our own fingerprint.
 
-Owns the key, the folder, and building it once whoever asks. Does not know batches.
+Owns the key, the folder, and building a cache only once even if several processes ask for it. Does not know batches.
 
-The stream of a split is, for each document, the end-of-text token and then the document's ids: so it stands between
-documents, and the first token of each has a context. Beside the stream lie, for each piece of text, its tokens (that
-end-of-text included) and its raw UTF-8 bytes, so that whoever evaluates some pieces knows exactly their bytes.
+A split is one stream of tokens: for each document, an end-of-text token and then the document's ids. So end-of-text
+separates documents and gives each document's first token a context. A second file stores each piece's number of tokens
+(including end-of-text) and raw UTF-8 bytes, so that an evaluation on some of the pieces knows their exact bytes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from hfgolf.data.tokenizer import (
     Encoder,
     build_encoder,
     build_tokenizer,
-    find_loss,
     find_tokenizer,
+    find_tokenizer_loss,
     tokenizer_sha256,
 )
 from hfgolf.durable import replace_folder
@@ -55,15 +55,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 1
 _PROGRESS_SECONDS = 10
-_ROUND_TRIP_BYTES = 2**18  # of the validation text, evenly: decoded once, in about a tenth of a second
-_BATCHES_AT_ONCE = 2
-_VERIFIED_BEFORE_USE_BYTES = 2**27  # a quarter of a second; the hashes of more are compared while training begins
-_RAM_SHARE = 0.25  # of the free memory that in_memory: auto lets the tokens take
+_ROUND_TRIP_BYTES = 2**18  # evenly sampled validation text to decode once, in about a tenth of a second
+_MAX_TABLES_IN_FLIGHT = 2
+_VERIFIED_BEFORE_USE_BYTES = 2**27  # takes a quarter of a second; larger caches are verified while training starts
+_RAM_SHARE = 0.25  # the share of free memory that the tokens may take under data.in_memory auto
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The tokens of a corpus, the tokenizer that made them, and the folder they lie in."""
+    """The tokens of a corpus, the tokenizer that made them, and the folder they are in."""
 
     train: TokenStream
     val: TokenStream
@@ -71,15 +71,15 @@ class TokenCache:
     path: Path
     is_hit: bool
     identity: dict[str, Any]
-    """Of the corpus: what changes whenever the text or its split does."""
+    """Identity of the corpus: changes whenever the text or its split changes."""
     verification: Verification
     tokenizer_loss: str | None
-    """Says that the tokenizer does not give the text back; None if it does, or if an earlier version did not look."""
+    """Why the tokenizer is not lossless. None if it is, or if an earlier version of hfgolf did not check."""
 
     def check(self, wait: bool = False) -> None:
-        """Raise DamagedCacheError if the tokens are known not to be those that were written.
+        """Raise DamagedCacheError if the verification thread has found damage. Cheap: the thread does the work.
 
-        Takes no time: a thread compares the hashes. wait: until it has compared all of them.
+        wait: wait for the thread to verify all files.
         """
         problem = self.verification.problem(wait)
         if problem is not None:
@@ -92,34 +92,33 @@ def load_tokens(
     corpus: Corpus | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> TokenCache:
-    """Return the tokens of the corpus, from the cache where it has them, else tokenised now.
+    """Return the tokens of the corpus, from the cache or tokenized now.
 
-    Says which of the two it was, and on a miss what changed, on this module's logger. Processes that ask for
-    the same at once build it once. A damaged cache is built again; `TokenCache.check` says of a large one, whose
-    hashes are compared while training begins, whether it is.
+    Logs a cache hit or miss, and on a miss what changed. Concurrent processes build a cache only once. A damaged cache
+    is rebuilt. A large cache is verified while training starts; call `TokenCache.check` to learn the result.
 
-    corpus, tokenizer: if they are known already, as those of a run that goes on.
+    corpus, tokenizer: pass them if they are already known, as when a run resumes.
 
-    Raises UserError for text, split or tokenizer that do not serve (see corpus and tokenizer), and for a folder in
-    which a cache would have to be built but cannot be written.
+    Raises UserError if the text, split or tokenizer is unusable (see corpus and tokenizer), or if a cache must be built
+    but its folder cannot be written.
     """
     corpus = corpus or load_corpus(data)
     cache_dir = cache_folder(data)
-    # once: a large one takes long to load
+    # load it only once: a large tokenizer loads slowly
     tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
     tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
     if tokens is None:
         try:
             with locked(cache_dir / "build.lock", "builds the token cache"):
-                # built by another process while this one waited?
+                # another process may have built it while this one waited
                 tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
                 if tokens is None:
                     built = _build(corpus, tokenizer_config, cache_dir, tokenizer)
                     return _open_cache(*built, corpus, is_hit=False)
         except OSError as error:
             raise UserError(
-                f"data.cache_dir: the tokens of this corpus are not in {cache_dir}, and it cannot hold them"
-                f" ({error.strerror or error}); make room there, or name another folder."
+                f"data.cache_dir: cannot write the tokens of this corpus to {cache_dir} ({error.strerror or error});"
+                " free up space there, or set another folder."
             ) from error
     _log.info("cache hit: %s (%s)", tokens.path, _size(tokens))
     return tokens
@@ -146,7 +145,7 @@ def _find_tokens(
 def find_cache(
     corpus: Corpus, config: TokenizerConfig, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> tuple[Path, PreTrainedTokenizerFast] | None:
-    """Return (folder, tokenizer) of the cache that serves, None if there is none. tokenizer: where it is known."""
+    """Return the matching cache's (folder, tokenizer), or None. tokenizer: pass it if it is already known."""
     tokenizer = tokenizer or find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
     if tokenizer is None:
         return None
@@ -156,7 +155,7 @@ def find_cache(
 
 
 def _key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return everything the tokens depend on; the folder is named by its hash."""
+    """Return everything the tokens depend on. Its hash names the cache folder."""
     settings = {
         "tokenizer": f"{config.kind}, {len(tokenizer)} entries",
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
@@ -172,7 +171,7 @@ def _folder(cache_dir: Path, key: dict[str, Any]) -> Path:
 
 
 def _problem(folder: Path, key: dict[str, Any]) -> str | None:
-    """Say what is wrong with the cache in `folder`, None if nothing is."""
+    """Return what is wrong with the cache in `folder`, or None."""
     try:
         is_ours = read_manifest(folder).get("key") == key
     except ValueError as error:
@@ -183,9 +182,9 @@ def _problem(folder: Path, key: dict[str, Any]) -> str | None:
 def _build(
     corpus: Corpus, config: TokenizerConfig, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None
 ) -> tuple[Path, PreTrainedTokenizerFast]:
-    """Build the cache, and the tokenizer where it is not known.
+    """Build the cache, and the tokenizer if it is not known.
 
-    The caller holds the lock, hence what an earlier build left behind can go.
+    The caller holds the lock, so it is safe to delete what an interrupted build left behind.
     """
     building = cache_dir / "building"
     tokens_dir = cache_dir / "tokens"
@@ -202,7 +201,7 @@ def _build(
         if problem is None:  # only the tokenizer was damaged or lost
             return folder, tokenizer
         if folder.exists():
-            _log.info("cache damaged: %s (%s); building it again", folder, problem)
+            _log.info("cache damaged: %s (%s); rebuilding it", folder, problem)
         else:
             _log.info("cache miss: %s", _what_changed(key, cache_dir))
         partial = folder.with_name(f".partial-{folder.name}")
@@ -211,8 +210,8 @@ def _build(
         for split in SPLITS:
             _write_split(split, pieces()[split], tokenizer, encode, partial)
         sample = list(texts(sample_evenly(pieces()["val"], _ROUND_TRIP_BYTES)))
-        loss = find_loss(tokenizer, sample, encode(sample))
-        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=loss)
+        tokenizer_loss = find_tokenizer_loss(tokenizer, sample, encode(sample))
+        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss)
         replace_folder(partial, folder)
     finally:
         for left_behind in (building, *tokens_dir.glob(".*")):
@@ -221,7 +220,7 @@ def _build(
 
 
 def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
-    """Name the fields in which `key` differs from the nearest earlier cache."""
+    """Describe how `key` differs from the most similar cache."""
     changes = []
     for path in (cache_dir / "tokens").glob(f"*/{MANIFEST}"):
         try:
@@ -229,10 +228,10 @@ def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
         except (OSError, ValueError, KeyError):
             continue
         changed = [name for name in {**key, **earlier} if key.get(name) != earlier.get(name)]
-        if changed:  # else a copy under another name
+        if changed:  # no change: a copy of the cache under another name
             changes.append((len(changed), path.parent.name, changed, earlier))
     if not changes:
-        return f"nothing cached yet in {cache_dir}"
+        return f"no cache in {cache_dir} yet"
     _, name, changed, earlier = min(changes, key=lambda change: change[:2])
     return f"{', '.join(identity_changes(earlier, key))} changed since {name}"
 
@@ -240,55 +239,55 @@ def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
 def _write_split(
     split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder, folder: Path
 ) -> None:
-    """Tokenise the pieces of a split and write its two Arrow files.
+    """Tokenize the pieces of a split and write its two Arrow files.
 
-    The ids pass through a file of bare numbers: the whole split must be one record batch, as only that is one array in
-    a memory map, and memory must stay bounded.
+    The ids first go to a raw binary file. The Arrow file must be a single record batch, because only that maps to one
+    contiguous array, and memory must stay bounded.
     """
-    path, bare = folder / f"{split}.arrow", folder / "ids.bin"
+    path, raw = folder / f"{split}.arrow", folder / "ids.bin"
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     num_tokens, num_bytes = [], []
-    progress = _Progress(f"tokenising {split}", num_text_bytes(pieces))
-    with open(bare, "wb") as file:
-        for ids, batch_tokens, batch_bytes in _encode(pieces, tokenizer, encode):
-            file.write(ids.astype(dtype).data)  # tofile would not say why the disk takes no more
-            num_tokens.append(batch_tokens)
-            num_bytes.append(batch_bytes)
-            progress.add(int(batch_bytes.sum()))
+    progress = _Progress(f"tokenizing {split}", num_text_bytes(pieces))
+    with open(raw, "wb") as file:
+        for ids, piece_tokens, piece_bytes in _encode(pieces, tokenizer, encode):
+            file.write(ids.astype(dtype).data)  # tofile does not report why a write failed
+            num_tokens.append(piece_tokens)
+            num_bytes.append(piece_bytes)
+            progress.add(int(piece_bytes.sum()))
     progress.end()
-    tokens = np.memmap(bare, dtype, "r")
+    tokens = np.memmap(raw, dtype, "r")
     array = pa.Array.from_buffers(pa.from_numpy_dtype(dtype), len(tokens), [None, pa.py_buffer(tokens)])
     write_arrow(path, {"input_ids": array})
     write_arrow(pieces_path(path), {"num_tokens": np.concatenate(num_tokens), "num_bytes": np.concatenate(num_bytes)})
-    bare.unlink()
+    raw.unlink()
 
 
 def _encode(
     pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (ids, tokens of each piece, raw bytes of each piece) batch by batch."""
+    """Yield (ids, tokens per piece, raw bytes per piece), one table of pieces at a time."""
     for table, (ids, num_ids) in _encode_ahead(pieces, encode):
         if ids.max(initial=0) >= len(tokenizer):
             raise UserError(
-                f"The tokenizer gave id {ids.max()}, out of range for its vocabulary of {len(tokenizer)} entries;"
-                " its files do not fit together: load or train another one."
+                f"The tokenizer returned id {ids.max()}, but its vocabulary has only {len(tokenizer)} entries."
+                " Its files are inconsistent: load or train another tokenizer."
             )
         is_start = table["is_start"].to_numpy()
         num_tokens = np.array(num_ids, np.uint32)
         ends = np.cumsum(num_tokens, dtype=np.int64)
         ids = np.insert(ids, (ends - num_tokens)[is_start], tokenizer.eos_token_id)
-        num_bytes = pc.binary_length(table["text"]).to_numpy()  # of the UTF-8 that Arrow holds, not of what decodes
+        num_bytes = pc.binary_length(table["text"]).to_numpy()  # of the raw UTF-8 text, not of decoded tokens
         yield ids, num_tokens + is_start, num_bytes.astype(np.uint32)
 
 
 def _encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, Encoded]]:
-    """Yield the batches of pieces in order, encoded, while the next ones are on their way."""
+    """Yield tables of pieces with their encodings, in order, while the next tables are being encoded."""
     waiting: deque[tuple[pa.Table, Future[Encoded]]] = deque()
-    # two: while one batch keeps the cores busy, the ids of the other are taken out, which needs Python's lock
-    with ThreadPoolExecutor(_BATCHES_AT_ONCE) as threads:
+    # Two at once: while one table keeps the cores busy, the ids of the other are extracted, which holds the GIL.
+    with ThreadPoolExecutor(_MAX_TABLES_IN_FLIGHT) as threads:
         for table in pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
             waiting.append((table, threads.submit(encode, table["text"].to_pylist())))
-            if len(waiting) > _BATCHES_AT_ONCE:  # no more in memory
+            if len(waiting) > _MAX_TABLES_IN_FLIGHT:  # bounds the memory
                 done, encoded = waiting.popleft()
                 yield done, encoded.result()
         for done, encoded in waiting:
@@ -296,19 +295,19 @@ def _encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, 
 
 
 class _Progress:
-    """Say every few seconds how far a long pass over text has come, and its speed at the end."""
+    """Log the progress of a long pass over text every few seconds, and its speed at the end."""
 
     def __init__(self, name: str, total_bytes: int) -> None:
         self.name = name
         self.total_bytes = total_bytes
         self.done_bytes = 0
-        self.started_at = self.said_at = time.perf_counter()
+        self.started_at = self.logged_at = time.perf_counter()
 
     def add(self, num_bytes: int) -> None:
         self.done_bytes += num_bytes
         now = time.perf_counter()
-        if now - self.said_at >= _PROGRESS_SECONDS:
-            self.said_at = now
+        if now - self.logged_at >= _PROGRESS_SECONDS:
+            self.logged_at = now
             speed = self.done_bytes / (now - self.started_at)
             left_seconds = (self.total_bytes - self.done_bytes) / speed
             done, total = self.done_bytes / 1e6, self.total_bytes / 1e6
@@ -332,10 +331,10 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
         _log.info("tokens: %s (%s)", where, why)
     verification = Verification(manifest, lambda: itertools.chain(val.hashes(), train.hashes()))
-    loss = manifest.get("tokenizer_loss")
-    if loss:
-        _log.warning("%s", loss)
-    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, verification, loss)
+    tokenizer_loss = manifest.get("tokenizer_loss")
+    if tokenizer_loss:
+        _log.warning("%s", tokenizer_loss)
+    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, verification, tokenizer_loss)
 
 
 def _size(tokens: TokenCache) -> str:

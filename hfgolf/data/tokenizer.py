@@ -1,9 +1,9 @@
-"""Tokenizers as `PreTrainedTokenizerFast` objects: byte, char and BPE, made here, or a pretrained one.
+"""Tokenizers as `PreTrainedTokenizerFast` objects: byte, char and BPE, built here, or a pretrained one.
 
-Owns how each is made and trained, and the folder in which trained ones are kept. Does not know how tokens are stored.
+Owns how each is built and trained, and the folder of trained tokenizers. Does not know how tokens are stored.
 
-All three made here work on UTF-8 bytes, as GPT-2's does, so that any text, whatever was seen in training, decodes back
-to exactly itself, and nothing is ever unknown. Text that spells `<|endoftext|>` is encoded as plain text.
+The three built here work on UTF-8 bytes, like GPT-2's. Any text decodes back to exactly itself, even text unlike the
+training text, and there is no unknown token. Text that spells `<|endoftext|>` is encoded as plain text.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-# of tokenizers that do not say which is theirs
+# Candidates for a pretrained tokenizer that does not declare an eos_token.
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
-# The trainer holds every distinct word with its count in memory, and reads 1 to 2 MB/s a core: text beyond this is
-# sampled evenly. (The corpus comes in pieces of bounded length, so no document is ever one huge list of words either.)
+# The BPE trainer keeps every distinct word and its count in memory, and reads 1 to 2 MB/s per core. More text than this
+# is sampled evenly. (Pieces have a bounded length, so no single document becomes a huge list of words either.)
 TRAINING_SAMPLE_BYTES_PER_ENTRY = 4096
 _FORMAT_VERSION = 1
 
 Encoded = tuple[np.ndarray, list[int]]
-"""The ids of several texts one after another, uint32, and how many each has."""
+"""The concatenated ids of several texts, uint32, and the number of ids of each text."""
 Encoder = Callable[[list[str]], Encoded]
 
 
 class TooFewEntriesError(UserError):
-    """The train part does not give a BPE vocabulary of the size wanted, only one of `reached` entries."""
+    """The train split is too small for the wanted BPE vocabulary: training stopped at `reached` entries."""
 
     def __init__(self, wanted: int, reached: int) -> None:
         self.reached = reached
         super().__init__(
-            f"tokenizer.vocab_size: {wanted} is larger than the corpus allows; its train part gives {reached} entries;"
-            f" set {reached} or less, or add text."
+            f"tokenizer.vocab_size: {wanted} is too large for this corpus, whose train split supports only {reached}"
+            f" entries; set {reached} or less, or add text."
         )
 
 
 def build_tokenizer(
     config: TokenizerConfig, corpus_identity: dict[str, Any], train_pieces: Callable[[], Dataset], folder: Path
 ) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that `config` describes, trained on the train part where its kind needs training.
+    """Return the tokenizer that `config` describes, training it on the train split if its kind needs that.
 
-    A trained one is kept in `folder` under (corpus, settings); `train_pieces` is called only where it is not there.
+    Trained tokenizers are kept in `folder`, keyed by corpus and settings. `train_pieces` is called only on a miss.
 
-    Raises UserError where the corpus is too small for the vocabulary, or a pretrained tokenizer does not serve.
+    Raises UserError if the corpus is too small for the vocabulary, or a pretrained tokenizer is unusable.
     """
     found = find_tokenizer(config, corpus_identity, folder)
     if found is not None:
@@ -83,16 +83,16 @@ def build_tokenizer(
         tokenizer.save_pretrained(partial)
         write_manifest(partial)
         replace_folder(partial, path)
-    except Exception as error:  # tokenizers raises a bare Exception for a full disk
+    except Exception as error:  # tokenizers raises a plain Exception if the disk is full
         shutil.rmtree(partial, ignore_errors=True)
         raise error if isinstance(error, OSError) else OSError(str(error)) from error
-    return _load(path)  # as every later start will see it
+    return _load(path)  # from disk, like every later start
 
 
 def find_tokenizer(
     config: TokenizerConfig, corpus_identity: dict[str, Any], folder: Path
 ) -> PreTrainedTokenizerFast | None:
-    """Return the tokenizer that `config` describes if that takes no training, None if it does."""
+    """Return the tokenizer that `config` describes, or None if it would have to be trained first."""
     if config.kind == "pretrained":
         return _load_pretrained(str(config.name_or_path))
     if config.kind == "byte":
@@ -102,7 +102,7 @@ def find_tokenizer(
 
 
 def _problem(path: Path) -> str | None:
-    """Say why the tokenizer kept in `path` is not the one that was written, None if it is."""
+    """Return what is wrong with the tokenizer stored in `path`, or None."""
     try:
         for name, stated in read_manifest(path)["files"].items():
             if file_sha256(path / name) != stated["sha256"]:
@@ -113,22 +113,22 @@ def _problem(path: Path) -> str | None:
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerFast, kind: str) -> Encoder:
-    """Return what encodes a list of texts on all cores; text that spells a special token is text, and none is added.
+    """Return a function that encodes a list of texts on all cores.
 
-    kind: as tokenizer.kind.
+    It adds no special tokens, and encodes text that spells a special token as plain text. kind: config.tokenizer.kind.
     """
     if kind == "byte":
         return _encode_bytes
     backend = tokenizer.backend_tokenizer
-    if backend.padding or backend.truncation:  # which a tokenizer is saved with: it keeps them
+    if backend.padding or backend.truncation:  # a saved tokenizer may come with them; leave the original unchanged
         backend = Tokenizer.from_str(backend.to_str())
         backend.no_padding()
         backend.no_truncation()
-    backend.encode_special_tokens = True  # transformers sets it anew at each of its own calls
+    backend.encode_special_tokens = True  # safe to change: transformers sets it before each of its own calls
 
     def encode(texts: list[str]) -> Encoded:
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        ids = array("I")  # takes a list twice as fast as numpy does
+        ids = array("I")  # reads a list twice as fast as numpy
         for encoding in encodings:
             ids.fromlist(encoding.ids)
         return np.frombuffer(ids, np.uint32), list(map(len, encodings))
@@ -141,29 +141,29 @@ def _encode_bytes(texts: list[str]) -> Encoded:
     return np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32), list(map(len, encoded))
 
 
-def find_loss(tokenizer: PreTrainedTokenizerFast, texts: list[str], encoded: Encoded) -> str | None:
-    """Say that decoding does not give texts back, and how many of their characters are lost; None if it does.
+def find_tokenizer_loss(tokenizer: PreTrainedTokenizerFast, texts: list[str], encoded: Encoded) -> str | None:
+    """Return a message with the share of characters lost if decoding does not restore the texts, otherwise None.
 
-    encoded: the texts, by this tokenizer's encoder. What a tokenizer drops, lower-cases or normalizes costs no bits, so
-    bits per byte flatters a model that uses it.
+    Characters that a tokenizer drops, lowercases or normalizes cost no bits, so bits per byte would flatter its model.
+    encoded: the texts as encoded by this tokenizer.
     """
     ids, num_ids = encoded
-    pieces = [piece.tolist() for piece in np.split(ids, np.cumsum(num_ids)[:-1])]
-    decoded = tokenizer.backend_tokenizer.decode_batch(pieces, skip_special_tokens=False)
-    # SentencePiece puts a space before a text and takes it away again, or keeps one that was there: no loss to speak of
+    ids_of_texts = [text_ids.tolist() for text_ids in np.split(ids, np.cumsum(num_ids)[:-1])]
+    decoded = tokenizer.backend_tokenizer.decode_batch(ids_of_texts, skip_special_tokens=False)
+    # SentencePiece adds and removes a leading space, or keeps an existing one. Do not count that as a loss.
     pairs = [(text.removeprefix(" "), back.removeprefix(" ")) for text, back in zip(texts, decoded, strict=True)]
     if all(text == back for text, back in pairs):
         return None
     lost = sum((Counter(text) - Counter(back)).total() for text, back in pairs)
     share = lost / sum(len(text) for text, _ in pairs)
     return (
-        f"the tokenizer does not give the text back ({share:.2%} of the characters of a sample are lost or changed);"
+        f"the tokenizer is not lossless ({share:.2%} of the characters in a sample are lost or changed);"
         " bits per byte is not comparable"
     )
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the hash of tokenizer.json: vocabulary, merges and rules."""
+    """Return the SHA-256 of tokenizer.json: vocabulary, merges and rules."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
@@ -185,13 +185,13 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
         if path.is_file():
             tokenizer = _from_file(path)
         else:
-            # stated: else transformers asks on stdin whether to run the code in a tokenizer's folder
+            # explicit, because transformers would otherwise ask on stdin whether to run a tokenizer's code
             tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except UserError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, ...: depends on what is broken
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{where} cannot be loaded ({reason}) Check the name or folder and the network.") from error
+        raise UserError(f"{where} cannot be loaded ({reason}); check the name or folder and the network.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{where} has no tokenizer.json; hfgolf needs a fast tokenizer.")
     if tokenizer.eos_token_id is None:
@@ -199,7 +199,7 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
         tokenizer.add_special_tokens({"eos_token": known[0] if known else END_OF_TEXT})
         added = f"{tokenizer.eos_token} of its vocabulary" if known else f"{END_OF_TEXT}, added to its vocabulary"
         _log.info(
-            "%s names no eos_token: documents are separated by %s (id %d, %d entries)",
+            "%s has no eos_token; documents are separated by %s (id %d, %d entries)",
             where,
             added,
             tokenizer.eos_token_id,
@@ -213,7 +213,7 @@ def _from_file(path: Path) -> PreTrainedTokenizerFast:
     package = {".tiktoken": "tiktoken", ".model": "sentencepiece"}.get(path.suffix)
     if package and find_spec(package) is None:
         raise UserError(f"tokenizer.name_or_path: {path} needs the package {package}; pip install {package}.")
-    if package == "tiktoken":  # the file does not say how words are split: as transformers does, as cl100k does
+    if package == "tiktoken":  # the file does not store the pre-tokenizer; transformers uses that of cl100k
         return PreTrainedTokenizerFast(tokenizer_object=TikTokenConverter(str(path)).converted())
     if package == "sentencepiece":
         return PreTrainedTokenizerFast(**PreTrainedTokenizerFast.convert_to_native_format(vocab_file=str(path)))
@@ -226,15 +226,15 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,  # True would eat spaces before punctuation when decoding
+        clean_up_tokenization_spaces=False,  # True would remove spaces before punctuation when decoding
         split_special_tokens=True,  # text that spells a special token stays text
     )
 
 
 def _byte_symbols() -> list[str]:
-    """Return the printable character that stands for each byte, as in GPT-2 (section 2.2 and its published vocabulary).
+    """Return the printable character that represents each byte, as in GPT-2 (section 2.2 and its published vocabulary).
 
-    Printable bytes stand for themselves; the others, in order, for the characters from 256 on.
+    Printable bytes represent themselves. The others map, in order, to the characters from 256 on.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
@@ -242,14 +242,14 @@ def _byte_symbols() -> list[str]:
 
 
 def _byte_level(characters: list[str]) -> Tokenizer:
-    """Return a tokenizer without merges: a byte's id is its value; then come `characters` and the end of text."""
+    """Return a tokenizer without merges. Ids are the byte values, then `characters`, then the end-of-text token."""
     symbols = _byte_symbols()
     words = ["".join(symbols[byte] for byte in character.encode()) for character in characters]
     vocab = {word: number for number, word in enumerate([*symbols, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))  # a word in vocab is a token
-    tokenizer.add_special_tokens([END_OF_TEXT])  # not in vocab: a word that spells it would be looked up there
+    tokenizer.add_special_tokens([END_OF_TEXT])  # not in vocab, where text that spells it would be looked up
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # only what is not ASCII is split off: a regex that matches each character runs 5 times slower
+    # Split off only non-ASCII characters: a regex that matches every character is 5 times as slow.
     others = pre_tokenizers.Split(Regex(r"[^\x00-\x7F]"), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([others, byte_level]) if characters else byte_level
     tokenizer.decoder = decoders.ByteLevel()
@@ -257,11 +257,11 @@ def _byte_level(characters: list[str]) -> Tokenizer:
 
 
 def _train_char(pieces: Dataset) -> Tokenizer:
-    """Return a tokenizer with an entry for each character of the text.
+    """Return a tokenizer with one entry per character of the text.
 
-    Its vocabulary is the 256 bytes, of which the ASCII characters are some, the other characters seen and the end of
-    text. So an unseen character (in validation, or in a prompt) is its bytes rather than an unknown that decodes to
-    something else; the unused bytes cost a few rows of the embedding, and nothing in bits per byte once learned.
+    Its vocabulary is the 256 bytes (which include ASCII), the other characters seen, and the end-of-text token. An
+    unseen character, in validation or in a prompt, is encoded as its bytes, not as an unknown token that cannot be
+    decoded. The unused bytes cost a few rows of the embedding, and nothing in bits per byte once learned.
     """
     seen: set[str] = set()
     for text in texts(pieces):
@@ -270,7 +270,7 @@ def _train_char(pieces: Dataset) -> Tokenizer:
 
 
 def _train_bpe(pieces: Dataset, vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE with GPT-2's pre-tokenizer to `vocab_size` entries, the end of text included."""
+    """Train byte-level BPE with GPT-2's pre-tokenizer to `vocab_size` entries, including the end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

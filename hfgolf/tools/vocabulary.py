@@ -18,7 +18,14 @@ import torch
 
 from hfgolf.config import RunConfig, TokenizerConfig
 from hfgolf.data.pieces import ROWS_PER_BATCH, PieceWriter, num_text_bytes
-from hfgolf.data.tokenizer import Encoded, Encoder, TooFewEntriesError, build_encoder, build_tokenizer, find_loss
+from hfgolf.data.tokenizer import (
+    Encoded,
+    Encoder,
+    TooFewEntriesError,
+    build_encoder,
+    build_tokenizer,
+    find_tokenizer_loss,
+)
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.build import golf_config
@@ -123,7 +130,7 @@ def measure_vocabulary(
         tokens += len(encoded[0])
         characters += sum(map(len, texts))
         seconds += batch_seconds
-        is_exact = is_exact and find_loss(tokenizer, texts, encoded) is None
+        is_exact = is_exact and find_tokenizer_loss(tokenizer, texts, encoded) is None
     num_bytes = num_text_bytes(sample.held_out)
     embedding, share = embedding_parameters(config, len(tokenizer))
     return Vocabulary(

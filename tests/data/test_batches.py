@@ -289,8 +289,8 @@ def test_a_killed_worker_is_one_line(stream):
 
 
 def test_a_worker_that_hands_over_nothing_is_waited_for_in_bounds(stream, monkeypatch):
-    monkeypatch.setattr("hfgolf.data.batches._WORKER_SECONDS", 1)
-    stream.read = lambda places: time.sleep(3)
+    monkeypatch.setattr("hfgolf.data.batches._WORKER_TIMEOUT_SECONDS", 1)
+    stream.read = lambda indices: time.sleep(3)
     batches = iter(build_loader(stream, **SHAPE, num_steps=5, num_workers=1))
     with pytest.raises(RuntimeError) as raised:
         next(batches)

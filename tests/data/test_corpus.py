@@ -143,11 +143,11 @@ class ShortAnswer(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("trickles", "reason"), [(False, "ended 600 bytes before the end"), (True, "only .* bytes came in 0.05 s")]
+    ("trickles", "reason"), [(False, "ended 600 bytes before the end"), (True, "only .* bytes arrived in 0.05 s")]
 )
 def test_a_download_cut_short_is_not_kept(tmp_path, write, files_config, monkeypatch, trickles, reason):
     monkeypatch.setattr(ShortAnswer, "trickles", trickles)
-    monkeypatch.setattr(corpus_module, "_DOWNLOAD_SECONDS", 0.05 if trickles else 5)
+    monkeypatch.setattr(corpus_module, "_DOWNLOAD_TIMEOUT_SECONDS", 0.05 if trickles else 5)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ShortAnswer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/a.txt"
@@ -180,7 +180,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, write, files_
     corpus = load_corpus(files_config(write(name, content), val_files=[write("val.txt", "v")]))
     time.sleep(0.02)  # more than a step of the file system's clock
     write(name, content.replace("one", "two"))  # after it was hashed
-    with pytest.raises(UserError, match=rf"{name} changed while it was read"):
+    with pytest.raises(UserError, match=rf"{name} changed while it was being read"):
         corpus.write_pieces(tmp_path / "pieces")
 
 

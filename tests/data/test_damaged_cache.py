@@ -75,7 +75,7 @@ def test_a_large_cache_is_hashed_while_training_begins(data, large, caplog, name
     overwrite(load_tokens(data, BYTE).path / name, 4000, b"\1\0" * 5)
     tokens = load_tokens(data, BYTE)
     assert tokens.is_hit
-    with pytest.raises(DamagedCacheError, match=rf"{name} does not have the SHA-256 .* next start builds it again"):
+    with pytest.raises(DamagedCacheError, match=rf"{name} does not match the SHA-256 .* next start rebuilds it"):
         tokens.check(wait=True)
     again = load_tokens(data, BYTE)
     assert not again.is_hit and "cache damaged" in caplog.text
@@ -110,7 +110,7 @@ def test_an_id_that_the_vocabulary_does_not_have_is_one_line(data):
     tokens = load_tokens(data, BYTE)
     assert tokens.train.read(np.array([[0, 1], [2, len(tokens.train)]])).shape == (2, 2)
     overwrite(tokens.train.path, 4000, b"\xff\xff" * 5)  # under the map
-    with pytest.raises(DamagedCacheError, match="holds id 65535, but the vocabulary has 257 entries") as caught:
+    with pytest.raises(DamagedCacheError, match="contains id 65535, but the vocabulary has 257 entries") as caught:
         tokens.train.read(np.arange(len(tokens.train)))
     assert "\n" not in str(caught.value)
     assert not load_tokens(data, BYTE).is_hit
@@ -119,7 +119,7 @@ def test_an_id_that_the_vocabulary_does_not_have_is_one_line(data):
 def test_a_file_cut_short_under_the_map_is_one_line(data):
     tokens = load_tokens(data, BYTE)
     os.truncate(tokens.train.path, 2000)
-    with pytest.raises(DamagedCacheError, match="cut short"):
+    with pytest.raises(DamagedCacheError, match="truncated"):
         tokens.train.read(np.arange(len(tokens.train)))
     assert not load_tokens(data, BYTE).is_hit
 
@@ -143,7 +143,7 @@ def test_training_on_damaged_tokens_ends_with_a_line_and_an_event(
     run(arguments)
     (path,) = (tmp_path / "cache").glob("tokens/*/train.arrow")
     overwrite(path, path.stat().st_size // 2, b"\xff\xff" * (path.stat().st_size // 5))
-    with pytest.raises(UserError, match="holds id 65535") as caught:
+    with pytest.raises(UserError, match="contains id 65535") as caught:
         run([*arguments, "--run.name=again"])
     assert "\n" not in str(caught.value) and str(path.parent) in str(caught.value)
     lines = (tmp_path / "runs" / "again" / "metrics.jsonl").read_text().splitlines()
@@ -210,7 +210,9 @@ def test_a_cache_that_cannot_be_written_is_read(data, monkeypatch):
     monkeypatch.setattr("hfgolf.durable.write_bytes", refuse)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert load_tokens(data, BYTE).is_hit
-    with pytest.raises(UserError, match=r"data.cache_dir: the tokens of this corpus are not in .*Permission denied"):
+    with pytest.raises(
+        UserError, match=r"data.cache_dir: cannot write the tokens of this corpus to .*Permission denied"
+    ):
         load_tokens(data, TokenizerConfig(kind="char"))
 
 

@@ -99,14 +99,14 @@ def test_batches_are_written_in_order_and_few_are_in_memory(write, files_config,
     batches: Any = token_cache._encode_ahead(pieces, slow_first(whole.tokenizer, "byte"))
     next(batches)
     time.sleep(0.1)
-    assert len(begun) <= 1 + token_cache._BATCHES_AT_ONCE
+    assert len(begun) <= 1 + token_cache._MAX_TABLES_IN_FLIGHT
     batches.close()
 
 
 def test_second_start_tokenises_nothing(data, caplog, monkeypatch):
     caplog.set_level("INFO", logger="hfgolf")
     first = load_tokens(data, bpe())
-    assert not first.is_hit and "cache miss: nothing cached yet" in caplog.text
+    assert not first.is_hit and "cache miss: no cache in" in caplog.text
     caplog.clear()
     monkeypatch.setattr(token_cache, "_build", None)
     second = load_tokens(data, bpe())
@@ -187,7 +187,7 @@ def test_two_processes_build_it_once(data):
     assert [process.returncode for process in processes] == [0, 0]
     assert sorted(text.count("cache miss") for text in output) == [0, 1]
     assert sorted(text.count("cache hit") for text in output) == [0, 1]
-    assert sum(text.count("tokenising train") for text in output) == 1
+    assert sum(text.count("tokenizing train") for text in output) == 1
 
 
 def test_view_is_zero_copy_and_two_bytes_a_token(data):
@@ -286,7 +286,7 @@ def test_a_tokenizer_that_loses_text_is_told(write, files_config, tmp_path, capl
         warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert warnings == ([tokens.tokenizer_loss] if share else [])
         if share:
-            assert warnings[0].startswith(f"the tokenizer does not give the text back ({share} of the characters")
+            assert warnings[0].startswith(f"the tokenizer is not lossless ({share} of the characters in")
             assert warnings[0].endswith("bits per byte is not comparable")
 
 
@@ -300,13 +300,13 @@ def test_a_run_that_loses_text_says_so_where_its_figures_are(run, tiny_run, tmp_
     with caplog.at_level("INFO", logger="hfgolf"):
         folder = run(tiny_run(**pretrained, data__files=tmp_path / "text.txt", train__max_steps=2))
     loss = json.loads((folder / "summary.json").read_text())["tokenizer_loss"]
-    assert loss.startswith("the tokenizer does not give the text back (22.")  # T and C of "The Cat. "
+    assert loss.startswith("the tokenizer is not lossless (22.")  # T and C of "The Cat. "
     assert f"Note: {loss}." in (folder / "model" / "README.md").read_text()
     assert [line.strip() for line in caplog.messages].count(loss) == 2  # of the cache, and below bits per byte
 
 
 def test_ids_out_of_range_of_a_pretrained_tokenizer(data, tmp_path):
-    with pytest.raises(UserError, match=r"id 90000, out of range .* 3 entries"):
+    with pytest.raises(UserError, match=r"id 90000, .* only 3 entries"):
         load_tokens(data, save_word_tokenizer(tmp_path / "saved", {"first": 90_000}))
 
 

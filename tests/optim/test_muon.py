@@ -311,14 +311,14 @@ def test_each_matrix_is_in_one_bucket_and_no_bucket_is_too_large(ranks):
     shapes = [torch.Size(shape) for shape in [(4, 4), (4, 8), (4, 4), (8, 4), *[(4, 4)] * 9, (100, 100)]]
     device, max_elements = torch.device("cpu"), 4 * 4 * 2
     buckets = bucket_by_shape(tuple((shape, device) for shape in shapes), max_elements, ranks)
-    assert sorted(position for batch in buckets for position in batch) == list(range(len(shapes)))
-    for batch in buckets:
-        assert len({shapes[i] for i in batch}) == 1
-        assert len(batch) <= ranks * max(1, max_elements // shapes[batch[0]].numel())
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(shapes)))
+    for bucket in buckets:
+        assert len({shapes[i] for i in bucket}) == 1
+        assert len(bucket) <= ranks * max(1, max_elements // shapes[bucket[0]].numel())
     assert len(buckets) == {1: 6, 3: 2}[ranks] + 3  # of the 11 square ones, and one of each other shape
 
 
-def test_the_size_of_a_batch_changes_no_bit(monkeypatch):
+def test_the_bucket_size_changes_no_bit(monkeypatch):
     shapes = [(24, 24)] * 5 + [(24, 72)] * 3
     together, apart = parameters(shapes=shapes), parameters(shapes=shapes)
     optimizer, one_by_one = Muon(together), Muon(apart)
