@@ -1,1 +1,1 @@
-"""What a run suffers from, read from its rows while it trains or afterwards."""
+"""Diagnose a run from its metrics, during training or afterwards."""

@@ -1,7 +1,7 @@
-"""The doctor: looks at what a run logs, while it trains or afterwards, and names its illness, the causes and the fix.
+"""The doctor: reads a run's metrics, during training or afterwards, and reports symptoms, likely causes and a fix.
 
-Owns what is looked at, in which order, and what is told only once. How an illness looks is in symptoms.py. Measures
-nothing itself and never stops a run.
+Owns which detectors run, in which order, and that each symptom is reported only once. The detectors themselves are in
+the *symptoms.py files. Measures nothing itself and never stops a run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hfgolf.doctor.symptoms import (
     diverged_after_restore,
     early_plateau,
     near_zero_loss,
-    not_finite,
-    not_finite_on_tokens,
+    nonfinite,
+    nonfinite_on_tokens,
     validation_rises,
 )
 from hfgolf.errors import UserError
@@ -35,16 +35,16 @@ logger = logging.getLogger(__name__)
 
 
 class Doctor:
-    """Takes the lines of a metrics.jsonl one after the other and tells of each symptom once, of spikes as they add up.
+    """Observe the lines of metrics.jsonl one at a time and report each symptom once, but spikes repeatedly.
 
-    settings: the config of the run as {"section.key": value}; the default counts where a key is missing.
+    settings: the config of the run as {"section.key": value}. Missing keys have their defaults.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._history = History(RunConfig().flat() | dict(settings))
         self._detectors: list[Detector] = [
-            not_finite,
-            not_finite_on_tokens,
+            nonfinite,
+            nonfinite_on_tokens,
             constantly_clipped,
             Spikes(),
             NormSpikes(),
@@ -59,17 +59,17 @@ class Doctor:
             data_bound,
             damaged_cache,
         ]
-        self._told: set[tuple[str, int | None]] = set()
+        self._reported: set[tuple[str, int | None]] = set()
 
-    def look_at(self, line: Line) -> list[Finding]:
-        """Return what a row or an event brings to light; one of `finding` has told it already."""
+    def observe(self, line: Line) -> list[Finding]:
+        """Return the new findings after a row or an event. A "finding" event counts as already reported."""
         if line.get("event") == "finding":
-            self._told.add(_identity(line["symptom"], line["step"]))
+            self._reported.add(_identity(line["symptom"], line["step"]))
             return []
         self._history.add(line)
         findings = [finding for detect in self._detectors if (finding := detect(self._history))]
-        new = [finding for finding in findings if _identity(finding.symptom, finding.step) not in self._told]
-        self._told.update(_identity(finding.symptom, finding.step) for finding in new)
+        new = [finding for finding in findings if _identity(finding.symptom, finding.step) not in self._reported]
+        self._reported.update(_identity(finding.symptom, finding.step) for finding in new)
         return new
 
 
@@ -78,43 +78,43 @@ def _identity(symptom: str, step: int) -> tuple[str, int | None]:
 
 
 def examine(folder: Path) -> tuple[list[Finding], Metrics]:
-    """Return what a run suffers or suffered from, and its rows; it may be training, complete or dead.
+    """Return the findings and the metrics of a run, which may be training, complete or dead.
 
-    Raises UserError where there is no such folder, or no row in it.
+    Raises UserError if the folder does not exist or its metrics.jsonl has no rows.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        problem = "there is no metrics.jsonl in it" if folder.is_dir() else "there is no such folder"
-        raise UserError(f"{folder}: {problem}; name the folder of a run, such as runs/small.")
+        problem = "this folder has no metrics.jsonl" if folder.is_dir() else "there is no such folder"
+        raise UserError(f"{folder}: {problem}; give the folder of a run, such as runs/small.")
     try:
         metrics = read_metrics(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
     if not metrics.rows and not metrics.events:
-        raise UserError(f"{path} holds no row; the run has logged nothing yet.")
+        raise UserError(f"{path} has no rows; the run has not logged anything yet.")
     doctor = Doctor(_settings(folder))
     lines = [line for line in in_order(metrics) if line.get("event") != "finding"]
-    return [finding for line in lines for finding in doctor.look_at(line)], metrics
+    return [finding for line in lines for finding in doctor.observe(line)], metrics
 
 
 def in_order(metrics: Metrics) -> list[Line]:
-    """Return rows and events in an order in which they may have happened: what was told, then step after step.
+    """Return rows and events in a plausible order: first the earlier findings, then everything else by step.
 
-    What a step was skipped for comes before the row that holds the step, a restore after the row it goes back to.
+    At the same step, events come before the row, except that a resume or rollback comes after the row it goes back to.
     """
-    places = {"finding": -1, "resumed": 2, "rollback": 2}
+    priorities = {"finding": -1, "resumed": 2, "rollback": 2}
 
-    def place(line: Line) -> tuple[bool, int, int]:
-        kind = places.get(line["event"], 0) if "event" in line else 1
-        return kind >= 0, line["step"], kind
+    def sort_key(line: Line) -> tuple[bool, int, int]:
+        priority = priorities.get(line["event"], 0) if "event" in line else 1
+        return priority >= 0, line["step"], priority
 
-    return sorted([*metrics.rows, *metrics.events], key=place)
+    return sorted([*metrics.rows, *metrics.events], key=sort_key)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     try:
         return read_settings(path) if path.is_file() else {}
-    except UserError as error:  # of another version, or damaged: the rows are there all the same
-        logger.warning("%s; the defaults are taken for it", one_line(error))
+    except UserError as error:  # damaged, or from another version: the rows can still be read
+        logger.warning("%s; using the defaults instead", one_line(error))
         return {}

@@ -1,6 +1,6 @@
-"""What a run has logged, as the doctor's detectors want it: bounded, however long the run is.
+"""The history of a run in the form that the doctor's detectors need, in bounded memory for any length of run.
 
-Owns how lines of metrics.jsonl are remembered, and what going back to a checkpoint makes of them. Judges nothing.
+Owns which lines of metrics.jsonl are kept, and which are dropped when a run goes back to a checkpoint. Judges nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 Line = dict[str, Any]
 
-KEPT = 1000  # steps, rows, evaluations: more than a median needs
-LEVEL_STEPS = 50  # enough that their median moves by less than the noise of a step
+MAX_KEPT = 1000  # steps, rows and evaluations; more than any median needs
+LEVEL_STEPS = 50  # enough that the median moves less than the noise of a single step
 
 
 class Step(NamedTuple):
-    """An optimizer step; NaN stands for what was not finite."""
+    """An optimizer step. A nonfinite value is stored as NaN."""
 
     step: int
     loss: float
@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """What a row says of the steps since the row before."""
+    """The timing of the steps since the previous row."""
 
     step: int
     tokens_per_second: float
@@ -36,75 +36,75 @@ class Interval(NamedTuple):
 
     @property
     def data_share(self) -> float:
-        """Seconds waited for batches, as a share of those the steps were computed."""
+        """Time waiting for batches divided by compute time."""
         return self.data_seconds / max(self.compute_seconds, 1e-9)
 
 
 class Evaluation(NamedTuple):
-    """What a row says of the validation part."""
+    """The evaluation in a row."""
 
     step: int
     val_loss: float
     val_tokens: int | None
-    """Of which it is the mean; losses of other tokens do not compare."""
+    """The number of tokens averaged. Losses over different tokens are not comparable."""
     train_level: float
-    """The training loss then, a median over LEVEL_STEPS or as many as there were."""
+    """The training loss at that time: the median over at most LEVEL_STEPS steps."""
 
 
-class Place(NamedTuple):
-    """Where in the data a row ended."""
+class DataPosition(NamedTuple):
+    """The position in the data after a row."""
 
     step: int
     epoch: float
 
 
 class History:
-    """The config of a run, its past and its latest line."""
+    """The config of a run, its past, and its latest line."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
-        """{"section.key": value}, of every key."""
+        """{"section.key": value}, for every key."""
         self.latest: Line = {}
         self.new_steps: list[Step] = []
-        """The steps of the latest line, none where it is an event."""
-        self.steps: deque[Step] = deque(maxlen=KEPT)
-        self.intervals: deque[Interval] = deque(maxlen=KEPT)
-        """Those of this session but for the first, in which it starts up."""
-        self.evaluations: deque[Evaluation] = deque(maxlen=KEPT)
+        """The steps of the latest line; empty if it is an event."""
+        self.steps: deque[Step] = deque(maxlen=MAX_KEPT)
+        self.intervals: deque[Interval] = deque(maxlen=MAX_KEPT)
+        """The intervals of this session, without its first, which includes the startup."""
+        self.evaluations: deque[Evaluation] = deque(maxlen=MAX_KEPT)
         self.first_loss = math.nan
-        """About ln(vocabulary); NaN where the first rows are lost."""
+        """About ln(vocabulary); NaN if the first rows are missing."""
         self.level = math.nan
-        """The training loss now, a median over LEVEL_STEPS; NaN before half of them are there."""
+        """The current training loss: the median over LEVEL_STEPS steps, or NaN before half of them."""
         self.lowest_level = math.inf
         self.epochs_per_step = math.nan
-        """Of the latest row's steps."""
-        self._places: deque[Place] = deque(maxlen=KEPT)
+        """Over the steps of the latest row."""
+        self._positions: deque[DataPosition] = deque(maxlen=MAX_KEPT)
         self.skips: deque[list[Line]] = deque(maxlen=100)
-        """Steps that were not finite, those in a row together."""
+        """Nonfinite steps; consecutive ones share a list."""
         self.restore: Line | None = None
         """The last event that went back to a checkpoint."""
         self.out_of_memory: Line | None = None
-        """The last event of that name."""
-        self._would_follow: set[int] = set()
-        """Steps that would be in a row with the last skipped one."""
-        self._session_has_begun = False
+        """The last "out_of_memory" event."""
+        self._consecutive_steps: set[int] = set()
+        """The steps that count as consecutive to the last nonfinite one."""
+        self._session_has_row = False
 
     @property
     def step(self) -> int:
-        """Updates completed, by the last row."""
+        """Completed updates at the last row."""
         return self.steps[-1].step if self.steps else 0
 
     @property
     def epoch(self) -> float:
-        """Passes over the training blocks, by the last row; NaN if no row says."""
-        return self._places[-1].epoch if self._places else math.nan
+        """Passes over the training blocks at the last row; NaN if unknown."""
+        return self._positions[-1].epoch if self._positions else math.nan
 
     def losses(self, after: int, up_to: float = math.inf) -> list[float]:
-        """Return the finite losses of the steps after < step <= up_to, as far as they are kept."""
+        """Return the finite losses of the kept steps with after < step <= up_to."""
         return [s.loss for s in self.steps if after < s.step <= up_to and math.isfinite(s.loss)]
 
     def add(self, line: Line) -> None:
-        """Take in the next line of metrics.jsonl."""
+        """Add the next line of metrics.jsonl."""
         self.latest, self.new_steps = line, []
         match line.get("event"):
             case None:
@@ -132,48 +132,48 @@ class History:
         median = float(np.median(recent)) if recent else math.nan
         self.level = median if len(recent) >= LEVEL_STEPS // 2 else math.nan
         self.lowest_level = min(self.lowest_level, self.level)
-        self._add_place(Place(row["step"], row.get("epoch") or 0.0))
-        if self._session_has_begun:
+        self._add_position(DataPosition(row["step"], row.get("epoch") or 0.0))
+        if self._session_has_row:
             values = _numbers([row.get(name) for name in Interval._fields[1:]])
             self.intervals.append(Interval(row["step"], *values))
-        self._session_has_begun = True
+        self._session_has_row = True
         if row.get("val_loss") is not None:
             averaged = row.get("val_loss_ema") if self.settings["optim.ema_export"] else None
             self.evaluations.append(Evaluation(row["step"], averaged or row["val_loss"], row.get("val_tokens"), median))
 
-    def _add_place(self, place: Place) -> None:
-        """Note how much of an epoch each of the row's steps read; 0 and NaN say nothing."""
-        before = self._places[-1] if self._places else Place(0, 0.0)
-        if place.step > before.step and place.epoch > before.epoch:
-            self.epochs_per_step = (place.epoch - before.epoch) / (place.step - before.step)
-            self._places.append(place)
+    def _add_position(self, position: DataPosition) -> None:
+        """Update epochs_per_step, unless the row has no usable epoch (0 or NaN)."""
+        before = self._positions[-1] if self._positions else DataPosition(0, 0.0)
+        if position.step > before.step and position.epoch > before.epoch:
+            self.epochs_per_step = (position.epoch - before.epoch) / (position.step - before.step)
+            self._positions.append(position)
 
     def _add_skip(self, skip: Line) -> None:
         step = skip["step"]
         if "event" not in skip and self.skips and step <= self.skips[-1][-1]["step"]:
-            return  # its event came before the row
-        if step in self._would_follow:
+            return  # already added by its event, which comes before the row
+        if step in self._consecutive_steps:
             self.skips[-1].append(skip)
         else:
             self.skips.append([skip])
-        self._would_follow = {step, step + 1}
+        self._consecutive_steps = {step, step + 1}
 
     def _go_back(self, event: Line) -> None:
-        """Forget the steps after the checkpoint: they did not happen, or will be made again."""
+        """Drop the steps after the checkpoint: the run undid them, or will repeat them."""
         self.restore = event
         last_skip = self.skips[-1][-1]["step"] if self.skips else None
-        self._would_follow = {event["step"] + 1} if last_skip == event.get("from_step", -1) else set()
+        self._consecutive_steps = {event["step"] + 1} if last_skip == event.get("from_step", -1) else set()
         kept: deque[Any]
-        for kept in (self.steps, self.intervals, self.evaluations, self._places):
+        for kept in (self.steps, self.intervals, self.evaluations, self._positions):
             while kept and kept[-1].step > event["step"]:
                 kept.pop()
-        if event["event"] == "resumed":  # another process, perhaps on another machine
+        if event["event"] == "resumed":  # a new process, perhaps on another machine
             self.intervals.clear()
-            self._session_has_begun = False
-        if event.get("begins_data"):  # other text, or another order of it: no loss or epoch before compares
+            self._session_has_row = False
+        if event.get("begins_data"):  # other text or another order: earlier losses and epochs are not comparable
             self.steps.clear()
             self.evaluations.clear()
-            self._places = deque([Place(event["step"], 0.0)], maxlen=KEPT)
+            self._positions = deque([DataPosition(event["step"], 0.0)], maxlen=MAX_KEPT)
             self.lowest_level = math.inf
 
 

@@ -1,4 +1,4 @@
-"""The doctor at a run that is training: it reads what metrics.jsonl has gained since its last look."""
+"""Run the doctor during training, on the new lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Looks at a run while it trains, each time at the rows that are new.
+    """Examine a run while it trains. Each call reads only the new lines.
 
-    The first look reads all rows, those of an earlier session too, and so does the one after a rollback, which rewrites
-    the file.
+    The first call reads the whole file, including earlier sessions. So does the first call after a rollback, which
+    rewrites the file.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -28,22 +28,22 @@ class Monitor:
         self._settings = settings
         self._doctor = Doctor(settings)
         self._file: int | None = None
-        """Which file it was, as `tail -F` knows it: the inode."""
+        """The inode, to notice that the file was replaced, as `tail -F` does."""
         self._read_bytes = 0
         self._is_active = True
 
     def new_findings(self) -> list[Finding]:
-        """Return what is new; never raises, because no finding is worth a run."""
+        """Return the findings since the last call. Never raises, because no finding is worth a crashed run."""
         try:
-            return self._look() if self._is_active else []
+            return self._read_and_observe() if self._is_active else []
         except OSError:
-            return []  # the file is not there, or not now
+            return []  # the file is missing, or unreadable for now
         except Exception as error:
             self._is_active = False
             logger.warning("doctor: gave up on %s (%s: %s)", self._path, type(error).__name__, one_line(error))
             return []
 
-    def _look(self) -> list[Finding]:
+    def _read_and_observe(self) -> list[Finding]:
         status = self._path.stat()
         if status.st_ino != self._file:
             self._doctor, self._file, self._read_bytes = Doctor(self._settings), status.st_ino, status.st_size
@@ -52,6 +52,6 @@ class Monitor:
             with self._path.open("rb") as file:
                 file.seek(self._read_bytes)
                 new = file.read()
-            self._read_bytes += len(new)  # the tracker writes whole lines
+            self._read_bytes += len(new)  # always complete lines: this process writes them before it calls us
             lines = [json.loads(line) for line in new.splitlines()]
-        return [finding for line in lines for finding in self._doctor.look_at(line)]
+        return [finding for line in lines for finding in self._doctor.observe(line)]

@@ -1,4 +1,4 @@
-"""What the doctor says of made-up logs: just sick, just healthy, cut off, long; and the script."""
+"""The doctor on synthetic logs: on both sides of each threshold, truncated, very long; and the script."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ LOG_EVERY = 10
 
 
 def noise(step: int) -> float:
-    """Return noise of about 0.03, the same for the same step."""
+    """Return noise with a standard deviation of 0.03, reproducible for each step."""
     return random.Random(step).gauss(0, 0.03)
 
 
 def learning(step: int) -> float:
-    """Return the loss of a healthy run: from ln(256) down to 2 or so, and never quite still."""
+    """Return the loss of a healthy run, which falls from ln(256) to about 2 and never quite stops falling."""
     return 2 + 3.55 * math.exp(-step / 60) + 0.5 * (1 - step / 1000) + noise(step)
 
 
 def settled(step: int) -> float:
-    """Return the loss of a run that has learned most of it after 20 steps."""
+    """Return the loss of a run that has learned most of what it can after 20 steps."""
     return 2.5 + 3.05 * math.exp(-step / 5) - step / 1000 + noise(step)
 
 
@@ -46,7 +46,7 @@ def log(
     sample_hash: Callable[[int], str] = str,
     **columns: Callable[[int], Any],
 ) -> list[Line]:
-    """Return rows of LOG_EVERY steps each; a column is a function of the row's step."""
+    """Return rows of LOG_EVERY steps each. Each extra column is a function of the row's step."""
     rows, steps = [], list(steps)
     for first in range(0, len(steps), LOG_EVERY):
         of_row = steps[first : first + LOG_EVERY]
@@ -77,25 +77,25 @@ def skipped(step: int, blocks: list[int], parameter: str = "model.norm.weight") 
     }
 
 
-def told(lines: Iterable[Line], **settings: Any) -> list[Finding]:
-    """Return what a doctor says who sees the lines as they are written; keyword `section__key` is the run's config."""
-    of_run = Doctor({key.replace("__", "."): value for key, value in settings.items()})
-    return [finding for line in lines for finding in of_run.look_at(line)]
+def diagnose(lines: Iterable[Line], **settings: Any) -> list[Finding]:
+    """Return a doctor's findings after it observes all lines. Keywords such as optim__name set the run's config."""
+    doctor_of_run = Doctor({key.replace("__", "."): value for key, value in settings.items()})
+    return [finding for line in lines for finding in doctor_of_run.observe(line)]
 
 
 def symptoms(lines: Iterable[Line], **settings: Any) -> list[tuple[str, int]]:
-    return [(finding.symptom, finding.step) for finding in told(lines, **settings)]
+    return [(finding.symptom, finding.step) for finding in diagnose(lines, **settings)]
 
 
 def test_a_healthy_log_has_no_symptom():
     assert symptoms(log(range(1, 1001), val_loss=lambda step: learning(step) + 0.1, val_tokens=lambda step: 9)) == []
 
 
-def test_three_steps_in_a_row_are_no_chance():
+def test_three_nonfinite_steps_in_a_row_are_reported():
     good = log(range(1, 11))
     bad = [skipped(step, [step]) for step in (12, 13, 14)]
     assert symptoms([*good, *bad[:2]]) == []
-    (finding,) = told([*good, *bad])
+    (finding,) = diagnose([*good, *bad])
     assert (finding.symptom, finding.step) == ("immediate NaN", 12)
     assert "3 steps in a row" in finding.saw and "first in model.norm.weight" in finding.saw
     assert finding.fix == {
@@ -110,11 +110,11 @@ def test_three_steps_in_a_row_are_no_chance():
     assert symptoms([*log(range(1, 41)), *early]) == [("immediate NaN", 41)]
 
 
-def test_rows_alone_tell_of_nan_too():
+def test_nan_is_found_in_rows_without_events():
     assert symptoms(log(range(1, 31), lambda step: None if step > 15 else learning(step))) == [("immediate NaN", 16)]
 
 
-def test_a_rollback_does_not_hide_that_no_step_is_good():
+def test_nonfinite_steps_count_across_a_rollback():
     lines = [*log(range(1, 11)), skipped(11, [1]), skipped(12, [2]), {"step": 10, "event": "rollback", "from_step": 12}]
     assert symptoms(lines) == []
     assert symptoms([*lines, skipped(11, [3])]) == [("immediate NaN", 11)]
@@ -123,7 +123,7 @@ def test_a_rollback_does_not_hide_that_no_step_is_good():
 
 
 @pytest.mark.parametrize(
-    ("steps", "blocks", "parameters", "is_told"),
+    ("steps", "blocks", "parameters", "is_found"),
     [
         pytest.param([15, 35], [[7, 1], [2, 7]], "aa", True, id="one block in both"),
         pytest.param([15, 35], [[7, 1], [2, 3]], "aa", False, id="two, nothing in common but the parameter"),
@@ -132,76 +132,76 @@ def test_a_rollback_does_not_hide_that_no_step_is_good():
         pytest.param([15, 16, 35], [[7, 1], [2, 3], [7, 5]], "aaa", False, id="two of them side by side"),
     ],
 )
-def test_nan_on_specific_tokens(steps, blocks, parameters, is_told):
+def test_nan_on_specific_tokens(steps, blocks, parameters, is_found):
     skips = [skipped(*skip) for skip in zip(steps, blocks, parameters, strict=True)]
     lines = sorted([*log(range(1, 71)), *skips], key=lambda line: line["step"])
-    assert symptoms(lines, batch__sequence_length=32) == [("NaN on specific tokens", 15)] * is_told
+    assert symptoms(lines, batch__sequence_length=32) == [("NaN on specific tokens", 15)] * is_found
 
 
-@pytest.mark.parametrize(("epochs_per_step", "is_told"), [(0.01, True), (0.015, False)])
-def test_blocks_that_two_steps_share_by_chance(epochs_per_step, is_told):
-    """A step reads two blocks, each of which meets two of another epoch: 4 * epochs_per_step on average."""
+@pytest.mark.parametrize(("epochs_per_step", "is_found"), [(0.01, True), (0.015, False)])
+def test_blocks_that_two_steps_share_by_chance(epochs_per_step, is_found):
+    """A step reads two blocks, each of which overlaps two of another epoch: 4 * epochs_per_step on average."""
     skips = [skipped(15, [7, 1]), skipped(35, [2, 7])]
     rows = log(range(1, 71), epoch=lambda step: step * epochs_per_step, sample_hash=lambda step: str(step))
     lines = sorted([*rows, *skips], key=lambda line: line["step"])
-    assert symptoms(lines) == [("NaN on specific tokens", 15)] * is_told
+    assert symptoms(lines) == [("NaN on specific tokens", 15)] * is_found
 
 
-@pytest.mark.parametrize(("norm", "is_told"), [(1.3, True), (1.2, False)])
-def test_constantly_clipped(norm, is_told):
+@pytest.mark.parametrize(("norm", "is_found"), [(1.3, True), (1.2, False)])
+def test_constantly_clipped(norm, is_found):
     lines = log(range(1, 201), norm=lambda step: 0.9 if step % 12 == 0 else norm)
-    assert symptoms(lines) == [("gradient constantly clipped", 100)] * is_told
+    assert symptoms(lines) == [("gradient constantly clipped", 100)] * is_found
     assert symptoms(lines, train__max_grad_norm=None) == []
     assert symptoms(lines, schedule__warmup_steps=160) == []
     assert symptoms(log(range(1, 201), norm=lambda step: 0.9 if step % 6 == 0 else norm)) == []
     assert (
         symptoms(log(range(1, 201), norm=lambda step: norm if step <= 100 else 0.9))
-        == [("gradient constantly clipped", 100)] * is_told
+        == [("gradient constantly clipped", 100)] * is_found
     )
 
 
-def test_a_clip_that_is_tight_is_blamed_before_the_learning_rate():
+def test_a_low_limit_is_blamed_before_the_learning_rate():
     lines = log(range(1, 101), norm=lambda step: 3.0)
-    ((usual,), (tight,)) = (told(lines, train__max_grad_norm=clip) for clip in (1.0, 0.1))
+    ((usual,), (tight,)) = (diagnose(lines, train__max_grad_norm=clip) for clip in (1.0, 0.1))
     assert "learning rate" in usual.causes[0] and usual.fix["optim.learning_rate"] == 0.01
-    assert "clip too tight" in tight.causes[0] and tight.fix == {"train.max_grad_norm": 6.0}
+    assert "limit too low" in tight.causes[0] and tight.fix == {"train.max_grad_norm": 6.0}
 
 
 def with_spikes(at: set[int], height: float = 2.0) -> Callable[[int], float]:
     return lambda step: settled(step) + height * (step in at)
 
 
-@pytest.mark.parametrize(("height", "is_told"), [(0.7, True), (0.35, False)])
-def test_a_spike_stands_out(height, is_told):
+@pytest.mark.parametrize(("height", "is_found"), [(0.7, True), (0.35, False)])
+def test_a_spike_stands_out(height, is_found):
     lines = log(range(1, 101), with_spikes({87, 88}, height))
-    assert [symptom for symptom, _ in symptoms(lines)] == ["isolated loss spike"] * is_told
-    if is_told:
-        (finding,) = told(lines)
+    assert [symptom for symptom, _ in symptoms(lines)] == ["isolated loss spike"] * is_found
+    if is_found:
+        (finding,) = diagnose(lines)
         assert finding.step in (87, 88)
         assert "back after 2 steps; spike number 1" in finding.saw and finding.fix == {}
-        assert told(lines, train__max_grad_norm=None)[0].fix == {"train.max_grad_norm": 1.0}
+        assert diagnose(lines, train__max_grad_norm=None)[0].fix == {"train.max_grad_norm": 1.0}
 
 
-@pytest.mark.parametrize(("steps", "is_told"), [(15, True), (24, False)])
-def test_a_spike_is_soon_over(steps, is_told):
+@pytest.mark.parametrize(("steps", "is_found"), [(15, True), (24, False)])
+def test_a_spike_is_soon_over(steps, is_found):
     lines = log(range(1, 201), with_spikes(set(range(100, 100 + steps)), 1.0))
-    assert ("isolated loss spike" in dict(symptoms(lines))) == is_told
+    assert ("isolated loss spike" in dict(symptoms(lines))) == is_found
 
 
-@pytest.mark.parametrize(("height", "is_told"), [(1.0, False), (2.0, True)])
-def test_a_spike_stands_out_of_the_noise(height, is_told):
-    """The noise is a tenth of the loss: 0.25."""
+@pytest.mark.parametrize(("height", "is_found"), [(1.0, False), (2.0, True)])
+def test_a_spike_stands_out_of_the_noise(height, is_found):
+    """The noise is about a tenth of the loss."""
     lines = log(range(1, 201), lambda step: with_spikes({150}, height)(step) + 7 * noise(step))
-    assert symptoms(lines) == [("isolated loss spike", 150)] * is_told
+    assert symptoms(lines) == [("isolated loss spike", 150)] * is_found
 
 
 def test_a_loss_far_above_guessing_is_no_harmless_spike():
     """Muon at 10 or AdamW at 0.3: 1,951 nats where ln(257) is 5.55."""
     lines = log(range(1, 101), lambda step: 1951.0 if step == 60 else learning(step))
-    (finding,) = told(lines, optim__learning_rate=10.0)
+    (finding,) = diagnose(lines, optim__learning_rate=10.0)
     assert (finding.symptom, finding.step) == ("divergence", 60)
     assert finding.causes[0] == "a learning rate that is too high"
-    assert "the training loss was 1951, 324 times that of the first step" in finding.saw
+    assert "the training loss was 1951, 324 times the first step's loss" in finding.saw
     assert finding.fix == {"optim.learning_rate": 0.02, "optim.adamw_learning_rate": 0.0003}
 
 
@@ -209,24 +209,24 @@ def test_a_loss_far_above_guessing_is_no_harmless_spike():
     ("name", "rate", "advised"),
     [("muon", 10.0, 0.02), ("muon", 0.1, 0.05), ("adamw", 0.3, 0.003), ("adamw", 0.02, 0.01), ("sgd", 100.0, 0.1)],
 )
-def test_half_of_a_learning_rate_far_out_of_range_is_no_advice(name, rate, advised):
+def test_the_fix_for_an_extreme_learning_rate_is_the_usual_one(name, rate, advised):
     lines = log(range(1, 101), norm=lambda step: 3.0)
-    (finding,) = told(lines, optim__name=name, optim__learning_rate=rate)
+    (finding,) = diagnose(lines, optim__name=name, optim__learning_rate=rate)
     assert finding.fix["optim.learning_rate"] == advised
 
 
-@pytest.mark.parametrize(("level", "gain", "is_told"), [(3.2, 0.015, True), (2.4, 0.015, False), (3.2, 0.06, False)])
-def test_a_run_that_sits_at_the_frequencies_of_the_tokens(level, gain, is_told):
-    """AdamW at 0.3 stayed at 3.2 of 5.55, falling by 1.5 % from a quarter of its steps to the next."""
+@pytest.mark.parametrize(("level", "gain", "is_found"), [(3.2, 0.015, True), (2.4, 0.015, False), (3.2, 0.06, False)])
+def test_a_run_that_stalls_at_token_frequencies(level, gain, is_found):
+    """AdamW at 0.3 stayed at 3.2 of 5.55, and fell by 1.5 % per quarter of its steps."""
 
     def sits(step: int) -> float:
         return level * (1 + gain * (200 - step) / 50) + (5.5 - level) * math.exp(-step / 10) + noise(step) / 3
 
     lines = log(range(1, 201), sits)
-    findings = told(lines, optim__name="adamw", optim__learning_rate=0.3)
-    assert [finding.symptom for finding in findings] == ["early plateau"] * is_told
-    if is_told:
-        assert findings[0].causes[0] == "a learning rate so high that nothing finer can be learned"
+    findings = diagnose(lines, optim__name="adamw", optim__learning_rate=0.3)
+    assert [finding.symptom for finding in findings] == ["early plateau"] * is_found
+    if is_found:
+        assert findings[0].causes[0] == "a learning rate so high that the model cannot learn fine detail"
         assert findings[0].fix == {"optim.learning_rate": 0.003}
     assert symptoms(lines, optim__name="adamw", optim__learning_rate=0.003) == []
 
@@ -236,41 +236,39 @@ def with_norms(spikes: dict[int, float]) -> Callable[[int], float]:
 
 
 def test_a_gradient_norm_that_spikes_before_the_loss():
-    """The seeds: it often comes one or two steps before the loss reacts."""
+    """The norm often spikes one or two steps before the loss reacts."""
     lines = log(range(1, 101), with_spikes({87, 88}), with_norms({86: 4.0, 87: 5.0}))
-    findings = told(lines)
+    findings = diagnose(lines)
     assert [(finding.symptom, finding.step) for finding in findings] == [
         ("isolated loss spike", 87),
         ("gradient norm spike", 86),
     ]
-    assert (
-        "a gradient norm of 4, 0.495 in the steps before" in findings[1].saw and "the loss rose to" in findings[1].saw
-    )
+    assert "the gradient norm rose from 0.495 to 4" in findings[1].saw and "the loss rose to" in findings[1].saw
     assert "at step 87" in findings[1].saw
-    assert "edge of what is stable" in findings[1].causes[0] and findings[1].fix["optim.learning_rate"] == 0.01
+    assert "edge of stability" in findings[1].causes[0] and findings[1].fix["optim.learning_rate"] == 0.01
 
 
-@pytest.mark.parametrize(("norm", "is_told"), [(2.2, True), (1.8, False)])
-def test_a_gradient_norm_alone_is_an_early_warning(norm, is_told):
+@pytest.mark.parametrize(("norm", "is_found"), [(2.2, True), (1.8, False)])
+def test_a_gradient_norm_alone_is_an_early_warning(norm, is_found):
     lines = log(range(1, 101), settled, with_norms({86: norm}))
-    assert symptoms(lines) == [("gradient norm spike", 86)] * is_told
-    if is_told:
-        (finding,) = told(lines)
+    assert symptoms(lines) == [("gradient norm spike", 86)] * is_found
+    if is_found:
+        (finding,) = diagnose(lines)
         assert "the loss held" in finding.saw and finding.fix == {}
-        assert told(lines, train__max_grad_norm=None)[0].fix == {"train.max_grad_norm": 1.0}
+        assert diagnose(lines, train__max_grad_norm=None)[0].fix == {"train.max_grad_norm": 1.0}
     both = log(range(1, 101), with_spikes({86}), with_norms({86: norm}))
-    assert symptoms(both) == [("isolated loss spike", 86)], "together they are one bad batch"
+    assert symptoms(both) == [("isolated loss spike", 86)], "both together are one bad batch"
 
 
-def test_spikes_are_counted_and_not_told_endlessly():
+def test_spikes_are_reported_ever_less_often():
     at = range(60, 960, 30)
-    findings = told(log(range(1, 1001), with_spikes(set(at))))
+    findings = diagnose(log(range(1, 1001), with_spikes(set(at))))
     assert [finding.step for finding in findings] == [at[number - 1] for number in (1, 2, 4, 8, 16)]
     assert "unusual batch" in findings[0].causes[0] and findings[0].fix == {}
-    assert "edge of what is stable" in findings[-1].causes[0] and findings[-1].fix["optim.learning_rate"] == 0.01
+    assert "edge of stability" in findings[-1].causes[0] and findings[-1].fix["optim.learning_rate"] == 0.01
 
 
-def test_what_does_not_come_back_is_no_spike():
+def test_a_loss_that_stays_high_is_a_divergence():
     lines = log(range(1, 201), lambda step: settled(step) + (step >= 100))
     assert [symptom for symptom, _ in symptoms(lines)] == ["divergence"]
     slowly = log(range(1, 501), lambda step: settled(step) + step / 400)
@@ -278,19 +276,19 @@ def test_what_does_not_come_back_is_no_spike():
     assert symptoms(log(range(1, 501), lambda step: settled(step) + step / 600)) == []
 
 
-@pytest.mark.parametrize(("top", "is_told"), [(6.4, True), (5.95, False)])
-def test_a_run_that_gets_worse_from_the_start_diverges(top, is_told):
+@pytest.mark.parametrize(("top", "is_found"), [(6.4, True), (5.95, False)])
+def test_a_run_that_gets_worse_from_the_start_diverges(top, is_found):
     lines = log(range(1, 91), lambda step: min(5.5 + step / 40, top) + noise(step))
-    assert [symptom for symptom, _ in symptoms(lines)] == ["divergence"] * is_told
+    assert [symptom for symptom, _ in symptoms(lines)] == ["divergence"] * is_found
 
 
 @pytest.mark.parametrize("event", ["resumed", "rollback"])
-@pytest.mark.parametrize(("rise", "is_told"), [(0.4, True), (0.21, False), (-0.3, False)])
-def test_divergence_after_a_restore(event, rise, is_told):
+@pytest.mark.parametrize(("rise", "is_found"), [(0.4, True), (0.21, False), (-0.3, False)])
+def test_divergence_after_a_restore(event, rise, is_found):
     again = log(range(101, 301), lambda step: settled(step) + rise)
-    findings = told([*log(range(1, 151), settled), {"step": 100, "event": event}, *again])
-    assert [(finding.symptom, finding.step) for finding in findings] == [("divergence after a restore", 100)] * is_told
-    if is_told:
+    findings = diagnose([*log(range(1, 151), settled), {"step": 100, "event": event}, *again])
+    assert [(finding.symptom, finding.step) for finding in findings] == [("divergence after a restore", 100)] * is_found
+    if is_found:
         assert event in findings[0].saw and ("train.resume" in findings[0].fix) == (event == "resumed")
 
 
@@ -298,27 +296,27 @@ def test_an_early_plateau():
     def flat(step: int) -> float:
         return 4 + 1.55 * math.exp(-step / 20) + noise(step) / 3
 
-    (finding,) = told(log(range(1, 301), flat))
+    (finding,) = diagnose(log(range(1, 301), flat))
     assert (finding.symptom, finding.step) == ("early plateau", 130)
     assert "the learning rate is 0.01" in finding.saw and finding.fix["optim.learning_rate"] == 0.06
     assert symptoms(log(range(1, 301), flat), schedule__warmup_steps=151) == []
     assert symptoms(log(range(1, 301), lambda step: flat(step) - step / 400)) == [], "slow, but it learns"
     assert symptoms(log(range(1, 301), lambda step: flat(step) - 0.9 * min(1, step / 50))) == [], "not early"
-    assert symptoms(log(range(101, 301), flat)) == [], "who knows where it began?"
+    assert symptoms(log(range(101, 301), flat)) == [], "the first rows are missing"
 
 
 def test_the_same_batches_again():
     assert symptoms(log(range(1, 101), sample_hash=lambda step: str(step % 5))) == [("same batches again", 6)]
-    assert symptoms(log(range(1, 101), sample_hash=lambda step: str(step % 98))) == [], "two of them"
-    # a small text: 8 steps and a half an epoch, so that only within one nothing comes again
+    assert symptoms(log(range(1, 101), sample_hash=lambda step: str(step % 98))) == [], "only two repeats"
+    # a small text: 8.5 steps per epoch, so batches repeat only in another epoch
     small = log(range(1, 101), sample_hash=lambda step: str((step - 1) % 17 % 8), epoch=lambda step: step / 8.5)
     assert symptoms(small) == []
     whole = log(range(1, 101), sample_hash=lambda step: "all", epoch=lambda step: step * 1.0)
-    assert symptoms(whole) == [], "each step reads all there is"
+    assert symptoms(whole) == [], "each step reads the whole text"
 
 
 def test_steps_that_a_rollback_repeats_are_not_the_same_batches_again():
-    """The batches of steps 13 to 15 are left out, and those after them move up."""
+    """The batches of steps 13 to 15 are excluded, and later ones move up."""
 
     def moved(step: int) -> str:
         return str(step + 3 * (step > 12))
@@ -327,8 +325,8 @@ def test_steps_that_a_rollback_repeats_are_not_the_same_batches_again():
     assert symptoms([*log(range(1, 21)), rollback, *log(range(11, 101), sample_hash=moved)]) == []
 
 
-def test_other_data_for_a_resume_is_no_symptom():
-    """train.resume_with_other data: the blocks are read from the first on, and no loss compares with one before."""
+def test_a_resume_with_other_data_is_no_symptom():
+    """train.resume_with_other data: reading starts at the first block, and earlier losses are not comparable."""
     before = log(range(1, 101), settled, val_loss=lambda step: 2.0, val_tokens=lambda step: 9)
     after = log(
         range(101, 301),
@@ -351,20 +349,20 @@ def evaluated(val_losses: list[float], train: Callable[[int], float] = learning,
 
 
 def test_validation_that_rises_while_training_falls():
-    (finding,) = told(evaluated([3.0, 2.5, 2.55, 2.6, 2.7]))
+    (finding,) = diagnose(evaluated([3.0, 2.5, 2.55, 2.6, 2.7]))
     assert (finding.symptom, finding.step) == ("validation loss rising", 100)
     assert "from 2.5 at step 100 to 2.6 at step 200" in finding.saw and "(epoch 0.2)" in finding.saw
     assert symptoms(evaluated([3.0, 2.5, 2.51, 2.57])) == [], "within the noise"
-    assert symptoms(evaluated([3.0, 2.5, 2.7])) == [], "once"
-    assert symptoms(evaluated([3.0, 2.5, 2.9, 2.6])) == [], "on its way back"
+    assert symptoms(evaluated([3.0, 2.5, 2.7])) == [], "only once"
+    assert symptoms(evaluated([3.0, 2.5, 2.9, 2.6])) == [], "falling again"
     assert symptoms(evaluated([3.0, 2.5, 2.6, 2.7], lambda step: settled(step) + step / 900)) == [], "both rise"
     others = evaluated([3.0, 2.5, 2.6])[:-10] + log(
         range(101, 151), val_loss=lambda step: 2.7, val_tokens=lambda step: 5
     )
-    assert symptoms(others) == [], "of other tokens"
+    assert symptoms(others) == [], "on other tokens"
 
 
-def test_validation_is_that_of_the_averaged_weights_where_these_are_chosen():
+def test_validation_uses_the_averaged_weights_if_they_are_exported():
     rows = evaluated([3.0, 2.5, 2.6, 2.7])
     for row in rows:
         row["val_loss_ema"] = row["val_loss"] and 2.4
@@ -372,20 +370,20 @@ def test_validation_is_that_of_the_averaged_weights_where_these_are_chosen():
     assert symptoms(rows, optim__ema_export=True) == []
 
 
-@pytest.mark.parametrize(("floor", "is_told"), [(0.09, True), (0.12, False)])
-def test_near_zero_loss(floor, is_told):
+@pytest.mark.parametrize(("floor", "is_found"), [(0.09, True), (0.12, False)])
+def test_near_zero_loss(floor, is_found):
     def falls(step: int) -> float:
         return floor + 5 * math.exp(-step / 8)
 
-    expected = ["near-zero loss"] * is_told
+    expected = ["near-zero loss"] * is_found
     assert [symptom for symptom, _ in symptoms(log(range(1, 101), falls))] == expected
     assert [symptom for symptom, _ in symptoms(evaluated([3.0, floor], falls))] == expected
-    assert symptoms(evaluated([3.0, 2.5], falls)) == [], "learned by heart"
-    assert symptoms(log(range(1, 101), falls, epoch=lambda step: step / 10)) == [], "perhaps learned by heart"
+    assert symptoms(evaluated([3.0, 2.5], falls)) == [], "memorized"
+    assert symptoms(log(range(1, 101), falls, epoch=lambda step: step / 10)) == [], "perhaps memorized"
 
 
-@pytest.mark.parametrize(("speed", "is_told"), [(400.0, True), (600.0, False)])
-def test_throughput_that_falls(speed, is_told):
+@pytest.mark.parametrize(("speed", "is_found"), [(400.0, True), (600.0, False)])
+def test_throughput_that_falls(speed, is_found):
     def slow_after(last: int, seconds: float = 10.0) -> list[Line]:
         def tokens_per_second(step: int) -> float:
             return speed if step > last else 1000.0
@@ -395,27 +393,27 @@ def test_throughput_that_falls(speed, is_told):
 
         return log(range(1, 601), tokens_per_second=tokens_per_second, compute_seconds=compute_seconds)
 
-    findings = told(slow_after(300))
-    assert [(finding.symptom, finding.step) for finding in findings] == [("throughput falling", 310)] * is_told
+    findings = diagnose(slow_after(300))
+    assert [(finding.symptom, finding.step) for finding in findings] == [("throughput falling", 310)] * is_found
     assert symptoms(slow_after(560)) == [], "a pause"
     assert symptoms(slow_after(50)) == [], "slow from the beginning"
-    assert symptoms(slow_after(600 - 140, seconds=2)) == [], "14 logs, or 70 seconds"
-    assert symptoms(slow_after(600 - 260, seconds=2)) == [("throughput falling", 350)] * is_told, "130 seconds"
+    assert symptoms(slow_after(600 - 140, seconds=2)) == [], "only 70 seconds"
+    assert symptoms(slow_after(600 - 260, seconds=2)) == [("throughput falling", 350)] * is_found, "130 seconds"
     out_of_memory = {"step": 305, "event": "out_of_memory"}
     lines = sorted([*slow_after(300), out_of_memory], key=lambda line: line["step"])
-    causes = [finding.causes[0] for finding in told(lines)]
-    assert causes == ["the smaller micro-batches since memory ran out at step 305"] * is_told
+    causes = [finding.causes[0] for finding in diagnose(lines)]
+    assert causes == ["the smaller micro-batches since memory ran out at step 305"] * is_found
     resumed = [*slow_after(300)[:30], {"step": 300, "event": "resumed"}, *slow_after(300)[30:]]
     assert symptoms(resumed) == [], "perhaps another machine"
 
 
-@pytest.mark.parametrize(("data", "workers", "is_told"), [(1.1, 0, True), (1.1, 3, True), (0.9, 0, False)])
-def test_data_bound(data, workers, is_told):
-    findings = told(log(range(1, 101), data_seconds=lambda step: data), data__num_workers=workers)
-    assert [(finding.symptom, finding.step) for finding in findings] == [("data-bound", 20)] * is_told
-    if is_told:
+@pytest.mark.parametrize(("data", "workers", "is_found"), [(1.1, 0, True), (1.1, 3, True), (0.9, 0, False)])
+def test_data_bound(data, workers, is_found):
+    findings = diagnose(log(range(1, 101), data_seconds=lambda step: data), data__num_workers=workers)
+    assert [(finding.symptom, finding.step) for finding in findings] == [("data-bound", 20)] * is_found
+    if is_found:
         assert findings[0].fix == {"data.num_workers": 6 if workers else 2, "data.in_memory": True}
-        assert "11% as long" in findings[0].saw
+        assert "is 11% of compute time" in findings[0].saw
         assert ("too few" in findings[0].causes[0]) == bool(workers)
     one_wait = log(range(1, 101), data_seconds=lambda step: 60.0 if step == 50 else 0.1)
     assert symptoms(one_wait) == [], "one long wait"
@@ -423,10 +421,10 @@ def test_data_bound(data, workers, is_told):
         share = 1 if few < 50 else 0.1
         columns = {"data_seconds": lambda step, s=share: s * data, "compute_seconds": lambda step, s=share: s * 10}
         assert symptoms(log(range(1, few + 1), **columns)) == []
-        assert len(symptoms(log(range(1, enough + 1), **columns))) == is_told
+        assert len(symptoms(log(range(1, enough + 1), **columns))) == is_found
 
 
-SICK = {
+UNHEALTHY = {
     "nan": [*log(range(1, 11)), *(skipped(step, [step]) for step in (11, 12, 13))],
     "late nan": [*log(range(1, 101)), *(skipped(step, [step]) for step in (101, 102, 103))],
     "clip": log(range(1, 201), norm=lambda step: 2.0),
@@ -438,13 +436,13 @@ SICK = {
 }
 
 
-@pytest.mark.parametrize("name", SICK)
+@pytest.mark.parametrize("name", UNHEALTHY)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_what_is_advised_can_be_done(name, optimizer):
-    """Each fix is of keys that there are, with values they take, and is not what the run has already."""
+def test_every_fix_is_a_valid_change(name, optimizer):
+    """Each fix uses existing keys and allowed values, and changes the current setting."""
     settings = {"optim.name": optimizer, "optim.embedding_learning_rate": 0.1, "data.num_workers": 1}
     options = [f"--{key}={value}" for key, value in settings.items()]
-    findings = told(SICK[name], **{key.replace(".", "__"): value for key, value in settings.items()})
+    findings = diagnose(UNHEALTHY[name], **{key.replace(".", "__"): value for key, value in settings.items()})
     assert findings
     before = load_config([*options, "--train.max_steps=1"]).config.flat()
     for finding in findings:
@@ -465,9 +463,9 @@ def as_event(finding: Finding) -> Line:
     return {"event": "finding", **vars(finding)}
 
 
-def test_the_monitor_sees_what_was_written_since_the_last(tmp_path):
-    """Visit after visit they say what a look at the whole says; what is in the file as told already, never again."""
-    for lines in SICK.values():
+def test_the_monitor_finds_what_examine_finds(tmp_path):
+    """Its calls together find what one pass over the file finds, and never repeat a finding that is in the file."""
+    for lines in UNHEALTHY.values():
         folder = write(tmp_path / "run", [])
         monitor, seen = Monitor(folder / "metrics.jsonl", {}), []
         for line in lines:
@@ -477,7 +475,7 @@ def test_the_monitor_sees_what_was_written_since_the_last(tmp_path):
                 new = monitor.new_findings()
                 file.writelines(json.dumps(as_event(finding)) + "\n" for finding in new)
             seen += new
-        assert seen == told(lines) == examine(folder)[0]
+        assert seen == diagnose(lines) == examine(folder)[0]
         assert monitor.new_findings() == [] == Monitor(folder / "metrics.jsonl", {}).new_findings()
         rewritten = (folder / "metrics.jsonl").read_text()
         (folder / "other").write_text(rewritten)
@@ -496,8 +494,8 @@ def test_the_monitor_never_raises(tmp_path, caplog):
     assert line.startswith(f"doctor: gave up on {tmp_path}/metrics.jsonl (ValueError: ") and "\n" not in line
 
 
-def test_a_run_that_died(tmp_path):
-    """A line is cut off, losses are null, the config is missing or not one: what is there is looked at."""
+def test_a_run_that_died_can_be_examined(tmp_path):
+    """A truncated line, null losses, a missing or invalid config: the rest is still examined."""
     lines = log(range(1, 201), lambda step: None if step > 150 else learning(step), norm=lambda step: 2.0)
     folder = write(tmp_path / "run", lines, '{"step": 210, "train_lo')
     expected = ["gradient constantly clipped", "NaN in mid-run"]
@@ -509,15 +507,15 @@ def test_a_run_that_died(tmp_path):
     assert [finding.symptom for finding in examine(folder)[0]] == expected
 
 
-def test_an_abandoned_timeline_is_no_illness(tmp_path):
-    """Rows after a checkpoint are written anew on a resume, while what was skipped stays in the file."""
+def test_undone_steps_are_no_symptom(tmp_path):
+    """A resume rewrites the rows after its checkpoint, but the skipped_step events stay in the file."""
     skips = [skipped(step, [step]) for step in (31, 32)]
     resumed = {"step": 30, "event": "resumed"}
     folder = write(tmp_path / "run", [*log(range(1, 31)), *skips, resumed, *log(range(31, 201))])
     assert examine(folder)[0] == []
 
 
-def test_of_a_long_log_a_sample(tmp_path, monkeypatch):
+def test_a_long_log_is_sampled(tmp_path, monkeypatch):
     folder = write(tmp_path / "run", log(range(1, 5001)))
     monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 50)
@@ -528,8 +526,8 @@ def test_of_a_long_log_a_sample(tmp_path, monkeypatch):
 
 
 def test_the_script(run_script, tmp_path):
-    well, sick = write(tmp_path / "well", log(range(1, 101))), write(tmp_path / "sick", SICK["nan"])
-    (finding,) = told(SICK["nan"])
+    well, sick = write(tmp_path / "well", log(range(1, 101))), write(tmp_path / "sick", UNHEALTHY["nan"])
+    (finding,) = diagnose(UNHEALTHY["nan"])
     assert run_script("doctor.py", well) == (0, f"{well}: all is well (100 steps)\n", "")
     status, out, _ = run_script("doctor.py", well, sick)
     assert status == 1 and out.splitlines()[0] == f"{well}: all is well (100 steps)"
@@ -543,16 +541,16 @@ def test_the_script(run_script, tmp_path):
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda folder: None, "there is no such folder; name the folder of a run, such as runs/small."),
+        (lambda folder: None, "there is no such folder; give the folder of a run, such as runs/small."),
         (
             lambda folder: folder.mkdir(),
-            "there is no metrics.jsonl in it; name the folder of a run, such as runs/small.",
+            "this folder has no metrics.jsonl; give the folder of a run, such as runs/small.",
         ),
-        (lambda folder: write(folder, []), "holds no row; the run has logged nothing yet."),
-        (lambda folder: write(folder, [], "no JSON\n"), "holds no row; the run has logged nothing yet."),
+        (lambda folder: write(folder, []), "has no rows; the run has not logged anything yet."),
+        (lambda folder: write(folder, [], "no JSON\n"), "has no rows; the run has not logged anything yet."),
     ],
 )
-def test_what_is_no_run_is_one_line(run_script, tmp_path, make, problem):
+def test_a_folder_without_a_run_gets_one_line(run_script, tmp_path, make, problem):
     folder = tmp_path / "run"
     make(folder)
     status, out, error = run_script("doctor.py", folder)

@@ -151,7 +151,7 @@ def make_report(*arguments):
     return exit_.value.code
 
 
-def test_the_report_at_the_end_of_a_run_tells_its_figures(run, tiny_run, caplog):
+def test_the_report_at_the_end_of_a_run_shows_its_figures(run, tiny_run, caplog):
     with caplog.at_level(logging.INFO, logger="hfgolf"):
         path = run(tiny_run(run__price_per_hour=3600))
     assert f"report           {path / 'report.html'}" in caplog.text
@@ -182,7 +182,7 @@ def test_the_report_at_the_end_of_a_run_tells_its_figures(run, tiny_run, caplog)
     assert "price_per_hour: null" in (path / "model" / "README.md").read_text()
 
 
-def test_a_report_that_fails_stops_no_run(run, tiny_run, monkeypatch, caplog):
+def test_a_failing_report_does_not_stop_the_run(run, tiny_run, monkeypatch, caplog):
     def fail(*arguments):
         raise RuntimeError("no ink")
 
@@ -199,7 +199,7 @@ def test_a_report_that_fails_stops_no_run(run, tiny_run, monkeypatch, caplog):
         (lambda: 1 / 0, ZeroDivisionError, "Not complete: still running, or it failed after its last row"),
     ],
 )
-def test_a_run_that_ends_early_has_its_report(run, tiny_run, tmp_path, monkeypatch, fault, error, says):
+def test_a_run_that_ends_early_gets_its_report(run, tiny_run, tmp_path, monkeypatch, fault, error, says):
     real = loop.train_step
 
     def step(run_, total_steps):
@@ -213,7 +213,7 @@ def test_a_run_that_ends_early_has_its_report(run, tiny_run, tmp_path, monkeypat
     assert says in Page(tmp_path / "runs" / "tiny" / "report.html").text
 
 
-def test_the_page_needs_nothing_beside_it(folder):
+def test_the_page_is_self_contained(folder):
     path = folder([*rows(), event("rollback", 300)])
     page = report(path)
     assert all(link.startswith("#") for link in page.fetched)  # parts of the same drawing
@@ -266,7 +266,7 @@ def test_the_price_is_the_option_else_the_config_else_unknown(folder):
 HOSTILE = "<script>alert(1)</script>"
 
 
-def test_whatever_a_run_says_is_text(folder):
+def test_text_from_a_run_is_escaped(folder):
     finding = event("finding", 300, symptom=HOSTILE, saw=HOSTILE, causes=[HOSTILE], fix={HOSTILE: HOSTILE})
     said = [event("sample", 100, text=HOSTILE), event("save_failed", 200, reason=HOSTILE), finding]
     profile = {"sentence": HOSTILE, "shares": {HOSTILE: 0.5}}
@@ -280,7 +280,7 @@ def test_whatever_a_run_says_is_text(folder):
 
 
 @pytest.mark.parametrize("secret", ["hf_" + "aB3dE" * 7, 'correct&"hör staple"'], ids=["token", "password"])
-def test_no_secret_is_told(secret, folder, monkeypatch):
+def test_no_secret_is_shown(secret, folder, monkeypatch):
     monkeypatch.setenv("MY_PASSWORD", secret)
     said = f"it was {secret}"
     path = folder(
@@ -352,7 +352,7 @@ OLD = {"seconds_setup", "seconds_train", "seconds_data", "logged_at", "mfu", "me
     ],
     ids=["old", "no evaluation", "NaN", "all NaN", "cut off", "one step", "nearly nothing", "no time"],
 )
-def test_odd_rows_have_a_report(folder, lines, tail, says):
+def test_odd_rows_get_a_report(folder, lines, tail, says):
     page = report(folder(lines, tail), price=1.0)
     assert says in page.text and "nan" not in page.text.lower() and "None" not in page.text
     assert page.figures["steps"] == f"{lines[-1]['step']:,}"
@@ -366,7 +366,7 @@ def test_odd_rows_have_a_report(folder, lines, tail, says):
         ('{"step": 1, "trai', "holds no row, only 1 broken lines"),
     ],
 )
-def test_no_row_is_one_clear_line(content, says, tmp_path, capsys):
+def test_a_run_without_rows_gets_one_clear_line(content, says, tmp_path, capsys):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match=says):
@@ -416,7 +416,7 @@ def test_a_short_curve_is_what_was_logged():
     assert (curve.steps.tolist(), curve.values.tolist(), curve.values_a_point) == ([1, 3], [1, 5], 1)
 
 
-def test_of_a_long_file_a_sample_and_the_page_says_so(folder, monkeypatch):
+def test_a_long_file_is_sampled_and_the_page_says_so(folder, monkeypatch):
     monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 300)
     path = folder([*rows(3000, every=1), event("rollback", 3000)])
@@ -425,7 +425,7 @@ def test_of_a_long_file_a_sample_and_the_page_says_so(folder, monkeypatch):
     assert page.figures["steps"] == "3,000" and (path / "report.html").stat().st_size < 500_000
 
 
-def test_very_many_events_stay_a_small_page(folder):
+def test_very_many_events_make_a_small_page(folder):
     skips = (event("skipped_step", n, block_starts=list(range(500)), first_parameter="x") for n in range(1, 5001))
     path = folder([*rows(), *skips])
     page = report(path)
@@ -455,7 +455,7 @@ def test_the_clip_is_drawn(folder):
     assert "clipped to 0.5" in drawing.to_svg()
 
 
-def test_findings_profile_and_samples_are_told(folder):
+def test_findings_profile_and_samples_are_shown(folder):
     finding = event("finding", 300, symptom="plateau", saw="flat since 200", causes=["too low"], fix={"optim.x": 0.1})
     samples = [event("sample", step, text=f"text of {step}") for step in (100, 200)]
     profile = {"sentence": "Bound by memory.", "shares": {"forward": 0.25, "backward": 0.75}}
@@ -484,7 +484,7 @@ def test_how_the_run_ended(events, summary, says, folder):
     assert says in status(read_run(folder([*rows(), *events], summary_json=summary)))
 
 
-def test_damaged_files_beside_the_metrics_are_left_out(folder):
+def test_damaged_files_are_skipped(folder):
     page = report(
         folder(rows(), config_yaml="a: [", metadata_json="{", summary_json="[1]", profile_json='{"shares": 3}')
     )

@@ -247,4 +247,4 @@ def test_steps_that_wait_for_their_data(run, tiny_run, slow_clock, data, is_told
     told = findings(folder)
     assert [finding.symptom for finding in told] == ["data-bound"] * is_told
     if is_told:
-        assert "11% as long" in told[0].saw and told[0].fix == {"data.num_workers": 2, "data.in_memory": True}
+        assert "11% of compute time" in told[0].saw and told[0].fix == {"data.num_workers": 2, "data.in_memory": True}
