@@ -200,4 +200,4 @@ def test_a_page_about_a_damaged_run(folder, tmp_path):
     write(folder, "config.yaml", CONFIG.replace("1.0", "9" * 400))
     write_report([read_run(folder)], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "Lines of metrics.jsonl that are broken, and left out: 1." in page and "junk" not in page
+    assert "Broken lines skipped in metrics.jsonl: 1." in page and "junk" not in page

@@ -40,8 +40,8 @@ class Interval(NamedTuple):
         return self.data_seconds / max(self.compute_seconds, 1e-9)
 
 
-class Evaluation(NamedTuple):
-    """The evaluation in a row."""
+class ValidationPoint(NamedTuple):
+    """The validation result in a row."""
 
     step: int
     val_loss: float
@@ -70,7 +70,7 @@ class History:
         self.steps: deque[Step] = deque(maxlen=MAX_KEPT)
         self.intervals: deque[Interval] = deque(maxlen=MAX_KEPT)
         """The intervals of this session, without its first, which includes the startup."""
-        self.evaluations: deque[Evaluation] = deque(maxlen=MAX_KEPT)
+        self.evaluations: deque[ValidationPoint] = deque(maxlen=MAX_KEPT)
         self.first_loss = math.nan
         """About ln(vocabulary); NaN if the first rows are missing."""
         self.level = math.nan
@@ -139,7 +139,8 @@ class History:
         self._session_has_row = True
         if row.get("val_loss") is not None:
             averaged = row.get("val_loss_ema") if self.settings["optim.ema_export"] else None
-            self.evaluations.append(Evaluation(row["step"], averaged or row["val_loss"], row.get("val_tokens"), median))
+            val_loss = averaged or row["val_loss"]
+            self.evaluations.append(ValidationPoint(row["step"], val_loss, row.get("val_tokens"), median))
 
     def _add_position(self, position: DataPosition) -> None:
         """Update epochs_per_step, unless the row has no usable epoch (0 or NaN)."""

@@ -1,1 +1,1 @@
-"""What the files of a run say: its rows read back, its illnesses, its report."""
+"""The report of a run: charts, tables and the page that shows them."""

@@ -1,7 +1,7 @@
-"""The charts of a report, drawn by matplotlib once for every medium: SVG that takes on the page's colours, and PNG.
+"""The charts of a report, drawn once with matplotlib and saved as PNG and as SVG that adopts the page's colors.
 
-Owns how a measure looks. The colours are those of Okabe and Ito, which the colour-blind tell apart; markers and dashes
-do without any.
+Owns how each chart looks. The colors are those of Okabe and Ito, which color-blind readers can tell apart. Markers and
+dashes work without color.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hfgolf import palette
-from hfgolf.report.curves import Curve, read_curve, stretches
+from hfgolf.report.curves import Curve, bin_numbers, read_curve
 from hfgolf.run.record import RunRecord
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _COLORS = {
     "orange": palette.ORANGE,
     "sky blue": palette.SKY_BLUE,
 }
-# gaps follow dashes, in line widths; 5 kinds and 6 colours: 30 runs that all differ
+# (dash, gap, ...) in line widths. 5 patterns and 6 colors give 30 different lines.
 _DASHES = {
     "solid": (),
     "dashed": (5, 1.5),
@@ -40,13 +40,13 @@ _DASHES = {
     "long-dashed": (9, 3),
 }
 _MARKERS = ("o", "s", "D", "^", "v")
-_INK = "#1f2328"  # text and axes on paper; in SVG the colour of the text around it
+_INK = "#1f2328"  # text and axes; in SVG, replaced by the color of the surrounding text
 _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), _INK),
     **{"font.size": 8.5, "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.labelcolor": _INK},
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.15},
     **{"lines.linewidth": 1.3, "lines.markersize": 3.5, "legend.frameon": False},
-    "svg.fonttype": "none",  # text stays text, for which the browser has a font, and a reader a search
+    "svg.fonttype": "none",  # keep text as text, so that the browser picks a font and readers can search
 }
 
 EVENTS = {
@@ -55,69 +55,70 @@ EVENTS = {
     "rollback": ("<", "◀", "rollback"),
     "resumed": (">", "▶", "resumed"),
     "out_of_memory": ("s", "■", "out of memory"),
-    "finding": ("D", "◆", "finding of the doctor"),
-    "save_failed": ("v", "▼", "save that failed"),
+    "finding": ("D", "◆", "doctor's finding"),
+    "save_failed": ("v", "▼", "failed save"),
     "stopped": ("o", "●", "stopped by a signal"),
 }
-"""For each kind of event the marker at the foot of a chart, the sign for it in text, and what it is called."""
+"""For each kind of event: its marker at the bottom of a chart, its symbol in text, and its name."""
 
-DPI = 200  # of PNG: 840 pixels in width
+DPI = 200  # PNG images are 840 pixels wide
 _MAX_LABELS = 6
-_LONGEST_LABEL = 20  # characters; about a third of a chart's width
+_MAX_LABEL_CHARACTERS = 20  # about a third of a chart's width
 _MAX_MARKERS = 40
-_LINEAR_RANGE = 10  # what spans more than this factor, such as a spike, would flatten everything below it
+_MAX_LINEAR_RATIO = 10  # of maximum to minimum; beyond it (such as a spike) a linear scale would flatten the rest
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A measure over the steps."""
+    """One measure plotted over the steps."""
 
     name: str
     title: str
     logged: str | None = None
-    """Column that every row has: a number, or a list with one a step."""
+    """Column that every row has: one number, or a list with one number per step."""
     evaluated: tuple[str, ...] = ()
-    """Columns that only evaluations fill: of the weights, and of their averages."""
+    """Columns that only evaluations fill: for the weights, and for their moving average."""
     limit: str | None = None
-    """Key of the config that is drawn as a level."""
+    """Config key whose value is drawn as a horizontal line."""
     from_zero: bool = False
 
 
 CHARTS = (
-    Chart("loss", "loss (nats a token)", "train_losses", ("val_loss", "val_loss_ema")),
+    Chart("loss", "loss (nats per token)", "train_losses", ("val_loss", "val_loss_ema")),
     Chart("bits_per_byte", "validation bits per byte", None, ("val_bits_per_byte", "val_bits_per_byte_ema")),
     Chart("learning_rate", "learning rate", "learning_rate", from_zero=True),
     Chart("grad_norm", "gradient norm before clipping", "grad_norms", limit="train.max_grad_norm"),
     Chart("tokens_per_second", "tokens/s", "tokens_per_second", from_zero=True),
     Chart("memory", "memory (bytes)", "memory_bytes", from_zero=True),
 )
-_ALONE = ("training", "validation", "averaged weights")
-"""Labels of the lines of one run."""
+_SINGLE_RUN_LABELS = ("training", "validation", "averaged weights")
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart of one run or several."""
+    """A chart drawn for one or more runs."""
 
     chart: Chart
     figure: Figure
-    values_a_point: int
-    """The most values that one point of a line stands for."""
+    values_per_point: int
+    """The largest number of values that one point of a line represents."""
 
     def to_svg(self) -> str:
-        """Return an element to set into a page of HTML."""
+        """Return an SVG element to embed in HTML."""
         import matplotlib
 
         text = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self.chart.name}):
-            self.figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+            self.figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
         svg = text.getvalue()
-        svg = re.sub(r'<g id="[^"]*">', "<g>", svg[svg.index("<svg") :])  # a page holds several, and an id once
+        svg = re.sub(
+            r'<g id="[^"]*">', "<g>", svg[svg.index("<svg") :]
+        )  # ids must be unique in a page with several charts
         return svg.replace(_INK, "currentColor")
 
     def to_png(self) -> bytes:
-        """Return a picture on white."""
+        """Return a PNG image on a white background."""
         import matplotlib
 
         picture = io.BytesIO()
@@ -127,7 +128,7 @@ class Drawing:
 
 
 def draw_charts(runs: Sequence[RunRecord]) -> list[Drawing]:
-    """Draw those of CHARTS for which a run has values; several runs, of different names, share each."""
+    """Draw each of CHARTS that some run has values for. All runs share each chart; their names must differ."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -136,21 +137,21 @@ def draw_charts(runs: Sequence[RunRecord]) -> list[Drawing]:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What tells one line from another."""
+class LineStyle:
+    """The style that distinguishes one line from the others."""
 
     name: str
     color: str
     dashes: tuple[float, ...]
-    """Lengths of dashes and gaps, in widths of the line; none if it is solid."""
+    """Lengths of dashes and gaps, in line widths; empty for a solid line."""
     marker: str
 
 
-def line_look(number: int) -> Look:
-    """Return the look of the run, or of the line, of this number."""
+def line_style(number: int) -> LineStyle:
+    """Return the style of the run, or of the line, with this number."""
     name, color = list(_COLORS.items())[number % len(_COLORS)]
     dash_name, dashes = list(_DASHES.items())[number % len(_DASHES)]
-    return Look(f"{name}, {dash_name}", color, dashes, _MARKERS[number % len(_MARKERS)])
+    return LineStyle(f"{name}, {dash_name}", color, dashes, _MARKERS[number % len(_MARKERS)])
 
 
 def _draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
@@ -168,34 +169,35 @@ def _draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
         axes.axhline(level, color=_INK, linestyle=":", linewidth=1, label=f"clipped to {level:g}")
     _set_axes(axes, chart, curves, last_step=max(run.last["step"] for run in runs))
     _add_legend(axes)
-    return Drawing(chart, figure, max(curve.values_a_point for curve in curves))
+    return Drawing(chart, figure, max(curve.values_per_point for curve in curves))
 
 
 def _draw_run(axes: Axes, chart: Chart, run: RunRecord, number: int | None) -> list[Curve]:
-    """Draw a run's lines and events and return its curves.
+    """Draw the lines and events of a run and return its curves.
 
-    number: of the run among several, where all its lines look the same; None where it is alone, and each differs.
+    number: the run's index among several runs; all its lines then share one style. None: it is the only run, and each
+    of its lines has its own style.
     """
     curves, line = [], None
     keys = (chart.logged, *chart.evaluated) if number is None else (chart.logged, *chart.evaluated[:1])
-    for place, key in enumerate(keys):
+    for index, key in enumerate(keys):
         curve = read_curve(run.metrics.rows, key) if key else None
         if not curve:
             continue
         curves.append(curve)
-        look = line_look(place if number is None else number)
+        style = line_style(index if number is None else number)
         (line,) = axes.plot(
             curve.steps,
             curve.values,
-            color=look.color,
-            linestyle=(0, look.dashes) if look.dashes and number is not None else "-",
-            alpha=0.4 if number is not None and place == 0 and chart.evaluated else 1,
-            marker=look.marker if place > 0 or len(curve) == 1 else "",
+            color=style.color,
+            linestyle=(0, style.dashes) if style.dashes and number is not None else "-",
+            alpha=0.4 if number is not None and index == 0 and chart.evaluated else 1,
+            marker=style.marker if index > 0 or len(curve) == 1 else "",
             markevery=math.ceil(len(curve) / _MAX_MARKERS),
-            label=_ALONE[place] if number is None else None,
+            label=_SINGLE_RUN_LABELS[index] if number is None else None,
         )
-        if number is None and curve.values_a_point > 1:
-            axes.fill_between(curve.steps, curve.lowest, curve.highest, color=look.color, alpha=0.25, linewidth=0)
+        if number is None and curve.values_per_point > 1:
+            axes.fill_between(curve.steps, curve.lowest, curve.highest, color=style.color, alpha=0.25, linewidth=0)
     if line and number is not None:
         line.set_label(run.name)
     if line:
@@ -207,9 +209,9 @@ def _mark_events(axes: Axes, run: RunRecord, color: Any) -> None:
     for kind, (marker, _, _) in EVENTS.items():
         steps = np.array(sorted(event["step"] for event in run.events(kind)), dtype=np.float64)
         if len(steps):
-            steps = steps[np.unique(stretches(steps), return_index=True)[1]]
-            foot = axes.get_xaxis_transform()
-            axes.plot(steps, np.full(len(steps), 0.03), marker, color=color, markersize=4, transform=foot, zorder=3)
+            steps = steps[np.unique(bin_numbers(steps), return_index=True)[1]]
+            bottom = axes.get_xaxis_transform()
+            axes.plot(steps, np.full(len(steps), 0.03), marker, color=color, markersize=4, transform=bottom, zorder=3)
 
 
 def _set_axes(axes: Axes, chart: Chart, curves: Sequence[Curve], last_step: int) -> None:
@@ -218,12 +220,12 @@ def _set_axes(axes: Axes, chart: Chart, curves: Sequence[Curve], last_step: int)
     lowest, highest = min(curve.values.min() for curve in curves), max(curve.highest.max() for curve in curves)
     axes.set_title(chart.title)
     axes.set_xlabel("step", labelpad=2)
-    axes.set_xlim(-0.02 * last_step, 1.02 * last_step)  # the same in all charts, so that they can be read together
+    axes.set_xlim(-0.02 * last_step, 1.02 * last_step)  # the same in all charts, so that they line up
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     if chart.from_zero and lowest >= 0 < highest:
         axes.set_ylim(0, 1.08 * highest)
-    elif lowest > 0 and highest > _LINEAR_RANGE * lowest:
+    elif lowest > 0 and highest > _MAX_LINEAR_RATIO * lowest:
         axes.set_yscale("log")
         axes.set_ylim(0.8 * lowest, 1.25 * highest)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 100 * lowest else (1,)))
@@ -233,7 +235,7 @@ def _set_axes(axes: Axes, chart: Chart, curves: Sequence[Curve], last_step: int)
 
 
 def _short(value: float) -> str:
-    """Return 20000 as "20k", 3e9 as "3G"; small numbers as they are."""
+    """Format 20000 as "20k" and 3e9 as "3G", and small numbers in full."""
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit and value >= 1e4:
             return f"{value / unit:g}{letter}"
@@ -241,9 +243,9 @@ def _short(value: float) -> str:
 
 
 def _add_legend(axes: Axes) -> None:
-    """Name the lines, unless there is but one, or their names would hide them."""
-    # not matplotlib's own choice of lines, which leaves out a run whose name begins with _
+    """Add a legend, unless there is only one line or the labels would cover the lines."""
+    # matplotlib's own selection of lines would skip a run whose name starts with _
     labels = {line: str(line.get_label()) for line in axes.lines if not str(line.get_label()).startswith("_child")}
-    if 2 <= len(labels) <= _MAX_LABELS and max(map(len, labels.values())) <= _LONGEST_LABEL:
+    if 2 <= len(labels) <= _MAX_LABELS and max(map(len, labels.values())) <= _MAX_LABEL_CHARACTERS:
         for text in axes.legend(list(labels), list(labels.values())).get_texts():
-            text.set_parse_math(False)  # a name may hold a $
+            text.set_parse_math(False)  # a name may contain a $

@@ -1,6 +1,6 @@
-"""The report of a run, or of several side by side: a page that needs nothing beside it, and Markdown with pictures.
+"""The report of one run, or of several side by side: a self-contained HTML page, and Markdown with images.
 
-Owns what is in it and where it is written; its looks are in templates/ and figures.py.
+Owns the content and the output files. The layout is in templates/ and the charts are in figures.py.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 from hfgolf.durable import write_bytes, write_text
 from hfgolf.redact import redact, redact_values
-from hfgolf.report.figures import EVENTS, draw_charts, line_look
+from hfgolf.report.figures import EVENTS, draw_charts, line_style
 from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures, seconds_by_kind, stated_price, status
 from hfgolf.wording import dollars, duration
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_MAX_TOLD = 100  # events, findings and samples of a run, each; there may be one a step
-_MAX_CHARACTERS = 300  # of what is told about an event: the blocks of a step may be thousands
-_NAMES = {"run.name", "run.output_dir"}
-_OF_EVERY_EVENT = {"step", "event", "elapsed_seconds"}
+_MAX_LISTED = 100  # events, findings and samples per run, each; there may be one per step
+_MAX_CHARACTERS = 300  # of an event's details: a step may list thousands of blocks
+_NAME_KEYS = {"run.name", "run.output_dir"}
+_COMMON_EVENT_KEYS = {"step", "event", "elapsed_seconds"}
 
 
 def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float | None = None) -> None:
-    """Write x.html, which needs nothing beside it, and x.md with its pictures in the folder x.
+    """Write output as a self-contained x.html, plus x.md with its images in the folder x.
 
-    runs: as read_run returns them, at least one. price_per_hour: dollars for the machine; None takes run.price_per_hour
-    of each run's config. Raises OSError where the disk refuses.
+    runs: from read_run, at least one. price_per_hour: dollars per hour for the machine; None: run.price_per_hour of
+    each run's config. Raises OSError if the files cannot be written.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -48,7 +48,7 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
         write_bytes(pictures / f"{drawing.chart.name}.png", drawing.to_png())
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,  # in Markdown entities are what they are in HTML
+        autoescape=True,  # HTML entities also work in Markdown
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -60,9 +60,9 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
 
 
 def _with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Number the runs whose folders have the same name."""
+    """Add a number to the name of each run that shares its name with another."""
     names = [run.name for run in runs]
-    numbers = [names[: place + 1].count(name) if names.count(name) > 1 else 0 for place, name in enumerate(names)]
+    numbers = [names[: index + 1].count(name) if names.count(name) > 1 else 0 for index, name in enumerate(names)]
     return [
         dataclasses.replace(run, name=f"{run.name} ({number})") if number else run
         for run, number in zip(runs, numbers, strict=True)
@@ -70,21 +70,20 @@ def _with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict[str, Any]:
-    """Return what the templates say of one run, without secrets. number: its place among the runs, for its look."""
+    """Return the template values of one run, with secrets redacted. number: its index, for its line style."""
     price = stated_price(run) if price_per_hour is None else price_per_hour
     seconds = seconds_by_kind(run)
     total = sum(seconds.values())
     counts = Counter(event["event"] for event in run.metrics.events)
     events = [event for event in run.metrics.events if event["event"] in EVENTS.keys() - {"finding"}]
-    samples = run.events("sample")[-_MAX_TOLD:]
-    if (
-        run.summary.get("sample") is not None
-    ):  # of the weights that are exported; it goes on where that of their step ends
+    samples = run.events("sample")[-_MAX_LISTED:]
+    # The summary's sample is from the exported weights, and longer than the one logged at their step.
+    if run.summary.get("sample") is not None:
         last = {"step": run.summary.get("step"), "text": run.summary["sample"]}
         samples = [sample for sample in samples if sample["step"] != last["step"]] + [last]
     page = {
         "name": run.name,
-        "look": line_look(number),
+        "style": line_style(number),
         "status": status(run),
         "notes": _notes(run),
         "figures": format_figures(final_figures(run, price)),
@@ -92,9 +91,9 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
         "times": [_time(kind, spent, total, price) for kind, spent in seconds.items()],
         "wall_clock": _time("wall clock", total, total, price),
         "marks": [(sign, name, counts[kind]) for kind, (_, sign, name) in EVENTS.items() if counts[kind]],
-        "events": [_tell(event) for event in events[:_MAX_TOLD]],
-        "more_events": max(0, len(events) - _MAX_TOLD),
-        "findings": [_tell_finding(event) for event in run.events("finding")[:_MAX_TOLD]],
+        "events": [_describe_event(event) for event in events[:_MAX_LISTED]],
+        "more_events": max(0, len(events) - _MAX_LISTED),
+        "findings": [_describe_finding(event) for event in run.events("finding")[:_MAX_LISTED]],
         "samples": samples,
         "profile": run.profile,
         "config": run.config_yaml,
@@ -111,29 +110,29 @@ def _time(kind: str, seconds: float, total: float, price: float | None) -> dict[
 
 
 def _notes(run: RunRecord) -> list[str]:
-    """Say what a reader of the curves has to know about where they are from."""
+    """Return notes about the data behind the curves that a reader should know."""
     notes = []
     if run.metrics.is_sampled:
         notes.append(
-            f"metrics.jsonl is too long to read whole: {len(run.metrics.rows):,} rows of it are shown, the evaluations"
-            " and others evenly from all over it. What lies between them is not in the curves, medians and peaks."
+            f"metrics.jsonl is too long to read whole. This report uses {len(run.metrics.rows):,} of its rows: the"
+            " evaluations, and an even sample of the others. Curves, medians and peaks do not include the rest."
         )
     if run.metrics.broken_lines:
-        notes.append(f"Lines of metrics.jsonl that are broken, and left out: {run.metrics.broken_lines:,}.")
+        notes.append(f"Broken lines skipped in metrics.jsonl: {run.metrics.broken_lines:,}.")
     if all(row.get("val_loss") is None for row in run.metrics.rows):
-        notes.append("There is no evaluation in metrics.jsonl.")
+        notes.append("metrics.jsonl has no evaluations.")
     return notes
 
 
-def _tell(event: dict[str, Any]) -> dict[str, Any]:
-    details = {key: value for key, value in event.items() if key not in _OF_EVERY_EVENT and value is not None}
-    text = redact(", ".join(f"{key} {value}" for key, value in details.items()))  # before it is cut
+def _describe_event(event: dict[str, Any]) -> dict[str, Any]:
+    details = {key: value for key, value in event.items() if key not in _COMMON_EVENT_KEYS and value is not None}
+    text = redact(", ".join(f"{key} {value}" for key, value in details.items()))  # before shortening
     _, sign, name = EVENTS[event["event"]]
     shortened = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
     return {"step": event["step"], "sign": sign, "name": name, "details": shortened}
 
 
-def _tell_finding(event: dict[str, Any]) -> dict[str, Any]:
+def _describe_finding(event: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": event["step"],
         "symptom": event.get("symptom", ""),
@@ -144,13 +143,13 @@ def _tell_finding(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(value: Any) -> list[str]:
-    """Return what is a text, a list of texts or a table, as lines."""
+    """Return the lines of a string, a list or a dict."""
     if isinstance(value, dict):
         return [f"{key}: {inner}" for key, inner in value.items()]
     return [str(line) for line in (value if isinstance(value, list) else [value] if value else [])]
 
 
 def _differing_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the "section.key" whose values the configs of several runs do not have in common."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _NAMES)
+    """Return each "section.key" whose value differs between the runs' configs."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _NAME_KEYS)
     return [key for key in keys if any(run.config.get(key) != runs[0].config.get(key) for run in runs)]

@@ -1,4 +1,4 @@
-"""The report: its figures are those of the run, it needs nothing beside it, and no metrics.jsonl is too odd for it."""
+"""The report: it shows the run's figures, is self-contained, and copes with any metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from hfgolf.errors import UserError
 from hfgolf.report import figures
 from hfgolf.report.curves import MAX_POINTS, read_curve
-from hfgolf.report.figures import CHARTS, draw_charts, line_look
+from hfgolf.report.figures import CHARTS, draw_charts, line_style
 from hfgolf.report.report import write_report
 from hfgolf.run import metrics
 from hfgolf.run.metrics import read_rows
@@ -32,7 +32,7 @@ SVG_ONLY = {"svg", "g", "path", "defs", "use", "clippath", "rect", "text", "line
 
 
 class Page(HTMLParser):
-    """What a reader sees of a page, and what a browser would run or fetch."""
+    """What a reader sees on a page, and what a browser would run or fetch."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -74,13 +74,13 @@ class Page(HTMLParser):
             self.figures[list(self.figures)[-1]] += data
 
     def row(self, first: str) -> list[str]:
-        """Return the cells after the first in the row that begins so."""
+        """Return the cells of the row that starts with `first`, without that cell."""
         (row,) = [row for row in self.rows if row and row[0] == first]
         return row[1:]
 
 
 def rows(count=60, every=10, **columns):
-    """Return rows as a run of `count` logs of `every` steps writes them, an evaluation in every fifth."""
+    """Return `count` rows of `every` steps each, with an evaluation in every fifth row."""
     made = []
     for number in range(1, count + 1):
         steps = range((number - 1) * every + 1, number * every + 1)
@@ -120,7 +120,7 @@ def small_pictures(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a function that makes the folder of a run, whose metrics.jsonl holds these lines and then this tail."""
+    """Return a function that makes a run folder whose metrics.jsonl contains the given lines and tail."""
 
     def make(lines, tail="", name="tiny", **files):
         path = tmp_path / name
@@ -244,7 +244,7 @@ def test_the_table_of_the_time_adds_up(folder):
     assert page.row("wall clock") == ["1 min 05 s", "100 %", "", "$65.00"]
     shares = [float(page.row(kind)[1].split()[0]) for kind in ("setup", "train", "data", "idle")]
     assert sum(shares) == pytest.approx(100, abs=0.2)
-    assert page.figures["cost"] == "$65.00" and "At $3,600.00 an hour" in page.text
+    assert page.figures["cost"] == "$65.00" and "At $3,600.00 per hour" in page.text
 
 
 def test_a_clock_set_back_makes_no_negative_time(folder):
@@ -260,7 +260,7 @@ def test_the_price_is_the_option_else_the_config_else_unknown(folder):
     assert report(path, price=0.0).figures["cost"] == "$0.00"
     (path / "config.yaml").unlink()
     page = report(path)
-    assert "cost" not in page.figures and "--price_per_hour" in page.text and "no finding" in page.text
+    assert "cost" not in page.figures and "--price_per_hour" in page.text and "no findings" in page.text
 
 
 HOSTILE = "<script>alert(1)</script>"
@@ -312,7 +312,7 @@ def test_runs_side_by_side(folder):
     (loss, *_) = draw_charts([read_run(one), read_run(two)])
     (axes,) = loss.figure.axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one", "two"]
-    assert {line.get_color() for line in axes.lines} == {line_look(0).color, line_look(1).color}
+    assert {line.get_color() for line in axes.lines} == {line_style(0).color, line_style(1).color}
 
 
 def test_runs_of_the_same_name_are_numbered(folder, tmp_path):
@@ -324,8 +324,8 @@ def test_runs_of_the_same_name_are_numbered(folder, tmp_path):
 
 
 def test_thirty_runs_all_look_different():
-    assert len({(look.color, look.dashes) for look in map(line_look, range(30))}) == 30
-    assert len({look.name for look in map(line_look, range(30))}) == 30
+    assert len({(style.color, style.dashes) for style in map(line_style, range(30))}) == 30
+    assert len({style.name for style in map(line_style, range(30))}) == 30
 
 
 def test_a_name_is_no_formula_and_may_begin_with_an_underscore(folder):
@@ -341,13 +341,13 @@ OLD = {"seconds_setup", "seconds_train", "seconds_data", "logged_at", "mfu", "me
 @pytest.mark.parametrize(
     ("lines", "tail", "says"),
     [
-        ([{k: v for k, v in row.items() if k not in OLD} for row in rows()], "", "they are of an older version"),
-        (rows(val_loss=None, val_bits_per_byte=None), "", "There is no evaluation"),
+        ([{k: v for k, v in row.items() if k not in OLD} for row in rows()], "", "an older version wrote them"),
+        (rows(val_loss=None, val_bits_per_byte=None), "", "metrics.jsonl has no evaluations"),
         (rows(train_loss=None, train_losses=[None] * 10, grad_norms=[None] * 10), "", "Curves"),
         (rows(**dict.fromkeys(["train_loss", "train_losses", "val_loss", "tokens_per_second", "mfu"])), "", "Curves"),
-        (rows(), '{"step": 610, "tokens": 3', "broken, and left out: 1."),
+        (rows(), '{"step": 610, "tokens": 3', "Broken lines skipped in metrics.jsonl: 1."),
         (rows(1, every=1), "", "Curves"),
-        ([{"step": 1}], "", "There is no evaluation"),
+        ([{"step": 1}], "", "metrics.jsonl has no evaluations"),
         (rows(1, seconds_train=0.0, seconds_setup=0.0, seconds_data=0.0, logged_at=1.0), "", "wall clock"),
     ],
     ids=["old", "no evaluation", "NaN", "all NaN", "cut off", "one step", "nearly nothing", "no time"],
@@ -402,7 +402,7 @@ def test_a_curve_of_very_many_values_keeps_mean_and_extremes():
     ]
     given = [x for row in made for x in row["loss"] if x is not None]
     curve = read_curve(made, "loss")
-    assert len(curve) == MAX_POINTS and 100 <= curve.values_a_point <= 125
+    assert len(curve) == MAX_POINTS and 100 <= curve.values_per_point <= 125
     assert curve.highest.max() == 99 and curve.lowest.min() == -99
     assert (curve.lowest <= curve.values).all() and (curve.values <= curve.highest).all()
     assert np.mean(curve.values) == pytest.approx(np.mean(given), abs=0.01)
@@ -413,7 +413,7 @@ def test_a_curve_of_very_many_values_keeps_mean_and_extremes():
 def test_a_short_curve_is_what_was_logged():
     made = [{"step": 2, "x": [1.0, None]}, {"step": 3, "x": 5.0}, {"step": 4}]
     curve = read_curve(made, "x")
-    assert (curve.steps.tolist(), curve.values.tolist(), curve.values_a_point) == ([1, 3], [1, 5], 1)
+    assert (curve.steps.tolist(), curve.values.tolist(), curve.values_per_point) == ([1, 3], [1, 5], 1)
 
 
 def test_a_long_file_is_sampled_and_the_page_says_so(folder, monkeypatch):
@@ -462,8 +462,8 @@ def test_findings_profile_and_samples_are_shown(folder):
     page = report(
         folder([*rows(), *samples, finding], profile_json=profile, summary_json={"step": 600, "sample": "end"})
     )
-    for told in ("plateau step 300 flat since 200", "1", "too low", "optim.x: 0.1", "Bound by memory."):
-        assert told in page.text
+    for text in ("plateau step 300 flat since 200", "1", "too low", "optim.x: 0.1", "Bound by memory."):
+        assert text in page.text
     assert page.row("backward")[0] == "75.0 %"
     assert page.text.index("text of 100") < page.text.index("text of 200") < page.text.index("Step 600 end")
 
