@@ -1,1 +1,1 @@
-"""Counting and measuring: FLOPs, memory, what the device can do."""
+"""Count FLOPs, and predict and measure memory."""

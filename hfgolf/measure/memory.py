@@ -1,4 +1,4 @@
-"""How much memory training takes, predicted from shapes, and the micro-batch that follows from it."""
+"""Predict the memory of training from shapes, choose a micro-batch that fits, and measure memory use."""
 
 from __future__ import annotations
 
@@ -28,46 +28,49 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Number = TypeVar("Number", int, float)
 
-# The most tokens in a micro-batch on a CPU. Larger ones leave the cache: configs/small.yaml ran forward and backward at
-# 3,600, 3,360 and 3,200 tokens/s with 1,024, 2,048 and 4,096 tokens (2 cores, AVX-512, fp32, best of several steps).
+# The most tokens in a micro-batch on a CPU. Larger ones exceed the cache: configs/small.yaml ran forward and backward
+# at 3,600, 3,360 and 3,200 tokens/s with 1,024, 2,048 and 4,096 tokens (2 cores, AVX-512, fp32, best of several steps).
 MAX_CPU_TOKENS = 2048
-# What the allocator, the kernels' workspaces and other programs may need beside the prediction.
+# The rest is for the allocator, the kernels' workspaces and other programs.
 USABLE_SHARE = 0.8
-# The heap that glibc loses to fragmentation: some bytes, and a share of what a step allocates and frees. torch aligns
-# tensors by posix_memalign, which takes a block of 96 bytes more than it needs and gives the rest back; small objects
-# settle there, and then the hole that a tensor leaves is too small for the next one of its size (sourceware bug 30723).
-# The allocations of three steps of configs/small.yaml in bf16, 508 MB alive at the peak, replayed with glibc 2.36: 786
-# MB of heap by posix_memalign, 548 MB by malloc. No setting helps that costs no time: of blocks from 2 MB by mmap, the
-# peak is 633 MB, but each step faults 0.9 GB in. Over the ten runs of benchmarks/memory_prediction.py (5 M to 124 M
-# parameters, fp32 and bf16) these two predict 0.85 to 1.29 of the peak, eight of them within 15 %; what was lost beside
-# the bytes was 0.1 to 1.2 of what a step frees. Other versions of glibc are not measured.
+# The heap that glibc loses to fragmentation: a constant, plus a share of what each step allocates and frees.
+# - Cause: torch aligns tensors with posix_memalign, which takes a block 96 bytes larger than needed and returns the
+#   rest. Small objects settle in that rest, so the hole that a tensor leaves is too small for the next one of its size
+#   (sourceware bug 30723).
+# - Evidence: replaying the allocations of three steps of configs/small.yaml in bf16 (508 MB live at the peak) with
+#   glibc 2.36 took 786 MB of heap with posix_memalign and 548 MB with malloc.
+# - No setting fixes it for free: with mmap for blocks from 2 MB up, the peak is 633 MB, but each step page-faults
+#   0.9 GB.
+# - Accuracy: over the ten runs of benchmarks/memory_prediction.py (5 M to 124 M parameters, fp32 and bf16), predictions
+#   with these constants were 0.85 to 1.29 times the measured peak, eight of them within 15 %. The share varied from 0.1
+#   to 1.2. Other versions of glibc were not measured.
 FRAGMENTED_BYTES, FRAGMENTED_SHARE = 150_000_000, 0.6
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Predicted bytes of one process on its device, by what holds them."""
+    """Predicted bytes of one process on its device, by use."""
 
     weights: int
     gradients: int
     optimizer: int
-    """Its state."""
+    """Optimizer state."""
     ema: int
-    """The moving average of the weights."""
+    """Moving average of the weights."""
     buckets: int
-    """The gradients once more, where DDP exchanges them."""
+    """DDP's communication buckets: a second copy of the gradients."""
     casts: int
-    """The weights in 16 bits: autocast keeps them during the forward pass, autograd for the backward pass."""
+    """16-bit copies of the weights, which autocast caches in the forward pass and autograd keeps for the backward."""
     activations: int
-    """What else autograd keeps for the backward pass."""
+    """Everything else that autograd keeps for the backward pass."""
     loss: int
-    """One chunk of the logits, their gradient, and that of the head; the logits of the batch never exist."""
+    """One chunk of logits, its gradient, and the gradient of the head. The logits of the batch never exist."""
     backward: int
-    """The widest moment of the backward pass; under gradient checkpointing with the activations of one block."""
+    """Temporary memory at the peak of the backward pass; includes one block's activations if they are recomputed."""
     update: int
-    """What the optimizer takes for a while."""
+    """Temporary memory of the optimizer step."""
     peak: int
-    """Not the sum: gradients and activations, loss, backward pass and update are not all there at one time."""
+    """Less than the sum, because activations, loss, backward pass and update do not all peak at the same time."""
 
 
 def training_memory(
@@ -86,15 +89,21 @@ def training_memory(
     processes: int = 1,
     device: str = "cuda",
 ) -> TrainingMemory:
-    """Predict the bytes that training takes on each process, uncompiled (compiled, autograd keeps less).
+    """Predict the bytes of training per process, without compilation (with it, autograd keeps less).
 
-    model: widths, layers, block. matrix_parameters: of the blocks' matrices, which Muon updates. batch: sequences in a
-    micro-batch, sequence: tokens in each. accumulates: a step has several of them. device: cuda or cpu.
+    Args:
+        model: the shapes and options of the model.
+        parameters: number of all parameters.
+        matrix_parameters: number of parameters in the blocks' matrices, which Muon updates.
+        batch: sequences per micro-batch.
+        sequence: tokens per sequence.
+        accumulates: whether a step has several micro-batches.
+        device: cuda or cpu.
 
-    Weights, gradients, averages and state are fp32, 4 bytes a parameter each, and the state 8 under AdamW: Rajbhandari
-    et al. 2020 ("ZeRO", section 3.1), whose 16-bit weights exist here during a pass only. Activations: `block_bytes`.
-    The peak of a pass is within 5 % of what is alive on torch's fake tensors, of CUDA and of the CPU. On top come a
-    GPU's context and workspaces, some 0.5 GB, and on a CPU `fragmented_bytes`.
+    Weights, gradients, averages and state are fp32: 4 bytes per parameter each, and 8 for the state of AdamW
+    (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only during a pass). Activations
+    are counted by `block_bytes`. The peak of a pass is within 5 % of the live memory on torch's fake tensors, for CUDA
+    and for the CPU. Not included: a GPU's context and workspaces (about 0.5 GB) and, on a CPU, `fragmented_bytes`.
     """
     weights = 4 * parameters
     state = 8 * parameters if optimizer == "adamw" else 4 * parameters
@@ -105,13 +114,13 @@ def training_memory(
     casts = 2 * matrix_parameters if half else 0
 
     tokens, width, layers = batch * sequence, model.hidden_size, model.num_hidden_layers
-    kept, passing = block_bytes(model, sequence, half, device)
-    stream = 4 * width  # bytes of a token between two blocks: fp32, whatever the precision
-    norms = 1 + model.embedding_norm  # outside of the blocks
-    # their inputs, and the gradient of the last output, which the loss computes in its forward pass
+    kept, temporary = block_bytes(model, sequence, half, device)
+    stream = 4 * width  # bytes per token of the residual stream, which is fp32 in any precision
+    norms = 1 + model.embedding_norm  # outside the blocks
+    # the inputs of these norms, and the gradient of the last output, which the loss computes in its forward pass
     ends = stream * (norms + 1 + (norms if _keeps_normed(model, device) else 0))
     activations = tokens * (layers * kept + ends)
-    backward = tokens * passing
+    backward = tokens * temporary
     if gradient_checkpointing:
         activations = tokens * (layers * stream + ends)
         backward += tokens * (kept - 2 * stream)
@@ -121,10 +130,10 @@ def training_memory(
     backward = max(backward + 4 * head, 8 * head + tokens * stream)
     gradients = weights
     update = _orthogonalization_bytes(model, device) if optimizer == "muon" else 0
-    if cautious_weight_decay:  # the matrices as they were, and twice their change
+    if cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
         update = 4 * matrix_parameters + max(update, 8 * matrix_parameters)
     buckets = weights if processes > 1 else 0
-    casts_in_backward = casts // layers if gradient_checkpointing else casts  # those of the block recomputed
+    casts_in_backward = casts // layers if gradient_checkpointing else casts  # only the recomputed block's
     in_pass = activations + max(casts + loss, casts_in_backward + backward) + (gradients if accumulates else 0)
     peak = weights + state + average + buckets + max(in_pass, gradients + update)
     return TrainingMemory(
@@ -134,85 +143,85 @@ def training_memory(
 
 
 def block_bytes(model: GolfConfig, sequence: int, half: bool, device: str) -> tuple[int, int]:
-    """Return the bytes a token of what autograd keeps of one block, and of the widest moment of its backward pass.
+    """Return the bytes per token that autograd keeps for one block, and the peak of its backward pass.
 
-    Counted as Korthikanti et al. 2022 do ("Reducing activation recomputation", section 4.1), for this block: what each
-    operation's derivative needs, each storage once. half: operands in 16 bits; the residual stream stays in 32.
+    Counts what each operation needs for its derivative, each storage once, as Korthikanti et al. 2022 do ("Reducing
+    activation recomputation", section 4.1). half: operands are 16-bit; the residual stream stays fp32.
     """
     width, inner, heads = model.hidden_size, model.intermediate_size, model.num_attention_heads
     keys = model.num_key_value_heads * model.head_dim
     operand = 2 if half else 4
     on_cpu, blocks = device == "cpu", model._attn_implementation == CAUSAL_BLOCKS
-    is_turned = model.qk_norm or model.position_embedding == "rope"
+    copies_qk = model.qk_norm or model.position_embedding == "rope"  # else queries and keys are views of qkv
 
-    # both norms: the residual stream that comes in, and what goes into the products
+    # both norms: their input (the residual stream) and their output (the operand of the next matmul)
     kept = 2 * width * (4 + operand + (4 if _keeps_normed(model, device) else 0))
     qkv = operand * (width + 2 * keys)
-    kept += 0 if blocks else qkv  # whole, whichever part is needed
-    if model.qk_norm:  # in fp32 under autocast; a CPU keeps the normed ones too
+    kept += 0 if blocks else qkv  # kept entirely, even if only a part is needed
+    if model.qk_norm:  # fp32 under autocast; a CPU also keeps the normed values
         kept += (width + keys) * ((4 if half else 0) + (4 if on_cpu else 0))
-    if is_turned:
+    if copies_qk:
         kept += operand * (width + keys)
-    kept += operand * width  # attended, for o_proj
+    kept += operand * width  # the output of attention, for o_proj
     if blocks:
         span = min(sequence, QUERIES_PER_BLOCK)
-        kept += operand * width * (1 if is_turned else 3)  # copies of the values, and of what else is only a view
+        kept += operand * width * (1 if copies_qk else 3)  # contiguous copies of every view: values, maybe q and k
         kept += heads * (sequence + span) // 2 * (operand + (1 + operand) * (model.attention_dropout > 0))
     elif model.attention_dropout and on_cpu:
         kept += heads * sequence * 12  # torch has no fused attention with dropout for CPUs
-    elif is_turned and (half or on_cpu):
-        kept += operand * width  # attended, for attention itself: in another layout than o_proj's
-    kept += 2 * width if model.dropout else 0  # masks
+    elif copies_qk and (half or on_cpu):
+        kept += operand * width  # attention's own copy of its output, in another layout than o_proj's
+    kept += 2 * width if model.dropout else 0  # dropout masks
 
     if model.activation == "swiglu":
-        kept += 4 * operand * inner + (operand * width if half else 0)  # its input is cast twice
-        passing = 2 * operand * inner
+        kept += 4 * operand * inner + (operand * width if half else 0)  # up_proj and gate_proj each cast their input
+        temporary = 2 * operand * inner
     elif model.activation == "relu2" and half and not on_cpu:
         kept += 8 * inner  # autocast squares in fp32
-        passing = 14 * inner
+        temporary = 14 * inner
     else:
         kept += 2 * operand * inner
-        passing = (3 if model.activation == "relu2" else 1) * operand * inner
-    return kept, max(passing, 12 * width)
+        temporary = (3 if model.activation == "relu2" else 1) * operand * inner
+    return kept, max(temporary, 12 * width)
 
 
 def _keeps_normed(model: GolfConfig, device: str) -> bool:
-    """Say whether a norm of the stream keeps, beside its input, what it scales: torch has no fused RMSNorm for CPUs."""
+    """Return whether a norm also keeps its normed values, besides its input. torch has no fused RMSNorm for CPUs."""
     return device == "cpu" and model.norm == "rmsnorm"
 
 
 def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str) -> int:
-    """Return the most that a chunk of the loss takes: its logits, or adding what it gives to the head's gradient."""
-    most = modeling_golf._CHUNK_ELEMENTS_CPU if device == "cpu" else modeling_golf._CHUNK_ELEMENTS_ACCELERATOR
-    rows = min(tokens, max(1, most // model.vocab_size))
-    former = 4 if rows < tokens else 0  # left of the chunk before
+    """Return the peak memory of one loss chunk: its logits, or its addition to the gradient of the head."""
+    max_elements = modeling_golf._CHUNK_ELEMENTS_CPU if device == "cpu" else modeling_golf._CHUNK_ELEMENTS_ACCELERATOR
+    rows = min(tokens, max(1, max_elements // model.vocab_size))
+    previous = 4 if rows < tokens else 0  # still held from the previous chunk
     squashed = 0 if model.logit_soft_cap is None else 8
-    logits = rows * model.vocab_size * (8 + former + squashed)  # and log-softmax, both in fp32
+    logits = rows * model.vocab_size * (8 + previous + squashed)  # logits and log-softmax, both fp32
     if not half:
         return logits
     head = model.vocab_size * model.hidden_size
-    summand = 6 if device == "cpu" else 2  # in 16 bits, of which a CPU makes a copy in fp32 to add it
+    summand = 6 if device == "cpu" else 2  # 16-bit; a CPU also makes an fp32 copy to add it
     return 2 * head + max(logits, 6 * rows * model.vocab_size + summand * head)
 
 
 def _orthogonalization_bytes(model: GolfConfig, device: str) -> int:
-    """Return what Newton-Schulz takes for the largest batch of matrices of one shape.
+    """Return the memory of Newton-Schulz for the largest bucket of equal matrices.
 
-    An element: 4 bytes of the direction, and in the dtype of the products the matrix, two iterates and, where it is
-    square, three Gram matrices.
+    Per element: 4 bytes for the direction, and in the matmul dtype the matrix, two iterates and, for a square matrix,
+    three Gram matrices.
     """
     ups = 2 if model.activation == "swiglu" else 1
-    alike = model.num_hidden_layers * model.hidden_size * max(4 * model.hidden_size, ups * model.intermediate_size)
+    elements = model.num_hidden_layers * model.hidden_size * max(4 * model.hidden_size, ups * model.intermediate_size)
     product_bytes = 4 if device == "cpu" else 2
-    return min(alike, MAX_BUCKET_ELEMENTS.get(device, DEFAULT_MAX_BUCKET_ELEMENTS)) * (4 + 6 * product_bytes)
+    return min(elements, MAX_BUCKET_ELEMENTS.get(device, DEFAULT_MAX_BUCKET_ELEMENTS)) * (4 + 6 * product_bytes)
 
 
 def run_memory(
     config: RunConfig, model: GolfForCausalLM, micro_batch_size: int, num_processes: int, device: str
 ) -> TrainingMemory:
-    """Predict the bytes that a run takes on each process: `training_memory` of a config whose precision is decided.
+    """Predict the bytes of a run per process: `training_memory` for a config.
 
-    model: it may lie on the meta device.
+    config: its precision must be decided. model: may be on the meta device.
     """
     sizes = [(parameter_kind(name), p.numel()) for name, p in model.named_parameters()]
     return training_memory(
@@ -233,10 +242,11 @@ def run_memory(
 
 
 def expected_bytes(memory: TrainingMemory, device: torch.device) -> int:
-    """Return the peak that a person will see of this process, once the model is built: `top`'s RES, or a GPU's tensors.
+    """Predict the peak that a user will see: RES in `top` on a CPU, or allocated tensors on a GPU.
 
-    On a CPU it is what the process holds already (Python, torch, the tokens, the weights), what training adds, and
-    `fragmented_bytes`; of a run that is not compiled, which takes more (measured for two shapes).
+    Call it after the model is built. On a CPU it is what the process already holds (Python, torch, the tokens, the
+    weights), plus what training adds, plus `fragmented_bytes`. It is for an uncompiled run, which takes more memory
+    (measured for two shapes).
     """
     if device.type == "cuda":
         return memory.peak
@@ -244,17 +254,18 @@ def expected_bytes(memory: TrainingMemory, device: torch.device) -> int:
 
 
 def fragmented_bytes(memory: TrainingMemory) -> int:
-    """Return what a CPU's heap takes beside what is alive in it; 0 for another C library than glibc: not measured."""
+    """Predict the heap lost to fragmentation on a CPU, or 0 for C libraries other than glibc (not measured)."""
     if platform.libc_ver()[0] != "glibc":
         return 0
-    of_a_step = memory.peak - memory.weights - memory.optimizer - memory.ema - memory.buckets
-    return FRAGMENTED_BYTES + int(FRAGMENTED_SHARE * of_a_step)
+    temporary = memory.peak - memory.weights - memory.optimizer - memory.ema - memory.buckets
+    return FRAGMENTED_BYTES + int(FRAGMENTED_SHARE * temporary)
 
 
 def used_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes this process took: of the GPU's memory as allocated, or for a CPU resident in RAM.
+    """Return this process's peak memory: allocated bytes on a GPU, or resident bytes in RAM for a CPU.
 
-    The latter as `top` shows it, Python and torch included; elsewhere than on Linux what it holds now.
+    The resident bytes include Python and torch, as `top` shows them. Outside Linux, returns the current value instead
+    of the peak.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -266,48 +277,48 @@ def used_memory_bytes(device: torch.device) -> int:
 
 
 def process_memory_bytes() -> int:
-    """Return the bytes of RAM that this process holds now."""
+    """Return the resident bytes of this process."""
     return psutil.Process().memory_info().rss
 
 
 def gpu_utilization(device: torch.device) -> float | None:
-    """Return the share of time the GPU was busy lately, by NVML; None on a CPU, or without the nvidia-ml-py package."""
-    return _ask_nvml(lambda: torch.cuda.utilization(device) / 100, device)
+    """Return the fraction of recent time that the GPU was busy, from NVML. None on a CPU or without nvidia-ml-py."""
+    return _query_nvml(lambda: torch.cuda.utilization(device) / 100, device)
 
 
 def gpu_memory_bytes(device: torch.device) -> int | None:
-    """Return the bytes of the GPU that are taken, by whomever, by NVML; None as for `gpu_utilization`."""
-    return _ask_nvml(lambda: torch.cuda.device_memory_used(device), device)
+    """Return the GPU memory in use by all processes, in bytes, from NVML. None on a CPU or without nvidia-ml-py."""
+    return _query_nvml(lambda: torch.cuda.device_memory_used(device), device)
 
 
-def _ask_nvml(question: Callable[[], Number], device: torch.device) -> Number | None:
+def _query_nvml(query: Callable[[], Number], device: torch.device) -> Number | None:
     if device.type != "cuda":
         return None
     try:
-        return question()
+        return query()
     except ModuleNotFoundError:
-        _say_what_is_missing()
+        _warn_that_nvml_is_missing()
         return None
     except RuntimeError:
         return None
 
 
 @cache
-def _say_what_is_missing() -> None:
-    """Say it once: figures that are missing without a word look like a fault."""
-    logger.warning("GPU utilization and memory are not measured: run `pip install nvidia-ml-py`")
+def _warn_that_nvml_is_missing() -> None:
+    """Warn once, because figures that are missing without a reason look like a bug."""
+    logger.warning("GPU utilization and memory are not measured; to measure them, run `pip install nvidia-ml-py`")
 
 
 def choose_micro_batch_size(
     config: RunConfig, model: GolfForCausalLM, num_processes: int, device: str, free_bytes: int
 ) -> int:
-    """Return the largest micro-batch that fits in the free memory and divides tokens_per_step evenly.
+    """Return the largest micro-batch, in sequences, that fits in the free memory and divides tokens_per_step.
 
-    config: with its precision decided. model: it may lie on the meta device. device: cuda or cpu.
-    Raises UserError where not even one sequence fits, or where the processes cannot share the sequences of a step.
+    config: its precision must be decided. model: may be on the meta device. device: cuda or cpu.
+    Raises UserError if not even one sequence fits, or if the processes cannot share the sequences of a step evenly.
     """
     batch = config.batch
-    batch.accumulation_steps(1, num_processes)  # raises where no micro-batch could divide it
+    batch.accumulation_steps(1, num_processes)  # raises if no micro-batch can divide the step
     budget = int(free_bytes * USABLE_SHARE)
     for size in reversed(batch.micro_batch_sizes(num_processes)):
         if device == "cpu" and size > 1 and size * batch.sequence_length > MAX_CPU_TOKENS:
@@ -318,9 +329,9 @@ def choose_micro_batch_size(
 
 
 def require_room(config: RunConfig, model: GolfForCausalLM, num_processes: int, device: str, free_bytes: int) -> None:
-    """Raise UserError if not even one sequence at a time fits in the free memory. model: on the meta device.
+    """Raise UserError if not even a micro-batch of one sequence fits in the free memory. model: on the meta device.
 
-    All of what is free counts, not a share of it: only what is sure to fail is refused.
+    This counts all free memory, not USABLE_SHARE of it, because it should only reject runs that are sure to fail.
     """
     memory = run_memory(config, model, 1, num_processes, device)
     if memory.peak > free_bytes:

@@ -284,7 +284,7 @@ def test_what_is_missing_to_watch_a_gpu_is_said_once(monkeypatch, caplog):
 
     monkeypatch.setattr(torch.cuda, "utilization", missing)
     monkeypatch.setattr(torch.cuda, "device_memory_used", missing)
-    memory._say_what_is_missing.cache_clear()
+    memory._warn_that_nvml_is_missing.cache_clear()
     for _ in range(2):
         assert memory.gpu_utilization(torch.device("cuda")) is None
         assert memory.gpu_memory_bytes(torch.device("cuda")) is None
