@@ -1,1 +1,1 @@
-"""Judging a model: loss and bits per byte of a text, and samples."""
+"""Evaluate a model: its loss and bits per byte on a text, and samples."""

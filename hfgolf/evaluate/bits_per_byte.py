@@ -1,4 +1,4 @@
-"""The score: bits per byte of the raw UTF-8 text."""
+"""The score: bits per byte of raw UTF-8 text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model costs a text: the nats of all its tokens, and how many tokens and bytes they are.
+    """The total loss of a model on a text, with the number of tokens and bytes.
 
-    Predicting the separator between documents counts in the nats, with 0 bytes (the Parameter Golf convention);
-    `num_tokens` are the predicted ones, separators included. `num_bytes` are counted from the text itself.
+    nats: summed over the predicted tokens, including the separators between documents, which count 0 bytes (the
+    Parameter Golf convention). num_tokens: predicted tokens, including separators. num_bytes: of the text itself.
     """
 
     nats: float
@@ -20,20 +20,20 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean nats a token."""
+        """Mean nats per token."""
         return self.nats / self.num_tokens
 
     @property
     def perplexity(self) -> float:
-        """exp of the loss; infinity where that overflows."""
+        """exp(loss), or infinity if that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float:
-        """(nats / ln 2) / bytes; does not depend on the tokenizer."""
+        """(nats / ln 2) / bytes: comparable between tokenizers."""
         return bits_per_byte(self.nats, self.num_bytes)
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """Return the bits per byte of a text of `num_bytes` that cost `nats` in all."""
+    """Return the bits per byte for a total loss of `nats` on a text of `num_bytes`."""
     return nats / math.log(2) / num_bytes

@@ -1,4 +1,4 @@
-"""What a model may be asked while it is judged: in evaluation mode for a while, and within its positions."""
+"""Evaluation mode, and the limits that a model sets on its input: positions and token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hfgolf.errors import UserError
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, and back into the mode it was in."""
+    """Put the model in evaluation mode for the `with` block, then restore its mode."""
     was_training = model.training
     model.eval()
     try:
@@ -22,26 +22,26 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Return the tokens after which a model has no more positions; None: it may go on beyond those of its training."""
+    """Return the number of positions of a model, or None if it has no limit."""
     config = model.config
-    if getattr(config, "position_embedding", "learned") != "learned":  # a Golf model with rope, or without positions
+    if getattr(config, "position_embedding", "learned") != "learned":  # a Golf model with rope, or with none
         return None
     return getattr(config, "max_position_embeddings", None)
 
 
 def require_embedded(max_id: int, vocab_size: int) -> None:
-    """Raise UserError if the highest id that a tokenizer gave is beyond the entries of the model's embedding."""
+    """Raise UserError if the largest id from a tokenizer is outside the model's embedding."""
     if max_id >= vocab_size:
         raise UserError(
-            f"--model: its tokenizer gave id {max_id}, but it embeds only {vocab_size} entries; tokenizer and weights"
-            " do not belong together."
+            f"--model: its tokenizer returned id {max_id}, but its embedding has only {vocab_size} entries; tokenizer"
+            " and weights do not belong together."
         )
 
 
 def evaluation_length(model: nn.Module, stated: int | None) -> int:
-    """Return the tokens of context to evaluate with: those stated, else the most the model was made for.
+    """Return the context length for evaluation, in tokens: the stated one, or else max_position_embeddings.
 
-    Raises UserError where the model has no such figure, or fewer positions than were stated.
+    Raises UserError if the model has no max_position_embeddings, or fewer positions than stated.
     """
     limit = max_positions(model)
     if stated is not None and (stated < 1 or (limit is not None and stated > limit)):
@@ -49,5 +49,5 @@ def evaluation_length(model: nn.Module, stated: int | None) -> int:
         raise UserError(f"--sequence_length: {stated} is out of range for this model; allowed: {allowed}.")
     length = stated or getattr(model.config, "max_position_embeddings", None)
     if length is None:
-        raise UserError("--sequence_length: this model states no longest sequence; name one, such as 1024.")
+        raise UserError("--sequence_length: this model's config has no maximum length; give one, such as 1024.")
     return length

@@ -1,4 +1,4 @@
-"""The loss of a model on a token stream, each token predicted once whatever the number of processes."""
+"""The loss of a model on a token stream. Each token is predicted exactly once, on any number of processes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ def evaluate_loss(
     budget_tokens: int | None = None,
     before_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Evaluate on the stream's first `budget_tokens` tokens (whole pieces of text; None: all), in non-overlapping rows.
+    """Evaluate a model on the start of a stream, in non-overlapping rows of sequence_length tokens.
 
-    model: any causal language model, unwrapped and on the accelerator's device; called eagerly and in evaluation mode,
-    and left in the mode it was in. The ranks share the rows; sums of nats are added up, in fp64, so no row counts twice
-    (even_batches would).
+    Args:
+        model: any causal language model, unwrapped and on the accelerator's device. It runs uncompiled, in evaluation
+            mode, and returns to its mode afterwards.
+        sequence_length: tokens per row.
+        batch_size: rows per batch and rank.
+        budget_tokens: evaluate as many whole pieces of text as fit in this many tokens. None: all.
+        before_batch: called before each batch, equally often on every rank. An exception from it ends the evaluation.
 
-    before_batch: called before each batch, as often on every rank; what it raises ends the evaluation.
+    The ranks share the rows and add up their losses in fp64. No row counts twice, as it would with even_batches.
     """
     nats = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -52,9 +56,9 @@ def evaluate_loss(
 
 
 def summed_nats(model: nn.Module, input_ids: Tensor, shift_labels: Tensor) -> Tensor:
-    """Return the nats of all targets, a scalar. input_ids, shift_labels: (B, T), the labels one token ahead."""
-    # .forward: a compiled __call__ would compile once more for evaluation
-    if isinstance(model, GolfForCausalLM):  # in chunks; num_items 1: the sum, not the mean
+    """Return the summed loss of all targets in nats, a scalar. input_ids, shift_labels: (B, T); labels are shifted."""
+    # .forward, because a compiled __call__ would compile again for evaluation
+    if isinstance(model, GolfForCausalLM):  # chunked loss; num_items_in_batch=1 gives the sum instead of the mean
         return model.forward(
             input_ids, shift_labels=shift_labels, num_items_in_batch=1, return_logits=False, use_cache=False
         ).loss

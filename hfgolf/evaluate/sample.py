@@ -1,4 +1,4 @@
-"""Text that a model writes."""
+"""Text generation."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> str:
-    """Return the prompt and its continuation; temperature 0 is greedy, top_k 0 and top_p 1 leave no token out.
+    """Return the prompt and its continuation. temperature 0 is greedy; top_k 0 and top_p 1 exclude no token.
 
-    The prompt follows a document separator, as every document did in training; without a prompt the model starts a
-    document. If positions are learned, the text ends with them at the latest. The random generators and the model's
-    mode are left as they were. Raises UserError if the prompt leaves no room for a token, if there is no separator, if
-    the tokenizer gives ids that the model does not embed, or if the model's logits are not finite.
+    The prompt follows a document separator, like every document in training. Without a prompt, the model starts a new
+    document. With learned positions, the text ends at the last position. The random generators and the model's mode
+    are restored.
+
+    Raises UserError if the prompt leaves no room for a token, the tokenizer has no separator, an id is outside the
+    model's embedding, or the logits are not finite.
     """
     if tokenizer.eos_token_id is None:
-        raise UserError("--model: its tokenizer has no eos_token to begin a document with; name a model that has one.")
+        raise UserError("--model: its tokenizer has no eos_token to start a document with; use a model that has one.")
     ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     require_embedded(max(ids), next(model.get_input_embeddings().parameters()).shape[0])
     limit = max_positions(model)
     if limit is not None and len(ids) >= limit:
-        raise UserError(f"The prompt has {len(ids) - 1} tokens; this model takes at most {limit - 2}. Shorten it.")
+        raise UserError(f"The prompt has {len(ids) - 1} tokens, but this model takes at most {limit - 2}; shorten it.")
     input_ids = torch.tensor([ids], device=model.device)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     if temperature > 0:
@@ -61,8 +63,8 @@ def generate_text(
 def _require_finite(input_ids: Tensor, logits: Tensor) -> Tensor:
     """Return the logits, (B, V), if each row has a finite maximum.
 
-    Drawing from anything else raises on a CPU, and on a GPU it is an assertion that no process survives.
+    Sampling from other rows raises on a CPU. On a GPU it triggers a device assertion, which no process survives.
     """
     if not logits.amax(-1).isfinite().all():
-        raise UserError("The model's logits are not finite, so it can write nothing; take an earlier checkpoint.")
+        raise UserError("The model's logits are not finite, so it cannot generate text; use an earlier checkpoint.")
     return logits

@@ -1,6 +1,6 @@
-"""Text files as the tokens of a model's own tokenizer, to be judged on them.
+"""Tokenize text files with a model's own tokenizer, to evaluate the model on them.
 
-Owns the way from files to a stream that is not kept; reading and encoding are the data package's.
+Owns the path from files to a temporary token stream. The data package does the reading and encoding.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 def tokenize_files(
     files: list[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int, text_column: str, folder: Path
 ) -> TokenStream:
-    """Encode every document of `files` (paths, globs, URLs; as data.files) into a stream that lies in `folder`.
+    """Encode every document in `files` (paths, globs or URLs, like data.files) into a stream stored in `folder`.
 
-    vocab_size: entries of the model's embedding. Raises UserError where no file matches, a file is empty or not UTF-8,
-    the tokenizer has no end of text, or it gives an id that the model does not know.
+    vocab_size: number of entries in the model's embedding. Raises UserError if no file matches, a file is empty or not
+    UTF-8, the tokenizer has no end-of-text token, or it returns an id outside the embedding.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.eos_token_id is None:
         raise UserError(
-            "--model: its tokenizer is not a fast one with an eos_token, which must stand between documents; name a"
-            " model that has one."
+            "--model: evaluation needs a fast tokenizer with an eos_token to separate documents; use a model that has"
+            " one."
         )
     tokenizer.save_pretrained(folder / "tokenizer")
-    unread = folder / "train.txt"  # a corpus has a train part, and here nobody reads it
+    unread = folder / "train.txt"  # a corpus needs a train split, but nothing reads this one
     unread.write_text("unread")
     data = DataConfig(
         source="files",
@@ -49,7 +49,7 @@ def tokenize_files(
     try:
         stream = load_tokens(data, pretrained).val
     except UserError as error:
-        said = str(error).replace("data.val_files", "--files").replace("data.text_column", "--text_column")
-        raise UserError(said) from None
+        message = str(error).replace("data.val_files", "--files").replace("data.text_column", "--text_column")
+        raise UserError(message) from None
     require_embedded(int(stream.tokens.max()), vocab_size)
     return stream

@@ -1,1 +1,1 @@
-"""Handing a model to others: the exported folder, its model card, the Hub."""
+"""Publish a model: the exported folder, its model card, and the Hub."""

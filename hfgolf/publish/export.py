@@ -1,6 +1,6 @@
-"""The exported model: a folder that loads with AutoModelForCausalLM where hfgolf was never installed.
+"""The exported model: a folder that loads with AutoModelForCausalLM, even if hfgolf is not installed.
 
-Owns what lies in that folder. Does not know the run that made the model.
+Owns the content of that folder. Does not know the run that made the model.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def export_model(
     card: str,
     pictures: Sequence[Path] = (),
 ) -> None:
-    """Write safetensors, config with auto_map, modelling files, tokenizer, generation config and the card to `folder`.
+    """Write weights, config with auto_map, modeling files, tokenizer, generation config and the card to `folder`.
 
-    pictures: files that the card shows, laid beside it. The folder is replaced as a whole, so that nobody loads a
-    mixture of two exports.
+    pictures: image files that the card shows; they are copied next to it. The folder is replaced in one step, so nobody
+    can load a mixture of two exports.
     """
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)  # the auto classes of the model's files make it copy them too
+    model.save_pretrained(partial)  # also copies the modeling files, because of their _auto_class
     for weights in partial.glob("*.safetensors"):
-        shutil.copymode(partial / "config.json", weights)  # safetensors writes files that only their owner can read
+        shutil.copymode(partial / "config.json", weights)  # safetensors makes files that only their owner can read
     _save_all_but_weights(model, tokenizer, partial)
     (partial / "README.md").write_text(card, encoding="utf-8")
     for picture in pictures:
@@ -49,9 +49,9 @@ def export_model(
 
 
 def files_beside_weights(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Return what an exported model has beside its weights and its card, by file name: with it they can be loaded.
+    """Return {file name: content} of everything needed to load the weights, except the weights themselves.
 
-    The same bytes for the same model and tokenizer. Raises UserError if there is no room for temporary files.
+    The same model and tokenizer give the same bytes. Raises UserError if temporary files cannot be written.
     """
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -59,22 +59,22 @@ def files_beside_weights(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerB
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
     except OSError as error:
         reason = one_line(error)
-        raise UserError(f"TMPDIR: cannot write temporary files ({reason}); let it name a folder with room.") from None
+        raise UserError(f"TMPDIR: cannot write temporary files ({reason}); set it to a folder with space.") from None
 
 
 def _save_all_but_weights(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    config = copy.deepcopy(model.config)  # what save_pretrained adds to it is not the model's to keep
+    config = copy.deepcopy(model.config)  # save_pretrained adds fields that the model should not keep
     config.architectures, config.dtype = [type(model).__name__], model.dtype
-    custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # a config too, its docstring says
+    custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # its docstring also allows a config
     config.save_pretrained(folder)
     _generation_config(model, tokenizer).save_pretrained(folder)
-    for key in ("is_local", "local_files_only"):  # else the file would say how this tokenizer was loaded
+    for key in ("is_local", "local_files_only"):  # otherwise the file records how this tokenizer was loaded
         tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(folder)
 
 
 def _generation_config(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Return what generate() and pipeline() do when told nothing: sample, as greedy small models repeat themselves."""
+    """Return the defaults of generate() and pipeline(). They sample, because small models repeat with greedy search."""
     eos = tokenizer.eos_token_id
     return GenerationConfig(
         bos_token_id=eos,
@@ -83,5 +83,5 @@ def _generation_config(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBas
         do_sample=True,
         temperature=0.8,
         top_k=50,
-        max_new_tokens=max(1, min(256, model.config.max_position_embeddings // 2)),  # half is left for the prompt
+        max_new_tokens=max(1, min(256, model.config.max_position_embeddings // 2)),  # leaves half for the prompt
     )

@@ -1,7 +1,7 @@
-"""Pushing an exported model to the Hub; from a run a failure is a warning, from a script it is an error.
+"""Push an exported model to the Hub. A failure is a warning in a run, and an error in a script.
 
-Owns the upload. A run pushes in a process of its own, which nothing waits for without a limit: neither the training,
-nor a signal, nor the end. Does not know what is in the folder, except for what an export writes.
+Owns the upload. A run pushes in a separate process and never waits for it without a limit: not during training, not on
+a signal and not at the end. Knows nothing about the folder except which files an export writes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 
 from hfgolf.command_line import one_line, run_command
 from hfgolf.errors import UserError
-from hfgolf.publish.model_card import name_in_card
+from hfgolf.publish.model_card import set_location
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_SECONDS = 60  # huggingface_hub itself would wait for an answer for ever
-_PUSH_SECONDS = 300  # all of a push, and on top of it the time that a slow line takes for the files
+_RESPONSE_TIMEOUT_SECONDS = 60  # huggingface_hub itself would wait forever
+_PUSH_TIMEOUT_SECONDS = 300  # plus the time to upload the files at _SLOW_BYTES_PER_SECOND
 _SLOW_BYTES_PER_SECOND = 500_000
 
-# What an export writes, whatever the tokenizer; nothing else leaves the machine.
+# The files that an export writes, for any tokenizer. Nothing else leaves the machine.
 _EXPORTED = (
     *("README.md", "loss.png", "config.json", "generation_config.json"),
     *("model*.safetensors", "model.safetensors.index.json"),
@@ -37,55 +37,55 @@ _EXPORTED = (
 
 
 def push_folder(folder: Path, repo_id: str, private: bool, message: str) -> str:
-    """Create the repository if it is missing, upload what an export wrote in one commit, return the repository's URL.
+    """Create the repository if needed, upload the exported files in one commit, and return the repository's URL.
 
-    The card in the folder is told the name first. HF_ENDPOINT and the token are huggingface_hub's. Raises UserError if
-    the Hub can't be reached, refuses or doesn't answer, if `private` is asked of a repository that is public already,
-    and if a file is a link.
+    First sets repo_id in the card's example. huggingface_hub reads HF_ENDPOINT and the token. Raises UserError if the
+    Hub is unreachable, refuses or does not respond, if `private` is true but the repository is public, or if a file is
+    a link.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import get_session
 
     files = exported_files(folder)
     api = HfApi()
-    get_session().timeout = _ANSWER_SECONDS
+    get_session().timeout = _RESPONSE_TIMEOUT_SECONDS
     try:
-        url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: as the account has it
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: the account's default
         if private and not api.model_info(url.repo_id).private:
-            raise UserError(f"hub.private: {repo_id} is a public repository already; make it private, or name another.")
-        name_in_card(folder / "README.md", url.repo_id)
-        # not upload_folder, which makes several commits of one push
+            raise UserError(f"hub.private: {repo_id} is already public; make it private or use another name.")
+        set_location(folder / "README.md", url.repo_id)
+        # not upload_folder, which splits a push into several commits
         operations = [CommitOperationAdd(path.name, path) for path in files]
         api.create_commit(url.repo_id, operations, commit_message=message)
     except UserError:
         raise
-    except Exception as error:  # huggingface_hub, its HTTP client and hf_xet have their own, and some are RuntimeErrors
+    except Exception as error:  # huggingface_hub, its HTTP client and hf_xet each raise their own types
         hint = "check the name and the network, and log in with `hf auth login`"
         raise UserError(f"hub.repo_id: cannot push to {repo_id}: {_reason(error)}; {hint}.") from None
     return str(url)
 
 
 def exported_files(folder: Path) -> list[Path]:
-    """Return what an export wrote into a folder, by name; says what else is there. Raises UserError for a link."""
+    """Return the files that an export wrote to a folder, sorted. Warns about others. Raises UserError for a link."""
     files = sorted(path for path in folder.iterdir() if any(path.match(pattern) for pattern in _EXPORTED))
     for path in files:
-        if path.is_symlink() or not path.is_file():  # what it points to may be anything
-            raise UserError(f"{path} is not a file that an export wrote; nothing is pushed. Remove it.")
+        if path.is_symlink() or not path.is_file():  # a link may point to any private file
+            raise UserError(f"{path} is not a file that an export wrote, so nothing was pushed; remove it.")
     others = sorted(path.name for path in set(folder.iterdir()) - set(files))
     if others:
-        logger.warning("hub: not pushed, because no export writes it: %s", ", ".join(map(repr, others)))
+        logger.warning("hub: not pushed, because an export does not write it: %s", ", ".join(map(repr, others)))
     return files
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # "Error while uploading FILE"
         error = error.__cause__
-    lines = str(error).strip().splitlines()  # the first says what happened, the others where to read about HTTP
+    lines = str(error).strip().splitlines()  # the first says what happened, the others link to HTTP documentation
     return one_line(lines[0])[:300] if lines else type(error).__name__
 
 
 class HubPusher:
-    """Pushes for a run: one push at a time, in a process of its own, and never stops the run or holds it up.
+    """Push for a run: one push at a time, in a separate process, without ever stopping or delaying the run.
 
     repo_id: None pushes nothing.
     """
@@ -95,39 +95,39 @@ class HubPusher:
         self._running: threading.Thread | None = None
 
     def push_later(self, folder: Path, message: str) -> None:
-        """Start a push, which takes the folder away, so that the next export cannot disturb it.
+        """Start a push in the background. Renames the folder, so that the next export cannot change it.
 
-        Skipped while the one before is under way, so that slow networks do not pile them up.
+        Skips this push if the previous one is still running, so that a slow network does not build a queue.
         """
         if self._running and self._running.is_alive():
-            logger.info("hub: the push before is still under way, this one (%s) is skipped", message)
+            logger.info("hub: the previous push is still running; skipping this one (%s)", message)
             return
         outgoing = folder.with_name(f".pushing-{folder.name}")
         shutil.rmtree(outgoing, ignore_errors=True)
-        self._start(folder.rename(outgoing), message, is_outgoing=True)
+        self._start(folder.rename(outgoing), message, delete_after=True)
 
     def push_now(self, folder: Path, message: str) -> None:
-        """Wait for what is under way, then push and wait for that, not longer than a slow line takes."""
+        """Wait for the running push, then push and wait for that, up to its time limit."""
         if self._running:
             self._running.join()
-        self._start(folder, message, is_outgoing=False)
+        self._start(folder, message, delete_after=False)
         try:
             if self._running:
                 self._running.join()
-        except BaseException:  # a signal; the process that pushes is not ended by it
-            logger.warning("hub: the push goes on in the background; to repeat it: %s", self._again(folder))
+        except BaseException:  # a signal; it does not end the process that pushes
+            logger.warning("hub: the push continues in the background; to repeat it: %s", self._retry_command(folder))
             raise
 
-    def _start(self, folder: Path, message: str, is_outgoing: bool) -> None:
+    def _start(self, folder: Path, message: str, delete_after: bool) -> None:
         if self._repo_id is None:
             return
-        # a daemon: the end of the run does not wait for it
-        self._running = threading.Thread(target=self._push, args=(folder, message, is_outgoing), daemon=True)
+        # a daemon thread, so that the end of the run does not wait for it
+        self._running = threading.Thread(target=self._push, args=(folder, message, delete_after), daemon=True)
         self._running.start()
 
-    def _push(self, folder: Path, message: str, is_outgoing: bool) -> None:
+    def _push(self, folder: Path, message: str, delete_after: bool) -> None:
         num_bytes = sum(path.stat().st_size for path in folder.iterdir())
-        seconds = int(_PUSH_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
+        seconds = int(_PUSH_TIMEOUT_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
         options = [f"--seconds={seconds}", f"--message={message}", *["--private"] * self._private]
         command = [sys.executable, "-m", "hfgolf.publish.hub", str(folder), str(self._repo_id), *options]
         package = Path(__file__).parents[2]
@@ -136,23 +136,23 @@ class HubPusher:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=seconds, start_new_session=True
             )
-            is_pushed, told = done.returncode == 0, (done.stdout if done.returncode == 0 else done.stderr).strip()
+            is_pushed, output = done.returncode == 0, (done.stdout if done.returncode == 0 else done.stderr).strip()
         except subprocess.TimeoutExpired:
-            is_pushed, told = False, f"no end within {seconds} s."
+            is_pushed, output = False, f"it did not finish within {seconds} s."
         if is_pushed:
-            logger.info("hub: pushed %s to %s", message, told)
+            logger.info("hub: pushed %s to %s", message, output)
         else:
-            reason = told.splitlines()[-1].removeprefix("error: ") if told else "its process was ended."
-            logger.warning("hub: not pushed: %s To try again: %s", reason, self._again(folder))
-        if is_outgoing:
+            reason = output.splitlines()[-1].removeprefix("error: ") if output else "its process was killed."
+            logger.warning("hub: not pushed: %s To try again: %s", reason, self._retry_command(folder))
+        if delete_after:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _again(self, folder: Path) -> str:
+    def _retry_command(self, folder: Path) -> str:
         return f"python scripts/push_to_hub.py --run {folder.parent} --repo {self._repo_id}"
 
 
 def main() -> None:
-    """Push as a run's own process, which ends in time even if the run is not there any more."""
+    """Push in a separate process, which ends itself in time even if the run is gone."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("repo_id")

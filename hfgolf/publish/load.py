@@ -1,6 +1,6 @@
-"""Loading a model to use it: any causal model with its tokenizer, from a folder or the Hub.
+"""Load a model for inference: any causal language model and its tokenizer, from a folder or the Hub.
 
-Owns the question of trust: code that lies beside the weights is never executed.
+Owns the trust policy: code stored next to the weights is never executed.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-_MAX_LAYERS = 1000  # transformers builds them before it looks at the weights; 10^9 take hours
+_MAX_LAYERS = 1000  # transformers builds all layers before it reads the weights; 10^9 would take hours
 
 
 def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, in evaluation mode on the GPU where there is one.
+    """Load a model and its tokenizer in evaluation mode, on a GPU if there is one.
 
-    Golf models run with the classes of this installation, others with those of transformers.
-    Of its generation config only the end of a text is kept: who generates says how.
-    Raises UserError if there is no such model, a file of it is damaged, only foreign code could run it, or its weights
-    are not those that its config asks for, or not finite.
+    Golf models use the classes of this installation; others use those of transformers. Only the special token ids of
+    the generation config are kept: the caller decides how to generate.
+
+    Raises UserError if the model does not exist, one of its files is damaged, it needs code from its repository, its
+    weights do not match its config, or a weight is not finite.
     """
     _check_json_files(Path(name_or_path))
     AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
     AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # its table of missing weights; one line below says it
-    loading_what = ""
+    transformers_logging.set_verbosity_error()  # hides its table of missing weights, which one line below replaces
+    part = ""
     try:
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
         layers = getattr(config, "num_hidden_layers", 1)
@@ -52,35 +53,35 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path, trust_remote_code=False, output_loading_info=True
         )
-        loading_what = "the tokenizer of "
+        part = "the tokenizer of "
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
-        tokenizer("a text")  # or a vocabulary of another kind would fail at the first word
+        tokenizer("a text")  # an invalid vocabulary fails only when it is used
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: depends on what is broken
-        raise UserError(f"--model: cannot load {loading_what}{name_or_path}: {_reason(error)}.") from None
+        raise UserError(f"--model: cannot load {part}{name_or_path}: {_reason(error)}.") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
     model, loading = loaded
-    absent = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
-    if absent:  # transformers would go on with random weights in their place
+    missing = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
+    if missing:  # transformers would continue with random weights
         raise UserError(
-            f"--model: {name_or_path} lacks weights that its config.json asks for: {join_words(absent[:3])}"
-            f"{f' and {len(absent) - 3} more' if len(absent) > 3 else ''}; copy or export the model again."
+            f"--model: {name_or_path} lacks weights that its config.json asks for: {join_words(missing[:3])}"
+            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; copy or export the model again."
         )
     unused = sorted(loading["unexpected_keys"]) if isinstance(model, GolfForCausalLM) else []
-    if unused:  # of others, transformers knows better what may be left over
+    if unused:  # for other models, transformers knows which leftover weights are harmless
         raise UserError(
-            f"--model: {name_or_path} holds weights that its config.json has no place for: {join_words(unused[:3])}"
+            f"--model: {name_or_path} has weights that its config.json does not use: {join_words(unused[:3])}"
             f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}; copy or export the model again."
         )
-    sick = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
-    if sick:
-        raise UserError(f"--model: {sick} of {name_or_path} holds values that are not finite; export a sound model.")
+    nonfinite = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
+    if nonfinite:
+        raise UserError(f"--model: {nonfinite} of {name_or_path} has nonfinite values; export another checkpoint.")
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def _check_json_files(folder: Path) -> None:
-    """Raise UserError if a file of a model's folder is not the JSON object that it should be."""
+    """Raise UserError if one of the model's JSON files is not a JSON object."""
     for path in (folder / name for name in _JSON_FILES):
         try:
             is_object = not path.is_file() or isinstance(json.loads(path.read_bytes()), dict)
@@ -92,9 +93,9 @@ def _check_json_files(folder: Path) -> None:
 
 def _reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        return "it needs the code in its repository, which hfgolf never executes"
+        return "it needs code from its repository, which hfgolf never executes"
     if "ignore_mismatched_sizes" in str(error):
-        return "its weights have other shapes than its config.json says; copy or export the model again"
+        return "the shapes of its weights do not match its config.json; copy or export the model again"
     folders = join_words(sorted(str(path) for path in Path("runs").glob("*/model"))) or "none"
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return f"{kind}{one_line(error)[:200]} (exported models here: {folders})"

@@ -1,4 +1,4 @@
-"""The model card: what the model was trained on, how good it is and how to load it.
+"""The model card: what the model was trained on, how good it is, and how to load it.
 
 Owns the text and its metadata. Does not know how the figures were measured.
 """
@@ -20,14 +20,15 @@ from hfgolf.durable import write_text
 from hfgolf.redact import redact
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
-_RESULTS = {"val_loss": "loss (nats a token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
+_RESULTS = {"val_loss": "loss (nats per token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
 
 
 def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Path] = ()) -> str:
-    """Return the card as Markdown with metadata. summary: as `train()` returns it; missing figures are left out.
+    """Return the card as Markdown with metadata.
 
-    pictures: of the training's curves, shown by their names; export_model lays them beside the card. Secrets are
-    redacted, those in a sample included: a model may have learnt them from its corpus.
+    summary: the result of `train()`; missing figures are omitted. pictures: images of the training curves, referenced
+    by file name; export_model copies them next to the card. Secrets are redacted, even in the sample, because a model
+    may have learned them from its corpus.
     """
     title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
     figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
@@ -35,7 +36,7 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
         EvalResult(
             task_type="text-generation",
             dataset_type=config.data.hub_name or config.data.source,
-            dataset_name=f"{_dataset(config)}, validation part",
+            dataset_name=f"{_dataset(config)}, validation split",
             metric_type=metric.removeprefix("val_"),
             metric_name=_RESULTS[metric],
             metric_value=round(value, 4),
@@ -67,17 +68,17 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
     return redact(f"{card}\n")
 
 
-def name_in_card(path: Path, location: str) -> None:
-    """Make the card at `path` say that the model loads from `location`."""
+def set_location(path: Path, location: str) -> None:
+    """Set the location in the loading example of the card at `path`."""
     card = path.read_text(encoding="utf-8")
-    # the first two are the example's; a sample from a model that was trained on Python may hold more
+    # only the first two: a sample from a model trained on Python may contain more
     named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
     if named != card:
         write_text(path, named)
 
 
 def _dataset(config: RunConfig) -> str:
-    """Name the corpus without the folders of this machine."""
+    """Return the name of the corpus, without this machine's folders."""
     if config.data.source == "python_stdlib":
         return "the Python standard library"
     names = [name if "://" in name else Path(name).name for name in config.data.files]
@@ -85,12 +86,12 @@ def _dataset(config: RunConfig) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return Markdown that shows a name as it is: a file may be called `x](http://evil)`, or hold a line break."""
+    """Escape a name for Markdown. A file may be called `x](http://evil)`, or contain a line break."""
     return re.sub(r"([\\`*\[\]<>|!&])", r"\\\1", " ".join(name.split()))
 
 
 def _public_yaml(config: RunConfig) -> str:
-    """Return the config without what concerns only the machine it ran on."""
+    """Return the config as YAML, without the values that only concern this machine."""
     public = config.replace(
         run__output_dir=RunSection.output_dir, run__price_per_hour=None, data__cache_dir=None, train__resume=None
     )
@@ -98,5 +99,5 @@ def _public_yaml(config: RunConfig) -> str:
 
 
 def _fence(text: str) -> str:
-    """Return a Markdown fence that the text cannot close."""
+    """Return a Markdown code fence that the text cannot close."""
     return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))

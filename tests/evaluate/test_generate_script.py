@@ -59,7 +59,7 @@ def test_a_mistake_is_one_line(generate, arguments):
     ("change", "says"),
     [
         (lambda weights: weights.pop("model.norm.weight"), "lacks weights that its config.json asks for: model.norm"),
-        (lambda weights: weights["model.norm.weight"].fill_(math.nan), "model.norm.weight of .* not finite"),
+        (lambda weights: weights["model.norm.weight"].fill_(math.nan), "model.norm.weight of .* nonfinite"),
         (
             lambda weights: weights.update({"model.norm.weight": torch.ones(7)}),
             "lacks weights that its config.json asks for: model.norm|cannot load",
@@ -97,19 +97,19 @@ def with_special_token(folder: Path) -> None:
     [
         (with_text("config.json", "{not json"), "config.json is not a JSON object; copy or export the model again."),
         (with_text("config.json", "null"), "config.json is not a JSON object"),
-        (with_keys("config.json", model_type="banana"), "it needs the code in its repository|[Uu]nrecognized|banana"),
+        (with_keys("config.json", model_type="banana"), "it needs code from its repository|[Uu]nrecognized|banana"),
         (with_keys("config.json", model_type=["golf"]), "cannot load .*unhashable"),
         (with_keys("config.json", hidden_size=10**9), "cannot load"),
-        (with_keys("config.json", hidden_size=64), "its weights have other shapes than its config.json says"),
-        (with_keys("config.json", vocab_size=10**12), "its weights have other shapes than its config.json says"),
+        (with_keys("config.json", hidden_size=64), "the shapes of its weights do not match its config.json"),
+        (with_keys("config.json", vocab_size=10**12), "the shapes of its weights do not match its config.json"),
         (with_keys("config.json", num_hidden_layers=10**9), "num_hidden_layers 1000000000 .* allowed: 1 to 1000"),
         (
             with_keys("config.json", num_hidden_layers=1),
-            "weights that its config.json has no place for: model.layers.1",
+            "weights that its config.json does not use: model.layers.1",
         ),
         (with_text("tokenizer.json", "[" * 100_000), "tokenizer.json is not a JSON object"),
         (with_text("tokenizer.json", "{}"), "cannot load the tokenizer of .*added_tokens"),
-        (with_special_token, r"its tokenizer gave id \d+, but it embeds only \d+ entries"),
+        (with_special_token, r"its tokenizer returned id \d+, but its embedding has only \d+ entries"),
         (with_text("tokenizer_config.json", "[]"), "tokenizer_config.json is not a JSON object"),
         (with_keys("tokenizer_config.json", tokenizer_class="BertTokenizer"), "cannot load the tokenizer of"),
         (with_keys("tokenizer_config.json", model_max_length="many"), "cannot load the tokenizer of"),

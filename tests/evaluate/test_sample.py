@@ -50,7 +50,7 @@ def test_a_text_that_spells_a_special_token_is_text(build_model, tokenizer):
 def test_logits_that_are_not_finite_are_one_line(build_model, tokenizer, value, temperature):
     model = build_model()
     model.lm_head.weight.data.fill_(value)
-    with pytest.raises(UserError, match=r"^The model's logits are not finite, so it can write nothing"):
+    with pytest.raises(UserError, match=r"^The model's logits are not finite, so it cannot generate text"):
         generate_text(model, tokenizer, "ab", max_new_tokens=4, temperature=temperature)
 
 
@@ -58,7 +58,7 @@ def test_learned_positions_end_the_text(build_model, tokenizer):
     model = build_model(position_embedding="learned")
     text = generate_text(model, tokenizer, "x" * 14, max_new_tokens=100)
     assert len(tokenizer(text)["input_ids"]) <= 15 + 2  # an invalid byte is decoded to a sign of three
-    with pytest.raises(UserError, match="The prompt has 15 tokens; this model takes at most 14"):
+    with pytest.raises(UserError, match="The prompt has 15 tokens, but this model takes at most 14"):
         generate_text(model, tokenizer, "x" * 15)
 
 

@@ -54,7 +54,7 @@ def test_private_reaches_the_hub_and_is_not_given_up_silently(exported, our_hub)
     push_folder(exported, "user/open", private=False, message="m")
     before = dict(our_hub.repositories["user/open"].files)
     (exported / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="user/open is a public repository already"):
+    with pytest.raises(UserError, match="user/open is already public"):
         push_folder(exported, "user/open", private=True, message="m")
     assert our_hub.repositories["user/open"].files == before
 
@@ -117,12 +117,12 @@ def test_a_slow_push_is_neither_overtaken_nor_disturbed(exported, our_hub, caplo
 
 def test_a_hub_that_accepts_and_never_answers_is_given_up(exported, our_hub, monkeypatch, caplog):
     our_hub.never_answers = True
-    monkeypatch.setattr(hub_module, "_PUSH_SECONDS", 2)
+    monkeypatch.setattr(hub_module, "_PUSH_TIMEOUT_SECONDS", 2)
     pusher = HubPusher("user/name", private=False)
     pusher.push_now(exported, "step 6")
     again = f"To try again: python scripts/push_to_hub.py --run {exported.parent} --repo user/name"
-    assert caplog.messages == [f"hub: not pushed: no end within 2 s. {again}"]
-    monkeypatch.setattr(hub_module, "_ANSWER_SECONDS", 0.2)
+    assert caplog.messages == [f"hub: not pushed: it did not finish within 2 s. {again}"]
+    monkeypatch.setattr(hub_module, "_RESPONSE_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(UserError, match=r"cannot push to user/name: .*timed? ?out"):
         push_folder(exported, "user/name", private=False, message="m")
 
@@ -134,10 +134,12 @@ def test_only_what_an_export_wrote_is_pushed(exported, our_hub, tmp_path, caplog
     (exported / "checkpoints").mkdir()
     push_folder(exported, "user/name", private=False, message="m")
     assert set(our_hub.repositories["user/name"].files) == before
-    assert caplog.messages == ["hub: not pushed, because no export writes it: '.env', 'checkpoints', 'notes.json'"]
+    assert caplog.messages == [
+        "hub: not pushed, because an export does not write it: '.env', 'checkpoints', 'notes.json'"
+    ]
     (tmp_path / "private").write_text("what nobody should read")
     (exported / "vocab.json").symlink_to(tmp_path / "private")
-    with pytest.raises(UserError, match=r"vocab.json is not a file that an export wrote; nothing is pushed"):
+    with pytest.raises(UserError, match=r"vocab.json is not a file that an export wrote, so nothing was pushed"):
         push_folder(exported, "user/other", private=False, message="m")
     assert "user/other" not in our_hub.repositories
 

@@ -8,7 +8,7 @@ from tiny_export import SUMMARY
 
 from hfgolf.command_line import load_config
 from hfgolf.config import DataConfig, RunConfig
-from hfgolf.publish.model_card import model_card, name_in_card
+from hfgolf.publish.model_card import model_card, set_location
 
 
 def test_the_metadata_says_what_the_hub_indexes(exported):
@@ -35,7 +35,7 @@ def test_the_text_reads_well_and_tells_nothing_of_this_machine(exported):
     assert card.count('from_pretrained("runs/tiny/model"') == 2
     assert "| bits per byte | 1.5000 |\n| perplexity | 25.7900 |\n\nA sample" in card
     assert "On 1,000 held-out tokens (3,126 bytes of raw UTF-8 text):\n\n| measure" in card
-    assert "The weights are those of step 5, of 6 steps and 24,576 training tokens in all, on an abacus" in card
+    assert "These are the weights of step 5. The run took 6 steps and 24,576 training tokens on an abacus." in card
     assert "/home/somebody/runs" not in card and "/home/somebody/cache" not in card
     assert "\n\n\n" not in card and card.endswith("```\n")
 
@@ -100,7 +100,7 @@ def test_only_the_example_is_renamed(tiny_config, tmp_path):
     sample = 'x = Y.from_pretrained("z")'
     path = tmp_path / "README.md"
     path.write_text(model_card(tiny_config, SUMMARY | {"sample": sample}))
-    name_in_card(path, "user/name")
-    name_in_card(path, "other/name")
+    set_location(path, "user/name")
+    set_location(path, "other/name")
     card = path.read_text()
     assert card.count('from_pretrained("other/name"') == 2 and "user/name" not in card and sample in card

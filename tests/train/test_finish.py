@@ -51,8 +51,8 @@ def test_damaged_best_weights_are_not_exported(run, tiny_run, monkeypatch, valid
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["step"], summary["is_best"], summary["damaged_best_step"]) == (6, False, 3)
     assert same_weights(folder / "model" / "model.safetensors", folder / "checkpoints" / "step-000006" / name)
-    assert "those of step 6, of 6 steps" in (folder / "model" / "README.md").read_text()
-    assert "best weights by validation loss, of step 3, were damaged" in (folder / "model" / "README.md").read_text()
+    assert "the weights of step 6. The run took 6 steps" in (folder / "model" / "README.md").read_text()
+    assert "best weights by validation loss, from step 3, were damaged" in (folder / "model" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("damaged", [(4,), (2, 4)])

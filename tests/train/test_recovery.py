@@ -331,7 +331,7 @@ def test_no_sample_stops_the_end_of_a_run(run, tiny_run, break_weights):
     assert events(folder)[-1]["event"] == "sample_failed"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == 6 and "sample" not in summary
-    assert "A sample, written" not in (folder / "model" / "README.md").read_text()
+    assert "A sample, generated" not in (folder / "model" / "README.md").read_text()
 
 
 @pytest.fixture
@@ -573,7 +573,7 @@ def test_a_loss_that_no_longer_improves_ends_the_run(run, tiny_run, validation_l
     exported, best = (load_file(path / "model.safetensors") for path in (folder / "model", checkpoints / "step-000006"))
     assert all(torch.equal(exported[name], best[name]) for name in best)
     card = (folder / "model" / "README.md").read_text()
-    assert "The weights are those of step 6, the best by validation loss, of 8 steps" in card
+    assert "the weights of step 6, the best by validation loss. The run took 8 steps" in card
 
 
 @pytest.mark.parametrize(("patience", "min_improvement", "last"), [(3, 0.1, 10), (2, 0.0, 20), ("null", 0.1, 20)])
@@ -626,7 +626,7 @@ def test_the_averages_are_kept_evaluated_and_exported(run, tiny_run, edit_run, m
     exported = load_file(folder / "model" / "model.safetensors")
     averages = load_file(folder / "checkpoints" / "best" / "ema.safetensors")
     assert all(torch.equal(exported[name], averages[name]) for name in averages)
-    assert "the moving average of those" in (folder / "model" / "README.md").read_text()
+    assert "the moving-average weights" in (folder / "model" / "README.md").read_text()
 
 
 def test_the_best_averages_are_exported_where_an_earlier_step_had_them(run, tiny_run, validation_losses):
