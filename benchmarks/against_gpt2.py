@@ -1,9 +1,9 @@
-"""Time and memory of one training step beside transformers' GPT2LMHeadModel with the same weights.
+"""Time and memory of one training step, compared with transformers' GPT2LMHeadModel with the same weights.
 
     python benchmarks/against_gpt2.py --output benchmarks/results/against_gpt2_cpu.json
 
-Both run eagerly in the same precision on the same batch, the repetitions interleaved in one process; peak memory is
-that of a process of its own for each. The loss of both is printed, so that one sees that they do the same work.
+Both run uncompiled, in the same precision, on the same batch, with interleaved repetitions in one process. Peak memory
+is measured in a separate process for each. The printed losses show that both do the same work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import about, forget_peak, held_bytes, peak_bytes, write
+from machine import about, held_bytes, peak_bytes, reset_peak, write
 
 SHAPES = {
     "characters": {"n_embd": 384, "n_layer": 6, "n_head": 6, "vocab_size": 257, "n_positions": 256, "batch": 16},
@@ -64,10 +64,10 @@ def step_bytes(name: str, shape: str, device: str) -> int:
 
 
 def child(name: str, shape: dict[str, int], device: str) -> int:
-    """Return what three steps add, at their peak, to the memory of a process that holds the models."""
+    """Return the peak memory that three steps add in a process that already holds the models, in bytes."""
     on_gpu = device == "cuda"
     step = make_step(build(shape, device)[name], shape, device)
-    forget_peak(on_gpu)
+    reset_peak(on_gpu)
     before = held_bytes(on_gpu)
     for _ in range(3):
         step()
@@ -75,7 +75,7 @@ def child(name: str, shape: dict[str, int], device: str) -> int:
 
 
 def row(result: dict[str, Any]) -> str:
-    """Return what is printed of a shape."""
+    """Return the printed lines for one shape."""
     theirs, ours = (statistics.median(result["seconds"][who]) for who in ("transformers", "hfgolf"))
     megabytes = "{transformers:,.0f} / {hfgolf:,.0f}".format(**{k: v / 1e6 for k, v in result["bytes"].items()})
     return (
@@ -104,7 +104,7 @@ def main() -> None:
         steps = {
             who: make_step(model, shape, arguments.device) for who, model in build(shape, arguments.device).items()
         }
-        losses = {who: step() for who, step in steps.items()}  # warms up
+        losses = {who: step() for who, step in steps.items()}  # also the warmup
         seconds: dict[str, list[float]] = {who: [] for who in steps}
         for _ in range(arguments.repetitions):
             for who, step in steps.items():
@@ -116,8 +116,8 @@ def main() -> None:
         results.append({"shape": name, **shape, "losses": losses, "seconds": seconds, "ratio": ratio, "bytes": memory})
         print(row(results[-1]))
     if arguments.output:
-        where = about("torch", "transformers", threads=torch.get_num_threads())
-        write(arguments.output, where, results=results)
+        machine = about("torch", "transformers", threads=torch.get_num_threads())
+        write(arguments.output, machine, results=results)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Seconds to write and to load a checkpoint beside torch.save, with fsync, and torch.load of the same tensors.
+"""Seconds to write and load a checkpoint, compared with torch.save (with fsync) and torch.load of the same tensors.
 
     python benchmarks/checkpoint.py --output benchmarks/results/checkpoint_cpu.json
-    python benchmarks/checkpoint.py --output benchmarks/results/checkpoint_gpu.json    # where there is a GPU
+    python benchmarks/checkpoint.py --output benchmarks/results/checkpoint_gpu.json    # on a machine with a GPU
 
-The models, optimizers and averages of two configs, after a step's worth of state and without any data. A checkpoint is
-written as a run waits for it at its end (files, hashes, fsync, rename; what that costs a run that goes on is in
-saving.py) and loaded as train.resume does: hashes first. torch.save writes model and optimizer into one file; what is
-loaded goes into model and optimizer on both sides. "its hashes" is SHA-256 of the checkpoint's files by itself. The
-repetitions are interleaved in one process, the ratios those of the pairs; what is loaded was written just before, so
-that it comes from the memory of the system rather than from the disk.
+Uses the models, optimizers and averages of two configs, with full optimizer state and no data. A save is the blocking
+one at the end of a run: files, hashes, fsync, rename. (saving.py measures the cost of a background save.) A load is
+that of train.resume, which checks the hashes first. torch.save writes model and optimizer to one file. Both sides load
+into model and optimizer. "its hashes" is the SHA-256 of the checkpoint's files alone. Repetitions are interleaved in
+one process, and ratios are medians over pairs. Loaded files were just written, so they come from the page cache, not
+the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hfgolf.command_line import load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = {"small": ("small.yaml", 4096), "124m": ("fineweb_124m.yaml", 50257)}
-"""For each its config and the entries of the vocabulary that its run would have."""
+"""{name: (config, vocabulary size of its run)}."""
 
 
 def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     plain = folder / "plain.pt"
 
     def write() -> None:
-        state.step += 1  # or the save would find its folder there
+        state.step += 1  # otherwise the folder of the save already exists
         checkpoints.save(is_best=False)
         checkpoints.wait()
 
@@ -106,7 +106,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     for repetition in range(repetitions + 1):
         for name, call in calls.items():
             took = timed(call, accelerator.device.type == "cuda")
-            if repetition:  # the first one warms up
+            if repetition:  # the first one is the warmup
                 seconds[name].append(took)
     failures = checkpoints.failures()
     if failures:
@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--model", choices=MODELS, help="only this one")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one is made in it")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; a temporary folder is made in it")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 

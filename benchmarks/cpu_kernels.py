@@ -1,11 +1,11 @@
-"""Time of what the model does its own way on a CPU, beside torch's: causal attention, and dropout.
+"""Time of the model's own CPU kernels, compared with torch's: causal attention and dropout.
 
     python benchmarks/cpu_kernels.py --output benchmarks/results/cpu_kernels_cpu.json
 
-Forward and backward over 4,096 tokens of 4 heads of 64, compiled as when training a small model; the repetitions are
-interleaved in one process and the ratios are those of the pairs. Attention: SDPA, plain products, and
-hfgolf/model/causal_blocks.py, which setup.py takes for bf16 on a CPU. Dropout: torch's, and the bytes of
-modeling_golf.py.
+Forward and backward over 4,096 tokens with 4 heads of size 64, compiled, as in training a small model. Repetitions are
+interleaved in one process, and ratios are medians over pairs. Attention: SDPA, plain matmuls, and
+hfgolf/model/causal_blocks.py, which training uses for bf16 on a CPU. Dropout: torch's, and modeling_golf.py's, which
+uses one random byte per element.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def attention(length: int, dtype: Any) -> tuple[dict[str, Callable], list[Any]]:
-    """Return the kernels and their operands, (B, H, T, D) each; they are checked against each other."""
+    """Return the kernels and their operands, (B, H, T, D) each, after checking the kernels against each other."""
     import torch
     from torch.nn import functional as F
 
@@ -73,7 +73,7 @@ def attention(length: int, dtype: Any) -> tuple[dict[str, Callable], list[Any]]:
 
 
 def dropout(dtype: Any) -> tuple[dict[str, Callable], list[Any]]:
-    """Return both kinds of dropout and their operand, the residual stream."""
+    """Return both kinds of dropout and their operand, a residual stream."""
     import torch
     from torch.nn import functional as F
 
@@ -84,7 +84,7 @@ def dropout(dtype: Any) -> tuple[dict[str, Callable], list[Any]]:
 
 
 def interleave(kernels: dict[str, Callable], operands: list[Any], repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds of each kernel, compiled, forward and backward."""
+    """Return the seconds of each compiled kernel, forward and backward."""
     import torch
 
     torch._dynamo.reset()

@@ -1,12 +1,12 @@
-"""Batches a second of the loader beside a bare NumPy gather, from the memory map and from RAM.
+"""Batches per second of the loader, compared with a bare NumPy gather, from a memory map and from RAM.
 
     python benchmarks/data_loading.py --output benchmarks/results/data_loading_cpu.json
 
-Tokens are random, in a file as the token cache has it, all of it in the page cache. A batch is what a step gets:
-{"input_ids", "shift_labels"}, int64. The bare gather draws its places from a list made before, and makes the same
-batch, without our order, hash and DataLoader. Workers are started before the clock is. The repetitions are interleaved
-in one process; the ratios are those of the pairs. Batches that nobody computes on are made as fast as cores allow; what
-counts in training is that a batch takes far less than a step, and with workers that it is there when the step ends.
+Tokens are random, in a file in the token cache's format, and in the page cache. A batch is what a step gets:
+{"input_ids", "shift_labels"}, int64. The bare gather makes the same batch at precomputed random places, without our
+order, hash and DataLoader. Workers start before the clock does. Repetitions are interleaved in one process, and ratios
+are medians over pairs. Nothing computes on these batches, so this is the loader's top speed. In training, it only
+matters that a batch takes far less time than a step or, with workers, that it is ready when the step ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def our_batches(stream: Any, num_workers: int, arguments: argparse.Namespace) ->
 
 
 def rate(batches: Iterable[Any]) -> float:
-    """Return batches a second, the first one not counted: workers start, an epoch is shuffled."""
+    """Return batches per second. The first batch, which starts the workers and shuffles an epoch, does not count."""
     iterator = iter(batches)
     next(iterator)
     started_at = time.perf_counter()
@@ -65,7 +65,7 @@ def rate(batches: Iterable[Any]) -> float:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Return batches a second of each way, one for each repetition."""
+    """Return {way: batches per second in each repetition}."""
     import numpy as np
 
     from hfgolf.data.token_stream import open_stream, pieces_path, write_arrow
@@ -86,7 +86,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float
 
 
 def show(rates: dict[str, list[float]]) -> None:
-    print(f"{'':<24}{'batches/s':>10}{'from':>9}{'to':>9}{'ms a batch':>12}{'of bare':>9}")
+    print(f"{'':<24}{'batches/s':>10}{'from':>9}{'to':>9}{'ms/batch':>12}{'of bare':>9}")
     for way, values in rates.items():
         bare = rates[f"{way.split(',')[0]}, bare"]
         share = median(ours / theirs for ours, theirs in zip(values, bare, strict=True))
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=100_000_000)
-    parser.add_argument("--batches", type=int, default=500, help="of a repetition")
+    parser.add_argument("--batches", type=int, default=500, help="batches per repetition")
     parser.add_argument("--micro_batch_size", type=int, default=8)
     parser.add_argument("--sequence_length", type=int, default=1024)
     parser.add_argument("--output", type=Path)
@@ -109,8 +109,8 @@ def main() -> None:
     show(rates)
     if arguments.output:
         shape = {name: getattr(arguments, name) for name in ("tokens", "micro_batch_size", "sequence_length")}
-        where = about("torch", "numpy", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
-        write(arguments.output, where, shape=shape, batches_per_second=rates)
+        machine = about("torch", "numpy", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
+        write(arguments.output, machine, shape=shape, batches_per_second=rates)
 
 
 if __name__ == "__main__":

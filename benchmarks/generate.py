@@ -1,15 +1,14 @@
-"""Tokens a second of greedy generation beside transformers' GPT2LMHeadModel with the same weights.
+"""Tokens per second of greedy generation, compared with transformers' GPT2LMHeadModel with the same weights.
 
     python benchmarks/generate.py --output benchmarks/results/generate_cpu.json
     python benchmarks/generate.py --device cuda --output benchmarks/results/generate_gpu.json
 
-Both by model.generate with a KV cache, in fp32 on a CPU and in bf16 on a GPU, the prompt's forward pass included; the
-repetitions are interleaved in one process, the ratios those of the pairs. The weights are random, without a token that
-ends the text. Both must generate the same tokens in fp32, on either device: in bf16 rounding alone decides between
-logits that are nearly equal, and the share of the same tokens is printed.
+Both use model.generate with a KV cache, in fp32 on a CPU and bf16 on a GPU. The time includes the prompt's forward
+pass. Repetitions are interleaved in one process, and ratios are medians over pairs. The weights are random, and no
+token ends the text. In fp32, both must generate the same tokens on either device. In bf16, rounding decides between
+nearly equal logits, so the share of equal tokens is printed.
 
-On a CPU with --threads 1 the time is that of the process, not the clock's: other programs on the machine take nothing
-of it but their share of the caches.
+On a CPU with --threads 1, time is process time: other programs only affect it through the shared caches.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "small": {"n_embd": 256, "n_layer": 5, "n_head": 4, "vocab_size": 4096},
     "gpt2_124m": {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257},
 }
-CASES = [(1, 16), (8, 16), (1, 512), (8, 512)]  # sequences at once, tokens of a prompt
+CASES = [(1, 16), (8, 16), (1, 512), (8, 512)]  # (batch size, prompt tokens)
 
 
 def build(model: str, device: str) -> dict[str, Any]:
@@ -44,7 +43,7 @@ def build(model: str, device: str) -> dict[str, Any]:
 
 
 def generate(model: Any, prompts: Any, new_tokens: int) -> Any:
-    """Return the tokens behind the prompts, (B, new_tokens)."""
+    """Return the generated tokens, (B, new_tokens)."""
     import torch
 
     with torch.no_grad():
@@ -79,7 +78,7 @@ def measure(model: str, device: str, new_tokens: int, repetitions: int) -> list[
             for name, its_model in models.items():
                 started_at = clock()
                 tokens[name] = generate(its_model, each, new_tokens).cpu()  # waits for a GPU
-                if repetition:  # the first one warms up
+                if repetition:  # the first one is the warmup
                     seconds[name].append(clock() - started_at)
         same = (tokens["hfgolf"] == tokens["transformers"]).double().mean().item()
         assert same == 1 or device == "cuda"
@@ -105,7 +104,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--new_tokens", type=int, default=32)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, help="of a CPU; as torch would otherwise")
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
     parser.add_argument("--model", choices=MODELS, help="only this one")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -124,8 +123,8 @@ def main() -> None:
     for model in [arguments.model] if arguments.model else MODELS:
         results += measure(model, arguments.device, arguments.new_tokens, arguments.repetitions)
     if arguments.output:
-        where = about("torch", "transformers", threads=torch.get_num_threads(), load=os.getloadavg()[0])
-        write(arguments.output, where, dtype="fp32" if arguments.device == "cpu" else "bf16", results=results)
+        machine = about("torch", "transformers", threads=torch.get_num_threads(), load=os.getloadavg()[0])
+        write(arguments.output, machine, dtype="fp32" if arguments.device == "cpu" else "bf16", results=results)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What it gives a CPU that freed memory is kept for the next step, and that large tensors lie in large pages.
+"""Speedup on a CPU from keeping freed memory for the next step, and from huge pages for large tensors.
 
     python benchmarks/kept_memory.py --output benchmarks/results/kept_memory_cpu.json
 
-Trains models of 10.7 M, 5 M and 124 M parameters, compiled, in a process of its own for each repetition, in turns as
-the C library and torch do by themselves ("returned"), with freed memory kept ("kept") and with pages of 2 MB as well
-("large pages"): the last is what train/process.tune_memory() sets. Page faults are those of a step.
+Trains compiled models of 10.7 M, 5 M and 124 M parameters. Each repetition is a separate process. Three settings take
+turns: the defaults of the C library and torch ("returned"), freed memory kept ("kept"), and also 2 MB pages ("large
+pages"), which is what train/process.tune_memory() sets. Page faults are per step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STEPS = 10
 
 
 def child(shape: str, kind: str) -> dict[str, float]:
-    """Return the median seconds and the page faults of a step, and the peak of the process in bytes."""
+    """Return a step's median seconds and page faults, and the peak memory of the process in bytes."""
     from hfgolf.command_line import load_config
     from hfgolf.tools.scratch import scratch_run
     from hfgolf.train import setup
@@ -85,7 +85,7 @@ def main() -> None:
     import torch
 
     results: list[dict[str, Any]] = []
-    print(f"{'':<12}{'':<13}{'ms a step':>11}{'from':>8}{'to':>8}{'faster':>8}{'page faults':>13}{'peak':>10}")
+    print(f"{'':<12}{'':<13}{'ms/step':>11}{'from':>8}{'to':>8}{'faster':>8}{'page faults':>13}{'peak':>10}")
     for shape in SHAPES:
         runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
         for _ in range(arguments.repetitions):

@@ -1,11 +1,10 @@
-"""The ladder: a training step from the naive loop to hfgolf's, one improvement a rung, the same model and data.
+"""The ladder: from a naive training step to hfgolf's, one improvement per rung, with the same model and data.
 
     python scripts/ladder.py --config configs/small.yaml
 
-Each rung keeps what the rungs below it gained. They are written to be read: how a batch is made is one of a few small
-functions, and the step around it is `plain_step`, a training loop as one finds it in a tutorial. The last rung is
-hfgolf's train_step(), which adds a loss that never holds all logits of a batch, and the attention that is the fastest
-on this device.
+Each rung keeps the improvements of the rungs below it. The code is meant to be read: a few small functions each make a
+batch in one way, and `plain_step` around them is a training loop as in a tutorial. The last rung is hfgolf's
+train_step(), which adds a loss that never holds all logits of a batch, and the fastest attention for this device.
 """
 
 from __future__ import annotations
@@ -39,30 +38,30 @@ from hfgolf.train.loop import train_step
 from hfgolf.train.run import Run
 
 Blocks = Callable[[np.ndarray], Tensor]
-"""From the tokens of the training stream at which blocks begin to (B, T + 1) int64 tokens."""
+"""Maps the starts of blocks in the training stream to (B, T + 1) int64 tokens."""
 
-# How far the losses of two rungs may lie apart, in nats: in fp32, and where one of them computes in 16 bits. A step
-# moves them by more than that, and a wrong batch by far more.
+# The largest allowed difference between the losses of two rungs, in nats per token: in fp32, and if one of them uses 16
+# bits. A step changes the loss by more than this, and a wrong batch by far more.
 TOLERANCES = {"no": 1e-3, "bf16": 5e-2}
 
 
 @dataclass
 class Rung:
-    """One way to make a step, or the reason why this machine has none."""
+    """One way to make a step, or the reason why this machine skips it."""
 
     name: str
     what: str
-    """What is new in it."""
+    """What is new in this rung."""
     step: Callable[[], float] | None
-    """Makes the next step and returns its loss, in nats a token; it has waited for the device then."""
+    """Makes the next step, waits for the device, and returns the loss in nats per token."""
     precision: str = "no"
     skipped: str = ""
 
 
 class TextFiles:
-    """The pieces of text that the first steps read, as files: what a naive loop tokenises again for each batch.
+    """The text of the first steps as files, which the naive loop tokenizes again for each batch.
 
-    Each file has the text of one piece of the token cache, decoded before anything is measured.
+    Each file has the text of one piece of the token cache, decoded before the measurement.
     """
 
     def __init__(self, tokens: TokenCache, sequence_length: int, starts: np.ndarray, folder: Path) -> None:
@@ -72,7 +71,7 @@ class TextFiles:
         self.ends = np.cumsum(tokens.train.piece_tokens, dtype=np.int64)
         self.starts = self.ends - tokens.train.piece_tokens
         self.begins_document: dict[int, bool] = {}
-        """Whether the end of text stands before a piece."""
+        """Whether an end-of-text token precedes each piece."""
         for start in starts.tolist():
             for piece in self.pieces(start):
                 ids = tokens.train.tokens[self.starts[piece] : self.ends[piece]].tolist()
@@ -81,12 +80,12 @@ class TextFiles:
                 (folder / f"{piece}.txt").write_text(str(text), encoding="utf-8", newline="")
 
     def pieces(self, start: int) -> range:
-        """Return the pieces in which the tokens of the block lie that begins at a token."""
+        """Return the indices of the pieces that the block starting at token `start` spans."""
         first, last = np.searchsorted(self.ends, [start, start + self.sequence_length], side="right").tolist()
         return range(first, last + 1)
 
     def read(self, starts: np.ndarray) -> Tensor:
-        """Read the text of each sequence, tokenise it and cut the sequence out."""
+        """Read the text of each sequence, tokenize it and cut out the sequence."""
         rows = []
         for start in starts.tolist():
             ids: list[int] = []
@@ -100,7 +99,7 @@ class TextFiles:
 
 
 def from_disk(path: Path, sequence_length: int) -> Blocks:
-    """Open the file of token ids for each sequence and cut the sequence out."""
+    """Return a reader that opens the file of token ids for each sequence and cuts out the sequence."""
 
     def read(starts: np.ndarray) -> Tensor:
         return torch.stack(
@@ -111,7 +110,7 @@ def from_disk(path: Path, sequence_length: int) -> Blocks:
 
 
 def from_memory(tokens: np.ndarray, sequence_length: int) -> Blocks:
-    """Cut each sequence out of an array in memory."""
+    """Return a reader that cuts each sequence out of an array in memory."""
 
     def read(starts: np.ndarray) -> Tensor:
         return torch.stack([torch.tensor(tokens[s : s + sequence_length + 1].tolist()) for s in starts.tolist()])
@@ -119,16 +118,15 @@ def from_memory(tokens: np.ndarray, sequence_length: int) -> Blocks:
     return read
 
 
-def vectorised(stream: TokenStream, sequence_length: int) -> Blocks:
-    """Read all sequences of a batch at once."""
+def vectorized(stream: TokenStream, sequence_length: int) -> Blocks:
+    """Return a reader that reads all sequences of a batch at once."""
     return lambda starts: gather(stream, starts, sequence_length)
 
 
 def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, precision: str) -> Callable[[], float]:
-    """Return a loop's step over a copy of the run's model: forward, backward, clip, update.
+    """Return a plain training step on a copy of the run's model: forward, backward, clip, update.
 
-    attention: a name of transformers, eager for plain products. The data, the optimizer and the learning rates are
-    those of the run.
+    attention: transformers' name for it; eager means plain matmuls. Data, optimizer and learning rates are the run's.
     """
     config, device = run.config, run.accelerator.device
     model = copy_of(run.raw_model, attention)
@@ -159,23 +157,23 @@ def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, prec
 
 
 def starts_of(run: Run, step: int) -> np.ndarray:
-    """Return the tokens at which the blocks of a step begin."""
+    """Return the token index at which each block of a step starts."""
     batch = run.config.batch
     positions = step * batch.sequences_per_step + np.arange(batch.sequences_per_step)
     return block_starts(run.config.run.seed, positions, blocks_per_epoch(run), batch.sequence_length)
 
 
 def copy_of(model: GolfForCausalLM, attention: str) -> GolfForCausalLM:
-    """Return a model of its own with the same weights, uncompiled, in fp32."""
+    """Return an independent, uncompiled fp32 copy of the model."""
     with model.device:
-        twin = GolfForCausalLM(copy.deepcopy(model.config))
-    twin.load_state_dict(model.state_dict())
-    twin.set_attn_implementation(attention)
-    return twin.train()
+        duplicate = GolfForCausalLM(copy.deepcopy(model.config))
+    duplicate.load_state_dict(model.state_dict())
+    duplicate.set_attn_implementation(attention)
+    return duplicate.train()
 
 
 def hfgolf_step(run: Run) -> Callable[[], float]:
-    """Return the step of hfgolf, on the run itself."""
+    """Return hfgolf's own step, on the run itself."""
 
     def step() -> float:
         loss = train_step(run, math.inf).loss
@@ -188,34 +186,36 @@ def hfgolf_step(run: Run) -> Callable[[], float]:
 
 
 def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> list[Rung]:
-    """Return the rungs from the bottom up, of a run that has made no step yet and is not compiled.
+    """Return the rungs from the bottom up, for a run that has made no step and is not compiled.
 
-    num_steps: steps that a rung will make at most. folder: for the texts that the lowest rung reads. may_compile: where
-    there is a compiler.
+    num_steps: the most steps that a rung will make. folder: for the text files of the lowest rung. may_compile: compile
+    if this device has a compiler.
     """
     config, stream, length = run.config, run.tokens.train, run.config.batch.sequence_length
     if num_steps * config.batch.sequences_per_step > blocks_per_epoch(run):
-        raise UserError(f"--repetitions: {num_steps} steps read the text more than once; give more text, or fewer.")
+        raise UserError(
+            f"--repetitions: {num_steps} steps would read the text more than once; use fewer repetitions or more text."
+        )
     starts = [starts_of(run, step) for step in range(num_steps)]
-    gathered = vectorised(stream, length)
+    gathered = vectorized(stream, length)
     texts = TextFiles(run.tokens, length, np.unique(np.concatenate(starts)), folder)
     is_same = torch.equal(texts.read(starts[0]), gathered(starts[0]))
     precision, source = str(config.train.mixed_precision), run.resolved.sources["train.mixed_precision"]
     skipped = {
-        "naive": "" if is_same else "this tokenizer does not make the same tokens of a text that it decoded",
-        "in RAM": "" if stream.is_in_memory else "data.in_memory is false, or the tokens are too large for it",
+        "naive": "" if is_same else "this tokenizer does not reproduce its own tokens from decoded text",
+        "in RAM": "" if stream.is_in_memory else "data.in_memory is false, or the tokens do not fit in memory",
         "compiled": "" if may_compile else "train.compile is false",
         "mixed precision": "" if precision != "no" else f"train.mixed_precision is no ({source})",
     }
     if may_compile and not has_compiler(run.accelerator.device):
-        skipped["compiled"] = "there is no compiler for this device"
+        skipped["compiled"] = "this device has no compiler"
     is_compiled = not skipped["compiled"]
     stored, in_memory = from_disk(stream.path, length), from_memory(stream.tokens, length)
     rungs: list[tuple[str, str, Blocks, str, bool, str]] = [
-        ("naive", "tokenise the text of each batch", texts.read, "eager", False, "no"),
-        ("tokenised", "token ids from a file", stored, "eager", False, "no"),
+        ("naive", "tokenize the text of each batch", texts.read, "eager", False, "no"),
+        ("tokenized", "token ids from a file", stored, "eager", False, "no"),
         ("in RAM", "token ids from memory", in_memory, "eager", False, "no"),
-        ("vectorised", "all sequences of a batch in one read", gathered, "eager", False, "no"),
+        ("vectorized", "all sequences of a batch in one read", gathered, "eager", False, "no"),
         ("compiled", "torch.compile", gathered, "eager", is_compiled, "no"),
         ("mixed precision", precision, gathered, "eager", is_compiled, precision),
         ("SDPA", "scaled_dot_product_attention", gathered, "sdpa", is_compiled, precision),
@@ -227,15 +227,15 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
         built.append(Rung(name, what, step, of_rung, reason))
     if is_compiled:
         run.raw_model.compile()
-    what = f"train_step(): loss in chunks, {run.raw_model.config._attn_implementation} attention"
+    what = f"train_step(): chunked loss, {run.raw_model.config._attn_implementation} attention"
     return [*built, Rung("hfgolf", what, hfgolf_step(run), precision)]
 
 
 def climb(rungs: list[Rung], num_losses: int, repetitions: int) -> list[dict[str, Any]]:
-    """Make the steps of all rungs and return a row for each: its first losses, seconds, ratios, or why it was skipped.
+    """Run all rungs and return a row for each: its first losses, seconds and ratios, or why it was skipped.
 
-    The repetitions are interleaved, a step of each rung in turn, so that what else the machine does meets all of them;
-    "faster" (than the rung before) and "faster_than_first" are medians over these pairs.
+    The rungs take turns, one step each, so that other work on the machine affects all of them alike. "faster" (than the
+    previous rung) and "faster_than_first" are medians over the pairs of a turn.
     """
     losses = {rung.name: first_losses(rung, num_losses) for rung in rungs}
     seconds: dict[str, list[float]] = {rung.name: [] for rung in rungs if rung.step}
@@ -266,7 +266,7 @@ def climb(rungs: list[Rung], num_losses: int, repetitions: int) -> list[dict[str
 
 
 def first_losses(rung: Rung, num_losses: int) -> list[float]:
-    """Make the first steps of a rung and return their losses; a rung that has no room in memory is skipped."""
+    """Make a rung's first steps and return their losses. A rung that runs out of memory is marked as skipped."""
     try:
         return [rung.step() for _ in range(num_losses)] if rung.step else []
     except RuntimeError as error:
@@ -277,13 +277,13 @@ def first_losses(rung: Rung, num_losses: int) -> list[float]:
 
 
 def check_losses(rows: list[dict[str, Any]]) -> None:
-    """Add to each row "losses_off_by", how far its losses lie from those of the first rung at most, in nats a token.
+    """Add "losses_off_by" to each row: the largest difference from the first rung's losses, in nats per token.
 
-    Raises ValueError where that is beyond TOLERANCES: the rung trains something else.
+    Raises ValueError if that exceeds TOLERANCES, because the rung then trains something else.
     """
     climbed = [row for row in rows if "losses" in row]
     for row in climbed:
         pairs = zip(row["losses"], climbed[0]["losses"], strict=True)
         row["losses_off_by"] = max(abs(loss - first) for loss, first in pairs)
         if not row["losses_off_by"] <= TOLERANCES[row["precision"]]:
-            raise ValueError(f"{row['rung']}: its losses {row['losses']} are not those of {climbed[0]['rung']}")
+            raise ValueError(f"{row['rung']}: its losses {row['losses']} differ from those of {climbed[0]['rung']}")

@@ -1,12 +1,12 @@
-"""Speed and memory of building the token cache of a text far larger than what may lie in memory. Linux only.
+"""Speed and memory of building the token cache of a text too large for memory. Linux only.
 
     python benchmarks/large_corpus.py --gigabytes 2 --output benchmarks/results/large_corpus_cpu.json
 
-The text is one document of lines drawn at random, with a fixed seed, from the standard library of the running Python.
-A process of its own trains a BPE tokenizer on a sample of it and tokenises it. Memory is that process's at its peak:
-"own" is what it allocated (RssAnon, looked at ten times a second), which must not grow with the text; "with files" also
-counts the pages of mapped files (VmHWM), which the system takes back when it needs them. Text and cache are in the
-temporary folder (TMPDIR), which needs 4 times the size of the text, and are removed at the end.
+The text is one document of random lines, with a fixed seed, from the standard library of the running Python. A separate
+process trains a BPE tokenizer on a sample of it and tokenizes it. Memory is the peak of that process: "own" is what it
+allocated (RssAnon, sampled ten times per second), which must not grow with the text. "with files" also counts pages of
+mapped files (VmHWM), which the system can reclaim. Text and cache are in the temporary folder (TMPDIR), which needs 4
+times the size of the text, and are deleted at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINES_AT_ONCE = 100_000
 
 
 def write_text(path: Path, num_bytes: int) -> None:
-    """Write at least so many bytes of lines of the standard library, in random order."""
+    """Write at least num_bytes of random lines from the standard library."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     lines = [line for source in sources for line in source.read_bytes().splitlines(keepends=True) if line.strip()]
     generator = random.Random(0)
@@ -39,7 +39,7 @@ def write_text(path: Path, num_bytes: int) -> None:
 
 
 def child(path: str, cache_dir: str, vocab_size: int) -> dict[str, Any]:
-    """Build the cache; what the log says on the way goes to the terminal."""
+    """Build the cache, and load it once more; the log goes to the terminal."""
     import logging
 
     from hfgolf.config import DataConfig, TokenizerConfig
@@ -56,7 +56,7 @@ def child(path: str, cache_dir: str, vocab_size: int) -> dict[str, Any]:
 
 
 def kibibytes(process: int, field: str) -> int:
-    """Return a field of the process's status, 0 where it has ended."""
+    """Return a field of the process's status in KiB, or 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
@@ -65,7 +65,7 @@ def kibibytes(process: int, field: str) -> int:
 
 
 def measure(gigabytes: float, vocab_size: int, folder: Path) -> dict[str, Any]:
-    """Return figures of the build; bytes and seconds."""
+    """Return the figures of the build, in bytes and seconds."""
     text, cache = folder / "text.txt", folder / "cache"
     write_text(text, int(gigabytes * 1e9))
     command = [sys.executable, __file__, "--child", str(text), str(cache), "--vocab_size", str(vocab_size)]
@@ -112,8 +112,8 @@ def main() -> None:
         measured = measure(arguments.gigabytes, arguments.vocab_size, Path(folder))
     show(measured)
     if arguments.output:
-        where = about("tokenizers", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
-        write(arguments.output, where, **measured)
+        machine = about("tokenizers", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
+        write(arguments.output, machine, **measured)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a benchmark writes about the machine beside its figures, and how it reads the most memory that it took.
+"""What the benchmarks share: the machine's description in their JSON files, and readings of memory.
 
-Owns how the JSON files of --output begin: hardware, versions, then what else a benchmark has to say. Does not know what
-is measured. The memory is a GPU's as torch's allocator gave it out, or the resident memory of this process (Linux).
+Owns the first fields of every --output file: hardware, versions and the benchmark's own facts. Does not know what is
+measured. Memory is what torch's allocator handed out on a GPU, or this process's resident memory on a CPU (Linux).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def about(*packages: str, **facts: Any) -> dict[str, Any]:
-    """Return the hardware, the versions of these packages ("python" is one, too), hfgolf's commit, and the facts."""
+    """Return the hardware, the versions of the given packages ("python" works too), hfgolf's commit, and the facts."""
     from hfgolf.hardware import fingerprint
     from hfgolf.run.provenance import git_commit
 
@@ -26,7 +26,7 @@ def about(*packages: str, **facts: Any) -> dict[str, Any]:
 def version(package: str) -> str:
     if package == "python":
         return platform.python_version()
-    # its own word, where it has one: the metadata of a wheel may lack torch's +cu130
+    # prefer __version__, because a wheel's metadata may lack torch's +cu130
     return getattr(importlib.import_module(package), "__version__", None) or importlib.metadata.version(package)
 
 
@@ -35,7 +35,7 @@ def write(path: Path, about: dict[str, Any], **figures: Any) -> None:
 
 
 def held_bytes(on_gpu: bool) -> int:
-    """Return the memory that is taken now."""
+    """Return the bytes in use now."""
     if on_gpu:
         import torch
 
@@ -44,7 +44,7 @@ def held_bytes(on_gpu: bool) -> int:
 
 
 def peak_bytes(on_gpu: bool) -> int:
-    """Return the most memory that was taken since forget_peak()."""
+    """Return the peak bytes in use since reset_peak()."""
     if on_gpu:
         import torch
 
@@ -52,13 +52,13 @@ def peak_bytes(on_gpu: bool) -> int:
     return _resident_bytes("VmHWM")
 
 
-def forget_peak(on_gpu: bool) -> None:
+def reset_peak(on_gpu: bool) -> None:
     if on_gpu:
         import torch
 
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of resident memory starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets VmHWM
 
 
 def _resident_bytes(field: str) -> int:

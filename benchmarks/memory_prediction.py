@@ -1,12 +1,12 @@
-"""The memory that a run predicts, beside the most that `top` would have shown of its process.
+"""The memory that a run predicts, compared with the peak that `top` would show for its process.
 
     python benchmarks/memory_prediction.py --output benchmarks/results/memory_prediction_cpu.json
     python benchmarks/memory_prediction.py --output benchmarks/results/memory_prediction_gpu.json   # on a GPU
 
-Each case is a whole run of scripts/train.py in a process of its own: some steps, the evaluation, a sample, the export.
-"predicted" is what the run prints before its first step, and "training" what of it live tensors are to take.
-"measured" is the peak that the run prints at its end; on a CPU, the kernel's own figure for the process (ru_maxrss) is
-beside it in the JSON. Memory does not depend on what else the machine does; the seconds of these runs mean nothing.
+Each case is a complete run of scripts/train.py in a separate process: some steps, the evaluation, a sample, the export.
+"predicted" is what the run prints before its first step, and "training" is the part of it for live tensors. "measured"
+is the peak that the run prints at its end. On a CPU, the JSON also has the kernel's own figure (ru_maxrss). Memory does
+not depend on other programs, so a busy machine is fine; ignore the times of these runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 FP32, BF16 = "--train.mixed_precision=no", "--train.mixed_precision=bf16"
 CHECKPOINTING = "--model.gradient_checkpointing=true"
 SMALL = ["--config=configs/small.yaml", "--train.max_steps=20"]
-# its text would have to be fetched
+# with other text, because its own would need a download
 CHARACTERS = ["--config=configs/shakespeare_char.yaml", "--data.files=hfgolf/**/*.py", "--train.max_steps=20"]
 LARGE = [
     "--config=configs/fineweb_124m.yaml",
@@ -75,11 +75,11 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Train as the case says and return the bytes that the run predicted and took."""
+    """Run a case and return the bytes that the run predicted and used."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--train.compile=false", *CASES[name], "--train.max_minutes=null", "--train.eval_tokens=20000"]
         options += ["--train.save_every_steps=null", f"--run.output_dir={folder}", "--run.name=case"]
-        command = [sys.executable, "scripts/train.py", *options, "--train.cpu_threads=1"]  # others may be at work here
+        command = [sys.executable, "scripts/train.py", *options, "--train.cpu_threads=1"]  # the machine may be shared
         run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert run.stdout
         printed = run.stdout.read()

@@ -1,15 +1,14 @@
-"""Time and memory of one optimizer step beside torch.optim.Muon and torch.optim.AdamW(fused=True).
+"""Time and memory of one optimizer step, compared with torch.optim.Muon and torch.optim.AdamW(fused=True).
 
     python benchmarks/optimizer_step.py --output benchmarks/results/optimizer_step_cpu.json
     python benchmarks/optimizer_step.py --device cuda --output benchmarks/results/optimizer_step_gpu.json
 
-On the matrices of GPT-2 124M and of configs/small.yaml, whole as torch.optim.Muon takes them, and with q, k and v apart
-as hfgolf trains them; 5 classic iterations in bf16. The repetitions are interleaved in one process; the ratios are
-those of the pairs. "products alone" are the matrix products of a step by themselves, replayed with the same tensors: no
-step that makes them can be faster. What a step adds to the memory is its peak in a process of its own, without state.
+Uses the matrices of GPT-2 124M and of configs/small.yaml: fused, as torch.optim.Muon takes them, and with q, k and v
+apart, as hfgolf trains them. 5 classic iterations in bf16. Repetitions are interleaved in one process, and ratios are
+medians over pairs. "products alone" replays only the matmuls of a step on the same tensors, a lower bound for any step
+that computes them. The memory that a step adds is its peak in a separate process, without optimizer state.
 
-On a CPU with --threads 1 the time is that of the process, not the clock's: other programs on the machine take nothing
-of it but their share of the caches.
+On a CPU with --threads 1, time is process time: other programs only affect it through the shared caches.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from machine import about, forget_peak, held_bytes, peak_bytes, write
+from machine import about, held_bytes, peak_bytes, reset_peak, write
 
 MODELS = {"small": {"width": 256, "layers": 5}, "gpt2_124m": {"width": 768, "layers": 12}}
 MUON = {
@@ -61,7 +60,7 @@ def build(name: str, width: int, layers: int, device: str) -> Any:
 
 
 def products_of(optimizer: Any) -> tuple[Callable[[], None], int]:
-    """Return what makes the matrix products of one step again, and how many floating-point operations they are."""
+    """Return a function that repeats the matmuls of one step, and their FLOPs."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
@@ -97,14 +96,14 @@ def step_bytes(name: str, model: str, device: str) -> int:
 
 
 def child(name: str, model: str, device: str) -> int:
-    """Return what a step adds, at its peak, to the memory of a process that holds parameters, gradients and state."""
+    """Return the peak memory that a step adds in a process that already holds parameters, gradients and state."""
     import torch
 
     torch.zeros(31 * 2**18)  # as in measure()
     optimizer = build(name, **MODELS[model], device=device)
     small = build(name, width=8, layers=1, device=device)
-    small.step()  # loads what is loaded once
-    for group in optimizer.param_groups:  # makes the state, and leaves the memory of a step untouched
+    small.step()  # loads libraries and kernels
+    for group in optimizer.param_groups:  # a step without gradients creates the state, but uses no temporary memory
         for param in group["params"]:
             param.grad, param.kept = None, param.grad
     optimizer.step()
@@ -112,7 +111,7 @@ def child(name: str, model: str, device: str) -> int:
         for param in group["params"]:
             param.grad = param.kept
     on_gpu = device == "cuda"
-    forget_peak(on_gpu)
+    reset_peak(on_gpu)
     before, already = held_bytes(on_gpu), state_bytes(optimizer)
     optimizer.step()
     return max(0, peak_bytes(on_gpu) - before - (state_bytes(optimizer) - already))
@@ -121,7 +120,7 @@ def child(name: str, model: str, device: str) -> int:
 def measure(model: str, device: str, repetitions: int) -> dict[str, Any]:
     import torch
 
-    torch.zeros(31 * 2**18)  # malloc keeps the memory of a step from here on, as it does beside a model's activations
+    torch.zeros(31 * 2**18)  # makes malloc keep the memory of a step, as it does with a model's activations around
     clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     optimizers = {name: build(name, **MODELS[model], device=device) for name in (*MUON, *ADAMW)}
     steps: dict[str, Callable[[], Any]] = {name: optimizer.step for name, optimizer in optimizers.items()}
@@ -136,7 +135,7 @@ def measure(model: str, device: str, repetitions: int) -> dict[str, Any]:
             step()
             if device == "cuda":
                 torch.cuda.synchronize()
-            if repetition >= 2:  # the first ones warm up
+            if repetition >= 2:  # the first two are the warmup
                 seconds[name].append(clock() - started_at)
     return {
         "model": model,
@@ -170,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, help="of a CPU; as torch would otherwise")
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
     parser.add_argument("--model", choices=MODELS, help="only this one")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -188,8 +187,8 @@ def main() -> None:
         results.append(measure(model, arguments.device, arguments.repetitions))
         show(results[-1])
     if arguments.output:
-        where = about("torch", threads=torch.get_num_threads(), load=os.getloadavg()[0])
-        write(arguments.output, where, results=results)
+        machine = about("torch", threads=torch.get_num_threads(), load=os.getloadavg()[0])
+        write(arguments.output, machine, results=results)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Run every benchmark that has figures for this device, and the scripts that profile, and write docs/benchmarks.md.
+"""Run every benchmark and profiling script for a device, and write docs/benchmarks.md.
 
     python benchmarks/run_all.py                  (or: make bench-cpu)
     python benchmarks/run_all.py --device cuda    (or: make bench-gpu)
 
-Each writes benchmarks/results/NAME_cpu.json or NAME_gpu.json, which holds what it printed, too; the page is made from
-the files that are there, whichever machine they are from.
+Each one writes benchmarks/results/NAME_cpu.json or NAME_gpu.json, which also stores what it printed. The page is made
+from all existing files, from any machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
 PAGE = ROOT / "docs" / "benchmarks.md"
-NO_BENCHMARKS = ("ladder", "machine", "run_all")  # the ladder is climbed by scripts/ladder.py
+NO_BENCHMARKS = ("ladder", "machine", "run_all")  # scripts/ladder.py runs the ladder
 ONLY_ON_CPU = ("cpu_kernels", "data_loading", "kept_memory", "large_corpus", "tokenize_text")
 SUFFIXES = {"cpu": "cpu", "cuda": "gpu"}
 SMALL = ("--config", "configs/small.yaml")
@@ -47,18 +47,18 @@ SCRIPTS = {
         "roofline": ("roofline", *GPT2_124M),
     },
 }
-"""For each device, measurements that a script of scripts/ makes: its name and options."""
+"""For each device: {measurement: (script in scripts/, *options)}."""
 WRITTEN_BY = {"profile_step": "profile.json"}
 
 
 def names(device: str) -> list[str]:
-    """Return the benchmarks that have figures for a device."""
+    """Return the names of a device's benchmarks."""
     others = NO_BENCHMARKS if device == "cpu" else NO_BENCHMARKS + ONLY_ON_CPU
     return sorted([path.stem for path in FOLDER.glob("*.py") if path.stem not in others] + [*SCRIPTS[device]])
 
 
 def run(name: str, device: str) -> bool:
-    """Run a benchmark, showing what it prints, and keep that in its JSON; say whether it went well."""
+    """Run a benchmark, show its output and store it in its JSON. Return whether it succeeded."""
     output = FOLDER / "results" / f"{name}_{SUFFIXES[device]}.json"
     if name in SCRIPTS[device]:
         script, *options = SCRIPTS[device][name]
@@ -68,12 +68,12 @@ def run(name: str, device: str) -> bool:
             return False
         measured = json.loads((ROOT / folder / WRITTEN_BY.get(script, f"{script}.json")).read_text())
         metadata = measured["metadata"]
-        metadata.pop("environment", None)  # which names folders of this machine
+        metadata.pop("environment", None)  # contains folders of this machine
         versions = {"torch": metadata["packages"]["torch"], "hfgolf": metadata["commit"]}
         measured |= {"hardware": metadata["hardware"], "versions": versions}
     else:
         path = FOLDER / f"{name}.py"
-        takes_device = "--device" in path.read_text()  # the others take the GPU where there is one
+        takes_device = "--device" in path.read_text()  # the others use a GPU if there is one
         printed = show([str(path), "--output", str(output), *(("--device", device) if takes_device else ())])
         if printed is None:
             return False
@@ -83,7 +83,7 @@ def run(name: str, device: str) -> bool:
 
 
 def show(command: list[str]) -> str | None:
-    """Run a Python script, showing what it prints; return that with ~ for the home folder, None where it fails."""
+    """Run a Python script, show its output, and return it with ~ for the home folder. Return None if it fails."""
     print(f"\n{Path(command[0]).stem}", flush=True)
     printed = []
     command = [sys.executable, "-u", *command]
@@ -95,11 +95,11 @@ def show(command: list[str]) -> str | None:
 
 
 def page() -> str:
-    """Return docs/benchmarks.md: for each kind of device what each benchmark printed, on which machine."""
+    """Return the text of docs/benchmarks.md: for each kind of device, the output and machine of each benchmark."""
     lines = [
         "# Benchmarks",
         "",
-        "Made by `make bench-cpu` and `make bench-gpu`. How each is measured is said at the top of its file.",
+        "Made by `make bench-cpu` and `make bench-gpu`. The top of each benchmark's file says how it measures.",
     ]
     for title, suffix in (("CPU", "cpu"), ("GPU", "gpu")):
         found = {path: json.loads(path.read_text()) for path in sorted((FOLDER / "results").glob(f"*_{suffix}.json"))}
@@ -114,13 +114,13 @@ def page() -> str:
 
 
 def source(name: str) -> Path:
-    """Return the script that makes a measurement."""
-    scripts = {name: script for of_device in SCRIPTS.values() for name, (script, *_) in of_device.items()}
+    """Return the path of the script that makes a measurement."""
+    scripts = {name: script for measurements in SCRIPTS.values() for name, (script, *_) in measurements.items()}
     return ROOT / "scripts" / f"{scripts[name]}.py" if name in scripts else FOLDER / f"{name}.py"
 
 
 def machine(measured: dict[str, Any]) -> str:
-    """Return the machine and the versions that a measurement was made with, in a line."""
+    """Return one line with the machine and versions of a measurement."""
     hardware, versions = measured.get("hardware", {}), measured.get("versions", {})
     parts = [str(hardware.get("device", "unknown machine")), f"{hardware.get('cores', '?')} cores"]
     return ", ".join([*parts, *(f"{name} {version}" for name, version in versions.items())])
@@ -134,7 +134,7 @@ def main() -> None:
     known = names(arguments.device)
     if unknown := set(arguments.only or ()) - set(known):
         parser.error(
-            f"no benchmark for {arguments.device} is called {', '.join(unknown)}; there are {', '.join(known)}"
+            f"no benchmark for {arguments.device} is called {', '.join(unknown)}; choose from {', '.join(known)}"
         )
     failed = [name for name in arguments.only or known if not run(name, arguments.device)]
     PAGE.write_text(page())

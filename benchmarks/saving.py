@@ -1,13 +1,13 @@
-"""What it costs the loop to save in the background, and to look at every gradient before its update.
+"""What the loop pays for saving in the background, and for checking every gradient before its update.
 
     python benchmarks/saving.py --output benchmarks/results/saving_cpu.json
-    python benchmarks/saving.py --output benchmarks/results/saving_gpu.json    # where there is a GPU
+    python benchmarks/saving.py --output benchmarks/results/saving_gpu.json    # on a machine with a GPU
 
-Trains configs/small.yaml's model in a temporary folder, in short steps. A blocking save is one that the loop waits for:
-files, hashes, fsync, rename. A save in the background costs the loop its beginning (on a GPU, the copy to the host) and
-whatever holds up the steps beside it: the thread's work, and the first update, which waits until the files are written.
-The look at the gradient is compared with steps that never wait for the device. Everything is interleaved in one
-process; the ratios are those of the pairs.
+Trains the model of configs/small.yaml in a temporary folder, in short steps. The loop waits for a blocking save: files,
+hashes, fsync, rename. A background save costs the loop its start (on a GPU, the copy to the host) and the slowdown of
+the steps during it: the thread's work, and the first update, which waits until the files are written. Steps that check
+the gradient are compared with steps that never wait for the device. Everything is interleaved in one process, and
+ratios are medians over pairs.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
         run.checkpoints.wait()
         return time.perf_counter() - started_at
 
-    run.checkpoints.wait()  # for the memory of a GPU's copies
+    run.checkpoints.wait()  # until the memory for a GPU's copies is reserved
     steps(3)
     blocking_save()
-    number = 1 + math.ceil(blocking_save() / (steps(5) / 5))  # a write ends within so many
+    number = 1 + math.ceil(blocking_save() / (steps(5) / 5))  # steps during which a write finishes
     rows = []
     for _ in range(repetitions):
-        run.state.step += 1  # or the save would find its folder there
+        run.state.step += 1  # otherwise the folder of the save already exists
         row = {"steps": steps(number), "blocking_save": blocking_save()}
         run.state.step += 1
         row |= {"begin": save(), "steps_beside_a_save": steps(number)}
@@ -113,19 +113,19 @@ def show(measured: dict[str, Any]) -> None:
     rows, steps = measured["seconds"], measured["steps"]
     plain = [(row["steps"] + row["steps_again"]) / 2 for row in rows]
     beside = [row["steps_beside_a_save"] - base for row, base in zip(rows, plain, strict=True)]
-    print(f"{measured['parameters']:,} parameters, {measured['checkpoint_bytes'] / 1e6:,.1f} MB a checkpoint")
-    print(f"{'a step':<34}{median(plain) / steps * 1e3:10.1f} ms   ({steps} of them beside a save)")
+    print(f"{measured['parameters']:,} parameters, {measured['checkpoint_bytes'] / 1e6:,.1f} MB per checkpoint")
+    print(f"{'a step':<34}{median(plain) / steps * 1e3:10.1f} ms   ({steps} of them during a save)")
     print(f"{'blocking save':<34}{median(row['blocking_save'] for row in rows) * 1e3:10.1f} ms")
     for name, costs in (
-        ("the loop stands still for", [row["begin"] for row in rows]),
-        ("steps beside the write take longer", beside),
+        ("the loop waits for", [row["begin"] for row in rows]),
+        ("steps during the write take longer", beside),
         ("together", [row["begin"] + extra for row, extra in zip(rows, beside, strict=True)]),
     ):
         shares = [cost / row["blocking_save"] for cost, row in zip(costs, rows, strict=True)]
         print(f"{name:<34}{median(costs) * 1e3:10.1f} ms   {median(shares):6.1%} of a blocking save")
-    looks = [base / row["steps_without_a_look"] - 1 for row, base in zip(rows, plain, strict=True)]
-    span = f"from {min(looks):.2%} to {max(looks):.2%}"
-    print(f"{'looking at the gradient':<34}{median(looks):10.2%} of a step ({span})")
+    checks = [base / row["steps_without_a_look"] - 1 for row, base in zip(rows, plain, strict=True)]
+    span = f"from {min(checks):.2%} to {max(checks):.2%}"
+    print(f"{'checking the gradient':<34}{median(checks):10.2%} of a step ({span})")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Seconds from the start of a process to its answer, or to the first step of a run.
+"""Seconds from the start of a process to its end, or to the first step of a run.
 
     python benchmarks/startup.py --output benchmarks/results/startup_cpu.json
 
-Each line is a process of its own, with all that was read before in the memory of the system, the lines interleaved. The
-CPU's seconds are those of the process: on a machine that others use they are the better measure, on a quiet one they
-differ little from the clock's where one core works. The run is that of configs/small.yaml, not compiled, its tokens
-cached by a start before those that count; what it does before its first step is as its metrics.jsonl has it
-(seconds_setup), the first step itself comes on top. "imports" is what a run imports, by itself.
+Each line is a separate process with a warm page cache, and the lines take turns. On a shared machine, the CPU seconds
+are the better measure; on a quiet one they differ little from the wall clock if only one core works. The run is that of
+configs/small.yaml, uncompiled, and a start that does not count fills the token cache. The time to the first step comes
+from metrics.jsonl (seconds_setup) and does not include that step. "imports" is only what a run imports.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ COMMANDS = {
     "import hfgolf": ["-c", "import hfgolf"],
     "train.py --help": [TRAIN, "--help"],
     "import torch": ["-c", "import torch"],
-    # without the end of the interpreter, which comes after a run's steps
+    # os._exit skips the interpreter's shutdown, which a run does after its steps
     "imports": ["-c", "import os, hfgolf.train.loop; os._exit(0)"],
 }
 TO_FIRST_STEP, FIRST_STEP = "run: to the first step", "run: the first step"
@@ -56,12 +55,12 @@ def main() -> None:
                 seconds.setdefault(name, []).append(took)
     show(seconds, cpu_seconds, first)
     if arguments.output:
-        where = about("python", "torch", load=os.getloadavg()[0])
-        write(arguments.output, where, without_cached_tokens=first, seconds=seconds, cpu_seconds=cpu_seconds)
+        machine = about("python", "torch", load=os.getloadavg()[0])
+        write(arguments.output, machine, without_cached_tokens=first, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def time_run(config: str, folder: Path, name: str) -> dict[str, float]:
-    """Train for one step in a process and return the seconds before it and its own."""
+    """Train for one step in a separate process. Return the seconds before the step, and of the step."""
     options = {
         "config": config,
         "run.name": name,
@@ -78,7 +77,7 @@ def time_run(config: str, folder: Path, name: str) -> dict[str, float]:
 
 
 def time_process(arguments: list[str]) -> tuple[float, float]:
-    """Return the seconds of a Python process, by the clock and of the CPU."""
+    """Return the wall-clock and CPU seconds of a Python process."""
     cpu_before, started_at = children_cpu_seconds(), time.perf_counter()
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     took = time.perf_counter() - started_at
@@ -99,7 +98,7 @@ def show(seconds: dict[str, list[float]], cpu_seconds: dict[str, list[float]], f
         print(line + (f"{median(cpu_seconds[name]):>8.2f} s" if name in cpu_seconds else ""))
     share = median(a / b for a, b in zip(seconds["imports"], seconds[TO_FIRST_STEP], strict=True))
     print(f"the imports take {share:.0%} of the time to the first step")
-    print(f"the first start, with tokens to make: {first[TO_FIRST_STEP]:.2f} s to the first step")
+    print(f"the first start, without a token cache: {first[TO_FIRST_STEP]:.2f} s to the first step")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Speed from text files to the token cache beside bare `tokenizers` on the same text in memory, and the cached start.
+"""Speed from text files to the token cache, compared with bare `tokenizers` on text in memory, and of a cached start.
 
     python benchmarks/tokenize_text.py --output benchmarks/results/tokenize_text_cpu.json
 
-The text is the standard library of the running Python, and the four times as long one of torch's own source. Ours is
-load_tokens with an empty cache: identify, read, cut, load the tokenizer, tokenise, write; none is trained, as each
-comes from a folder. Bare is one call with a loaded tokenizer and all the text in memory, cut into the same pieces,
-which keeps nothing: `encode_batch`, and `encode_batch_fast`, which leaves out the offsets. Every call begins with a
-tokenizer that has seen no text, as its cache of words makes a second pass up to twice as fast. The repetitions are
-interleaved in one process; the ratios are those of the pairs.
+The texts are the standard library of the running Python, and torch's own source, which is four times as long. Ours is
+load_tokens with an empty cache: identify, read, cut, load the tokenizer, tokenize, write. No tokenizer is trained; each
+comes from a folder. Bare is one call with a loaded tokenizer on all the text in memory, cut into the same pieces, and
+stores nothing: `encode_batch`, and `encode_batch_fast`, which skips the offsets. Every call uses a fresh tokenizer,
+because a tokenizer's cache of words makes a second pass up to twice as fast. Repetitions are interleaved in one
+process, and ratios are medians over pairs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BARE = ("encode_batch", "encode_batch_fast")
 
 
 def measure(name: str, text: str, folder: Path, repetitions: int) -> dict[str, Any]:
-    """Return the seconds of each way of encoding, and what they encode."""
+    """Return the seconds of each way of encoding, and the size of the text."""
     from tokenizers import Tokenizer
 
     from hfgolf.config import DataConfig, TokenizerConfig
@@ -108,8 +108,8 @@ def main() -> None:
             results.append(measure(name, text, Path(folder), arguments.repetitions))
         show(results[-1])
     if arguments.output:
-        where = about("tokenizers", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
-        write(arguments.output, where, results=results)
+        machine = about("tokenizers", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
+        write(arguments.output, machine, results=results)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""Time and memory of training beside transformers' Trainer with GPT2LMHeadModel, and beside litgpt where it is there.
+"""Time and memory of training, compared with transformers' Trainer with GPT2LMHeadModel, and with litgpt if installed.
 
     python benchmarks/train_throughput.py --output benchmarks/results/train_throughput_cpu.json
     python benchmarks/train_throughput.py --device cuda --output benchmarks/results/train_throughput_gpu.json
 
-Every arm is a process of its own that runs its own loop: hfgolf's train_step() on a run that is set up,
-Trainer.train(), litgpt's fit() in short. They train on the same tokens in the same order, from the same weights where
-they have the same model, with AdamW, dropout 0 and clipping, and neither log, evaluate nor save. They take turns: a few
-steps of one while the others wait, then the next, so that a machine whose speed drifts slows all of them. "faster" is
-the median over the rounds of the time that Trainer's fastest arm took in the same round, or the first arm where none is
-of Trainer; that the losses agree shows that they do the same work. The memory is the peak during the steps after the
-first ones: of the process on a CPU (Linux), libraries and all, and of torch's allocator on a GPU.
+Each arm is a separate process with its own loop: hfgolf's train_step() on a prepared run, Trainer.train(), or a short
+version of litgpt's fit(). They train on the same tokens in the same order, with AdamW, dropout 0 and clipping, and
+arms with the same model start from the same weights. They do not log, evaluate or save. The arms take turns, a few
+steps each, so that a drift in the machine's speed affects all of them. "faster" compares with Trainer's fastest arm (or
+with the first arm if there is no Trainer) in the same round, as the median over rounds. Equal losses show that the arms
+do the same work. Memory is the peak after the warmup: of the whole process on a CPU (Linux), of torch's allocator on a
+GPU.
 
-On a CPU with --threads 1 the time is that of the process, not the clock's: other programs on the machine take nothing
-of it but their share of the caches.
+On a CPU with --threads 1, time is process time: other programs only affect it through the shared caches.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about, forget_peak, peak_bytes, write
+from machine import about, peak_bytes, reset_peak, write
 
 
 @dataclass(frozen=True)
@@ -43,27 +42,27 @@ class Shape:
     heads: int
     context: int
     sequences: int
-    """In a step."""
+    """Per step."""
     tokenizer: str
-    """Of hfgolf, trained on this interpreter's standard library."""
+    """hfgolf's tokenizer.kind; it is trained on this interpreter's standard library."""
     vocabulary: int
     arms: tuple[str, ...] = ()
-    """The only ones by default, as all would not have room beside each other; none: all."""
+    """The default arms, if not all fit in memory at once; empty means all."""
 
 
 @dataclass(frozen=True)
 class Arm:
     program: str
     precision: str = "bf16"
-    """no or bf16, by autocast."""
+    """no or bf16, with autocast."""
     is_compiled: bool = True
     optimizer: str = "adamw"
     is_gpt2: bool = True
-    """Whether the model is GPT-2, and so the same as Trainer's."""
+    """Whether the model is GPT-2, like Trainer's."""
     checkpoints: bool = False
-    """Whether the activations are computed again in the backward pass."""
+    """Whether to use gradient checkpointing."""
     inductor: dict[str, bool] = field(default_factory=dict)
-    """Settings of torch's compiler, by their names in torch._inductor.config."""
+    """Compiler settings, by their names in torch._inductor.config."""
     uses_tf32: bool = False
     only_on_gpu: bool = False
 
@@ -114,27 +113,27 @@ GPT2_BLOCK = {
 }
 LEARNING_RATE = 3e-4
 BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.0  # Trainer would decay the embeddings, too
+WEIGHT_DECAY = 0.0  # Trainer would also decay the embeddings
 MAX_GRAD_NORM = 1.0
-# How far the losses of the first steps may lie apart, in nats a token, where model and optimizer are the same: in fp32,
-# and where one of them computes in bf16 or TF32. A step moves them by more than that.
+# The largest allowed difference between the first losses of arms with the same model and optimizer, in nats per token:
+# in fp32, and if one of them uses bf16 or TF32. A step changes the loss by more than this.
 TOLERANCES = {"no": 2e-3, "bf16": 5e-2}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the process of an arm is told."""
+    """The work of an arm's process."""
 
     arm: Arm
     shape: Shape
     device: str
     threads: int
     tokens: Path
-    """NumPy file of (N, T + 1) int64 tokens: the sequences in the order of training."""
+    """NumPy file of (N, T + 1) int64 tokens: the sequences in training order."""
 
 
 class Turns:
-    """An arm's end of the pipe: it makes steps only while measure() waits for them."""
+    """An arm's end of the pipe. The arm only makes steps while measure() waits for them."""
 
     def __init__(self, connection: Connection, device: str, threads: int) -> None:
         self._connection = connection
@@ -146,14 +145,14 @@ class Turns:
         self.are_over = False
 
     def begin(self, **what: Any) -> None:
-        """Say that the arm is ready, and wait until it may make its first step."""
+        """Report that the arm is ready, and wait for its first turn."""
         self._connection.send(what)
         self._wait()
 
     def made_step(self, loss: Any) -> None:
-        """Count a step; after the last one of this turn, say what they took and wait for the next turn.
+        """Count a step. After the last step of a turn, report its figures and wait for the next turn.
 
-        loss: a number, or a scalar on the device, in nats a token.
+        loss: a number, or a scalar on the device, in nats per token.
         """
         self._losses.append(loss)
         if len(self._losses) < self._steps:
@@ -169,15 +168,15 @@ class Turns:
 
     def _wait(self) -> None:
         self._losses = []
-        self._steps, forgets_peak = self._connection.recv()
+        self._steps, should_reset_peak = self._connection.recv()
         self.are_over = self._steps == 0
-        if forgets_peak:
-            forget_peak(self._on_gpu)
+        if should_reset_peak:
+            reset_peak(self._on_gpu)
         self._started_at = self._clock()
 
 
 def run_arm(job: Job, connection: Connection) -> None:
-    """Be the process of an arm, from its imports to its last step."""
+    """Run an arm in this process, from its imports to its last step."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import torch
@@ -196,7 +195,7 @@ def run_arm(job: Job, connection: Connection) -> None:
 
 
 def build_gpt2(shape: Shape) -> Any:
-    """Return GPT-2 with the same random weights in every process."""
+    """Return GPT-2 with random weights that are the same in every process."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -207,7 +206,7 @@ def build_gpt2(shape: Shape) -> Any:
         "n_head": shape.heads,
         "n_positions": shape.context,
     }
-    # the epsilon of hfgolf's norms, which is no key of its config
+    # hfgolf's epsilon, which has no config key
     options: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "layer_norm_epsilon": 1e-6}
     config = GPT2Config(
         vocab_size=shape.vocabulary, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes, **options
@@ -216,7 +215,7 @@ def build_gpt2(shape: Shape) -> Any:
 
 
 def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
-    """Return the command line of hfgolf for an arm."""
+    """Return hfgolf's command line for an arm."""
     tokens = shape.sequences * shape.context
     options: dict[str, Any] = {
         "tokenizer.kind": shape.tokenizer,
@@ -322,7 +321,7 @@ def train_trainer(job: Job, turns: Turns) -> None:
             dataloader_pin_memory=job.device == "cuda",
             remove_unused_columns=False,
             logging_strategy="no",
-            logging_nan_inf_filter=False,  # which waits for a GPU at every step
+            logging_nan_inf_filter=False,  # it would wait for a GPU at every step
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
@@ -333,7 +332,7 @@ def train_trainer(job: Job, turns: Turns) -> None:
 
 
 def train_litgpt(job: Job, turns: Turns) -> None:
-    """Do what litgpt 0.5's pretrain.fit() does in a step, for a Pythia of this shape, with autocast as the others."""
+    """Do the step of litgpt 0.5's pretrain.fit() for a Pythia of this shape, with autocast like the others."""
     import numpy as np
     import torch
     from lightning import Fabric
@@ -367,7 +366,7 @@ def train_litgpt(job: Job, turns: Turns) -> None:
 
 
 def write_tokens(shape: Shape, num_steps: int, path: Path) -> None:
-    """Write the sequences that hfgolf's first steps read, in their order."""
+    """Write the sequences that hfgolf's first steps read, in order."""
     import numpy as np
 
     from hfgolf.command_line import load_config
@@ -386,7 +385,7 @@ def write_tokens(shape: Shape, num_steps: int, path: Path) -> None:
 
 @contextmanager
 def started(job: Job) -> Iterator[Connection]:
-    """Start the process of an arm, and end it."""
+    """Start an arm's process, and stop it after the `with` block."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=run_arm, args=(job, theirs), daemon=True)
     process.start()
@@ -404,20 +403,19 @@ def started(job: Job) -> Iterator[Connection]:
 
 def receive(connection: Connection) -> dict[str, Any]:
     try:
-        said: dict[str, Any] = connection.recv()
-        return said
+        message: dict[str, Any] = connection.recv()
+        return message
     except EOFError:
-        return {"error": "its process was ended, perhaps for want of memory"}
+        return {"error": "its process died, perhaps because memory ran out"}
 
 
 def take_turns(
     connections: dict[str, Connection], warmup_steps: int, steps: int, repetitions: int
 ) -> dict[str, dict[str, Any]]:
-    """Have the arms make their steps, a few of one at a time, each second round the other way round.
+    """Let the arms make their steps in turns, in reverse order in every second round.
 
-    connections: those of arms that are ready. Returns of each arm its losses, step by step; the seconds a step of each
-    round; and the peak memory after the first steps, in bytes. An arm that fails has an "error" and is left out of the
-    next rounds.
+    connections: of the arms that are ready. Returns for each arm its losses by step, its seconds per step by round, and
+    its peak memory after the warmup in bytes. An arm that fails gets an "error" and skips the remaining rounds.
     """
     rows: dict[str, dict[str, Any]] = {name: {"losses": [], "seconds": []} for name in connections}
     for repetition in range(-1, repetitions):
@@ -426,22 +424,22 @@ def take_turns(
                 continue
             with suppress(OSError):
                 connections[name].send((warmup_steps if repetition < 0 else steps, repetition == 0))
-            said = receive(connections[name])
-            if "error" in said:
-                rows[name] |= said
+            figures = receive(connections[name])
+            if "error" in figures:
+                rows[name] |= figures
                 continue
-            rows[name]["losses"] += said["losses"]
+            rows[name]["losses"] += figures["losses"]
             if repetition >= 0:
-                rows[name]["seconds"].append(said["seconds"])
-                rows[name]["peak_bytes"] = said["peak_bytes"]
+                rows[name]["seconds"].append(figures["seconds"])
+                rows[name]["peak_bytes"] = figures["peak_bytes"]
     return rows
 
 
 def compare(rows: dict[str, dict[str, Any]], warmup_steps: int) -> None:
-    """Add to each arm its medians: step_seconds, "faster" and "memory" beside Trainer's fastest arm, or the first arm.
+    """Add "step_seconds", and "faster" and "memory" relative to Trainer's fastest arm (or the first arm), to each arm.
 
-    Raises ValueError where an arm with the same model and optimizer has other losses in its first steps: it does other
-    work.
+    Raises ValueError if arms with the same model and optimizer differ in their first losses, because then they do not
+    do the same work.
     """
     ready = {name: row for name, row in rows.items() if "error" not in row}
     for row in ready.values():
@@ -459,7 +457,7 @@ def compare(rows: dict[str, dict[str, Any]], warmup_steps: int) -> None:
         are_exact = all(ARMS[arm].precision == "no" and not ARMS[arm].uses_tf32 for arm in (name, same[0]))
         precision = "no" if are_exact else "bf16"
         if not off_by <= TOLERANCES[precision]:
-            raise ValueError(f"{name}: its losses lie {off_by:.4f} nats a token from those of {same[0]}")
+            raise ValueError(f"{name}: its losses differ by {off_by:.4f} nats per token from those of {same[0]}")
 
 
 def measure(
@@ -488,17 +486,17 @@ def measure(
 def show(rows: dict[str, dict[str, Any]], shape: Shape, device: str) -> None:
     tokens = shape.sequences * shape.context
     flops = next((row["flops_per_second_of_peak"] for row in rows.values() if "flops_per_second_of_peak" in row), 0.0)
-    heads = ("ms a step", 11), ("from", 9), ("to", 9), ("tokens/s", 11), ("faster", 8), ("memory", 12), ("of it", 7)
+    heads = ("ms/step", 11), ("from", 9), ("to", 9), ("tokens/s", 11), ("faster", 8), ("memory", 12), ("of it", 7)
     print(" " * 23 + "".join(f"{head:>{width}}" for head, width in heads) + "   loss" + "    MFU" * (device == "cuda"))
     for name, row in rows.items():
         if "error" in row:
-            print(f"{name:<23} left out: {row['error']}")
+            print(f"{name:<23} skipped: {row['error']}")
             continue
         seconds, rate = row["step_seconds"], tokens / row["step_seconds"]
         line = f"{name:<23}{1e3 * seconds:>11,.1f}{1e3 * min(row['seconds']):>9,.1f}{1e3 * max(row['seconds']):>9,.1f}"
         line += f"{rate:>11,.0f}{row.get('faster', math.nan):>8.2f}{row['peak_bytes'] / 1e6:>9,.0f} MB"
         line += f"{row.get('memory', math.nan):>7.2f}{row['losses'][-1]:>7.3f}"
-        if device == "cuda" and ARMS[name].program != "litgpt":  # which has other products
+        if device == "cuda" and ARMS[name].program != "litgpt":  # its matmuls differ, so the FLOPs do not apply
             line += f"{rate * row.get('flops_per_second_of_peak', flops):>7.1%}"
         print(line + ("" if ARMS[name].is_gpt2 else "  another model"))
 
@@ -508,15 +506,15 @@ def main() -> None:
     parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--shapes", nargs="+", choices={*SHAPES["cpu"], *SHAPES["cuda"]}, help="only these")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="only these")
-    parser.add_argument("--sequences", type=int, help="in a step, instead of the shape's")
+    parser.add_argument("--sequences", type=int, help="sequences per step, instead of the shape's")
     parser.add_argument("--repetitions", type=int, default=9, help="rounds (9)")
-    parser.add_argument("--steps", type=int, help="of each arm in a round (2; on a GPU 10)")
-    parser.add_argument("--warmup_steps", type=int, default=3, help="before the rounds (3)")
-    parser.add_argument("--threads", type=int, help="of a CPU; as many as there are cores")
+    parser.add_argument("--steps", type=int, help="steps per arm and round (2; on a GPU 10)")
+    parser.add_argument("--warmup_steps", type=int, default=3, help="steps before the rounds (3)")
+    parser.add_argument("--threads", type=int, help="CPU threads (one per core)")
     parser.add_argument("--output", type=Path, help="JSON with all measurements")
     arguments = parser.parse_args()
 
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # or Trainer would share the batch out
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # otherwise Trainer would split the batch over all GPUs
     device = arguments.device
     threads = arguments.threads or len(os.sched_getaffinity(0))
     steps = arguments.steps or (10 if device == "cuda" else 2)
@@ -526,7 +524,7 @@ def main() -> None:
         arms = arguments.arms or shape.arms or [arm for arm in ARMS if device == "cuda" or not ARMS[arm].only_on_gpu]
         shape = dataclasses.replace(shape, sequences=arguments.sequences or shape.sequences)
         rows = measure(shape, device, list(arms), threads, arguments.warmup_steps, steps, arguments.repetitions)
-        print(f"\n{name}: {shape.sequences} x {shape.context} tokens a step, {threads} threads")
+        print(f"\n{name}: {shape.sequences} x {shape.context} tokens per step, {threads} threads")
         show(rows, shape, device)
         results.append({"shape": name, **dataclasses.asdict(shape), "arms": rows})
     if arguments.output:

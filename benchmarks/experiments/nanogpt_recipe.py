@@ -1,13 +1,14 @@
-"""nanoGPT's recipe for CPUs on the characters of Shakespeare, with transformers' GPT-2 and torch's AdamW in its place.
+"""nanoGPT's CPU recipe for character-level Shakespeare, rebuilt with transformers' GPT-2 and torch's AdamW.
 
     python benchmarks/experiments/nanogpt_recipe.py path/to/tinyshakespeare.txt
 
-The settings are those of the command that nanoGPT's README gives for a computer without a GPU: 4 layers of 128, 64
-characters of context, 12 sequences a step, 2,000 steps, 1e-3 falling to 1e-4, fp32. It ends by steps, so the speed of
-the machine does not change the loss. What differs: GPT2LMHeadModel has biases, nanoGPT's default has none.
+The settings come from the command in nanoGPT's README for a computer without a GPU: 4 layers of width 128, 64
+characters of context, 12 sequences per step, 2,000 steps, learning rate 1e-3 decaying to 1e-4, fp32. The number of
+steps is fixed, so the speed of the machine does not change the loss. One difference: GPT2LMHeadModel has biases, but
+nanoGPT's default has none.
 
-Two losses per seed. "whole" predicts each of the last 10 % of the characters once, as hfgolf's validation does;
-"estimate" is the mean of 20 batches at random places, which is what nanoGPT prints. Writes results/nanogpt_recipe.json.
+There are two losses per seed. "whole" predicts each of the last 10 % of the characters once, like hfgolf's validation.
+"estimate" is the mean over 20 random batches, which is what nanoGPT prints. Writes results/nanogpt_recipe.json.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     train, val, vocab_size = read_characters(arguments.text)
-    print(f"{len(train):,} characters to train on, {len(val):,} to validate, {vocab_size} different ones")
+    print(f"{len(train):,} training characters, {len(val):,} validation characters, {vocab_size} distinct")
     runs = []
     for seed in arguments.seeds:
         model = train_gpt2(train, vocab_size, seed)
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def read_characters(path: Path) -> tuple[Tensor, Tensor, int]:
-    """Return the ids of the first 90 % of the characters, those of the rest, and how many different ones there are."""
+    """Return the ids of the first 90 % of the characters, those of the rest, and the number of distinct characters."""
     text = path.read_text()
     id_of = {character: i for i, character in enumerate(sorted(set(text)))}
     ids = torch.tensor([id_of[character] for character in text])
@@ -92,7 +93,7 @@ def train_gpt2(ids: Tensor, vocab_size: int, seed: int) -> GPT2LMHeadModel:
 
 
 def random_windows(ids: Tensor) -> Tensor:
-    """Return BATCH windows of CONTEXT characters and the one after them, at random places."""
+    """Return BATCH windows of CONTEXT + 1 characters at random places."""
     starts = torch.randint(len(ids) - CONTEXT, (BATCH, 1))
     return ids[starts + torch.arange(CONTEXT + 1)]
 
@@ -109,7 +110,7 @@ def estimated_loss(model: GPT2LMHeadModel, ids: Tensor) -> float:
 
 @torch.no_grad()
 def whole_loss(model: GPT2LMHeadModel, ids: Tensor) -> float:
-    """Return the loss of all characters but the first, each predicted from at most CONTEXT before it."""
+    """Return the mean loss of all characters but the first, each predicted from at most CONTEXT characters."""
     nats = 0.0
     for start in range(0, len(ids) - 1, 512 * CONTEXT):
         piece = ids[start : start + 512 * CONTEXT + 1]

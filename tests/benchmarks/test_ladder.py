@@ -1,4 +1,4 @@
-"""Every rung reads the same tokens and trains the same model; the table compares the rungs that were climbed."""
+"""Every rung reads the same tokens and trains the same model, and the table compares them."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def test_all_rungs_read_the_blocks_of_training(ladder, tiny_run, tmp_path, corpu
     starts = np.cumsum(stream.piece_tokens) - stream.piece_tokens
     assert any(start // length * length in blocks for start in starts[1:].tolist())  # one of them lies in two pieces
     texts = ladder.TextFiles(tokens, length, blocks, tmp_path)
-    expected = ladder.vectorised(stream, length)(blocks)
+    expected = ladder.vectorized(stream, length)(blocks)
     assert torch.equal(texts.read(blocks), expected)
     assert torch.equal(ladder.from_disk(stream.path, length)(blocks), expected)
     assert torch.equal(ladder.from_memory(stream.tokens, length)(blocks), expected)
     item = MicroBatches(stream, length, seed=7)[np.arange(4)]
     first = ladder.block_starts(7, np.arange(4), num_blocks, length)
-    assert torch.equal(ladder.vectorised(stream, length)(first)[:, :-1], item["input_ids"])
+    assert torch.equal(ladder.vectorized(stream, length)(first)[:, :-1], item["input_ids"])
 
 
 @pytest.fixture
 def rungs(ladder, tiny_run, tmp_path) -> Iterator[list[Any]]:
-    """Return the rungs of a tiny run in bf16, not compiled, that accumulates and clips."""
+    """Return the rungs of a tiny, uncompiled bf16 run with accumulation and clipping."""
     arguments = tiny_run(train__mixed_precision="bf16", batch__micro_batch_size=4, train__max_grad_norm=0.1)
     with scratch_run(load_config(arguments), "test") as run:
         yield ladder.build_rungs(run, 6, tmp_path, may_compile=False)
@@ -63,14 +63,14 @@ def test_all_rungs_have_the_same_losses(ladder, rungs):
     ladder.check_losses(rows)
     assert [row["rung"] for row in rows if "skipped" in row] == ["compiled"]
     losses = rows[0]["losses"]
-    assert losses[-1] < losses[0] - 0.2  # beside which the distances are small
+    assert losses[-1] < losses[0] - 0.2  # the tolerances are small compared with this
     assert all(row["losses_off_by"] < (1e-5 if row["precision"] == "no" else 0.02) for row in rows if "losses" in row)
 
 
 def test_a_rung_that_trains_on_other_data_is_found_out(ladder, rungs):
     two = [rungs[3], ladder.Rung("shifted", "", lambda: rungs[2].step() + 2e-3)]
     rows = ladder.climb(two, num_losses=3, repetitions=1)
-    with pytest.raises(ValueError, match=r"shifted: its losses .* are not those of vectorised"):
+    with pytest.raises(ValueError, match=r"shifted: its losses .* differ from those of vectorized"):
         ladder.check_losses(rows)
 
 
@@ -108,12 +108,12 @@ def test_a_tokenizer_that_does_not_come_back_to_its_tokens_is_no_rung(ladder, ti
     with scratch_run(load_config(tiny_run()), "test") as run:
         monkeypatch.setattr(ladder.TextFiles, "read", lambda self, blocks: torch.zeros(len(blocks), 33))
         first = ladder.build_rungs(run, 1, tmp_path, may_compile=False)[0]
-    assert first.step is None and first.skipped.startswith("this tokenizer does not make the same tokens")
+    assert first.step is None and first.skipped.startswith("this tokenizer does not reproduce its own tokens")
 
 
 @pytest.mark.parametrize("max_grad_norm", ["null", 0.1])
 def test_the_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, run_script, max_grad_norm):
-    """With SGD: the other rules hardly notice the size of a gradient, so that of accumulated ones might be wrong."""
+    """SGD, because other rules hardly notice a wrong scale of accumulated gradients."""
     options = {"optim__name": "sgd", "optim__learning_rate": 0.5, "train__max_grad_norm": max_grad_norm}
     options |= {
         "schedule__warmup_steps": 4,

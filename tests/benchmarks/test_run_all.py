@@ -1,4 +1,4 @@
-"""One command runs the benchmarks of a device and keeps what they printed, on one page."""
+"""One command runs a device's benchmarks and collects their output on one page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ open(f"{folder}/profile.json", "w").write(json.dumps({"mfu": 0.5, "metadata": me
 
 @pytest.fixture
 def run_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """Return run_all in a folder with three benchmarks, one of which fails, and a script."""
+    """Return run_all for a folder with three benchmarks, one of which fails, and a script."""
     monkeypatch.syspath_prepend(str(ROOT))
     module = importlib.import_module("benchmarks.run_all")
     (tmp_path / "results").mkdir()
@@ -81,7 +81,7 @@ def test_a_benchmark_that_is_not_there_is_named(run_all, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--device", "cuda", "--only", "cpu_kernels"])
     with pytest.raises(SystemExit):
         run_all.main()
-    assert "no benchmark for cuda is called cpu_kernels; there are broken, saving" in capsys.readouterr().err
+    assert "no benchmark for cuda is called cpu_kernels; choose from broken, saving" in capsys.readouterr().err
 
 
 def test_the_page_has_every_result_that_is_kept(monkeypatch):
