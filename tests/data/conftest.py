@@ -1,4 +1,4 @@
-"""Tiny corpora; every cache goes below the test's own folder."""
+"""Tiny corpora. Every cache is in the test's own folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hfgolf.config import DataConfig
 
 @pytest.fixture
 def awkward() -> str:
-    """Return text that is lost wherever newlines, normal forms, zero bytes or special tokens are tampered with."""
+    """Return text that changes if anything tampers with newlines, normal forms, zero bytes or special tokens."""
     return "naïve café 你好 🌍 \r\n tab\tNUL\0 <|endoftext|> e\u0301 \u200d👩\u200d🚀 \ufeff  end  \n\n"
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, bytes | str], str]:
-    """Return a function that writes a file below the test's folder and returns its path."""
+    """Return a function that writes a file in the test's folder and returns its path."""
 
     def write_file(name: str, content: bytes | str) -> str:
         path = tmp_path / "text" / name
@@ -31,7 +31,7 @@ def write(tmp_path: Path) -> Callable[[str, bytes | str], str]:
 
 @pytest.fixture
 def files_config(tmp_path: Path) -> Callable[..., DataConfig]:
-    """Return a function that builds a DataConfig of files, cached below the test's folder."""
+    """Return a function that builds a DataConfig for files, with its cache in the test's folder."""
 
     def build(*files: str, **settings: object) -> DataConfig:
         settings = {"cache_dir": str(tmp_path / "cache"), **settings}

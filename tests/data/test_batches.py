@@ -1,4 +1,4 @@
-"""The order of the data is a pure function of (seed, step), whoever reads it, and evaluation reads each token once."""
+"""The data order is a pure function of (seed, step), for any reader, and evaluation reads each token once."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ T = 8
 
 @pytest.fixture
 def stream():
-    """67 blocks and a rest; token i is i, so a batch shows where it was read."""
+    """A stream of 67 blocks and a remainder. Token i is i, so a batch shows where it was read."""
     return stream_of(np.array([100, 1, 49, 200, 190], np.uint32))
 
 
 def stream_of(pieces):
-    """Return a stream of pieces of so many tokens, in which token i is i."""
+    """Return a stream with pieces of the given numbers of tokens. Token i is i."""
     tokens = np.arange(pieces.sum(), dtype=np.uint16)
     return SimpleNamespace(
         tokens=tokens,
@@ -56,7 +56,7 @@ def stream_of(pieces):
 
 
 def load(stream, *, world=1, accumulation=1, start_step=0, end_step=5, num_workers=0, seed=7):
-    """Return the global batches of the steps, rows in reading order: (steps, 36, T)."""
+    """Return the global batches of the steps, with rows in reading order: (steps, 36, T)."""
     micro_batch_size = 36 // world // accumulation
     ranks = [
         build_loader(
@@ -134,7 +134,7 @@ def test_excluded_blocks_are_passed_over_and_all_others_come_once_in_order():
 
 
 def test_a_loader_goes_on_after_the_blocks_read_whatever_the_batch_was(stream):
-    """Two steps of 36 blocks, then steps of 12: no block is read twice or passed over."""
+    """Two steps of 36 blocks, then steps of 12: no block is read twice or skipped."""
     small = build_loader(
         stream, sequence_length=T, micro_batch_size=6, accumulation=2, rank=0, world=1, seed=7, num_steps=6,
         blocks_read=72, excluded=[[80, 83]],
@@ -168,7 +168,7 @@ def test_a_batch_of_one_sequence_has_the_strides_of_any_other(stream):
     batch = MicroBatches(stream, T, seed=7)[np.array([0])]
     (window, *_) = evaluation_windows(stream, T, None, batch_size=1)
     strides = {tensor.stride() for tensor in (batch["input_ids"], batch["shift_labels"], window["input_ids"])}
-    assert strides == {(T, 1)}  # with others, torch would compile the model a second time
+    assert strides == {(T, 1)}  # with other strides, torch would recompile the model
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -276,7 +276,7 @@ def test_a_killed_worker_is_one_line(stream):
     batches = iter(build_loader(stream, **SHAPE, num_steps=10**6, num_workers=1))
     next(batches)
     (worker,) = multiprocessing.active_children()
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # through which torch may raise in the next test instead
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise torch's handler may raise in the next test
     worker.kill()
     with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
         for _ in batches:
@@ -343,7 +343,7 @@ def test_evaluation_reads_each_target_once_over_all_ranks(stream, world, budget_
     assert sorted(seen) == list(range(1, num_targets + 1))
     assert len(set(counts)) == 1
     ends = np.cumsum(stream.piece_tokens)
-    num_pieces = int(np.flatnonzero(ends == num_targets + 1)[0]) + 1  # ends where a piece ends
+    num_pieces = int(np.flatnonzero(ends == num_targets + 1)[0]) + 1  # it ends at the end of a piece
     assert num_bytes == stream.piece_bytes[:num_pieces].sum()
 
 

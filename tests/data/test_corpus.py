@@ -1,4 +1,4 @@
-"""Sources, splits and pieces, against the text itself; and one clear line for each mistake."""
+"""Sources, splits and pieces, compared with the text itself, and one clear line for each mistake."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CODECS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, 
 
 
 def read(data: DataConfig, folder: Path) -> Documents:
-    """Put the pieces of each split together again, document by document."""
+    """Reassemble the documents of each split from their pieces."""
     documents: Documents = {}
     for split, pieces in load_corpus(data).write_pieces(folder / "pieces").items():
         documents[split] = []
@@ -50,7 +50,7 @@ def read(data: DataConfig, folder: Path) -> Documents:
 
 
 def fails(data: DataConfig, folder: Path) -> str:
-    """Return the one line with which the corpus refuses `data`."""
+    """Return the one-line error for `data`."""
     with pytest.raises(UserError) as caught:
         load_corpus(data).write_pieces(folder / "pieces")
     assert "\n" not in str(caught.value)
@@ -124,7 +124,7 @@ def test_url_is_downloaded_once(tmp_path, write, files_config, awkward):
 
 
 class ShortAnswer(http.server.BaseHTTPRequestHandler):
-    """Promises 1,000 bytes; sends the first 400 at once, or all of them one by one."""
+    """Promise 1,000 bytes, then send the first 400 at once, or all of them one at a time."""
 
     trickles = False
 
@@ -132,7 +132,7 @@ class ShortAnswer(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", "1000")
         self.end_headers()
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # the client is gone
             for _ in range(600 if self.trickles else 0):
                 self.wfile.write(b"x")
                 time.sleep(0.01)
@@ -178,7 +178,7 @@ def test_zst_is_read_whole_or_refused(tmp_path, write, files_config, name):
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, write, files_config, name):
     content = json.dumps({"text": "one"}) + "\n"
     corpus = load_corpus(files_config(write(name, content), val_files=[write("val.txt", "v")]))
-    time.sleep(0.02)  # more than a step of the file system's clock
+    time.sleep(0.02)  # longer than the resolution of the file system's clock
     write(name, content.replace("one", "two"))  # after it was hashed
     with pytest.raises(UserError, match=rf"{name} changed while it was being read"):
         corpus.write_pieces(tmp_path / "pieces")

@@ -1,4 +1,4 @@
-"""A cache that is not what was written is built again or refused in one line, and never trusted twice."""
+"""A cache that differs from what was written is rebuilt or rejected in one line, and never trusted again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data(write, files_config):
 
 @pytest.fixture
 def large(monkeypatch):
-    """Every cache is as one that takes long to hash."""
+    """Treat every cache as too large to verify before use."""
     monkeypatch.setattr(token_cache, "_VERIFIED_BEFORE_USE_BYTES", 0)
 
 
@@ -138,7 +138,7 @@ def test_a_cache_without_hashes_is_built_again(data, caplog):
 def test_training_on_damaged_tokens_ends_with_a_line_and_an_event(
     run, tiny_run, tmp_path, large, monkeypatch, num_workers
 ):
-    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: iter(()))  # the ids are read before
+    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: iter(()))  # training reads the ids first
     arguments = tiny_run(data__in_memory="false", data__num_workers=num_workers)
     run(arguments)
     (path,) = (tmp_path / "cache").glob("tokens/*/train.arrow")

@@ -1,4 +1,4 @@
-"""The note of hashes is believed for a file that is as it was, and for no other."""
+"""A noted hash is used for an unchanged file, and only for that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def note(tmp_path) -> Path:
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
-    """A file, as settled as one written long ago."""
+    """A file that counts as written long ago."""
     monkeypatch.setattr(module, "_SETTLED_SECONDS", -1.0)
     path = tmp_path / "text.txt"
     path.write_text("one")
@@ -29,7 +29,7 @@ def text(tmp_path, monkeypatch) -> Path:
 
 
 def is_read(path: Path, note: Path, monkeypatch) -> bool:
-    """Hash the file and return whether that took reading it."""
+    """Hash the file and return whether the file was read for it."""
     read = []
     digest = hashlib.file_digest
     with monkeypatch.context() as patch:
@@ -47,7 +47,7 @@ def test_a_file_is_read_once(text, note, monkeypatch):
 def test_a_file_that_changed_is_hashed_anew(text, note, monkeypatch, change):
     is_read(text, note, monkeypatch)
     before = text.stat()
-    time.sleep(0.02)  # more than a step of the file system's clock
+    time.sleep(0.02)  # longer than the resolution of the file system's clock
     if change.startswith("replaced"):
         text.with_name("new").write_text("two")
         text.with_name("new").replace(text)

@@ -1,4 +1,4 @@
-"""The cache holds exactly the text, is built once, found again, and rebuilt when anything it depends on changes."""
+"""The cache holds exactly the text, is built once, found again, and rebuilt if anything it depends on changes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_batches_are_written_in_order_and_few_are_in_memory(write, files_config,
 
         def slow(texts):
             begun.append(len(begun))
-            time.sleep(0.02 * (begun[-1] % 2 == 0))  # every other batch is overtaken by the one behind it
+            time.sleep(0.02 * (begun[-1] % 2 == 0))  # the next table overtakes every other one
             return encode(texts)
 
         return slow
@@ -179,7 +179,7 @@ def test_two_processes_build_it_once(data):
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
         for _ in range(2)
     ]
-    for process in processes:  # they wait at input(), so that they start together
+    for process in processes:  # they wait in input(), so that they start together
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
@@ -207,12 +207,12 @@ def test_in_memory_is_equal_and_said_where_it_was_decided(data, caplog, in_memor
     stream = load_tokens(data.__class__(**{**vars(data), "in_memory": in_memory}), BYTE).train
     assert stream.is_in_memory == (in_memory is not False)  # auto: this corpus fits
     assert not stream.tokens.flags.writeable
-    assert ("copied into memory" in caplog.text) == (in_memory == "auto")  # what was stated needs no saying
+    assert ("copied into memory" in caplog.text) == (in_memory == "auto")  # an explicit setting is not logged
     copy = pickle.loads(pickle.dumps(stream))
     assert len(pickle.dumps(stream)) < 1000 and np.array_equal(copy.tokens, stream.tokens)
     first = int(stream.tokens[0])
     with open(stream.path, "r+b") as file:
-        file.write(bytes(stream.path.stat().st_size))  # seen through a map, not by a copy
+        file.write(bytes(stream.path.stat().st_size))  # visible through a map, but not in a copy
     assert (stream.tokens[0] == first) == stream.is_in_memory
 
 
@@ -258,7 +258,7 @@ def build_lower_casing_wordpiece() -> Tokenizer:
 
 
 def build_unigram() -> Tokenizer:
-    """Return what SentencePiece makes: normal form NFKC, and no bytes for a character that it does not know."""
+    """Return a tokenizer like SentencePiece's: it normalizes to NFKC and has no byte fallback."""
     letters = [(letter, -3.0) for letter in "▁Ttheyarcotsfi1"]
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *letters], unk_id=0, byte_fallback=False))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
@@ -270,7 +270,7 @@ def build_unigram() -> Tokenizer:
     ("build", "text", "share"),
     [
         (build_lower_casing_wordpiece, "The Cat" * 10, "28.57%"),  # each T and C
-        (build_unigram, "The ﬁrst cat 你", "14.29%"),  # "ﬁ" becomes "fi", and nothing knows 你
+        (build_unigram, "The ﬁrst cat 你", "14.29%"),  # "ﬁ" becomes "fi", and 你 is unknown
         (build_unigram, " The cat", None),
         (lambda: tokenizer_module._byte_level([]), "The ﬁrst cat 你 \0\r\n", None),
     ],
@@ -302,7 +302,7 @@ def test_a_run_that_loses_text_says_so_where_its_figures_are(run, tiny_run, tmp_
     loss = json.loads((folder / "summary.json").read_text())["tokenizer_loss"]
     assert loss.startswith("the tokenizer is not lossless (22.")  # T and C of "The Cat. "
     assert f"Note: {loss}." in (folder / "model" / "README.md").read_text()
-    assert [line.strip() for line in caplog.messages].count(loss) == 2  # of the cache, and below bits per byte
+    assert [line.strip() for line in caplog.messages].count(loss) == 2  # from the cache, and below bits per byte
 
 
 def test_ids_out_of_range_of_a_pretrained_tokenizer(data, tmp_path):

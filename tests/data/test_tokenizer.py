@@ -1,4 +1,4 @@
-"""Tokenizers give back the exact text, and are what their kind promises."""
+"""Tokenizers restore the exact text, and keep what their kind promises."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_an_encoder_gives_what_the_tokenizer_gives(tmp_path, kind, awkward):
 
 def test_an_encoder_leaves_the_tokenizer_as_it_is(tmp_path):
     tokenizer = build("bpe", tmp_path)
-    tokenizer.split_special_tokens = False  # as of a pretrained one
+    tokenizer.split_special_tokens = False  # like a pretrained one
     backend = tokenizer.backend_tokenizer
     backend.enable_padding(length=50)
     backend.enable_truncation(3)
     before = tokenizer_sha256(tokenizer)
     ids, num_ids = build_encoder(tokenizer, "bpe")([TEXT, END_OF_TEXT])
-    assert num_ids[0] > 50 and num_ids[1] > 1 and len(ids) == sum(num_ids)  # whole, and no more than it has
+    assert num_ids[0] > 50 and num_ids[1] > 1 and len(ids) == sum(num_ids)  # not truncated, and not padded
     assert tokenizer_sha256(tokenizer) == before
     backend.no_padding()
     backend.no_truncation()
@@ -101,7 +101,7 @@ def test_char_has_one_token_for_each_character_seen(tmp_path):
     ids = tokenizer(TEXT)["input_ids"]
     assert len(ids) == len(TEXT) and len(set(ids)) == len(set(TEXT))
     assert len(tokenizer) == 257 + len({"ï", "你", "好", "€"})
-    assert len(tokenizer("ü")["input_ids"]) == len("ü".encode())  # not seen: its bytes
+    assert len(tokenizer("ü")["input_ids"]) == len("ü".encode())  # unseen, so encoded as bytes
 
 
 def test_bpe_reaches_its_size_and_compresses(tmp_path):

@@ -53,7 +53,7 @@ def accelerator() -> Accelerator:
 
 @pytest.fixture
 def stream() -> ListedStream:
-    """Pieces of 20, 33 and 11 tokens; the first and the last begin with the end of text, which costs no bytes."""
+    """Pieces of 20, 33 and 11 tokens. The first and the last start with end-of-text, which counts no bytes."""
     tokens = np.random.default_rng(0).integers(0, 256, 64).astype(np.uint16)
     tokens[[0, 53]] = 256
     return ListedStream(tokens, np.array([20, 33, 11], np.uint32), np.array([19, 40, 10], np.uint32))

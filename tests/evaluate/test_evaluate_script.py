@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: the same figures as the run's own, any causal model, and one line for every mistake."""
+"""scripts/evaluate.py: the run's own figures, any causal model, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
 
 @pytest.fixture
 def evaluate(run_script):
-    """Run the script; returns (exit status, what it printed, its error)."""
+    """Run the script and return (exit status, stdout, stderr)."""
     return partial(run_script, "evaluate.py")
 
 
 @pytest.fixture
 def foreign(tmp_path, tokenizer):
-    """A folder with a GPT-2, whose forward knows nothing of ours."""
+    """A folder with a GPT-2, whose forward does not have our arguments."""
     torch.manual_seed(0)
     GPT2LMHeadModel(
         GPT2Config(bos_token_id=0, eos_token_id=0, vocab_size=257, n_positions=16, n_embd=16, n_layer=1, n_head=2)
@@ -51,7 +51,7 @@ def test_a_run_and_the_script_agree_on_its_validation_text(tiny_run, tmp_path, c
     assert figures["bits_per_byte"] == pytest.approx(summary["val_bits_per_byte"], abs=1e-6)
     assert figures["loss"] == pytest.approx(summary["val_loss"], abs=1e-6)
     assert figures["num_bytes"] == val.stat().st_size == summary["val_bytes"]
-    assert figures["num_tokens"] == val.stat().st_size  # bytes are the tokens
+    assert figures["num_tokens"] == val.stat().st_size  # tokens are bytes
     assert (figures["sequence_length"], figures["mixed_precision"]) == (32, precision)
 
 
@@ -61,7 +61,7 @@ def test_it_judges_any_causal_model(foreign, tmp_path, evaluate):
     status, printed, _ = evaluate("--model", foreign, "--files", tmp_path / "a.txt", tmp_path / "b.txt", "--json")
     figures = json.loads(printed)
     assert status == 0
-    assert (figures["num_bytes"], figures["num_tokens"]) == (27, 28)  # and the end of text between the two
+    assert (figures["num_bytes"], figures["num_tokens"]) == (27, 28)  # plus the end-of-text between the two
     assert figures["bits_per_byte"] == pytest.approx(figures["loss"] * 28 / math.log(2) / 27)
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
 

@@ -1,4 +1,4 @@
-"""scripts/generate.py: as many texts as asked for, and one line for every mistake."""
+"""scripts/generate.py: the requested number of texts, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
 
 @pytest.fixture
 def generate(build_model, tokenizer, tmp_path, run_script):
-    """Run the script on a model with learned positions; returns (exit status, what it printed, its error)."""
+    """Run the script on a model with learned positions and return (exit status, stdout, stderr)."""
     build_model(position_embedding="learned", num_hidden_layers=2).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return partial(run_script, "generate.py", "--model", tmp_path / "model")
@@ -67,7 +67,7 @@ def test_a_mistake_is_one_line(generate, arguments):
     ],
 )
 def test_a_model_that_is_not_whole_writes_nothing(generate, tmp_path, change, says):
-    """transformers puts random weights in the place of missing ones, and goes on."""
+    """transformers would replace missing weights with random ones and continue."""
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)
     change(weights)
@@ -77,7 +77,7 @@ def test_a_model_that_is_not_whole_writes_nothing(generate, tmp_path, change, sa
 
 
 def with_keys(name: str, **keys: object) -> Callable[[Path], None]:
-    """Return what sets keys of a JSON file in a folder."""
+    """Return a function that sets keys in a JSON file of a folder."""
     return lambda folder: (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | keys))
 
 
@@ -128,7 +128,7 @@ def test_an_odd_file_of_a_model_is_one_line(generate, tmp_path, run_script, chan
 
 
 def test_how_a_text_is_written_is_what_the_options_say(generate, tmp_path):
-    """A generation config of the model's folder may ask for a million beams, or a text without an end."""
+    """The generation config in a model's folder may ask for a million beams, or an endless text."""
     plain = generate("--prompt", "ab")
     with_keys("generation_config.json", num_beams=10**6, min_length=10**11, eos_token_id="x")(tmp_path / "model")
     assert generate("--prompt", "ab") == plain and plain.status == 0

@@ -1,4 +1,4 @@
-"""Loss and bits per byte against closed forms and a plain computation, each token once."""
+"""Loss and bits per byte, compared with closed forms and a plain computation, with each token counted once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfgolf.evaluate.loss import evaluate_loss
 
 
 class Shard:
-    """One process of several, as far as an evaluation can tell; its reduce adds nothing."""
+    """A stand-in for one process of several. Its reduce adds nothing."""
 
     def __init__(self, accelerator, rank, world):
         self.device, self.process_index, self.num_processes = accelerator.device, rank, world
@@ -28,7 +28,7 @@ class Shard:
 
 def test_a_uniform_model_costs_log2_of_the_vocabulary(build_model, stream, accelerator):
     model = build_model()
-    torch.nn.init.zeros_(model.lm_head.weight)  # tied: the embeddings too
+    torch.nn.init.zeros_(model.lm_head.weight)  # also the embeddings, because they are tied
     evaluation = evaluate_loss(model, stream, accelerator, sequence_length=8, batch_size=3)
     assert (evaluation.num_tokens, evaluation.num_bytes) == (63, 69)
     assert evaluation.bits_per_byte == pytest.approx(math.log2(257) * 63 / 69, rel=1e-6)

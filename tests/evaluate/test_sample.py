@@ -1,4 +1,4 @@
-"""Samples: repeatable, without a trace, and never beyond the positions of the model."""
+"""Samples are repeatable, change no state, and never exceed the model's positions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_logits_that_are_not_finite_are_one_line(build_model, tokenizer, value, 
 def test_learned_positions_end_the_text(build_model, tokenizer):
     model = build_model(position_embedding="learned")
     text = generate_text(model, tokenizer, "x" * 14, max_new_tokens=100)
-    assert len(tokenizer(text)["input_ids"]) <= 15 + 2  # an invalid byte is decoded to a sign of three
+    assert len(tokenizer(text)["input_ids"]) <= 15 + 2  # an invalid byte decodes to a character of three bytes
     with pytest.raises(UserError, match="The prompt has 15 tokens, but this model takes at most 14"):
         generate_text(model, tokenizer, "x" * 15)
 

@@ -1,4 +1,4 @@
-"""The count of FLOPs against torch's own counter, and the MFU that follows from it."""
+"""The FLOP count compared with torch's own counter, and the resulting MFU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ B, T = 3, 16
 
 
 def counted(config: GolfConfig, checkpointing: bool = False) -> dict[str, float]:
-    """Return what torch counts in a forward and backward pass, FLOPs a token by operation."""
+    """Return torch's count for a forward and backward pass: FLOPs per token by operation."""
     model = GolfForCausalLM(config).train()
     if checkpointing:
         model.activation_checkpointing_enable()
@@ -50,28 +50,28 @@ def golf(attention: str, **options: object) -> GolfConfig:
     ],
 )
 def test_flops_are_those_torch_counts(options):
-    """Eager attention is products of batches, which the counter tells from those with weights; all of the square."""
+    """Eager attention uses bmm, which the counter lists separately, and computes the full square of scores."""
     config = golf("eager", **options)
-    told = token_flops(GolfForCausalLM(config), T)
+    flops = token_flops(GolfForCausalLM(config), T)
     by_torch = counted(config)
-    assert by_torch.pop("aten.bmm") == 2 * told.attention  # the causal half need not be computed
-    assert sum(by_torch.values()) == told.matrices + told.head
-    assert told.useful == told.matrices + told.attention + told.head
+    assert by_torch.pop("aten.bmm") == 2 * flops.attention  # the causal half need not be computed
+    assert sum(by_torch.values()) == flops.matrices + flops.head
+    assert flops.useful == flops.matrices + flops.attention + flops.head
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 def test_recomputation_is_what_checkpointing_adds(activation):
     config = golf("eager", activation=activation)
-    told = token_flops(GolfForCausalLM(config), T)
+    flops = token_flops(GolfForCausalLM(config), T)
     added = sum(counted(config, checkpointing=True).values()) - sum(counted(config).values())
-    assert added == told.recomputation + told.attention / 3  # and the other half of its forward products
+    assert added == flops.recomputation + flops.attention / 3  # and the other half of its forward products
 
 
 def test_torch_does_not_count_a_cpus_fused_attention():
-    """Why the tests above attend eagerly: of SDPA's kernels the counter knows those of GPUs."""
+    """This is why the tests above use eager attention: the counter only knows SDPA's GPU kernels."""
     config = golf("sdpa")
-    told = token_flops(GolfForCausalLM(config), T)
-    assert sum(counted(config).values()) == told.useful - told.attention
+    flops = token_flops(GolfForCausalLM(config), T)
+    assert sum(counted(config).values()) == flops.useful - flops.attention
 
 
 def test_mfu_leaves_out_compiling_and_evaluating():

@@ -1,4 +1,4 @@
-"""Tiny models with every weight away from zero, so that no branch is silent."""
+"""Tiny models without zero weights, so that every branch contributes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ GPT2_STYLE = {
     "qk_norm": False,
     "embedding_norm": False,
 }
-# One entry an option of the config, against the modern default; then the combinations that interact.
+# One entry per config option that differs from the modern default, then the combinations that interact.
 OPTIONS = {
     "modern": {},
     "layernorm": {"norm": "layernorm"},
@@ -72,7 +72,7 @@ def build_golf() -> Callable[..., GolfForCausalLM]:
     def build(*, fresh: bool = False, **options: Any) -> GolfForCausalLM:
         torch.manual_seed(0)
         golf = GolfForCausalLM(GolfConfig(**{**TINY, **options}))
-        if not fresh:  # as after training: nothing is zero or one any more
+        if not fresh:  # as after training: no weight is exactly zero or one
             with torch.no_grad():
                 for parameter in golf.parameters():
                     parameter.add_(0.4 * torch.randn_like(parameter))

@@ -1,4 +1,4 @@
-"""Attention in blocks must say what SDPA says, on every path that transformers may take through it."""
+"""Attention in blocks agrees with SDPA on every path that transformers may take."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The loss in chunks against torch's own cross-entropy on the whole logits."""
+"""The chunked loss, compared with torch's cross-entropy on the full logits."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_no_gradient_is_computed_when_none_is_wanted(monkeypatch):
 
 
 class Watch(TorchDispatchMode):
-    """Notes the elements of the largest tensor that any operation makes."""
+    """Record the number of elements of the largest tensor that any operation creates."""
 
     largest = 0
 

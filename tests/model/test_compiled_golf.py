@@ -1,4 +1,4 @@
-"""torch.compile: one graph for a training step, with the same loss and gradients."""
+"""torch.compile makes one graph of a training step, with the same loss and gradients."""
 
 import shutil
 

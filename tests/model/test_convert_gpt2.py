@@ -44,7 +44,7 @@ def test_padded_logits_and_loss_are_those_of_gpt2(token_ids):
     golf = golf_from_gpt2(gpt2)
     mask = torch.ones_like(token_ids)
     mask[0, :5] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # GPT-2's forward doesn't derive them from the mask
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # GPT-2's forward does not derive them from the mask
     labels = token_ids.masked_fill(mask == 0, -100)
     with torch.no_grad():
         expected = gpt2(token_ids, attention_mask=mask, position_ids=positions, labels=labels)

@@ -1,4 +1,4 @@
-"""Generation: the cache, padding and positions must not change what is said."""
+"""Generation: the cache, padding and positions must not change the text."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ import torch
 
 @pytest.fixture(params=["modern", "learned", "no_positions", "one_key_value_head", "gpt2"])
 def option(request, all_options):
-    """Only what positions, masks and the cache can tell apart."""
+    """The options whose positions, masks or cache differ."""
     return all_options[request.param]
 
 
 def generate(golf, token_ids, **options):
-    # the mask is given, because generate() would take a prompt's own tokens with the id of the pad token for padding
+    # Pass the mask: generate() would otherwise treat prompt tokens with the pad token's id as padding.
     options = {"attention_mask": torch.ones_like(token_ids), "pad_token_id": 0, "eos_token_id": None, **options}
     return golf.generate(token_ids, max_new_tokens=12, do_sample=False, **options)
 
@@ -33,7 +33,7 @@ def test_greedy_with_the_cache_equals_greedy_without(build_golf, option, token_i
 
 def test_a_static_cache_says_the_same(build_golf, token_ids):
     golf = build_golf()
-    # disable_compile: compiling the decode step is transformers' affair, and slow on a CPU
+    # disable_compile: compiling the decode step is transformers' job, and slow on a CPU
     said = generate(golf, token_ids, cache_implementation="static", disable_compile=True)
     assert torch.equal(said, generate(golf, token_ids))
 
@@ -60,7 +60,7 @@ def test_a_prompt_fed_in_pieces_gives_the_logits_of_the_whole(build_golf, option
     golf = build_golf(**option)
     whole = golf(token_ids).logits
     first = golf(token_ids[:, :6], use_cache=True)
-    second = golf(token_ids[:, 6:11], past_key_values=first.past_key_values)  # several queries on a longer key sequence
+    second = golf(token_ids[:, 6:11], past_key_values=first.past_key_values)  # several queries, more keys
     third = golf(token_ids[:, 11:], past_key_values=second.past_key_values)
     pieces = torch.cat([first.logits, second.logits, third.logits], dim=1)
     torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Golf configs: defaults, what is derived, and what is refused."""
+"""Golf configs: defaults, derived sizes, and rejected values."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_sizes_left_out_are_derived_and_saved(tmp_path):
         ("hidden_size", True),
         ("hidden_size", 0),
         ("hidden_size", 254),  # 4 heads
-        ("hidden_size", 12),  # 3 a head: odd, for rope
+        ("hidden_size", 12),  # 3 per head: odd, which rope does not allow
         ("vocab_size", -1),
         ("num_hidden_layers", None),
         ("num_attention_heads", 0),

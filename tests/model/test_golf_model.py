@@ -1,4 +1,4 @@
-"""What must hold for every option of the model: causality, gradients, first loss, and agreement between its paths."""
+"""What holds for every option of the model: causality, gradients, first loss, and agreement between its paths."""
 
 import math
 
@@ -18,7 +18,7 @@ def test_changing_a_token_leaves_earlier_logits_alone(build_golf, option, token_
     with torch.no_grad():
         before, after = golf(token_ids).logits, golf(changed).logits
     torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-6)
-    assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=-1).min() > 1e-4  # and every later one hears of it
+    assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=-1).min() > 1e-4  # every later logit changes
 
 
 def test_every_parameter_gets_a_finite_gradient(build_golf, option, token_ids):
@@ -206,7 +206,7 @@ def test_dropout_zeroes_its_share_independently_and_keeps_the_mean(rate):
     is_zero = dropped == 0
     assert abs(is_zero.double().mean() - rounded) < 0.002
     assert abs(dropped.double().mean() - 3) < 0.01 and dropped.dtype == x.dtype
-    for shift in (1, 2, 7, 8, 1001):  # neighbours, in the same draw or another, know nothing of each other
+    for shift in (1, 2, 7, 8, 1001):  # neighbors in the same draw and in different draws are independent
         both = (is_zero.flatten()[shift:] & is_zero.flatten()[:-shift]).double().mean()
         assert abs(both - rounded**2) < 0.002
     dropped.sum().backward()

@@ -1,4 +1,4 @@
-"""A saved model, loaded by a fresh process that has torch and transformers and can't import hfgolf."""
+"""A saved model, loaded by a new process that has torch and transformers but cannot import hfgolf."""
 
 import json
 import os
@@ -16,7 +16,7 @@ LOAD_ALL = """
 import importlib.util, json, sys
 from pathlib import Path
 
-# `-I` and a folder elsewhere already hide the checkout; an installed copy is hidden here
+# `-I` and another working folder already hide the checkout; this hides an installed copy
 class Hide:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "hfgolf":
@@ -63,7 +63,7 @@ def test_a_process_without_hfgolf_loads_every_option_with_equal_logits(build_gol
     for name, expected in expected_logits.items():
         torch.testing.assert_close(logits[name], expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(words[name], expected_words[name]), name
-    # and what that process saved can be loaded again: the code travelled along
+    # what that process saved can be loaded again, because the code was saved too
     assert {path.name for path in (tmp_path / "again").glob("*.py")} == {"configuration_golf.py", "modeling_golf.py"}
 
 

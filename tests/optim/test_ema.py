@@ -1,4 +1,4 @@
-"""The average against torch's own, its half-life, and whether the raw weights come back to the bit."""
+"""The average compared with torch's own, its half-life, and the bit-exact return of the raw weights."""
 
 import copy
 import io
@@ -13,7 +13,7 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
 
-LATE = 10**9  # a step at which the warm-up is over for every decay here
+LATE = 10**9  # a step after the warmup of every decay here
 INPUT_IDS = torch.arange(24).view(2, 12) % 17
 
 
@@ -28,14 +28,14 @@ def build_golf(**options: bool) -> GolfForCausalLM:
 
 @torch.no_grad()
 def move(model: torch.nn.Module, seed: int) -> None:
-    """Change every weight, as a step of training would."""
+    """Change every weight, like a training step."""
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         param.add_(0.3 * torch.randn(param.shape, generator=generator).to(param.dtype))
 
 
 def averaged(model: torch.nn.Module, steps: int = 5) -> Ema:
-    """Return an average that differs from every weight of the model."""
+    """Return an average that differs from the model in every weight."""
     ema = Ema(model.named_parameters(), 0.9)
     for step in range(1, steps + 1):
         move(model, 10 + step)
@@ -83,7 +83,7 @@ def test_with_the_warm_up_it_is_the_weighted_sum_of_all_weights():
 
 
 def test_the_warm_up_lets_go_of_the_first_weights():
-    """Without it a tenth of the random start would still be there after 2300 steps of 0.999; with it, none is."""
+    """Without it, a tenth of the random start would remain after 2,300 steps with decay 0.999. With it, none does."""
     param = torch.nn.Parameter(torch.ones(1))
     ema = Ema([("weight", param)], 0.999)
     param.data.zero_()
@@ -143,7 +143,7 @@ def test_an_evaluation_in_between_leaves_no_trace_in_training():
         ema, optimizer = Ema(model.named_parameters(), 0.9), torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(1, 7):
             model(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
-            if is_evaluated:  # the gradients of the raw weights are waiting
+            if is_evaluated:  # while the gradients of the raw weights are pending
                 with ema.applied():
                     logits(model)
             optimizer.step()
@@ -156,7 +156,7 @@ def test_an_evaluation_in_between_leaves_no_trace_in_training():
 
 
 def compiled(model: GolfForCausalLM) -> torch.nn.Module:
-    model.compile(backend="eager")  # the guards of the compiler without its minutes
+    model.compile(backend="eager")  # the compiler's guards, without the slow backend
     return model
 
 
@@ -208,7 +208,7 @@ def test_a_bf16_parameter_keeps_an_fp32_average():
         ema.update(LATE + step)
     average = ema.state_dict()["weight"]
     assert average.dtype == torch.float32
-    # bf16 has 8 bits: from about 0.03 on, a step of 1e-4 times the rest would be rounded away
+    # bf16 has 8 significant bits: above about 0.03, it would round away a step of 1e-4 times the difference
     torch.testing.assert_close(average, torch.full((4,), 1 - 0.9999**10_000), rtol=1e-3, atol=0)
 
 

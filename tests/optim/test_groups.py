@@ -1,4 +1,4 @@
-"""The table of groups: each parameter once, each with the rule and the rates that the config says."""
+"""The table of groups has each parameter once, with the rule and rates from the config."""
 
 from dataclasses import fields
 
@@ -14,7 +14,7 @@ FUSED = {"model.layers.*.self_attn.qkv_proj.weight": ROWS}
 
 
 def named_parameters(*, is_gpt2: bool = False, is_tied: bool = True, layers: int = 2) -> dict[str, torch.nn.Parameter]:
-    """The names of every option of the model: gpt2 has biases and positions; the other gates, q/k norms, embed norm."""
+    """Models that together have every parameter name: biases and positions, or gates, q/k norms and embedding norm."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (32, WIDTH)}
     for i in range(layers):
         layer = f"model.layers.{i}"

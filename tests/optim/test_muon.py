@@ -1,4 +1,4 @@
-"""The optimizer against torch's own Muon, AdamW and SGD, against arithmetic by hand, and under a scaler."""
+"""The optimizer compared with torch's Muon, AdamW and SGD, with arithmetic by hand, and under a gradient scaler."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def step_with_gradients(optimizer: torch.optim.Optimizer, params: list[torch.nn.
 
 
 def follow(ours: torch.optim.Optimizer, ours_params: list, oracle: torch.optim.Optimizer, oracle_params: list) -> None:
-    """Take 20 steps of both with the same gradients, the learning rate and the decay new at each."""
+    """Take 20 steps of both with the same gradients, changing learning rate and decay at each step."""
     for step in range(20):
         for optimizer in (ours, oracle):
             for group in optimizer.param_groups:
@@ -46,13 +46,13 @@ def follow(ours: torch.optim.Optimizer, ours_params: list, oracle: torch.optim.O
         step_with_gradients(oracle, oracle_params, 100 + step)
 
 
-FOLLOWED = [*SHAPES, (64, 160), (160, 64)]  # the last two in pairs of iterations that share a Gram matrix
+FOLLOWED = [*SHAPES, (64, 160), (160, 64)]  # the last two use pairs of iterations that share a Gram matrix
 MUON_CASES = [(True, "original"), (False, "original"), (True, "match_rms_adamw")]
 
 
 @pytest.mark.parametrize(("nesterov", "scale"), MUON_CASES)
 def test_classic_follows_torch_muon_in_fp32(monkeypatch, nesterov, scale):
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch.optim.Muon knows bf16 only
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch.optim.Muon only supports bf16
     ours_params, oracle_params = parameters(shapes=FOLLOWED), parameters(shapes=FOLLOWED)
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.85, "nesterov": nesterov}
     ours = Muon(
@@ -113,7 +113,7 @@ def test_sgd_decay_is_decoupled():
 
 
 def test_one_muon_step_by_hand():
-    """A column (0, 3, 0, 4) has one singular value, 5: divided by 1.02 times it, then five scalar polynomials."""
+    """The column (0, 3, 0, 4) has one singular value, 5. Divide by 1.02 * 5, then apply five scalar polynomials."""
     weight, grad = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[0.0], [3.0], [0.0], [4.0]])
     value = 1 / 1.02
     for a, b, c in newton_schulz_polynomials("polar_express", 5):
@@ -265,7 +265,7 @@ def test_with_row_equilibration_the_scale_of_a_row_does_not_matter():
 @pytest.mark.parametrize("num_zero_rows", [1, 8])
 @pytest.mark.parametrize("options", [{}, {"row_equilibration": True}, {"normuon_beta2": 0.9}, ALL_OPTIONS])
 def test_rows_without_a_gradient_stay_as_they_are(options, num_zero_rows):
-    """As those of neurons that are dead: nothing is divided by 0."""
+    """Dead neurons have such rows. Nothing is divided by 0."""
     (param,), (before,) = parameters(shapes=[(8, 12)]), parameters(shapes=[(8, 12)])
     param.grad = torch.zeros(8, 12)
     param.grad[num_zero_rows:] = random_tensors(3, [(8 - num_zero_rows, 12)])[0]
@@ -315,7 +315,7 @@ def test_each_matrix_is_in_one_bucket_and_no_bucket_is_too_large(ranks):
     for bucket in buckets:
         assert len({shapes[i] for i in bucket}) == 1
         assert len(bucket) <= ranks * max(1, max_elements // shapes[bucket[0]].numel())
-    assert len(buckets) == {1: 6, 3: 2}[ranks] + 3  # of the 11 square ones, and one of each other shape
+    assert len(buckets) == {1: 6, 3: 2}[ranks] + 3  # buckets of the 11 square matrices, and one for each other shape
 
 
 def test_the_bucket_size_changes_no_bit(monkeypatch):
@@ -444,7 +444,7 @@ def test_a_gradient_scaler_unscales_once_and_skips_overflow(rule):
     for step in range(3):
         weights = random_tensors(step)
         scaler.scale(sum((p * w).sum() for p, w in zip(params, weights, strict=True))).backward()
-        scaler.unscale_(optimizer)  # as clipping does before the step
+        scaler.unscale_(optimizer)  # like clipping, before the step
         scaler.step(optimizer)
         scaler.update()
         step_with_gradients(oracle, plain, step)

@@ -1,4 +1,4 @@
-"""Saving and loading the optimizer: by name, in fp32, refused where it does not fit, and through accelerate."""
+"""Saving and loading the optimizer: by name, in fp32, rejected if it does not fit, and through accelerate."""
 
 import copy
 import io
@@ -161,7 +161,7 @@ def test_another_rate_of_normuon_and_another_layout_fit():
         group["in_out"] = True
     resumed = new_optimizer(params, normuon_beta2=0.5)
     resumed.load_state_dict(saved)
-    assert [group["normuon_beta2"] for group in resumed.param_groups] == [0.9, 0.9]  # as any other number
+    assert [group["normuon_beta2"] for group in resumed.param_groups] == [0.9, 0.9]  # loaded like any other number
     assert [group["in_out"] for group in resumed.param_groups] == [False, False]
 
 

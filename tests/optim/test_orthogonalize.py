@@ -1,4 +1,4 @@
-"""Newton-Schulz against the SVD polar factor, and its symmetries."""
+"""Newton-Schulz compared with the polar factor from the SVD, and its symmetries."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_singular_values_and_distance_to_the_polar_factor_lie_in_the_band(coeffi
 
 
 def test_a_convergent_iteration_is_the_same_polar_factor():
-    """(2, -1.5, 0.5) twelve times, written here, is nearly exact: it agrees with the SVD and so bounds both."""
+    """Twelve iterations of (2, -1.5, 0.5), written out here, are nearly exact: they agree with the SVD."""
     matrices = matrices_of_condition(100.0, 2, 48, 96)
     exact = matrices / torch.linalg.matrix_norm(matrices, keepdim=True)
     for _ in range(12):
@@ -98,7 +98,7 @@ SPECTRA = {
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("coefficients", BANDS)
 def test_no_spectrum_makes_it_diverge_in_bf16(coefficients, spectrum):
-    """Sharing one Gram matrix among three iterations, or between two of a smaller matrix, reaches 1e5 and more here."""
+    """Three iterations per Gram matrix, or two for a smaller matrix, would reach 1e5 and more here."""
     generator = torch.Generator().manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(20, 64, 192, generator=generator), full_matrices=False)
     result = orthogonalize((u * SPECTRA[spectrum] @ v).bfloat16(), coefficients=coefficients)
@@ -109,7 +109,7 @@ def test_no_spectrum_makes_it_diverge_in_bf16(coefficients, spectrum):
 
 @pytest.mark.parametrize("shape", [(64, 640), (640, 64), (8, 40), (40, 8)])
 def test_the_long_side_is_multiplied_as_rarely_as_can_be(shape):
-    """Its Gram matrix would give the same result at up to 100 times the cost."""
+    """The long side's Gram matrix would give the same result at up to 100 times the cost."""
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.ones(1, *shape))
     short, long = sorted(shape)
@@ -119,7 +119,7 @@ def test_the_long_side_is_multiplied_as_rarely_as_can_be(shape):
 
 def test_a_batch_is_its_matrices_one_by_one():
     batch = torch.randn(4, 32, 48, generator=torch.Generator().manual_seed(2))
-    batch[1] *= 1e4  # each matrix is normalised by its own norm
+    batch[1] *= 1e4  # each matrix is normalized by its own norm
     one_by_one = torch.stack([orthogonalize(matrix) for matrix in batch])
     torch.testing.assert_close(orthogonalize(batch), one_by_one, rtol=1e-5, atol=1e-5)
 
@@ -163,7 +163,7 @@ def test_products_are_bf16_on_a_cpu_only_where_it_is_native(monkeypatch, avx512,
 @pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8), (2, 64, 128), (2, 128, 64)])
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_products_are_written_to_contiguous_memory(monkeypatch, shape, is_transposed):
-    """Into a transposed bf16 buffer oneDNN multiplies without vector instructions: a step took 13 s instead of 0.16."""
+    """With a transposed bf16 output, oneDNN uses no vector instructions: a step took 13 s instead of 0.16 s."""
     seen = []
 
     def watch(product):

@@ -1,4 +1,4 @@
-"""Schedules: closed forms at their corners, continuity, bounds, what they write into the groups, and the clock."""
+"""Schedules: closed forms at their corners, continuity, bounds, the values in the groups, and time limits."""
 
 import math
 import random
@@ -137,7 +137,7 @@ def test_steps_in_no_measurable_time_say_nothing_of_the_end():
 
 
 def test_the_warmdown_ends_with_the_clock_when_steps_slow_down():
-    """The share of the time that is left decides, not the number of steps made."""
+    """The remaining time decides, not the number of steps made."""
     schedule = ScheduleConfig(name="wsd", warmdown_fraction=0.5)
     for step, progress in ((10, 0.5), (11, 0.75), (12, 0.99)):
         value = learning_rate_multiplier(step, projected_steps(step, progress), schedule)
@@ -211,25 +211,25 @@ def test_by_the_clock_it_ends_at_the_floor_and_never_rises_again(shape, warmup_s
 
 
 def test_a_run_ends_at_the_first_of_its_limits():
-    batch = BatchConfig(sequence_length=32, tokens_per_step=256)  # 8 blocks a step
+    batch = BatchConfig(sequence_length=32, tokens_per_step=256)  # 8 blocks per step
 
     def steps(**limits) -> float:
         return clock.step_limit(TrainConfig(**limits), batch, blocks=100)
 
     assert steps(max_minutes=1) == math.inf
     assert [steps(max_tokens=n) for n in (1, 256, 257, 1024)] == [1, 1, 2, 4]
-    assert steps(max_epochs=1) == 13  # 100 blocks, the last step goes on into the next epoch
+    assert steps(max_epochs=1) == 13  # 100 blocks; the last step continues into the next epoch
     assert [steps(max_steps=n, max_tokens=1024, max_epochs=1) for n in (3, 9)] == [3, 4]
     assert steps(max_tokens=10**6, max_epochs=1, max_minutes=1) == 13
-    half_way = TrainState(step=4, tokens=4 * 512, blocks=4 * 16)  # at twice the tokens a step
+    half_way = TrainState(step=4, tokens=4 * 512, blocks=4 * 16)  # with twice the tokens per step
     assert clock.step_limit(TrainConfig(max_tokens=4096), batch, 100, half_way) == 4 + 8
-    assert clock.step_limit(TrainConfig(max_epochs=1), batch, 100, half_way) == 4 + 5  # 36 blocks are left
+    assert clock.step_limit(TrainConfig(max_epochs=1), batch, 100, half_way) == 4 + 5  # 36 blocks remain
 
 
 def test_max_tokens_ends_the_run(run, tiny_run):
     folder = run(tiny_run(train__max_steps="null", train__max_tokens=1025, schedule__name="linear"))
     text = (folder / "metrics.jsonl").read_text()
-    assert text.count('"tokens": 1280,') == 1 and '"step": 6' not in text  # 256 a step
+    assert text.count('"tokens": 1280,') == 1 and '"step": 6' not in text  # 256 per step
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_apply_schedule_sets_the_groups_from_their_peaks(weight_decay):
     )
     optim = OptimConfig(momentum=0.95, momentum_warmup_steps=5, momentum_end=0.75)
     schedule = ScheduleConfig(name="linear", warmdown_fraction=0.5, weight_decay=weight_decay)
-    for step, scale in ((5, 1.0), (2, 0.5), (8, 0.5), (5, 1.0)):  # any order: nothing is remembered
+    for step, scale in ((5, 1.0), (2, 0.5), (8, 0.5), (5, 1.0)):  # in any order, because schedules have no state
         apply_schedule(optimizer, step, 10, optim, schedule, scale)
         left = 1 - step / 10
         decay = 1.0 if weight_decay == "constant" else left
@@ -328,7 +328,7 @@ def test_apply_schedule_sets_the_groups_from_their_peaks(weight_decay):
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
 def test_a_step_shrinks_by_learning_rate_times_weight_decay(name):
-    """A gradient of zero leaves the decay alone to move a weight: by the square of the multiplier, where it follows."""
+    """With zero gradients only the decay moves a weight: by the square of the multiplier, if decay follows the rate."""
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optim = OptimConfig(name=name, learning_rate=0.5, weight_decay=0.2)
     optimizer = build_optimizer([("model.layers.0.mlp.up_proj.weight", weight)], optim, {})
@@ -344,7 +344,7 @@ def test_a_step_shrinks_by_learning_rate_times_weight_decay(name):
 
 @EVERY_SHAPE
 def test_a_resume_is_only_another_step_number(shape):
-    """An optimizer that makes every step, and one that begins in the middle, hold the same numbers to the last bit."""
+    """An optimizer that makes every step and one that starts in the middle have bitwise equal numbers."""
     optim = OptimConfig(momentum_warmup_steps=20, momentum_end=0.9)
     schedule = ScheduleConfig(**shape, warmup_steps=5, floor=0.1, weight_decay="learning_rate")
     names = ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight")

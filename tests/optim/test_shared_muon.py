@@ -1,4 +1,4 @@
-"""Muon on two processes, replicated and sharded, against one process."""
+"""Muon on two processes, replicated and sharded, compared with one process."""
 
 import copy
 import os
@@ -41,7 +41,7 @@ SHARDED = {
 
 
 def train_replicated(case: str, process_group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], int]:
-    """Return the weights after some steps, and how many matrices this process orthogonalised in one."""
+    """Return the weights after some steps, and the number of matrices this process orthogonalized in one step."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     splits = [(10, 10, 10), *[None] * (len(SHAPES) - 1)]
@@ -65,7 +65,7 @@ def train_replicated(case: str, process_group: dist.ProcessGroup | None) -> tupl
 
 
 def train_sharded(case: str, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Return the weights after some steps, each rank with its part of the batch; some have an odd number of rows."""
+    """Return the weights after some steps. Each rank has its part of the batch; some weights have odd row counts."""
     torch.manual_seed(0)
     model = GolfForCausalLM(
         GolfConfig(
@@ -92,11 +92,11 @@ def train_sharded(case: str, rank: int, ranks: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(0, 17, (4, 12), generator=torch.Generator().manual_seed(step))
         ids = ids.chunk(ranks)[rank]
         model(input_ids=ids, labels=ids).loss.backward()
-        if step == STEPS - 1 and ranks > 1:  # the last step is that of a resumed optimizer
+        if step == STEPS - 1 and ranks > 1:  # the last step uses a resumed optimizer
             optimizer = resumed(model, optimizer, build())
         optimizer.step()
         optimizer.zero_grad()
-    if ranks > 1:  # or a distributed checkpoint would hold it twice
+    if ranks > 1:  # otherwise a distributed checkpoint would store it twice
         for param, state in optimizer.state.items():
             places = [getattr(value, "placements") for value in (param, *state.values()) if value.ndim]  # noqa: B009
             assert all(place == places[0] for place in places)
@@ -104,7 +104,7 @@ def train_sharded(case: str, rank: int, ranks: int) -> dict[str, torch.Tensor]:
 
 
 def resumed(model: torch.nn.Module, optimizer: Muon, new: Muon) -> Muon:
-    """Return the new optimizer with the state of the old one, as torch's distributed checkpoint takes it along."""
+    """Return the new optimizer with the old one's state, transferred like torch's distributed checkpoint does."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     set_optimizer_state_dict(model, new, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))

@@ -1,4 +1,4 @@
-"""An exported tiny model, a loopback Hub, and processes that know that Hub and no other."""
+"""An exported tiny model, a loopback Hub, and processes that can only reach that Hub."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def original_export(tmp_path_factory: pytest.TempPathFactory, tiny_config: RunCo
 
 @pytest.fixture
 def exported(original_export: Path, tmp_path: Path) -> Path:
-    """The folder runs/tiny/model, a copy of its own for each test."""
+    """The folder runs/tiny/model, a fresh copy for each test."""
     return Path(shutil.copytree(original_export, tmp_path / "runs" / "tiny" / "model"))
 
 
@@ -46,7 +46,7 @@ def hub() -> Iterator[HubServer]:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run Python as somebody with a token for the Hub at `endpoint`; without one there is no Hub."""
+    """Run Python with a token for the Hub at `endpoint`, or offline without an endpoint."""
 
     def run(*arguments: object, endpoint: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}

@@ -1,4 +1,4 @@
-"""The exported folder, used by those who have torch and transformers and nothing of ours."""
+"""The exported folder, used with only torch and transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfgolf.publish.load import load_exported
 
 USE = """
 import json, sys, warnings
-sys.modules["hfgolf"] = None  # an import of it fails, installed or not
+sys.modules["hfgolf"] = None  # makes importing it fail, even if it is installed
 import torch, transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -40,7 +40,7 @@ print(json.dumps({"greedy": greedy, "num_default": len(default), "text": text}))
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["folder", "hub"])
 def test_it_works_where_hfgolf_is_not_installed(source, exported, hub, python, tmp_path):
-    """Logits, tokenizer and pipeline equal ours: from the folder, and from the Hub after a push, byte for byte."""
+    """Logits, tokenizer and pipeline equal ours, from the folder and, after a push, from the Hub, byte for byte."""
     model, tokenizer = build_tiny()
     ids = torch.randint(0, 257, (2, 24), generator=torch.Generator().manual_seed(1))
     save_file({"ids": ids}, tmp_path / "ids.safetensors")
@@ -52,7 +52,7 @@ def test_it_works_where_hfgolf_is_not_installed(source, exported, hub, python, t
     assert outcome.returncode == 0, outcome.stderr
     with torch.no_grad():
         torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], model(ids).logits)
-    said = json.loads(outcome.stdout)  # and nothing else was said or asked
+    said = json.loads(outcome.stdout)  # it printed and asked nothing else
     assert said["text"] == "é <|endoftext|>"
     prompt = tokenizer("naïve 🌍", return_tensors="pt").input_ids
     ours = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=256)
@@ -114,7 +114,7 @@ def test_foreign_code_beside_the_weights_is_never_executed(model_type, exported,
     tokenizer = json.loads((exported / "tokenizer_config.json").read_text())
     tokenizer["auto_map"] = {"AutoTokenizer": [None, "tokenization_golf.Evil"]}
     (exported / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers may ask, and somebody may say yes
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers may ask, and a user may say yes
     if model_type == "golf":
         model, _ = load_exported(str(exported))
         assert type(model).__module__.startswith("hfgolf.")

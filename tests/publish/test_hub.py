@@ -1,4 +1,4 @@
-"""Pushing with the real client to a Hub on loopback: what arrives, how often, and what a person hears if it fails."""
+"""Pushing with the real client to a Hub on loopback: what arrives, how often, and what the user sees if it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def our_hub(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     for name, value in {"TOKEN": TOKEN, "ENDPOINT": hub.endpoint, "HUB_OFFLINE": "0", "HUB_DISABLE_XET": "1"}.items():
-        monkeypatch.setenv(f"HF_{name}", value)  # for a process that is started here
+        monkeypatch.setenv(f"HF_{name}", value)  # for processes started here
     huggingface_hub.close_session()  # the client remembers that it was offline
     yield hub
     huggingface_hub.close_session()
@@ -97,7 +97,7 @@ def test_a_failed_push_is_a_warning_in_a_run(exported, our_hub, caplog):
 
 
 def test_a_slow_push_is_neither_overtaken_nor_disturbed(exported, our_hub, caplog):
-    """While it reads its folder the next is skipped, a new export may lie in its place, and the last waits for it."""
+    """While it runs, the next push is skipped, a new export may replace the folder, and the last push waits for it."""
     before = contents(exported)
     our_hub.never_answers = True
     pusher = HubPusher("user/name", private=False)

@@ -1,4 +1,4 @@
-"""The card: valid metadata, true figures, nothing of this machine, and a sample that cannot break it."""
+"""The card: valid metadata, correct figures, nothing about this machine, and a sample that cannot break it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_hub_dataset_is_linked():
 
 def test_the_text_reads_well_and_tells_nothing_of_this_machine(exported):
     card = (exported / "README.md").read_text()
-    assert "of 27,456 parameters, trained from scratch on corpus.txt with hfgolf" in card
+    assert "A GPT with 27,456 parameters, trained from scratch on corpus.txt with hfgolf" in card
     assert card.count('from_pretrained("runs/tiny/model"') == 2
     assert "| bits per byte | 1.5000 |\n| perplexity | 25.7900 |\n\nA sample" in card
     assert "On 1,000 held-out tokens (3,126 bytes of raw UTF-8 text):\n\n| measure" in card

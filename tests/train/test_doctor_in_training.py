@@ -131,7 +131,7 @@ def test_an_order_of_the_data_that_begins_anew(run, tiny_run, edit_run):
     steps_before = [line["step"] for line in itertools.takewhile(lambda line: line.get("event") != "finding", lines)]
     assert steps_before[-1] == 10, "it is told at once, not at the end"
     assert "step 6 that of 1, 7 that of 2, 8 that of 3" in finding.saw
-    assert "begins anew" in finding.causes[0]
+    assert "restarts instead of continuing" in finding.causes[0]
 
 
 def test_a_text_that_is_learned_by_heart(run, tiny_run, tmp_path):
@@ -141,7 +141,7 @@ def test_a_text_that_is_learned_by_heart(run, tiny_run, tmp_path):
     options = {"train__max_steps": 90, "train__eval_every_steps": 10, "train__save_every_steps": 1000}
     finding = the_finding(run(tiny_run(data__files=text, model__hidden_size=64, **options)))
     assert (finding.symptom, finding.step) == ("validation loss rising", 10)  # where it was lowest
-    assert "too small for this model" in finding.causes[0]
+    assert "too little text for this model" in finding.causes[0]
     assert finding.fix == {"train.patience_evals": 3, "model.dropout": 0.1, "optim.weight_decay": 0.2}
 
 
@@ -157,7 +157,7 @@ def test_a_restore_that_brings_back_something_else(run, tiny_run, edit_run):
     folder = run(tiny_run(train__max_steps=75, train__resume="latest", **options))
     finding = the_finding(folder)
     assert (finding.symptom, finding.step) == ("divergence after a restore", 60)
-    assert "state that is not that of the weights" in finding.causes[0] and finding.fix == {"train.resume": "best"}
+    assert "state that does not match the weights" in finding.causes[0] and finding.fix == {"train.resume": "best"}
 
 
 def test_a_block_that_no_step_survives(run, tiny_run, spoil_gradients, tmp_path):
@@ -176,7 +176,7 @@ def test_a_block_that_no_step_survives(run, tiny_run, spoil_gradients, tmp_path)
     assert (finding.symptom, finding.step) == ("NaN on specific tokens", bad[0])
     assert f"({', '.join(map(str, bad[:3]))})" in finding.saw
     first, last = map(int, re.search(r"read the train tokens (\d+) to (\d+)", finding.saw).groups())
-    assert first <= 550 <= last < first + 32 and "ids beyond" in finding.causes[0]
+    assert first <= 550 <= last < first + 32 and "ids outside its embedding" in finding.causes[0]
 
 
 def test_targets_that_are_the_inputs(run, tiny_run, monkeypatch):
@@ -194,7 +194,7 @@ def test_targets_that_are_the_inputs(run, tiny_run, monkeypatch):
     monkeypatch.setattr(loss, "evaluation_windows", not_shifted_either)
     finding = the_finding(run(tiny_run(train__max_steps=80, train__eval_every_steps=20)))
     assert finding.symptom == "near-zero loss" and "on validation at step" in finding.saw
-    assert "targets that are the inputs" in finding.causes[0]
+    assert "labels equal to the inputs" in finding.causes[0]
 
 
 @pytest.fixture
