@@ -51,7 +51,7 @@ def test_damaged_best_weights_are_not_exported(run, tiny_run, monkeypatch, valid
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["step"], summary["is_best"], summary["damaged_best_step"]) == (6, False, 3)
     assert same_weights(folder / "model" / "model.safetensors", folder / "checkpoints" / "step-000006" / name)
-    assert "the weights of step 6. The run took 6 steps" in (folder / "model" / "README.md").read_text()
+    assert "weights of step 6. The run took 6 steps" in (folder / "model" / "README.md").read_text()
     assert "best weights by validation loss, from step 3, were damaged" in (folder / "model" / "README.md").read_text()
 
 
