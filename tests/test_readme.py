@@ -152,7 +152,8 @@ def test_make_installs_pinned_versions_and_passes_on_config_and_options():
     assert trains.endswith(
         "scripts/train.py --config configs/shakespeare_char.yaml --optim.learning_rate 0.01 --run.name slower"
     )
-    assert make("test").splitlines()[-1].split()[1:] == ["-m", "pytest"]
+    quick, slow = (shlex.split(make(target).splitlines()[-1])[1:] for target in ("test", "test-slow"))
+    assert (quick, slow) == (["-m", "pytest", "-m", "not slow"], ["-m", "pytest", "-m", "slow"])
     assert {Path(check.split()[0]).name for check in checks()} == {"ruff", "mypy"}
 
 
