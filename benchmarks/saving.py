@@ -112,14 +112,14 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
 def show(measured: dict[str, Any]) -> None:
     rows, steps = measured["seconds"], measured["steps"]
     plain = [(row["steps"] + row["steps_again"]) / 2 for row in rows]
-    beside = [row["steps_beside_a_save"] - base for row, base in zip(rows, plain, strict=True)]
+    slowdowns = [row["steps_beside_a_save"] - base for row, base in zip(rows, plain, strict=True)]
     print(f"{measured['parameters']:,} parameters, {measured['checkpoint_bytes'] / 1e6:,.1f} MB per checkpoint")
     print(f"{'a step':<34}{median(plain) / steps * 1e3:10.1f} ms   ({steps} of them during a save)")
     print(f"{'blocking save':<34}{median(row['blocking_save'] for row in rows) * 1e3:10.1f} ms")
     for name, costs in (
         ("the loop waits for", [row["begin"] for row in rows]),
-        ("steps during the write take longer", beside),
-        ("together", [row["begin"] + extra for row, extra in zip(rows, beside, strict=True)]),
+        ("steps during the write take longer", slowdowns),
+        ("together", [row["begin"] + extra for row, extra in zip(rows, slowdowns, strict=True)]),
     ):
         shares = [cost / row["blocking_save"] for cost, row in zip(costs, rows, strict=True)]
         print(f"{name:<34}{median(costs) * 1e3:10.1f} ms   {median(shares):6.1%} of a blocking save")

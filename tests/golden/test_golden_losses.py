@@ -1,8 +1,8 @@
-"""Ten losses and gradient norms of a tiny run, kept for good: a change of the code must not change what it computes.
+"""Ten losses and gradient norms of a tiny run, recorded for good: a code change must not change what hfgolf computes.
 
-They are bitwise equal on the machine that recorded them and within RELATIVE_TOLERANCE on any other: with the kernels
-for AVX2 or SSE4 in place of AVX-512 they move by at most 2.1e-7. If a change is meant to alter them, say why in the
-commit, and record them anew:
+They must be bitwise equal on the machine that recorded them, and within RELATIVE_TOLERANCE on any other. (AVX2 or SSE4
+kernels instead of AVX-512 change them by at most 2.1e-7.) If a change is meant to alter them, explain why in the commit
+and record them again:
 
     python tests/golden/test_golden_losses.py
 """

@@ -100,10 +100,9 @@ def test_a_killed_run_gives_the_model_that_its_end_would_have_given(killed, run,
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     row = next(row for row in rows if row["step"] == 3 and "val_loss" in row)
     assert metrics["loss"] == 2.0 == row["val_loss_ema" if averaged else "val_loss"]
-    of = "the moving average of those" if averaged else "those"
-    assert f"The weights are {of} of step 3, the best by validation loss, of 3 steps and 768 training tokens" in str(
-        card
-    )
+    weights = "moving-average weights" if averaged else "weights"
+    assert f"These are the {weights} of step 3, the best by validation loss." in str(card)
+    assert "The run took 3 steps and 768 training tokens" in str(card)
 
 
 @pytest.mark.parametrize("text", ["", None, "optim: {ema_decay: 0.9, ema_export: true}\ntrain: {max_steps: 1}"])
