@@ -132,7 +132,7 @@ def test_what_a_table_names_is_there(table):
 
 def make(*arguments: str) -> str:
     """Return what make would run, had nothing been set up."""
-    command = ["make", "--dry-run", "--always-make", *arguments]
+    command = ["make", "--dry-run", "--always-make", "--no-print-directory", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 

@@ -47,6 +47,7 @@ def test_every_config_takes_two_steps(run, config, tmp_path, corpus_file):
     assert summary["val_loss"] < 5.5  # below ln 257: two steps have taught it something
 
 
+@pytest.mark.slow
 def test_a_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
     first = run(tiny_run())
     again = run(["--config", str(first / "config.yaml"), "--run.name", "again"])

@@ -476,6 +476,7 @@ def test_best_goes_back_with_the_run(run, tiny_run, tmp_path, reset_accelerate):
     assert other.state.step == 3 and best_of_other == (0, math.inf), "the best of another run is not in this folder"
 
 
+@pytest.mark.slow
 def test_an_update_waits_until_a_save_has_read_what_it_changes(run, tiny_run, monkeypatch):
     """The thread writes the weights and the optimizer's state themselves, not copies."""
     straight = run(tiny_run(run__name="straight"))

@@ -260,7 +260,7 @@ def test_a_run_says_for_which_device_its_batches_are_and_how_many_are_fetched(ti
 def test_prefetch_factor_reaches_the_workers_and_needs_them(stream):
     assert build_loader(stream, **SHAPE, num_steps=2, num_workers=1, prefetch_factor=5).prefetch_factor == 5
     assert build_loader(stream, **SHAPE, num_steps=2, num_workers=1).prefetch_factor == 2
-    with pytest.raises(UserError, match=r"data.prefetch_factor: 5 needs workers .* data.num_workers"):
+    with pytest.raises(UserError, match=r"data.prefetch_factor: 5 needs worker processes; set data.num_workers"):
         DataConfig(prefetch_factor=5)
 
 

@@ -169,6 +169,7 @@ load_tokens(DataConfig(**json.loads(sys.argv[1])), TokenizerConfig(vocab_size=30
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_build_it_once(data):
     settings = json.dumps(

@@ -41,7 +41,7 @@ def test_a_push_arrives_whole_in_one_commit(exported, hub, python):
     card = repository.files["README.md"].decode()
     assert card.count('from_pretrained("user/name"') == 2 and "runs/tiny" not in card
 
-    (exported / "README.md").write_text(card.replace("no instructions", "nobody"))
+    (exported / "README.md").write_text(f"{card}\nEdited.\n")
     again = push(python, hub, exported, "--message", "second")
     assert again.returncode == 0, again.stderr
     assert repository.commits == ["Push with hfgolf", "second"]
@@ -115,6 +115,7 @@ def test_a_slow_push_is_neither_overtaken_nor_disturbed(exported, our_hub, caplo
     assert list(exported.parent.iterdir()) == [exported]
 
 
+@pytest.mark.slow
 def test_a_hub_that_accepts_and_never_answers_is_given_up(exported, our_hub, monkeypatch, caplog):
     our_hub.never_answers = True
     monkeypatch.setattr(hub_module, "_PUSH_TIMEOUT_SECONDS", 2)

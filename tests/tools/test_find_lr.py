@@ -59,6 +59,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "is_fp16"),
     [({"optim__ema_decay": 0.9, "batch__micro_batch_size": 4}, False), ({"optim__name": "adamw"}, True)],
@@ -149,6 +150,7 @@ def test_the_suggestion_keeps_the_ratio_of_the_embeddings():
     assert alone["optim.embedding_learning_rate"] == pytest.approx(1.5 * alone["optim.learning_rate"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_script_prints_what_the_config_takes_and_leaves_two_files(
     temporary, tiny_run, tmp_path, monkeypatch, run_script
 ):

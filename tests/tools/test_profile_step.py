@@ -79,6 +79,7 @@ def test_the_profile_of_a_run(scratch, tmp_path):
     assert attributes(run) == before and run.batches is batches
 
 
+@pytest.mark.slow
 def test_a_slow_data_iterator_bounds_the_step(scratch, tmp_path):
     run = scratch()
 

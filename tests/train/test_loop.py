@@ -159,6 +159,7 @@ def test_an_update_is_that_of_the_textbook(run, tiny_run, monkeypatch, options, 
     assert [row["learning_rate"] for row in rows(folder)] == pytest.approx([0.075, 0.15, 0.225])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"model__gradient_checkpointing": "true"}, {"data__num_workers": 2}])
 def test_what_only_saves_memory_or_time_changes_no_loss(run, tiny_run, options):
     plain, other = run(tiny_run(run__name="plain")), run(tiny_run(run__name="other", **options))

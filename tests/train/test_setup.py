@@ -51,6 +51,7 @@ def test_the_seed_of_the_run_decides_the_order_of_its_data(build, seed):
     assert next(run.batches)["sample_hash"] == sample_hash(starts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_has_dropout_of_its_own(build, monkeypatch, rank):
     monkeypatch.setattr(Accelerator, "process_index", rank)

@@ -80,6 +80,7 @@ def test_jobs_run_at_once_and_share_the_cores(planned, train_script, tmp_path, m
     assert [path.read_text() for path in sorted(tmp_path.glob("out/*/here"))] == ["3 2", "3 2"]
 
 
+@pytest.mark.slow
 def test_what_is_complete_is_not_made_again(planned, train_script, run, caplog):
     runs = planned(arms={"a": {}, "b": {"optim.learning_rate": 0.01}}, seeds=[1])
     for one in runs:
