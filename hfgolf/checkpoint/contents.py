@@ -1,9 +1,21 @@
 """Save the complete state of a run while it continues, and restore it bit for bit.
 
-Owns what is in a checkpoint: the files of accelerate's save_state and, unless the weights are sharded, the other files
-that `from_pretrained` needs. A thread writes them while the run computes the next gradients. The next update waits
-until they are written, but not until they are hashed and synced to disk. A GPU's tensors are first copied to the host,
-so that no update waits. Does not know when to save (train/loop.py) or which checkpoint to load (store.py).
+Owns what is in a checkpoint:
+
+    model.safetensors          the weights, fp32; tied weights once
+    optimizer.bin              the state of the optimizer (a pickle that is read as data only)
+    scaler.pt                  fp16 only: the loss scale
+    ema.safetensors            optim.ema_* only: the averaged weights
+    random_states_N.pkl        the generators of rank N, so that dropout continues bit for bit
+    train_state.json           TrainState: steps, tokens, blocks read, the best loss
+    run.json                   what makes the run this run: config, text, tokenizer, decisions (identity.py)
+    config.json, *_golf.py, generation_config.json, tokenizer*
+                               the other files that `from_pretrained` needs; not if the weights are sharded
+    manifest.json              sizes and sha256 of all of these (store.py)
+
+A thread writes them while the run computes the next gradients. The next update waits until they are written, but not
+until they are hashed and synced to disk. A GPU's tensors are first copied to the host, so that no update waits. Does
+not know when to save (train/loop.py) or which checkpoint to load (store.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from hfgolf.command_line import one_line
 from hfgolf.doctor.doctor import Doctor, in_order
 from hfgolf.doctor.finding import Finding
-from hfgolf.run.metrics import read_metrics
+from hfgolf.run.metrics import read_lines, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +48,5 @@ class Monitor:
             self._doctor, self._file, self._read_bytes = Doctor(self._settings), status.st_ino, status.st_size
             lines = in_order(read_metrics(self._path))
         else:
-            with self._path.open("rb") as file:
-                file.seek(self._read_bytes)
-                new = file.read()
-            self._read_bytes += len(new)  # always complete lines: this process writes them before it calls us
-            lines = [json.loads(line) for line in new.splitlines()]
+            lines, self._read_bytes = read_lines(self._path, self._read_bytes)
         return [finding for line in lines for finding in self._doctor.observe(line)]

@@ -134,6 +134,19 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None and "event" not in row]
 
 
+def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows and events from byte `start` on, and the byte after the last complete line.
+
+    For files that are still being written: a line without its end is left for the next call.
+    """
+    with path.open("rb") as file:
+        file.seek(start)
+        new = file.read()
+    end = new.rfind(b"\n") + 1
+    lines = [_parse(line) for line in new[:end].splitlines()]
+    return [line for line in lines if line is not None], start + end
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     """Return a line's row or event if all its values have the expected types, else None."""
     try:

@@ -7,7 +7,6 @@ metrics.jsonl, checkpoints and summary.json.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import random
@@ -29,7 +28,7 @@ from hfgolf.checkpoint.store import newest_first
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
-from hfgolf.run.metrics import read_rows
+from hfgolf.run.metrics import read_lines, read_rows
 from hfgolf.tools.evidence import compare, evidence, table, verdict
 from hfgolf.train.signals import Signals, Stopped
 
@@ -136,9 +135,9 @@ class Session:
         """Return the last step in metrics.jsonl; 0 if this session has not written to it yet."""
         if self._metrics_version() == self._version_before:
             return 0
-        with contextlib.suppress(OSError, ValueError):  # it is being written, or has no row
-            text = self._metrics.read_bytes()
-            return json.loads(text[: text.rindex(b"\n")].splitlines()[-1])["step"]  # a kill may cut off the last row
+        with contextlib.suppress(OSError):  # it is being replaced
+            lines, _ = read_lines(self._metrics)
+            return lines[-1]["step"] if lines else 0
         return 0
 
     def resumed_step(self) -> int:

@@ -483,12 +483,18 @@ def test_the_monitor_finds_what_examine_finds(tmp_path):
         assert monitor.new_findings() == []
 
 
-def test_the_monitor_never_raises(tmp_path, caplog):
+def test_the_monitor_never_raises(tmp_path, caplog, monkeypatch):
+    def fail(*arguments: Any) -> Any:
+        raise ValueError("a defect\nof the doctor")
+
     monitor = Monitor(tmp_path / "metrics.jsonl", {})
     assert monitor.new_findings() == []
     path = write(tmp_path, [{"step": 1, "train_losses": [7.0]}]) / "metrics.jsonl"
     assert monitor.new_findings() == []
     path.write_text(path.read_text() + '{"step": 2, "train_losses": "seven"}\n')
+    assert monitor.new_findings() == [] and not caplog.messages  # a broken line is passed over
+    monkeypatch.setattr(Doctor, "observe", fail)
+    path.write_text(path.read_text() + '{"step": 3, "train_losses": [7.0]}\n')
     assert monitor.new_findings() == [] == monitor.new_findings()
     (line,) = caplog.messages
     assert line.startswith(f"doctor: gave up on {tmp_path}/metrics.jsonl (ValueError: ") and "\n" not in line

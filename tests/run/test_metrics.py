@@ -69,3 +69,12 @@ def test_a_number_that_is_not_finite_is_null(tmp_path):
     file = metrics.MetricsFile(tmp_path / "metrics.jsonl")
     file.append({"step": 1, "train_loss": math.nan, "train_losses": [1.5, math.inf]})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train_loss": null, "train_losses": [1.5, null]}\n'
+
+
+def test_a_line_that_is_being_written_is_left_for_the_next_look(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\nbroken\n{"step": 2}\n{"st')
+    lines, end = metrics.read_lines(path)
+    assert [line["step"] for line in lines] == [1, 2]
+    path.write_bytes(path.read_bytes() + b'ep": 3}\n')
+    assert metrics.read_lines(path, end) == ([{"step": 3}], path.stat().st_size)
