@@ -218,7 +218,9 @@ print(loop.train(load_config(sys.argv[1:]))["step"])
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )  # so long only if it hangs
     assert (done.returncode, done.stdout.split()[-1]) == (0, "6"), done.stderr
-    assert "tracker dropped, metrics.jsonl continues: no answer for 1 s" in done.stderr
+    # "no answer for 1 s", unless wandb gave up by itself before that
+    dropped = [line for line in done.stderr.splitlines() if line.startswith("tracker dropped, metrics.jsonl continues")]
+    assert len(dropped) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "runs" / "tiny" / "summary.json").is_file()
 
