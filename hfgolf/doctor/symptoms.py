@@ -134,12 +134,17 @@ def blow_up(history: History) -> Finding | None:
         f"the training loss was {step.loss:.4g}, {step.loss / history.first_loss:.3g} times the first step's loss of"
         f" {history.first_loss:.4g} (random guessing); gradient norm {step.grad_norm:.3g}"
     )
-    causes = ["a learning rate that is too high", "no warmup for the first updates"]
-    fix = scaled_learning_rates(history, 0.1)
+    return _divergence(history, step.step, saw, "no warmup for the first updates", rate_factor=0.1)
+
+
+def _divergence(history: History, step: int, saw: str, other_cause: str, rate_factor: float) -> Finding:
+    """Return the finding of a loss that diverges; a missing gradient clipping is a cause, and part of the fix."""
+    causes = ["a learning rate that is too high", other_cause]
+    fix = scaled_learning_rates(history, rate_factor)
     if history.settings["train.max_grad_norm"] is None:
         causes.insert(1, "no gradient clipping")
         fix["train.max_grad_norm"] = 1.0
-    return Finding("divergence", step.step, saw, tuple(causes), fix)
+    return Finding("divergence", step, saw, tuple(causes), fix)
 
 
 RISE = 1.2  # times the lowest level so far
@@ -167,12 +172,7 @@ class Divergence:
             return None
         before, step_before = min((self._lowest, self._lowest_step), (start, 1))
         saw = f"the median training loss is now {history.level:.4g}; it was {before:.4g} at step {step_before}"
-        causes = ["a learning rate that is too high", "a different kind of text"]
-        fix = scaled_learning_rates(history, 0.5)
-        if history.settings["train.max_grad_norm"] is None:
-            causes.insert(1, "no gradient clipping")
-            fix["train.max_grad_norm"] = 1.0
-        return Finding("divergence", history.step, saw, tuple(causes), fix)
+        return _divergence(history, history.step, saw, "a different kind of text", rate_factor=0.5)
 
 
 RESTORE_STEPS = 10  # after a restore; wrong optimizer state does its damage in the first updates

@@ -111,7 +111,8 @@ class Session:
         run.path.mkdir(exist_ok=True)
         self.log = run.path / f"session-{len(list(run.path.glob('session-*')))}.log"
         self._metrics = run.metrics
-        self._version_before = self._metrics_version()
+        self._version_before = self._version_read = self._metrics_version()
+        self._last_step = 0
         with self.log.open("wb") as output:
             self._process = psutil.Popen(
                 [*command, f"--run.name={run.path.name}"],
@@ -133,12 +134,12 @@ class Session:
 
     def step(self) -> int:
         """Return the last step in metrics.jsonl; 0 if this session has not written to it yet."""
-        if self._metrics_version() == self._version_before:
-            return 0
-        with contextlib.suppress(OSError):  # it is being replaced
-            lines, _ = read_lines(self._metrics)
-            return lines[-1]["step"] if lines else 0
-        return 0
+        version = self._metrics_version()
+        if version not in (self._version_before, self._version_read):
+            with contextlib.suppress(OSError):  # it is being replaced
+                lines, _ = read_lines(self._metrics)
+                self._version_read, self._last_step = version, lines[-1]["step"] if lines else 0
+        return 0 if version == self._version_before else self._last_step
 
     def resumed_step(self) -> int:
         """Return the step that this session resumed from; 0 if it started the run."""

@@ -69,7 +69,7 @@ def damage(folder: RunFolder, resolved: ResolvedConfig) -> str | None:
     Raises UserError if there is no checkpoint to rebuild it from.
     """
     found = folder.find_damage() if _has_ended(folder, resolved) else None
-    if found and not any(folder.checkpoints.glob("step-*")):
+    if found and not newest_first(folder.checkpoints):
         raise UserError(
             f"run.name: {folder.path} holds a complete run, but {found}, and there is no checkpoint to rebuild it"
             " from; choose another --run.name, or delete that folder."

@@ -50,14 +50,6 @@ def epoch(run: Run) -> float:
     return int(run.state.next_positions(1)[0]) / blocks_per_epoch(run)
 
 
-def set_micro_batch(run: Run, size: int, source: str) -> None:
-    """Set the micro-batch size (sequences) and the accumulation that tokens_per_step requires."""
-    run.decide(source, batch__micro_batch_size=size)
-    batch, accelerator = run.config.batch, run.accelerator
-    accelerator.gradient_accumulation_steps = batch.accumulation_steps(size, accelerator.num_processes)
-    accelerator.step = 0  # accelerate counts micro-batches; forget those of a failed step
-
-
 def halve_until_it_fits(run: Run, work: Callable[[], Result]) -> Result:
     """Return work(); each time it runs out of memory, halve the micro-batch and repeat. tokens_per_step is unchanged.
 
@@ -88,7 +80,9 @@ def halve_micro_batch(run: Run, reason: str) -> None:
         message = f"train: out of memory with a micro-batch of {before} ({reason}); {advice}"
         logger.warning("%s", message)  # on this process, because rank 0, which prints errors, may not be the one
         raise UserError(f"{message}.")
-    set_micro_batch(run, size, "out of memory")
+    run.decide("out of memory", batch__micro_batch_size=size)
+    accelerator.gradient_accumulation_steps = run.config.batch.accumulation_steps(size, accelerator.num_processes)
+    accelerator.step = 0  # counts micro-batches; those of the failed step do not count
     start_batches(run)
     run.tracker.event("out_of_memory", run.state, micro_batch_size=[before, size], reason=reason)
     logger.warning(

@@ -116,7 +116,7 @@ class _Data:
 
 @dataclass
 class _Learner:
-    """The model, its optimizer and what saves them. In `resolved`, the micro-batch is decided."""
+    """The fields of Run that exist before a checkpoint is loaded. In `resolved`, the micro-batch is decided."""
 
     resolved: ResolvedConfig
     accelerator: Accelerator
@@ -329,23 +329,15 @@ def _start(learner: _Learner, origin: _Origin | None, data: _Data, folder: RunFo
     config, accelerator, state = learner.resolved.config, learner.accelerator, learner.state
     blocks_per_epoch = num_blocks(len(data.tokens.train), config.batch.sequence_length)
     run = Run(
-        resolved=learner.resolved,
+        **vars(learner),
         folder=folder,
-        accelerator=accelerator,
         tokens=data.tokens,
-        raw_model=learner.raw_model,
-        model=learner.model,
-        optimizer=learner.optimizer,
-        ema=learner.ema,
-        state=state,
-        checkpoints=learner.checkpoints,
         stopwatch=stopwatch,
         meter=_build_meter(config, learner.raw_model, accelerator, stopwatch),
         tracker=Tracker(accelerator, config, folder.path, state),
         monitor=Monitor(folder.metrics, config.flat()),
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
         step_limit=step_limit(config.train, config.batch, blocks_per_epoch, state),
-        predicted_memory_bytes=learner.predicted_memory_bytes,
         first_step=state.step,
     )
     if origin:
