@@ -204,9 +204,10 @@ trackers.WANDB_TIMEOUT_SECONDS = 600  # its start is not what is tested, and tak
 real = loop.train_step
 
 def stop_wandb(run, total_steps):
-    for process in psutil.Process().children(recursive=True):
-        if process.name().startswith("wandb"):
-            process.suspend()
+    wandb = [process for process in psutil.Process().children(recursive=True) if process.name().startswith("wandb")]
+    assert wandb
+    for process in wandb:
+        process.suspend()
     return real(run, total_steps)
 
 loop.train_step = stop_wandb
@@ -214,6 +215,7 @@ print(loop.train(load_config(sys.argv[1:]))["step"])
 """
     command = [sys.executable, "-c", program, *tiny_run(track__trackers="[wandb]", track__offline="true")]
     environment = os.environ | {"WANDB_X_SERVICE_WAIT": "600"}
+    environment.pop("WANDB_SERVICE", None)  # set if a test before used wandb; the run would share its process
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )  # so long only if it hangs

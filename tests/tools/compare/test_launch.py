@@ -86,6 +86,7 @@ def test_what_is_complete_is_not_made_again(planned, train_script, run, caplog):
     for one in runs:
         run(one.arguments)
     caplog.set_level("INFO", "hfgolf")
+    caplog.clear()
     assert run_missing(runs, train_script(NEVER), jobs=2) == {}
     assert caplog.messages == ["2 runs: 2 already complete, 0 to do"]
     runs[0].folder.summary.unlink()  # as if it had been stopped
