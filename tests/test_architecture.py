@@ -24,8 +24,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"run"},
     "checkpoint": {"data", "model", "optim"},
     "measure": {"model", "optim"},
-    "train": MIDDLE | BELOW,
-    "tools": {"train"} | MIDDLE | BELOW,
+    "golf": MIDDLE | BELOW,
+    "train": {"golf"} | MIDDLE | BELOW,
+    "tools": {"train", "golf"} | MIDDLE | BELOW,
 }
 """What each package may import besides itself and the single files of hfgolf/; model may not import even those."""
 

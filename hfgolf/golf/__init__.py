@@ -1,0 +1,1 @@
+"""Golf: the best model that fits in a number of bytes. Quantize, pack, score and verify."""
