@@ -1,0 +1,83 @@
+"""How many bytes of text each token of a stream stands for.
+
+The vocabulary says how many bytes an entry spells. The text decides: in each piece the sum must be the bytes of its raw
+UTF-8 text, which the token cache counted from the text itself. A tokenizer that rewrites its text fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import pre_tokenizers
+
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from hfgolf.data.batches import Stream
+
+_SPACE = "\u2581"  # how SentencePiece spells a space
+_BYTE_ENTRY = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_MAX_TOKEN_BYTES = 2**16 - 1
+
+
+def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """Return the number of UTF-8 bytes that each entry of a vocabulary spells, (V,) int64; special tokens spell none.
+
+    Byte-level entries spell one byte per character. In SentencePiece's, U+2581 is a space and <0x0A> is one byte.
+    """
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    is_byte_level = '"ByteLevel"' in json.dumps(rules["decoder"])
+    symbols = set(pre_tokenizers.ByteLevel.alphabet())
+    counts = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
+    added = {token["id"]: token for token in rules["added_tokens"]}
+    for entry, number in tokenizer.get_vocab().items():
+        if number in added:
+            counts[number] = 0 if added[number]["special"] else len(entry.encode())
+        elif is_byte_level and symbols.issuperset(entry):
+            counts[number] = len(entry)
+        else:
+            counts[number] = 1 if _BYTE_ENTRY.fullmatch(entry) else len(entry.replace(_SPACE, " ").encode())
+    counts[tokenizer.eos_token_id] = 0  # it separates documents
+    return counts
+
+
+def bytes_per_token(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """Return the bytes of text that each token of a stream stands for, (num_tokens,) uint16; separators have 0.
+
+    Raises UserError if a token has more than 65,535 bytes, or if a piece's tokens do not add up to its text.
+    """
+    tokens, ends = stream.tokens, np.cumsum(stream.piece_tokens, dtype=np.int64)
+    starts = ends - stream.piece_tokens
+    counts = entry_bytes(tokenizer)[tokens]
+    if counts.max(initial=0) > _MAX_TOKEN_BYTES:
+        place = int(counts.argmax())
+        raise UserError(
+            f"Token {place} (id {tokens[place]}) stands for {counts[place]} bytes, but bytes per token are stored in 16"
+            f" bits, at most {_MAX_TOKEN_BYTES}; use a tokenizer without such an entry."
+        )
+    if _adds_a_space(tokenizer):  # in front of each text that it encodes: of each piece
+        firsts = starts[starts < ends]
+        counts[firsts + (tokens[firsts] == tokenizer.eos_token_id)] -= 1
+    total = np.concatenate([[0], np.cumsum(counts)])
+    found = total[ends] - total[starts]
+    differs = np.flatnonzero(found != stream.piece_bytes)
+    if len(differs):
+        piece = int(differs[0])
+        raise UserError(
+            f"The tokens of piece {piece} stand for {found[piece]} bytes, but its text has {stream.piece_bytes[piece]}"
+            f" ({len(differs)} of {len(ends)} pieces differ): the tokenizer rewrites its text, so bits per byte cannot"
+            " be counted token by token; use a lossless tokenizer."
+        )
+    return counts.astype(np.uint16)
+
+
+def _adds_a_space(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Return whether the tokenizer puts a space in front of a text, and takes it away when decoding."""
+    backend = tokenizer.backend_tokenizer
+    ids = backend.encode("a", add_special_tokens=False).ids
+    return bool(entry_bytes(tokenizer)[ids].sum() == 2 and backend.decode(ids) == "a")
