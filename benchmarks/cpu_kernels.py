@@ -4,7 +4,7 @@
 
 Forward and backward over 4,096 tokens with 4 heads of size 64, compiled, as in training a small model. Repetitions are
 interleaved in one process, and ratios are medians over pairs. Attention: SDPA, plain matmuls, and
-hfgolf/model/causal_blocks.py, which training uses for bf16 on a CPU. Dropout: torch's, and modeling_golf.py's, which
+hfgolf/model/causal_blocks.py, which training uses for bf16 on a CPU. Dropout: torch's, and layers_golf.py's, which
 uses one random byte per element.
 """
 
@@ -77,7 +77,7 @@ def dropout(dtype: Any) -> tuple[dict[str, Callable], list[Any]]:
     import torch
     from torch.nn import functional as F
 
-    from hfgolf.model.modeling_golf import apply_dropout
+    from hfgolf.model.layers_golf import apply_dropout
 
     kernels = {"torch": lambda x: F.dropout(x, 0.1), "bytes": lambda x: apply_dropout(x, 0.1)}
     return kernels, [torch.randn(TOKENS, HEADS * HEAD_SIZE).to(dtype).requires_grad_()]

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from .configuration_golf import GolfConfig
-from .modeling_golf import apply_dropout
+from .layers_golf import apply_dropout
 
 NAME = "causal_blocks"
 QUERIES_PER_BLOCK = 128

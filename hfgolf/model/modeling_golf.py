@@ -1,7 +1,7 @@
-"""The Golf transformer: blocks, initialization, the chunked loss and generation.
+"""The Golf transformer in transformers: initialization, masks and caches, the chunked loss and generation.
 
-Owns everything from token ids to loss or logits. Knows nothing about data, optimizers or training loops. Saving a model
-copies this file next to the weights, so it must run with only torch and transformers installed.
+The layers and the pass over them are in layers_golf.py. Knows nothing about data, optimizers or training loops. Saving
+a model copies both files next to the weights, so they must run with only torch and transformers installed.
 
 Shapes: B batch, T time (queries), H heads, K key-value heads, D head size, C channels, V vocabulary, N = B * T rows.
 """
@@ -9,8 +9,6 @@ Shapes: B batch, T time (queries), H heads, K key-value heads, D head size, C ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,78 +25,13 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_golf import GolfConfig
+from .layers_golf import GolfAttention, GolfBlock, GolfRMSNorm, GolfStack, OutputLinear, apply_dropout, cap_logits
 
 IGNORE_INDEX = -100
 # Logits per chunk of the loss. CPU: 64 MiB in fp32, the fastest size measured at V = 50,257. Accelerators: 256 MiB. A
 # chunk needs at least about C rows: with fewer, updating the (V, C) weight gradient costs as much as its matmuls.
 _CHUNK_ELEMENTS_CPU = 2**24
 _CHUNK_ELEMENTS_ACCELERATOR = 2**26
-
-Rotation = tuple[Tensor, Tensor]
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu2": _relu_squared,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "swiglu": F.silu,  # applied to the gate
-}
-
-
-def apply_dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
-    """Zero a fraction `rate` of the elements and scale up the rest (Srivastava et al. 2014, JMLR 15).
-
-    On a CPU, one random number per element can cost as much as the rest of the step. The CPU path therefore uses one
-    random byte per element, eight bytes per draw, and rounds the rate to a multiple of 1/256.
-    """
-    if not training or rate == 0:
-        return x
-    if x.device.type != "cpu":
-        return F.dropout(x, rate)
-    dropped = min(max(1, round(256 * rate)), 255)  # how many of a byte's 256 values drop
-    draws = torch.randint(-(2**63), 2**63 - 1, (-(-x.numel() // 8),), dtype=torch.int64, device=x.device)
-    kept = draws.view(torch.uint8)[: x.numel()].view(x.shape) >= dropped
-    return torch.where(kept, x * (256 / (256 - dropped)), 0.0)
-
-
-class GolfRMSNorm(nn.Module):
-    """Divide by the root mean square over the last dimension, then scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Under autocast, x may be bf16 and the weight fp32. The fused kernel needs one dtype; it still sums in fp32.
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-def _build_norm(config: GolfConfig) -> nn.Module:
-    if config.norm == "rmsnorm":
-        return GolfRMSNorm(config.hidden_size, config.norm_eps)
-    return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.use_bias)
-
-
-def _rotation(position_ids: Tensor, config: GolfConfig) -> Rotation:
-    """Return cos and sin of the RoPE angles, both (B or 1, 1, T, D / 2) in fp32 (Su et al. 2021, arXiv:2104.09864).
-
-    They are recomputed in every forward pass because a non-persistent buffer holds garbage after from_pretrained.
-    """
-    exponents = torch.arange(0, config.head_dim, 2, device=position_ids.device, dtype=torch.float32) / config.head_dim
-    angles = position_ids[:, None, :, None].float() * config.rope_theta**-exponents
-    return angles.cos(), angles.sin()
-
-
-def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    cos, sin = rotation
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _eager_attention(
@@ -122,90 +55,8 @@ def _eager_attention(
     return (weights @ value).transpose(1, 2), weights
 
 
-class _OutputLinear(nn.Linear):
-    """A projection back into the residual stream, initialized to zero so that every block starts as the identity."""
-
-
-class GolfAttention(nn.Module):
-    """Causal self-attention with one fused projection, whose rows are [q: H*D | k: K*D | v: K*D]."""
-
-    is_causal = True
-
-    def __init__(self, config: GolfConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx  # of the KV cache
-        self.head_counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.head_counts) * config.head_dim, bias=config.use_bias)
-        self.o_proj = _OutputLinear(config.hidden_size, config.hidden_size, bias=config.use_bias)
-        if config.qk_norm:
-            self.q_norm = GolfRMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = GolfRMSNorm(config.head_dim, config.norm_eps)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        rotation: Rotation | None,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        B, T, _ = hidden_states.shape
-        qkv = self.qkv_proj(hidden_states).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, H + 2K, T, D)
-        query, key, value = qkv.split(self.head_counts, dim=1)
-        if self.config.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        if rotation is not None:
-            query, key = _rotate(query, rotation), _rotate(key, rotation)
-        # RoPE returns fp32, and so do norms under autocast on some devices. Attention kernels need one dtype.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        output, weights = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
-        return self.o_proj(output.reshape(B, T, -1)), weights
-
-
-class GolfMLP(nn.Module):
-    """Project up, apply the activation (gated for swiglu), project down."""
-
-    def __init__(self, config: GolfConfig) -> None:
-        super().__init__()
-        self.activation = _ACTIVATIONS[config.activation]
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
-        self.gate_proj = None
-        if config.activation == "swiglu":
-            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
-        self.down_proj = _OutputLinear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        up = self.up_proj(x)
-        return self.down_proj(
-            self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(x)) * up
-        )
-
-
-class GolfDecoderLayer(GradientCheckpointingLayer):
-    """One pre-norm block: attention, then MLP, each added to the residual stream."""
-
-    def __init__(self, config: GolfConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.dropout = config.dropout
-        self.input_layernorm = _build_norm(config)
-        self.self_attn = GolfAttention(config, layer_idx)
-        self.post_attention_layernorm = _build_norm(config)
-        self.mlp = GolfMLP(config)
-
-    def forward(self, hidden_states: Tensor, **attention_arguments: Any) -> Tensor:
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **attention_arguments)
-        hidden_states = hidden_states + apply_dropout(attended, self.dropout, self.training)
-        transformed = self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states + apply_dropout(transformed, self.dropout, self.training)
+class GolfDecoderLayer(GradientCheckpointingLayer, GolfBlock):
+    """A block that can recompute its activations in the backward pass."""
 
 
 class GolfPreTrainedModel(PreTrainedModel):
@@ -237,7 +88,7 @@ class GolfPreTrainedModel(PreTrainedModel):
         config = self.config
         if isinstance(module, nn.Linear):
             is_head = module is getattr(self, "lm_head", None)
-            if isinstance(module, _OutputLinear) or (is_head and not config.tie_word_embeddings):
+            if isinstance(module, OutputLinear) or (is_head and not config.tie_word_embeddings):
                 init.zeros_(module.weight)
             elif not is_head:  # a tied head is initialized as the embedding
                 init.normal_(module.weight, std=config.initializer_range or 0.5 / math.sqrt(module.in_features))
@@ -253,18 +104,12 @@ class GolfPreTrainedModel(PreTrainedModel):
                 init.zeros_(bias)
 
 
-class GolfModel(GolfPreTrainedModel):
+class GolfModel(GolfPreTrainedModel, GolfStack):
     """The transformer without its head: token ids in, normed hidden states out."""
 
     def __init__(self, config: GolfConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if config.position_embedding == "learned":
-            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        if config.embedding_norm:
-            self.embed_norm = _build_norm(config)
-        self.layers = nn.ModuleList(GolfDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = _build_norm(config)
+        self.build(config, GolfDecoderLayer)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -305,26 +150,15 @@ class GolfModel(GolfPreTrainedModel):
         self._require_learned_positions(past_tokens + inputs_embeds.shape[1])
         if position_ids is None:
             position_ids = _derive_position_ids(inputs_embeds, attention_mask, past_tokens)
-        hidden_states = self._embed(inputs_embeds, position_ids)
-        rotation = _rotation(position_ids, self.config) if self.config.position_embedding == "rope" else None
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                rotation=rotation,
-                attention_mask=causal_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-                **kwargs,
-            )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
-
-    def _embed(self, token_embeddings: Tensor, position_ids: Tensor) -> Tensor:
-        hidden_states = token_embeddings
-        if self.config.position_embedding == "learned":
-            hidden_states = hidden_states + self.embed_positions(position_ids)
-        if self.config.embedding_norm:
-            hidden_states = self.embed_norm(hidden_states)
-        return apply_dropout(hidden_states, self.config.dropout, self.training)
+        hidden_states = self.run(
+            inputs_embeds,
+            position_ids,
+            attention_mask=causal_mask,
+            past_key_values=past_key_values,
+            attend=ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention),
+            **kwargs,
+        )
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
     def _require_learned_positions(self, num_tokens: int) -> None:
         limit = self.config.max_position_embeddings
@@ -422,9 +256,7 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
 
     def _logits(self, hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept])
-        cap = self.config.logit_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return cap_logits(self.lm_head(hidden_states[:, kept]), self.config)
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None = None) -> Tensor:

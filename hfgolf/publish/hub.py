@@ -30,7 +30,7 @@ _SLOW_BYTES_PER_SECOND = 500_000
 _EXPORTED = (
     *("README.md", "loss.png", "config.json", "generation_config.json"),
     *("model*.safetensors", "model.safetensors.index.json"),
-    *("configuration_golf.py", "modeling_golf.py", "causal_blocks.py"),
+    *("configuration_golf.py", "layers_golf.py", "modeling_golf.py", "causal_blocks.py"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
 )

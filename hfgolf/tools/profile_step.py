@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from hfgolf.errors import UserError
 from hfgolf.hardware import fingerprint
-from hfgolf.model.modeling_golf import GolfAttention, GolfForCausalLM, GolfMLP, GolfModel, GolfRMSNorm
+from hfgolf.model.layers_golf import GolfAttention, GolfMLP, GolfRMSNorm
+from hfgolf.model.modeling_golf import GolfForCausalLM, GolfModel
 from hfgolf.run.provenance import run_metadata
 from hfgolf.tools.profile import Profile, what_bounds
 from hfgolf.tools.trace import STEP, read_trace

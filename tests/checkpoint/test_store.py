@@ -59,6 +59,7 @@ BESIDE_WEIGHTS = [
     "config.json",
     "configuration_golf.py",
     "generation_config.json",
+    "layers_golf.py",
     "modeling_golf.py",
     "tokenizer.json",
     "tokenizer_config.json",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hfgolf.model.modeling_golf import apply_dropout
+from hfgolf.model.layers_golf import apply_dropout
 
 DROPOUTS = ("dropout", "attention_dropout")
 

@@ -59,7 +59,9 @@ def test_it_works_where_hfgolf_is_not_installed(source, exported, hub, python, t
     assert said["greedy"] == tokenizer.decode(ours[0, prompt.shape[1] :], skip_special_tokens=True)
     assert said["num_default"] > 1
     downloaded = {path.name: path for path in (tmp_path / "home").rglob("snapshots/*/*")}
-    assert set(downloaded) >= ({"model.safetensors", "modeling_golf.py", "tokenizer.json"} if endpoint else set())
+    assert set(downloaded) >= (
+        {"model.safetensors", "layers_golf.py", "modeling_golf.py", "tokenizer.json"} if endpoint else set()
+    )
     for file in downloaded.values():
         assert file.read_bytes() == (exported / file.name).read_bytes(), file.name
 
@@ -70,6 +72,7 @@ def test_the_folder_is_complete_and_readable(exported):
         "config.json",
         "configuration_golf.py",
         "generation_config.json",
+        "layers_golf.py",
         "model.safetensors",
         "modeling_golf.py",
         "tokenizer.json",
@@ -106,7 +109,7 @@ def test_our_own_loader_gives_the_same_model(exported, recwarn, caplog):
 def test_foreign_code_beside_the_weights_is_never_executed(model_type, exported, tmp_path, monkeypatch):
     trace = tmp_path / "executed"
     evil = f"open({str(trace)!r}, 'w')\nraise SystemExit('executed')\n"
-    for name in ("configuration_golf.py", "modeling_golf.py", "tokenization_golf.py"):
+    for name in ("configuration_golf.py", "layers_golf.py", "modeling_golf.py", "tokenization_golf.py"):
         (exported / name).write_text(evil)
     config = json.loads((exported / "config.json").read_text())
     config |= {"model_type": model_type, "initializer_range": 0.02, "n_embd": 32, "n_head": 2, "n_layer": 1}
