@@ -71,9 +71,9 @@ def test_every_page_of_docs_can_be_reached_from_the_readme():
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - reached == set()
 
 
-def test_the_six_files_to_read_are_about_as_long_as_the_readme_says():
+def test_the_seven_files_to_read_are_about_as_long_as_the_readme_says():
     rows = re.findall(r"^\| `(hfgolf/[\w/]+\.py)` \| (\d+) \|", README, re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 7
     for file, stated in rows:
         lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
         assert abs(lines - int(stated)) <= 0.15 * lines, f"{file} has {lines} lines"
