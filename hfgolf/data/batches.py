@@ -1,4 +1,4 @@
-"""From a token stream to batches: the data order, the DataLoader, the copy to the device, and evaluation windows.
+"""From a token stream to batches: the data order, the DataLoader, and the copy to the device.
 
 Owns the data order, a pure function of the seed and the number of blocks read so far. Does not know text, tokenizers or
 files.
@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, Dataset
 from hfgolf.errors import UserError
 
 Batch = dict[str, torch.Tensor]
-IGNORE_INDEX = -100
 Ranges = Sequence[Sequence[int]]
 """Positions in the stream as [start, end) ranges."""
 _HAS_SHM = Path("/dev/shm").is_dir()  # workers pass their batches through it
@@ -281,25 +280,6 @@ def evaluation_extent(stream: Stream, budget_tokens: int | None = None) -> tuple
     if budget_tokens is not None:
         num_pieces = max(1, int(np.searchsorted(num_targets, budget_tokens, side="right")))
     return int(num_targets[num_pieces - 1]), int(stream.piece_bytes[:num_pieces].sum(dtype=np.int64))
-
-
-def evaluation_windows(
-    stream: Stream, sequence_length: int, budget_tokens: int | None, batch_size: int, rank: int = 0, world: int = 1
-) -> Iterator[Batch]:
-    """Yield {"input_ids", "shift_labels"}, (B, T) int64, covering each target of evaluation_extent once over all ranks.
-
-    All ranks yield the same number of batches, all of one shape. Padding has the label IGNORE_INDEX, so a batch may be
-    all padding. Trap: its mean loss is NaN, so sum the losses instead.
-    """
-    num_targets, _ = evaluation_extent(stream, budget_tokens)
-    windows_per_batch = batch_size * world
-    num_windows = -(-num_targets // sequence_length)
-    for first in range(rank * batch_size, -(-num_windows // windows_per_batch) * windows_per_batch, windows_per_batch):
-        starts = np.arange(first, first + batch_size) * sequence_length
-        indices = starts[:, None] + np.arange(sequence_length + 1)
-        block = torch.from_numpy(stream.read(np.minimum(indices, num_targets)).astype(np.int64))
-        labels = block[:, 1:].masked_fill(torch.from_numpy(indices[:, 1:] > num_targets), IGNORE_INDEX)
-        yield {"input_ids": _copied(block[:, :-1]), "shift_labels": labels}
 
 
 def _copied(tokens: torch.Tensor) -> torch.Tensor:

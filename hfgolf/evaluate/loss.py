@@ -1,26 +1,30 @@
-"""The loss of a model on a token stream. Each token is predicted exactly once, on any number of processes."""
+"""The loss of a model on a token stream. Each token is predicted at most once, on any number of processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfgolf.data.batches import IGNORE_INDEX, evaluation_extent, evaluation_windows
+from hfgolf.data.batches import evaluation_extent
+from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
+from hfgolf.evaluate.token_bytes import bytes_per_token
+from hfgolf.evaluate.windows import IGNORED, Plan, batches, plan_windows
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     from hfgolf.data.batches import Stream
 
 
-@torch.no_grad()
 def evaluate_loss(
     model: nn.Module,
     stream: Stream,
@@ -33,26 +37,88 @@ def evaluate_loss(
 ) -> Evaluation:
     """Evaluate a model on the start of a stream, in non-overlapping rows of sequence_length tokens.
 
+    sequence_length: tokens per row. budget_tokens: evaluate as many whole pieces of text as fit in this many tokens, or
+    all for None. The other arguments are those of `evaluate_plan`.
+    """
+    num_targets, num_bytes = evaluation_extent(stream, budget_tokens)
+    plan = plan_windows("flat", num_targets + 1, sequence_length)
+    return evaluate_plan(model, stream, accelerator, plan, num_bytes, batch_size=batch_size, before_batch=before_batch)
+
+
+def plan_evaluation(
+    stream: Stream,
+    tokenizer: PreTrainedTokenizerBase,
+    mode: str,
+    length: int,
+    stride: int | None = None,
+    *,
+    drop_tail: bool = False,
+    skip_separators: bool = False,
+) -> tuple[Plan, int]:
+    """Plan the evaluation of a whole stream; return the plan and the raw UTF-8 bytes of the text of its targets.
+
+    `windows.plan_windows` explains the arguments. A stream shorter than `length` is one window.
+
+    Raises UserError if nothing is left to score, or if the bytes of a dropped tail cannot be counted.
+    """
+    tokens = stream.tokens
+    if not drop_tail:
+        length = min(length, max(1, len(tokens) - 1))
+        stride = None if stride is None else min(stride, length)
+    separators = np.flatnonzero(tokens == tokenizer.eos_token_id) if mode == "documents" else None
+    try:
+        plan = plan_windows(mode, len(tokens), length, stride, separators, drop_tail, skip_separators)
+    except ValueError as error:
+        raise UserError(f"Evaluation {mode}: {error}.") from None
+    if plan.tail == "scored":
+        return plan, evaluation_extent(stream)[1]
+    first, last = int(plan.windows[0, 1]), int(plan.windows[-1, 2])
+    fast = cast("PreTrainedTokenizerFast", tokenizer)  # streams come from no other
+    return plan, int(bytes_per_token(stream, fast)[first : last + 1].sum(dtype=np.int64))
+
+
+def describe(plan: Plan) -> str:
+    """Return the coverage of a plan in words, in one line."""
+    coverage = plan.coverage()
+    stride = "" if plan.mode == "flat" else f", stride {plan.stride:,}"
+    excluded = " (tail dropped)" * (plan.tail == "dropped") + " (separators skipped)" * (plan.separators == "skipped")
+    return (
+        f"{plan.mode}{stride}: {plan.num_scored:,} of {plan.num_tokens:,} tokens scored once,"
+        f" {coverage['first_target']:,} to {coverage['last_target']:,}{excluded}"
+    )
+
+
+@torch.no_grad()
+def evaluate_plan(
+    model: nn.Module,
+    stream: Stream,
+    accelerator: Accelerator,
+    plan: Plan,
+    num_bytes: int,
+    *,
+    batch_size: int,
+    before_batch: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Evaluate a model on the targets of a plan, each once.
+
     Args:
         model: any causal language model, unwrapped and on the accelerator's device. It runs uncompiled, in evaluation
             mode, and returns to its mode afterwards.
-        sequence_length: tokens per row.
-        batch_size: rows per batch and rank.
-        budget_tokens: evaluate as many whole pieces of text as fit in this many tokens. None: all.
+        num_bytes: raw UTF-8 bytes of the text of the plan's targets.
+        batch_size: windows per batch and rank.
         before_batch: called before each batch, equally often on every rank. An exception from it ends the evaluation.
 
-    The ranks share the rows and add up their losses in fp64. No row counts twice, as it would with even_batches.
+    The ranks share the windows and add up their losses in fp64. No window counts twice, as it would with even_batches.
     """
     nats = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     with evaluation_mode(model):
-        for batch in evaluation_windows(stream, sequence_length, budget_tokens, batch_size, rank, world):
+        for batch in batches(stream.read, plan, batch_size, rank, world):
             before_batch()
-            batch = {name: values.to(accelerator.device) for name, values in batch.items()}
+            input_ids, shift_labels = (values.to(accelerator.device) for values in batch)
             with accelerator.autocast():
-                nats += summed_nats(model, **batch)
-    num_tokens, num_bytes = evaluation_extent(stream, budget_tokens)
-    return Evaluation(accelerator.reduce(nats, "sum").item(), num_tokens, num_bytes)
+                nats += summed_nats(model, input_ids, shift_labels)
+    return Evaluation(accelerator.reduce(nats, "sum").item(), plan.num_scored, num_bytes)
 
 
 def summed_nats(model: nn.Module, input_ids: Tensor, shift_labels: Tensor) -> Tensor:
@@ -63,4 +129,4 @@ def summed_nats(model: nn.Module, input_ids: Tensor, shift_labels: Tensor) -> Te
             input_ids, shift_labels=shift_labels, num_items_in_batch=1, return_logits=False, use_cache=False
         ).loss
     logits = model.forward(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
-    return F.cross_entropy(logits, shift_labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(logits, shift_labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -79,7 +79,7 @@ def plan_windows(
     documents: sliding windows inside each document; no window crosses a separator. separators: their positions, sorted.
         The separator that ends a document is scored from that document; with skip_separators it is not scored.
 
-    Raises ValueError if the stride or mode is unknown to this, or nothing is left to score.
+    Raises ValueError if the mode or the stride is not allowed, or if nothing is left to score.
     """
     stride = length if mode == "flat" else stride or length
     if mode not in MODES or not 1 <= stride <= length:

@@ -18,14 +18,12 @@ import torch
 from hfgolf.command_line import load_config
 from hfgolf.config import DataConfig
 from hfgolf.data.batches import (
-    IGNORE_INDEX,
     MicroBatches,
     as_ranges,
     block_starts,
     build_loader,
     device_prefetch,
     evaluation_extent,
-    evaluation_windows,
     explain_worker,
     gather,
     num_blocks,
@@ -118,13 +116,6 @@ def test_a_block_needs_its_inputs_and_one_token_more(num_tokens, blocks):
     assert num_blocks(num_tokens, 8) == blocks
 
 
-def test_an_evaluation_has_no_window_without_a_target(stream):
-    num_targets, _ = evaluation_extent(stream)
-    windows = list(evaluation_windows(stream, T, None, batch_size=1))
-    assert len(windows) == -(-num_targets // T)
-    assert all((window["shift_labels"] != IGNORE_INDEX).any() for window in windows)
-
-
 def test_excluded_blocks_are_passed_over_and_all_others_come_once_in_order():
     excluded = [[3, 5], [5, 6], [9, 11]]
     assert stream_positions(0, 8, excluded).tolist() == [0, 1, 2, 6, 7, 8, 11, 12]
@@ -166,9 +157,9 @@ def test_targets_are_the_inputs_one_token_ahead(stream):
 
 def test_a_batch_of_one_sequence_has_the_strides_of_any_other(stream):
     batch = MicroBatches(stream, T, seed=7)[np.array([0])]
-    (window, *_) = evaluation_windows(stream, T, None, batch_size=1)
-    strides = {tensor.stride() for tensor in (batch["input_ids"], batch["shift_labels"], window["input_ids"])}
-    assert strides == {(T, 1)}  # with other strides, torch would recompile the model
+    assert {batch[name].stride() for name in ("input_ids", "shift_labels")} == {
+        (T, 1)
+    }  # with other strides, torch would recompile the model
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -326,27 +317,8 @@ def test_a_stream_shorter_than_a_block_is_refused():
         num_blocks(T, T)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("budget_tokens", [None, 1, 99, 100, 150, 10_000])
-def test_evaluation_reads_each_target_once_over_all_ranks(stream, world, budget_tokens):
-    num_targets, num_bytes = evaluation_extent(stream, budget_tokens)
-    seen = []
-    counts = []
-    for rank in range(world):
-        batches = list(evaluation_windows(stream, T, budget_tokens, 3, rank, world))
-        counts.append(len(batches))
-        for batch in batches:
-            assert batch["input_ids"].shape == batch["shift_labels"].shape == (3, T)
-            is_target = batch["shift_labels"] != IGNORE_INDEX
-            assert torch.all((batch["shift_labels"] == batch["input_ids"] + 1)[is_target])
-            seen += batch["shift_labels"][is_target].tolist()
-    assert sorted(seen) == list(range(1, num_targets + 1))
-    assert len(set(counts)) == 1
-    ends = np.cumsum(stream.piece_tokens)
-    num_pieces = int(np.flatnonzero(ends == num_targets + 1)[0]) + 1  # it ends at the end of a piece
-    assert num_bytes == stream.piece_bytes[:num_pieces].sum()
-
-
 def test_evaluation_extent_takes_the_whole_pieces_within_the_budget(stream):
-    extents = {budget: evaluation_extent(stream, budget)[0] for budget in (1, 99, 100, 149, 348, 349, 539, None)}
-    assert extents == {1: 99, 99: 99, 100: 100, 149: 149, 348: 149, 349: 349, 539: 539, None: 539}
+    extents = {budget: evaluation_extent(stream, budget) for budget in (1, 99, 100, 149, 348, 349, 539, None)}
+    pieces = {1: 1, 99: 1, 100: 2, 149: 3, 348: 3, 349: 4, 539: 5, None: 5}
+    num_tokens, num_bytes = np.cumsum(stream.piece_tokens), np.cumsum(stream.piece_bytes)
+    assert extents == {budget: (num_tokens[n - 1] - 1, num_bytes[n - 1]) for budget, n in pieces.items()}

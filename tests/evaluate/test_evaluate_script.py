@@ -71,9 +71,40 @@ def test_the_table_is_aligned(foreign, tmp_path, evaluate):
     status, printed, _ = evaluate("--model", foreign, "--files", tmp_path / "*.txt", "--sequence_length", 8)
     lines = printed.splitlines()
     assert status == 0
-    assert [line[:15].rstrip() for line in lines] == ["model", "text", "context", "loss", "perplexity", "bits per byte"]
+    assert [line[:15].rstrip() for line in lines] == [
+        "model", "text", "context", "coverage", "loss", "perplexity", "bits per byte",
+    ]  # fmt: skip
     assert all(line[14] == " " and line[15] != " " for line in lines)
     assert "9 bytes, 9 tokens" in printed
+    assert "flat: 9 of 10 tokens scored once, 1 to 9\n" in printed
+
+
+def test_the_modes_differ_in_context_and_say_what_they_scored(foreign, tmp_path, evaluate):
+    (tmp_path / "a.txt").write_text("some text, longer than a window\n")
+    (tmp_path / "b.txt").write_text("more")
+    common = ("--model", foreign, "--files", tmp_path / "*.txt", "--sequence_length", 8, "--json")
+
+    def figures(*options):
+        status, printed, error = evaluate(*common, *options)
+        assert (status, error) == (0, "")
+        return json.loads(printed)
+
+    flat = figures()
+    whole = {"window": 8, "num_scored": 37, "num_unscored": 1, "first_target": 1, "last_target": 37}
+    whole |= {"tail": "scored", "separators": "scored"}
+    assert flat["coverage"] == whole | {"mode": "flat", "stride": 8}
+    full_stride = figures("--evaluation", "sliding", "--stride", 8)
+    assert full_stride["loss"] == flat["loss"]
+    sliding = figures("--evaluation", "sliding")
+    assert sliding["coverage"] == whole | {"mode": "sliding", "stride": 4}
+    documents = figures("--evaluation", "documents", "--stride", 4)
+    assert documents["coverage"] == whole | {"mode": "documents", "stride": 4}
+    assert len({flat["loss"], sliding["loss"], documents["loss"]}) == 3
+    assert {each["num_bytes"] for each in (flat, sliding, documents)} == {36}
+    apart = figures("--evaluation", "documents", "--skip_separators")
+    assert (apart["num_tokens"], apart["num_bytes"], apart["coverage"]["num_unscored"]) == (36, 36, 2)
+    dropped = figures("--drop_tail")  # the last row has 5 targets, a separator and "more"
+    assert (dropped["num_tokens"], dropped["num_bytes"], dropped["coverage"]["tail"]) == (32, 32, "dropped")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +117,19 @@ def test_the_table_is_aligned(foreign, tmp_path, evaluate):
         (("--model", "gpt2", "--files", "rows.jsonl"), "has no column 'text'; set --text_column to one of: words"),
         (("--model", "gpt2", "--files", "good.txt", "--sequence_length", "17"), "--sequence_length: 17 .* 1 to 16"),
         (("--model", "gpt2", "--files", "good.txt", "--batch_size", "0"), "--batch_size: 0 is out of range"),
+        (
+            ("--model", "gpt2", "--files", "good.txt", "--stride", "8"),
+            "--stride needs --evaluation sliding or documents",
+        ),
+        (
+            ("--model", "gpt2", "--files", "good.txt", "--evaluation", "sliding", "--drop_tail"),
+            "needs --evaluation flat",
+        ),
+        (
+            ("--model", "gpt2", "--files", "good.txt", "--evaluation", "documents", "--stride", "17"),
+            "--stride: 17 .* 1 to 16",
+        ),
+        (("--model", "gpt2", "--files", "good.txt", "--drop_tail"), "nothing to score: 10 tokens, windows of 16"),
         (("--model", "gpt2", "--files", "good.txt", "--mixed_precision", "fp16"), "mixed_precision: fp16"),
         (("--model", "small", "--files", "good.txt"), "id 256, .* 256 entries"),
     ],

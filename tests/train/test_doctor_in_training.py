@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from hfgolf.command_line import load_config
-from hfgolf.data.batches import MicroBatches, block_starts, evaluation_windows
+from hfgolf.data.batches import MicroBatches, block_starts
 from hfgolf.doctor.doctor import examine
 from hfgolf.doctor.finding import Finding
 from hfgolf.errors import UserError
 from hfgolf.evaluate import loss
+from hfgolf.evaluate.windows import batches
 from hfgolf.train import loop, stopwatch
 from hfgolf.train.feed import blocks_per_epoch
 
@@ -187,11 +188,11 @@ def test_targets_that_are_the_inputs(run, tiny_run, monkeypatch):
         return batch | {"shift_labels": batch["input_ids"].clone()}
 
     def not_shifted_either(*arguments: Any) -> Iterator[Any]:
-        for batch in evaluation_windows(*arguments):
-            yield batch | {"shift_labels": batch["input_ids"].clone()}
+        for inputs, _ in batches(*arguments):
+            yield inputs, inputs.clone()
 
     monkeypatch.setattr(MicroBatches, "__getitem__", not_shifted)
-    monkeypatch.setattr(loss, "evaluation_windows", not_shifted_either)
+    monkeypatch.setattr(loss, "batches", not_shifted_either)
     finding = the_finding(run(tiny_run(train__max_steps=80, train__eval_every_steps=20)))
     assert finding.symptom == "near-zero loss" and "on validation at step" in finding.saw
     assert "labels equal to the inputs" in finding.causes[0]
