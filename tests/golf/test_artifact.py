@@ -1,0 +1,182 @@
+"""The artifact: every weight comes back to the bit, and damaged bytes are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hfgolf.golf import artifact
+from hfgolf.golf.decoder import weights_of, weights_sha256
+from hfgolf.golf.grid import Quantized, entropy_bits
+
+CONFIG = {"vocab_size": 61, "hidden_size": 24, "qk_norm": False}
+
+
+def matrix(random, rows, columns, scale=2.4, has_column_codes=False, spread=0.0):
+    """Return Gaussian integers. spread: octaves (standard deviation) by which rows and columns differ in scale."""
+    scales = scale * 2.0 ** (spread * (random.normal(size=(rows, 1)) + random.normal(size=columns)))
+    integers = np.rint(random.normal(size=(rows, columns)) * scales).astype(np.int32)
+    row_codes = random.integers(100, 140, rows).astype(np.uint8)
+    column_codes = random.integers(-12, 12, columns).astype(np.int8) if has_column_codes else None
+    return Quantized(integers, row_codes, column_codes)
+
+
+def model(seed=0):
+    random = np.random.default_rng(seed)
+    return {
+        "embed.weight": matrix(random, 61, 24),
+        "norm.weight": random.normal(1, 0.1, 24).astype(np.float32),
+        "up.weight": matrix(random, 96, 24, has_column_codes=True),
+        "down.weight": matrix(random, 24, 96, spread=1.0),
+        "gain": np.array(-0.7, np.float32),
+        "zero.weight": Quantized(np.zeros((3, 5), np.int32), np.full(3, 255, np.uint8)),
+    }
+
+
+def shapes_of(tensors):
+    return {name: t.integers.shape if isinstance(t, Quantized) else t.shape for name, t in tensors.items()}
+
+
+def assert_equal(found, tensors):
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Quantized):
+            np.testing.assert_array_equal(found[name].integers, tensor.integers)
+            np.testing.assert_array_equal(found[name].row_codes, tensor.row_codes)
+            assert (found[name].column_codes is None) == (tensor.column_codes is None)
+            np.testing.assert_array_equal(found[name].dequantized(), tensor.dequantized())
+        else:
+            assert found[name].dtype == np.float32
+            np.testing.assert_allclose(found[name], tensor, rtol=2**-8 + 2**-10)
+
+
+def test_a_model_comes_back():
+    tensors = model()
+    encoded = artifact.encode(CONFIG, tensors, list(tensors))
+    config, found = artifact.decode(encoded.data, shapes_of(tensors))
+    assert config == CONFIG
+    assert_equal(found, tensors)
+
+
+def test_encoding_what_was_decoded_changes_nothing():
+    tensors = model()
+    data = artifact.encode(CONFIG, tensors, list(tensors)).data
+    _, found = artifact.decode(data, shapes_of(tensors))
+    assert artifact.encode(dict(reversed(CONFIG.items())), found, list(tensors)).data == data
+    assert_equal(artifact.decode(data, shapes_of(tensors))[1], found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_models_come_back(seed):
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for number in range(int(random.integers(0, 7))):
+        rows, columns = (int(n) for n in random.integers(1, 60, 2))
+        if random.random() < 0.3:
+            tensors[f"rest{number}"] = random.normal(0, 10.0 ** random.integers(-9, 4), rows).astype(np.float32)
+        else:
+            spread, scale = random.uniform(0, 4), 10.0 ** random.uniform(-2, 2.5)
+            tensors[f"matrix{number}"] = matrix(random, rows, columns, scale, random.random() < 0.5, spread)
+    encoded = artifact.encode({}, tensors, list(tensors))
+    found = artifact.decode(encoded.data, shapes_of(tensors))[1]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Quantized):  # values too small for fp16's exponent lose more than the others
+            np.testing.assert_allclose(found[name], tensor, rtol=2**-8 + 2**-10, atol=2**-21)
+            tensors[name] = found[name]
+    assert_equal(found, tensors)
+
+
+def test_the_bytes_add_up():
+    tensors = model()
+    encoded = artifact.encode(CONFIG, tensors, list(tensors))
+    in_tensors = sum(found.weights + found.side for found in encoded.tensors.values())
+    assert in_tensors + sum(encoded.parts.values()) == pytest.approx(len(encoded.data))
+    assert encoded.parts["config"] == len('{"hidden_size":24,"qk_norm":false,"vocab_size":61}')
+    assert encoded.tensors["norm.weight"].side < 1
+
+
+def test_gaussian_weights_take_their_entropy():
+    """All side information counted, except the row codes, which are random here: 5.3 bits each."""
+    random = np.random.default_rng(1)
+    tensors = {"a": matrix(random, 300, 1000), "b": matrix(random, 1000, 200)}
+    encoded = artifact.encode({}, tensors, list(tensors))
+    entropy_bytes = sum(entropy_bits(tensor.integers) * tensor.integers.size for tensor in tensors.values()) / 8
+    code_bytes = 1300 * np.log2(40) / 8
+    assert len(encoded.data) == pytest.approx(entropy_bytes + code_bytes, rel=0.003)
+
+
+def test_classes_of_rows_and_columns_save_more_than_they_cost():
+    """Scales that differ by an octave: coding by classes approaches the entropy given the scales."""
+    random = np.random.default_rng(2)
+    tensor = matrix(random, 600, 500, scale=3, spread=1.0)
+    encoded = artifact.encode({}, {"a": tensor}, ["a"])
+    side = encoded.tensors["a"].side
+    assert encoded.tensors["a"].weights + side < 0.9 * entropy_bits(tensor.integers) * tensor.integers.size / 8
+
+
+def test_every_flipped_byte_is_refused():
+    tensors = model()
+    data = artifact.encode(CONFIG, tensors, list(tensors)).data
+    shapes = shapes_of(tensors)
+    for place in range(len(data)):
+        for flip in (0x01, 0xFF):
+            damaged = bytearray(data)
+            damaged[place] ^= flip
+            with pytest.raises(ValueError, match=r"^it is "):
+                artifact.decode(bytes(damaged), shapes)
+
+
+def test_every_truncation_is_refused():
+    tensors = model()
+    data = artifact.encode(CONFIG, tensors, list(tensors)).data
+    for end in range(len(data)):
+        with pytest.raises(ValueError, match=r"^it is "):
+            artifact.decode(data[:end], shapes_of(tensors))
+
+
+@pytest.mark.parametrize("more", [b"\0", b"\0\0\0\0", b"golf", bytes(1000)])
+def test_appended_bytes_are_refused(more):
+    tensors = model()
+    data = artifact.encode(CONFIG, tensors, list(tensors)).data
+    with pytest.raises(ValueError, match="it is damaged"):
+        artifact.decode(data + more, shapes_of(tensors))
+
+
+@pytest.mark.parametrize("name", ["up.weight", "norm.weight", "zero.weight"])
+def test_weights_of_another_model_are_refused(name):
+    tensors = model()
+    data = artifact.encode(CONFIG, tensors, list(tensors)).data
+    shapes = shapes_of(tensors)
+    shapes[name] = (*shapes[name][:-1], shapes[name][-1] + 1)
+    with pytest.raises(ValueError, match="it does not hold the weights of this model"):
+        artifact.decode(data, shapes)
+
+
+def test_a_later_version_is_refused(monkeypatch):
+    monkeypatch.setattr(artifact, "VERSION", 2)
+    data = artifact.encode({}, {}, []).data
+    with pytest.raises(ValueError, match="has version 2; this program reads version 1"):
+        artifact.decode(data, {})
+
+
+@pytest.mark.parametrize("value", [70000.0, -65519.0, np.inf, np.nan])
+def test_values_that_fp16_does_not_have_are_refused(value):
+    with pytest.raises(ValueError, match="gain has a value that fp16 does not have"):
+        artifact.encode({}, {"gain": np.array([1, value], np.float32)}, ["gain"])
+
+
+def test_zero_has_no_sign_and_half_values_are_kept():
+    values = np.array([-0.0, 0.0, 1.0, -1.5, 2.0**-24, 65280.0], np.float32)
+    encoded = artifact.encode({}, {"a": values}, ["a"])
+    found = artifact.decode(encoded.data, {"a": (6,)})[1]["a"]
+    np.testing.assert_array_equal(found[[0, 1, 2, 3, 5]], values[[0, 1, 2, 3, 5]])
+    assert not np.signbit(found[0])
+
+
+def test_the_hash_is_of_the_fp32_weights_in_order():
+    import hashlib
+
+    tensors = model()
+    weights = weights_of(tensors.values())
+    expected = hashlib.sha256(b"".join(weight.astype("<f4").tobytes() for weight in weights)).hexdigest()
+    assert weights_sha256(weights) == expected

@@ -1,0 +1,130 @@
+"""The coder: what it takes beside the entropy, and that every integer comes back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hfgolf.golf.grid import entropy_bits
+from hfgolf.golf.rans import Encoder, frequencies_of, split_integers
+
+RANDOM = np.random.default_rng(0)
+
+
+def round_trip(chunks, num_contexts=1, num_lanes=None):
+    """Return the code, after checking that decoding returns each chunk and ends where the code ends."""
+    encoder = Encoder(num_contexts)
+    for contexts, integers in chunks:
+        encoder.add(contexts, integers)
+    coded = encoder.encode(num_lanes)
+    decoder = coded.decoder()
+    for contexts, integers in chunks:
+        contexts = np.broadcast_to(contexts, integers.shape)
+        np.testing.assert_array_equal(decoder.integers(contexts), integers)
+    assert decoder.is_at_end()
+    return coded
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        np.rint(RANDOM.normal(0, 2.4, 10**6)).astype(np.int32),
+        RANDOM.choice([-7, 0, 3, 40], 10**6, p=[0.9, 0.06, 0.03, 0.01]).astype(np.int32),
+        RANDOM.geometric(0.1, 10**6).astype(np.int32).clip(max=63),
+    ],
+    ids=["gaussian", "skewed", "geometric"],
+)
+def test_a_million_draws_take_their_entropy(draws):
+    coded = round_trip([(0, draws)])
+    entropy_bytes = entropy_bits(draws) * len(draws) / 8
+    assert entropy_bytes <= len(coded.stream) <= 1.0005 * entropy_bytes + 4 * coded.num_lanes
+    assert not coded.raw, "integers below 64 have no raw bits"
+
+
+def test_large_integers_take_about_their_entropy():
+    """Their low bits are stored as they are, as if they were uniform within a 32nd of their size."""
+    draws = np.rint(RANDOM.normal(0, 1000, 10**6)).astype(np.int32)
+    coded = round_trip([(0, draws)])
+    assert (len(coded.stream) + len(coded.raw)) * 8 / len(draws) == pytest.approx(2.0471 + np.log2(1000), abs=0.005)
+
+
+@pytest.mark.parametrize(
+    "integers",
+    [
+        np.empty(0, np.int32),
+        np.array([5], np.int32),
+        np.full(1000, -3, np.int32),
+        np.array([-(2**31), 2**31 - 1, 0, -1, 1, 63, 64, -64, 65, 127, 128], np.int32),
+        RANDOM.integers(-(2**31), 2**31, 3000).astype(np.int32),
+    ],
+    ids=["empty", "one", "constant", "extremes", "all of int32"],
+)
+@pytest.mark.parametrize("num_lanes", [1, 8, 256])
+def test_special_cases_come_back(integers, num_lanes):
+    coded = round_trip([(0, integers)], num_lanes=num_lanes)
+    assert len(coded.stream) >= 4 * num_lanes
+
+
+def test_a_constant_costs_nothing():
+    coded = round_trip([(0, np.full(10**5, -3, np.int32))], num_lanes=8)
+    assert len(coded.stream) == 4 * 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_chunks_in_random_contexts_come_back(seed):
+    random = np.random.default_rng(seed)
+    num_contexts = int(random.integers(1, 12))
+    chunks = []
+    for _ in range(int(random.integers(0, 8))):
+        contexts = random.integers(0, num_contexts, int(random.integers(0, 700)))
+        scales = 4.0 ** random.integers(-2, 12, num_contexts)
+        integers = np.rint(random.standard_cauchy(len(contexts)) * scales[contexts])
+        chunks.append((contexts, integers.clip(-(2**31), 2**31 - 1).astype(np.int64)))
+    round_trip(chunks, num_contexts, num_lanes=int(2 ** random.integers(0, 9)))
+
+
+def test_contexts_save_what_they_know():
+    """Two scales, told apart by the context, take the entropy of each; without it, that of their mixture."""
+    contexts = RANDOM.integers(0, 2, 10**5)
+    integers = np.rint(RANDOM.normal(0, 1, 10**5) * np.array([0.5, 8])[contexts]).astype(np.int32)
+    told, untold = round_trip([(contexts, integers)], 2, num_lanes=8), round_trip([(0, integers)], num_lanes=8)
+    parts = [integers[contexts == context] for context in (0, 1)]
+    entropy_bytes = sum(entropy_bits(part) * len(part) for part in parts) / 8
+    assert len(told.stream) == pytest.approx(entropy_bytes, rel=0.002)
+    assert len(told.stream) < 0.9 * len(untold.stream)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_frequencies_are_the_best_that_sum_to_two_to_the_14(seed):
+    """No move of one slot from a symbol to another saves bits."""
+    random = np.random.default_rng(seed)
+    counts = np.floor(10.0 ** random.uniform(-1, 7, int(random.integers(1, 900)))).astype(np.int64)
+    counts[random.integers(len(counts))] += 1
+    frequencies = frequencies_of(counts)
+    assert frequencies.sum() == 2**14
+    assert ((frequencies > 0) == (counts > 0)).all()
+    used, f = counts[counts > 0], frequencies[counts > 0]
+    gains = used * np.log((f + 1) / f)
+    losses = np.where(f > 1, used * np.log(f / np.maximum(f - 1, 0.5)), np.inf)
+    for winner in np.argsort(gains)[-3:]:
+        assert gains[winner] <= np.delete(losses, winner).min(initial=np.inf) * (1 + 1e-9)
+
+
+def test_symbols_are_few():
+    symbols, _ = split_integers(np.array([-(2**31), 2**31 - 1]))
+    assert symbols.tolist() == [-(32 * 26 + 32), 32 * 25 + 63]
+
+
+def test_one_lost_word_does_not_go_unnoticed():
+    integers = np.rint(RANDOM.normal(0, 3, 5000)).astype(np.int32)
+    encoder = Encoder(1)
+    encoder.add(0, integers)
+    coded = encoder.encode(num_lanes=4)
+    stream = bytearray(coded.stream)
+    stream[40] ^= 1
+    decoder = type(coded)(coded.tables, 4, bytes(stream), coded.raw).decoder()
+    try:
+        decoder.integers(np.zeros(5000, np.int64))
+    except (IndexError, ValueError):  # the words ran out
+        return
+    assert not decoder.is_at_end()
