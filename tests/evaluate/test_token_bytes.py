@@ -2,71 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.config import DataConfig, TokenizerConfig
-from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import bytes_per_token, entry_bytes
 
 TEXT = " naïve café,  two spaces;\ttab\r\n\r\n漢字 \U0001f600 \U000e0041 <|endoftext|> ﬁ ½ \u2581 the end "
 
 
-def sentencepiece_like(normalizer: Any = None) -> Tokenizer:
-    """Return a tokenizer with Llama's rules: a space in front, U+2581 for spaces, bytes for unknown characters."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.Sequence(
-        [*([normalizer] if normalizer else []), normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    tokenizer.train_from_iterator(
-        ["the end of the naive cafe two spaces tab, words and the rest;" * 20],
-        trainers.BpeTrainer(vocab_size=90, special_tokens=["</s>"], show_progress=False),
-    )
-    rules = json.loads(tokenizer.to_str())
-    rules["model"] |= {"byte_fallback": True}
-    for byte in range(256):
-        rules["model"]["vocab"][f"<0x{byte:02X}>"] = len(rules["model"]["vocab"])
-    tokenizer = Tokenizer.from_str(json.dumps(rules))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Return a function that tokenizes documents with a kind of tokenizer, or with a given one."""
-
-    def load_(kind: str | Tokenizer, *documents: str) -> TokenCache:
-        (tmp_path / "train.txt").write_bytes(b"the end of the naive cafe, two spaces and a tab " * 40)
-        for number, text in enumerate(documents):
-            (tmp_path / f"val{number}.txt").write_bytes(text.encode())
-        config = TokenizerConfig(kind="bpe", vocab_size=280)
-        if isinstance(kind, Tokenizer):
-            fast = PreTrainedTokenizerFast(tokenizer_object=kind, eos_token="</s>")
-            fast.save_pretrained(tmp_path / "tokenizer")
-            config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
-        elif kind != "bpe":
-            config = TokenizerConfig(kind=kind)
-        files = {"files": [str(tmp_path / "train.txt")], "val_files": [str(tmp_path / "val*.txt")]}
-        return load_tokens(DataConfig(source="files", cache_dir=str(tmp_path / "cache"), **files), config)
-
-    return load_
-
-
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "sentencepiece"])
-def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(load, kind):
+def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenize, sentencepiece_like, kind):
     documents = [TEXT, "a", "\u2581 x" if kind != "sentencepiece" else "x", "word and " * 3000]  # the last: two pieces
     if kind == "sentencepiece":
         documents[0] = TEXT.replace("\u2581", "")  # Llama's rules read it as a space
-    tokens = load(sentencepiece_like() if kind == "sentencepiece" else kind, *documents)
+    _, tokens = tokenize(sentencepiece_like() if kind == "sentencepiece" else kind, *documents)
     counts = bytes_per_token(tokens.val, tokens.tokenizer)
     assert counts.dtype == np.uint16 and len(counts) == len(tokens.val)
     is_separator = tokens.val.tokens == tokens.tokenizer.eos_token_id
@@ -79,8 +33,8 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(load, kind):
         assert counts[:8].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
 
 
-def test_a_tokenizer_that_rewrites_its_text_is_refused(load):
-    tokens = load(sentencepiece_like(normalizers.NFKC()), "the end", "one ﬁne ﬁsh")
+def test_a_tokenizer_that_rewrites_its_text_is_refused(tokenize, sentencepiece_like):
+    _, tokens = tokenize(sentencepiece_like(normalizers.NFKC()), "the end", "one ﬁne ﬁsh")
     with pytest.raises(UserError, match=r"^The tokens of piece 1 stand for 13 bytes, but its text has 15 \(1 of 2 "):
         bytes_per_token(tokens.val, tokens.tokenizer)
 
@@ -95,7 +49,7 @@ def test_a_token_of_more_than_65535_bytes_is_refused(tokenizer):
         bytes_per_token(stream, fast)
 
 
-def test_the_published_entries_count_as_they_are_spelled(tokenizer):
+def test_the_published_entries_count_as_they_are_spelled(tokenizer, sentencepiece_like):
     counts = entry_bytes(tokenizer)
     assert counts.tolist() == [1] * 256 + [0]
     like = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like(), eos_token="</s>")

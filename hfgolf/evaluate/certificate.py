@@ -1,0 +1,296 @@
+"""The certificate of a score: proof that its bits per byte are those of the raw text, each token scored once.
+
+Owns six checks (see `certify`) on the text, the tokens, the tokenizer and the windows. Knows no model: a certificate
+says that nats on these tokens may be divided by these bytes, not that the nats are right (legality.py tests a scorer).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tokenizers.decoders import DecodeStream
+
+from hfgolf.data.corpus import Corpus, cache_folder
+from hfgolf.data.pieces import ROWS_PER_BATCH
+from hfgolf.data.tokenizer import tokenizer_sha256
+from hfgolf.durable import write_text
+from hfgolf.errors import UserError
+from hfgolf.evaluate.token_bytes import bytes_per_token
+from hfgolf.evaluate.windows import IGNORED, Plan, score
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+
+    from hfgolf.data.batches import Stream
+    from hfgolf.data.token_cache import TokenCache
+
+_SAMPLED_PIECES = 1000  # decoded token by token: some two million tokens, in seconds
+_SHOWN = 20  # characters around a difference
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was checked, and each reason why it does not hold."""
+
+    facts: dict[str, Any]
+    problems: tuple[str, ...]
+    is_lossless: bool
+
+    @property
+    def holds(self) -> bool:
+        return not self.problems
+
+    @property
+    def unit(self) -> str:
+        """What nats / ln 2 / bytes may be called."""
+        return "bits per byte" if self.is_lossless else "bits per byte of the normalized text"
+
+    @property
+    def line(self) -> str:
+        """The certificate in one line."""
+        if self.problems:
+            return f"No certificate: {'; '.join(self.problems)}."
+        facts, coverage = self.facts, self.facts["coverage"]
+        duplicates = (
+            "training text not known, so not searched for them"
+            if facts["training_documents"] is None
+            else f"none of them among {facts['training_documents']:,} training documents"
+        )
+        return (
+            f"Certificate holds: {facts['num_documents']:,} documents, {facts['num_bytes']:,} bytes"
+            f" (sha256 {facts['sha256'][:16]}), {duplicates}; decoded exactly; bytes of all tokens add up;"
+            f" {coverage['num_scored']:,} of {facts['num_tokens']:,} tokens scored once."
+        )
+
+    def require(self) -> None:
+        """Raise UserError, with the problems, unless the certificate holds."""
+        if self.problems:
+            raise UserError(self.line)
+
+    def write(self, path: Path) -> None:
+        """Write certificate.json."""
+        content = {"holds": self.holds, "problems": list(self.problems), "unit": self.unit} | self.facts
+        write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def certify(corpus: Corpus, tokens: TokenCache, plan: Plan) -> Certificate:
+    """Return the certificate of an evaluation of a corpus' validation tokens with a plan.
+
+    1. SHA-256 and bytes of each validation document and of all. 2. Decoding each document's tokens gives its text.
+    3. The bytes of the tokens are the bytes of the text, from the vocabulary and, for a sample, from decoding token by
+    token. 4. The plan scores each target once. 5. No validation document is also a training document (equal text; near
+    duplicates are not looked for). 6. A uniform model costs log2(V) x tokens / bytes.
+
+    Reads all the text once more. Raises UserError if it cannot be read.
+    """
+    with tempfile.TemporaryDirectory(dir=cache_folder(corpus.data), prefix="certificate-") as folder:
+        pieces = corpus.write_pieces(Path(folder))
+        return certify_text(pieces["val"], pieces["train"], tokens.val, tokens.tokenizer, plan)
+
+
+def certify_text(
+    validation: Dataset,
+    training: Dataset | None,
+    stream: Stream,
+    tokenizer: PreTrainedTokenizerFast,
+    plan: Plan,
+) -> Certificate:
+    """Return the certificate for pieces of text (see Corpus.write_pieces); training: None if it is not known."""
+    facts: dict[str, Any] = {
+        "num_tokens": len(stream.tokens),
+        "vocab_size": len(tokenizer),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "coverage": plan.coverage(),
+    }
+    text = _Text(stream, tokenizer)
+    for document in documents(validation):
+        text.add(document)
+    problems = [*text.finish(), *_coverage_problems(plan, stream, tokenizer.eos_token_id)]
+    facts |= {
+        "num_documents": len(text.hashes),
+        "num_bytes": text.num_bytes,
+        "sha256": text.whole.hexdigest(),
+        "documents": [[digest.hex(), num_bytes] for digest, num_bytes in text.hashes],
+        "documents_decoded_differently": text.num_different,
+        "first_difference": text.difference,
+        "decoded_bytes": text.decoded_bytes,
+    }
+    if not problems:  # the bytes of a tokenizer that rewrites its text cannot add up
+        problems += _byte_problems(stream, tokenizer, plan, text, facts)
+    facts |= {"training_documents": None, "duplicates": None}
+    if training is not None:
+        hashes = (hashlib.sha256("".join(document).encode()).digest() for document in documents(training))
+        problems += _duplicate_problems(hashes, text, facts)
+    return Certificate(facts, tuple(problems), text.num_different == 0)
+
+
+def documents(pieces: Dataset) -> Iterator[list[str]]:
+    """Yield the pieces of each document, in order."""
+    document: list[str] = []
+    for batch in pieces.iter(batch_size=ROWS_PER_BATCH):
+        for text, is_start in zip(batch["text"], batch["is_start"], strict=True):
+            if is_start and document:
+                yield document
+                document = []
+            document.append(text)
+    if document:
+        yield document
+
+
+class _Text:
+    """Compare documents with the stream of their tokens, one document after the other."""
+
+    def __init__(self, stream: Stream, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.stream, self.separator = stream, tokenizer.eos_token_id
+        self.decode = tokenizer.backend_tokenizer.decode_batch
+        self.ends = np.cumsum(stream.piece_tokens, dtype=np.int64)
+        self.num_pieces = self.num_bytes = self.decoded_bytes = self.num_different = self.num_separators = 0
+        self.whole = hashlib.sha256()
+        self.hashes: list[tuple[bytes, int]] = []
+        self.difference: str | None = None
+        self.is_other_text = False
+
+    def ids(self, piece: int) -> np.ndarray:
+        """Return the tokens of a piece, with the separator in front of a document."""
+        return self.stream.tokens[self.ends[piece] - self.stream.piece_tokens[piece] : self.ends[piece]]
+
+    def add(self, document: list[str]) -> None:
+        """Count and hash a document, and compare it with what its tokens decode to."""
+        raw = [text.encode() for text in document]
+        pieces = range(self.num_pieces, self.num_pieces + len(document))
+        self.num_pieces = pieces.stop
+        self.hashes.append((hashlib.sha256(b"".join(raw)).digest(), sum(map(len, raw))))
+        self.whole.update(b"".join(raw))
+        self.num_bytes += self.hashes[-1][1]
+        counted = self.stream.piece_bytes[pieces.start : pieces.stop].tolist()
+        self.is_other_text |= counted != [*map(len, raw)]
+        if self.is_other_text:
+            return
+        ids = [self.ids(piece).tolist() for piece in pieces]
+        if ids[0][:1] != [self.separator]:
+            self.is_other_text = True
+            return
+        self.num_separators += 1
+        decoded = self.decode([ids[0][1:], *ids[1:]], skip_special_tokens=False)
+        self.decoded_bytes += sum(len(text.encode()) for text in decoded)
+        if decoded != document:
+            self.num_different += 1
+            if self.difference is None:
+                self.difference = _difference(len(self.hashes) - 1, "".join(document), "".join(decoded))
+
+    def finish(self) -> list[str]:
+        """Return what is wrong with the tokens as the encoding of the documents."""
+        separators = int((self.stream.tokens == self.separator).sum())
+        if self.is_other_text or self.num_pieces != len(self.ends) or separators != self.num_separators:
+            return ["the tokens were made from another text; build the token cache again"]
+        if not self.num_different:
+            return []
+        return [
+            f"{self.num_different:,} of {len(self.hashes):,} documents decode to another text, so the tokenizer"
+            f" rewrites text ({self.difference}); use a lossless tokenizer"
+        ]
+
+
+def _difference(number: int, text: str, decoded: str) -> str:
+    """Return a description of the first difference between a document and what its tokens decode to."""
+    pairs = zip(text, decoded, strict=False)
+    place = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(text), len(decoded)))
+    before, after = (ascii(version[place : place + _SHOWN]) for version in (text, decoded))
+    return f"first in document {number}, character {place}: {before} became {after}"
+
+
+def _coverage_problems(plan: Plan, stream: Stream, separator: int) -> list[str]:
+    """Return what is wrong with the windows: each target once, but what the plan says it leaves out."""
+    targets = plan.targets()
+    if plan.num_tokens != len(stream.tokens):
+        return [f"only the first {plan.num_tokens:,} of {len(stream.tokens):,} tokens were evaluated"]
+    if (np.diff(targets) <= 0).any() or targets[0] < 1 or targets[-1] >= plan.num_tokens:
+        return ["the windows do not score each token once, in order"]
+    is_missing = np.ones(plan.num_tokens, bool)
+    is_missing[targets] = is_missing[0] = False
+    if plan.tail == "dropped":
+        is_missing[targets[-1] + 1 :] = False
+    if plan.separators == "skipped":
+        is_missing &= stream.tokens != separator
+    missing = np.flatnonzero(is_missing)
+    return [f"{len(missing):,} tokens are not scored, first token {missing[0]}"] if len(missing) else []
+
+
+def _byte_problems(
+    stream: Stream, tokenizer: PreTrainedTokenizerFast, plan: Plan, text: _Text, facts: dict[str, Any]
+) -> list[str]:
+    """Return what is wrong with the bytes per token, and add the sums to the facts."""
+    try:
+        counts = bytes_per_token(stream, tokenizer)
+    except UserError as error:
+        return [str(error).rstrip(".")]
+    facts["token_bytes"] = int(counts.sum(dtype=np.int64))
+    sampled = np.unique(np.linspace(0, len(text.ends) - 1, min(len(text.ends), _SAMPLED_PIECES)).astype(int))
+    facts["pieces_decoded_by_token"] = len(sampled)
+    for piece in map(int, sampled):
+        start = text.ends[piece] - stream.piece_tokens[piece]
+        place = _first_miscount(tokenizer, text.ids(piece), counts[start : text.ends[piece]])
+        if place is not None:
+            return [
+                f"decoding token by token gives other bytes than the vocabulary, first at token {start + place} (id"
+                f" {stream.tokens[start + place]}); use another tokenizer"
+            ]
+    total = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    num_bytes = int((total[plan.windows[:, 2] + 1] - total[plan.windows[:, 1]]).sum())
+    facts["scored_bytes"] = num_bytes
+    nats_per_token = math.log(len(tokenizer))
+    nats = score(lambda _, labels: (labels != IGNORED).sum().double() * nats_per_token, stream.read, plan, 64)
+    found, expected = nats / math.log(2) / num_bytes, math.log2(len(tokenizer)) * plan.num_scored / num_bytes
+    facts["uniform_bits_per_byte"] = found
+    if not math.isclose(found, expected, rel_tol=1e-9):
+        return [f"a uniform model costs {found} bits per byte instead of {expected}"]
+    return []
+
+
+def _duplicate_problems(training: Iterable[bytes], text: _Text, facts: dict[str, Any]) -> list[str]:
+    """Return which validation documents are training documents, too. training: the hash of each."""
+    places = {digest: number for number, (digest, _) in reversed([*enumerate(text.hashes)])}
+    found, num_documents = set(), 0
+    for digest in training:
+        num_documents += 1
+        if digest in places:
+            found.add(places[digest])
+    facts |= {"training_documents": num_documents, "duplicates": sorted(found)}
+    if not found:
+        return []
+    first = min(found)
+    return [
+        f"{len(found):,} of {len(text.hashes):,} validation documents are also training documents (the first is"
+        f" document {first}, {text.hashes[first][1]:,} bytes, sha256 {text.hashes[first][0].hex()[:16]}); remove them"
+        " from the training text"
+    ]
+
+
+def _first_miscount(tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, counts: np.ndarray) -> int | None:
+    """Return the place of the first token at which the bytes decoded so far are not the sum of the counts, or None.
+
+    A character in several tokens is decoded with the last of them, so only whole characters are compared.
+    """
+    backend = tokenizer.backend_tokenizer
+    decoding = DecodeStream(skip_special_tokens=False)
+    first = int(ids[0] == tokenizer.eos_token_id)
+    expected = num_bytes = 0
+    for place in range(first, len(ids)):
+        expected += int(counts[place])
+        text = decoding.step(backend, int(ids[place]))
+        if text is None:
+            continue
+        num_bytes += len(text.encode())
+        if num_bytes != expected:
+            return place
+    whole = len(backend.decode(ids[first:].tolist(), skip_special_tokens=False).encode())
+    return None if whole == expected else len(ids) - 1
