@@ -1,0 +1,182 @@
+"""Curvature against gradients taken one by one, the loss's own second derivatives, and losses that really rose."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_export import build_tiny
+from torch.nn import functional as F
+
+from hfgolf.golf.curvature import ROW_FLOOR, Curvature, added, measure_curvature
+
+
+def tiny(**changes):
+    from hfgolf.model.configuration_golf import GolfConfig
+    from hfgolf.model.modeling_golf import GolfForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = GolfForCausalLM(GolfConfig(**(shape | {"max_position_embeddings": 32} | changes)))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def text(rows=4, length=12, vocabulary=37, seed=0):
+    ids = torch.randint(vocabulary, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}
+
+
+def floored(weights):
+    return np.maximum(weights, ROW_FLOOR * weights.mean())
+
+
+def test_a_hidden_layer_has_its_inputs_and_the_gradients_of_its_outputs():
+    model, batch = tiny(), text()
+    name = "model.layers.1.mlp.down_proj"
+    module, seen = model.get_submodule(name), {}
+
+    def offset(module, inputs, output):
+        seen["inputs"] = inputs[0].detach()
+        seen["offset"] = torch.zeros_like(output, requires_grad=True)
+        return output + seen["offset"]
+
+    handle = module.register_forward_hook(offset)
+    nats = F.cross_entropy(
+        model(input_ids=batch["input_ids"]).logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum"
+    )
+    nats.backward()
+    handle.remove()
+    gradients, inputs = seen["offset"].grad.flatten(0, 1).double(), seen["inputs"].flatten(0, 1).double()
+    halves = [{key: value[i : i + 2] for key, value in batch.items()} for i in (0, 2)]  # sums over batches
+    curvature = measure_curvature(model, halves)[f"{name}.weight"]
+    np.testing.assert_allclose(curvature.hessian, inputs.T @ inputs / len(inputs), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(curvature.row_weights, floored(gradients.square().mean(0).numpy()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_the_head_has_the_expected_squared_gradient(soft_cap):
+    """Over labels drawn from the model's own distribution, which is also its expected second derivative."""
+    model, batch = tiny(tie_word_embeddings=False, logit_soft_cap=soft_cap), text()
+    uncapped = model.lm_head(model.model(batch["input_ids"]).last_hidden_state).detach().flatten(0, 1)
+    expected = torch.zeros(37, dtype=torch.float64)
+    for label in range(37):
+        point = uncapped.double().requires_grad_()
+        logs = (point if soft_cap is None else soft_cap * torch.tanh(point / soft_cap)).log_softmax(-1)[:, label]
+        (gradients,) = torch.autograd.grad(logs.sum(), point)
+        expected += (logs.detach().exp()[:, None] * gradients.square()).mean(0)
+    weights = measure_curvature(model, [batch])["lm_head.weight"].row_weights
+    np.testing.assert_allclose(weights, floored(expected.numpy()), rtol=1e-4)
+
+
+def test_an_embedding_counts_tokens_of_the_whole_stream():
+    model, batch = tiny(tie_word_embeddings=False), text()
+    counts = np.zeros(37, dtype=np.int64)
+    counts[[3, 5]] = 300, 700
+    measured = measure_curvature(model, [batch], counts)["model.embed_tokens.weight"]
+    np.testing.assert_allclose(measured.row_weights, floored((counts + 0.5) / 1000), rtol=1e-9)
+    embedded = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    nats = F.cross_entropy(
+        model(inputs_embeds=embedded).logits.flatten(0, 1), batch["shift_labels"].flatten(), reduction="sum"
+    )
+    (gradients,) = torch.autograd.grad(nats, embedded)
+    gradients = gradients.flatten(0, 1).double()
+    np.testing.assert_allclose(measured.hessian, gradients.T @ gradients / len(gradients), rtol=1e-3, atol=1e-6)
+    own = measure_curvature(model, [batch])["model.embed_tokens.weight"]
+    occurrences = np.bincount(batch["input_ids"].flatten(), minlength=37)
+    np.testing.assert_allclose(own.row_weights, floored((occurrences + 0.5) / 48), rtol=1e-9)
+
+
+def test_a_tied_embedding_is_the_sum_of_both_sides():
+    generator = np.random.default_rng(0)
+    sides = []
+    for _ in range(2):
+        vectors = generator.standard_normal((20, 5))
+        sides.append(Curvature(vectors.T @ vectors, generator.uniform(0, 1, 9)))
+    both = added(*sides)
+    errors = generator.standard_normal((4000, 9, 5))
+    separately = np.mean([sides[0].loss_increase(e) + sides[1].loss_increase(e) for e in errors])
+    assert np.mean([both.loss_increase(e) for e in errors]) == pytest.approx(separately, rel=0.02)
+    for row in range(9):  # the same for each row
+        one = np.zeros((9, 5))
+        one[row] = 1
+        alike = sum(side.row_weights[row] * np.trace(side.hessian) for side in sides)
+        assert both.row_weights[row] * np.trace(both.hessian) == pytest.approx(alike)
+    tied = measure_curvature(tiny(), [text()])
+    assert "lm_head.weight" not in tied and tied["model.embed_tokens.weight"].row_weights.shape == (37,)
+
+
+def test_a_layer_that_runs_twice_has_the_gradients_of_both_passes():
+    model, batch = tiny(), text()
+    twice = tiny()
+    shared = twice.model.layers[0]
+    twice.model.layers = torch.nn.ModuleList([shared, shared])
+    name = "model.layers.0.mlp.up_proj.weight"
+    once, both = (measure_curvature(m, [batch])[name] for m in (model, twice))
+    passes = []
+    handle = shared.mlp.up_proj.register_forward_hook(lambda module, inputs, output: passes.append(inputs[0].detach()))
+    twice(batch["input_ids"], use_cache=False)
+    handle.remove()
+    inputs = torch.cat([x.flatten(0, 1) for x in passes]).double()
+    assert len(passes) == 2 and len(inputs) == 2 * batch["input_ids"].numel()
+    np.testing.assert_allclose(both.hessian, inputs.T @ inputs / len(inputs), rtol=1e-4, atol=1e-6)
+    assert both.row_weights.shape == once.row_weights.shape
+
+
+def test_leaves_the_model_as_it_was():
+    model = tiny().train()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        measure_curvature(model, [text()])
+    assert model.training and not any(module._forward_hooks for module in model.modules())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None and parameter.requires_grad
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="no calibration text"):
+        measure_curvature(model, [])
+
+
+def test_large_vocabularies_are_measured_in_parts(monkeypatch):
+    from hfgolf.golf import curvature
+
+    whole = measure_curvature(tiny(), [text()])
+    monkeypatch.setattr(curvature, "_LOGITS_PER_PASS", 37 * 12)  # one row per pass
+    parts = measure_curvature(tiny(), [text()])
+    for name, one in whole.items():
+        np.testing.assert_allclose(parts[name].row_weights, one.row_weights, rtol=1e-4)
+        np.testing.assert_allclose(parts[name].hessian, one.hessian, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"]
+)
+def test_predicts_how_much_the_loss_rises(name):
+    """On labels that the model draws itself, where the curvature of the loss is that of its KL divergence."""
+    model = tiny(tie_word_embeddings=False)
+    ids = text(rows=64)["input_ids"]
+    with torch.no_grad():
+        logits = model(ids).logits.flatten(0, 1)
+    labels = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(1)).view_as(ids)
+    curvature = measure_curvature(model, [{"input_ids": ids, "shift_labels": labels}])[name]
+    weight, generator = model.get_parameter(name), torch.Generator().manual_seed(2)
+    before = weight.detach().clone()
+    measured, predicted = [], []
+    for _ in range(8):
+        noise = 0.02 * torch.randn(weight.shape, generator=generator)
+        with torch.no_grad():
+            weight.copy_(before + noise)
+            moved = model(ids).logits.flatten(0, 1)
+            measured.append(
+                F.kl_div(moved.log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="batchmean")
+            )
+            predicted.append(curvature.loss_increase(noise.numpy()))
+    assert math.log2(np.mean(predicted) / np.mean(measured)) == pytest.approx(0, abs=0.5)
+
+
+def test_real_tokenizers_and_models_are_measured():
+    model, tokenizer = build_tiny()
+    names = set(measure_curvature(model, [text(vocabulary=len(tokenizer))]))
+    assert names == {name for name, parameter in model.named_parameters() if parameter.ndim == 2}

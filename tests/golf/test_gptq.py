@@ -1,0 +1,94 @@
+"""Rounding with error feedback against a direct implementation, nearest rounding, and cases without feedback."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hfgolf.golf.gptq import error_feedback, round_with_feedback
+from hfgolf.golf.grid import round_nearest, row_codes_of
+
+
+def correlated(generator, columns, samples=None):
+    mixing = generator.standard_normal((columns, columns)) * np.geomspace(1, 0.05, columns)
+    inputs = generator.standard_normal((samples or 4 * columns, columns)) @ mixing
+    return inputs.T @ inputs / len(inputs)
+
+
+def direct(weight, steps, hessian, damping):
+    """Round column after column. After each one, solve for the later columns that make the outputs change least."""
+    columns = weight.shape[1]
+    damped = hessian + damping * np.diag(hessian).mean() * np.eye(columns)
+    order = np.argsort(-np.diag(hessian), kind="stable")
+    weight, integers = weight.astype(np.float64).copy(), np.zeros(weight.shape, dtype=np.int32)
+    for place, j in enumerate(order):
+        integers[:, j] = np.rint(weight[:, j] / steps[:, j])
+        error = weight[:, j] - integers[:, j] * steps[:, j]
+        later = order[place + 1 :]
+        if len(later):
+            weight[:, later] += np.outer(error, np.linalg.solve(damped[np.ix_(later, later)], damped[later, j]))
+    return integers
+
+
+@pytest.mark.parametrize(("rows", "columns", "has_columns"), [(5, 7, False), (16, 40, True), (8, 150, False)])
+def test_equals_the_direct_implementation(rows, columns, has_columns):
+    generator = np.random.default_rng(columns)
+    weight = generator.standard_normal((rows, columns)).astype(np.float32)
+    hessian = correlated(generator, columns)
+    row_codes = row_codes_of(generator.uniform(0.2, 0.6, rows))
+    column_codes = generator.integers(-8, 8, columns).astype(np.int8) if has_columns else None
+    rounded = round_with_feedback(weight, row_codes, column_codes, error_feedback(hessian, 0.01))
+    expected = direct(weight, np.broadcast_to(rounded.steps(), weight.shape).astype(np.float64), hessian, 0.01)
+    np.testing.assert_array_equal(rounded.integers, expected)
+
+
+def test_is_better_than_nearest_on_correlated_inputs():
+    generator = np.random.default_rng(0)
+    ratios = []
+    for _ in range(100):
+        hessian = correlated(generator, 24)
+        weight = generator.standard_normal((12, 24)).astype(np.float32)
+        codes = row_codes_of(np.full(12, 0.5))
+        losses = []
+        for rounded in (
+            round_with_feedback(weight, codes, None, error_feedback(hessian, 0.01)),
+            round_nearest(weight, codes),
+        ):
+            error = rounded.dequantized().astype(np.float64) - weight
+            losses.append(np.trace(error @ hessian @ error.T))
+        ratios.append(losses[0] / losses[1])
+    assert np.mean(ratios) < 0.5
+
+
+def test_inputs_without_correlation_leave_nothing_to_pass_on():
+    weight = np.random.default_rng(1).standard_normal((9, 200)).astype(np.float32)
+    codes = row_codes_of(np.full(9, 0.3))
+    nearest = round_nearest(weight, codes)
+    for hessian in (np.eye(200), np.diag(np.linspace(3, 0, 200)), np.zeros((200, 200))):
+        rounded = round_with_feedback(weight, codes, None, error_feedback(hessian))
+        np.testing.assert_array_equal(rounded.integers, nearest.integers)
+
+
+def test_a_dead_column_changes_nothing_for_the_others():
+    generator = np.random.default_rng(2)
+    hessian, weight = correlated(generator, 30), generator.standard_normal((6, 31)).astype(np.float32)
+    with_dead = np.zeros((31, 31))
+    with_dead[:30, :30] = hessian
+    codes = row_codes_of(np.full(6, 0.4))
+    damping = 0.01
+    rounded = round_with_feedback(weight, codes, None, error_feedback(with_dead, damping * 31 / 30))  # the same sum
+    alone = round_with_feedback(weight[:, :30], codes, None, error_feedback(hessian, damping))
+    np.testing.assert_array_equal(rounded.integers[:, :30], alone.integers)
+    np.testing.assert_array_equal(rounded.integers[:, 30], round_nearest(weight, codes).integers[:, 30])
+
+
+def test_column_weights_are_the_conditional_curvature():
+    hessian = correlated(np.random.default_rng(3), 12)
+    feedback = error_feedback(hessian, 0.0)
+    weights = feedback.column_weights()
+    for place, j in enumerate(feedback.order):  # what is left of H[j, j] once the later columns have adapted
+        later = feedback.order[place + 1 :]
+        schur = hessian[j, j]
+        if len(later):
+            schur -= hessian[j, later] @ np.linalg.solve(hessian[np.ix_(later, later)], hessian[later, j])
+        assert weights[j] == pytest.approx(schur, rel=1e-6)

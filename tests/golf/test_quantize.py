@@ -1,0 +1,201 @@
+"""Steps by curvature, SDClip and uniform steps, and the search for the number that a budget allows."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from hfgolf.errors import UserError
+from hfgolf.golf.allocate import allocate, mean_relative_step, predicted_bytes, scale_for_bytes
+from hfgolf.golf.curvature import Curvature, measure_curvature
+from hfgolf.golf.gptq import error_feedback
+from hfgolf.golf.grid import MAX_INTEGER, entropy_bits, gaussian_bits, round_nearest, steps_of
+from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
+
+
+def random_curvature(generator, rows, columns):
+    vectors = generator.standard_normal((3 * columns, columns)) @ generator.standard_normal((columns, columns))
+    return Curvature(vectors.T @ vectors / len(vectors), np.exp(generator.standard_normal(rows)))
+
+
+@pytest.fixture(scope="module")
+def two_matrices():
+    generator = np.random.default_rng(0)
+    shapes = {"wide": (40, 96), "tall": (300, 24)}
+    weights = {
+        name: (generator.standard_normal(shape) * np.exp(generator.standard_normal((shape[0], 1)))).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    return weights, {name: random_curvature(generator, *shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("column_steps", [False, True])
+@pytest.mark.parametrize("has_feedback", [False, True])
+def test_curvature_steps_cost_the_loss_the_same_everywhere(two_matrices, column_steps, has_feedback):
+    weights, curvature = two_matrices
+    feedback = {name: error_feedback(one.hessian) for name, one in curvature.items()} if has_feedback else None
+    plan = allocate(weights, "curvature", curvature, feedback, column_steps)
+    costs = []
+    for name, unit in plan.items():
+        columns = feedback[name].column_weights() if feedback else np.diag(curvature[name].hessian)
+        steps = unit.row_steps[:, None] * np.ones(len(columns))
+        if column_steps:
+            steps = steps * 2.0 ** (unit.column_codes / 8)
+        costs.append(curvature[name].row_weights[:, None] * columns * steps**2)
+    if column_steps:  # each weight, up to the rounding of codes
+        cost = np.concatenate([one.ravel() for one in costs])
+        np.testing.assert_allclose(cost, 1, rtol=2 ** (1 / 8) - 1)
+    else:
+        np.testing.assert_allclose(np.concatenate([one.mean(axis=1) for one in costs]), 1, rtol=1e-6)
+
+
+def test_sdclip_spends_the_same_bits_on_every_row(two_matrices):
+    weights, _ = two_matrices
+    plan = allocate(weights, "sdclip", {}, None)
+    for name, unit in plan.items():
+        rms = np.sqrt(np.square(weights[name].astype(np.float64)).mean(axis=1))
+        np.testing.assert_allclose(steps_of(unit.row_codes(12.85 / 31)) / rms, 12.85 / 31, rtol=2 ** (1 / 16) - 1)
+    assert mean_relative_step(plan) == pytest.approx(1)
+    sizes = sum(w.size for w in weights.values()) * float(gaussian_bits(12.85 / 31)) / 8
+    side = sum(w.shape[0] + w.shape[1] / 2 for w in weights.values())
+    assert predicted_bytes(plan, 12.85 / 31) == pytest.approx(sizes + side, rel=0.005)
+
+
+def test_uniform_steps_are_alike_and_their_size_is_smooth(two_matrices):
+    weights, _ = two_matrices
+    plan = allocate(weights, "uniform", {}, None)
+    for unit in plan.values():
+        np.testing.assert_allclose(steps_of(unit.row_codes(0.1)), 0.1, rtol=2 ** (1 / 8) - 1)
+    sizes = [predicted_bytes(plan, 0.1 * 2 ** (i / 64)) for i in range(64)]
+    assert all(0 <= before - after < 0.006 * before for before, after in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize("allocation", ["curvature", "sdclip", "uniform"])
+def test_predicts_the_entropy_of_gaussian_rows(two_matrices, allocation):
+    weights, curvature = two_matrices
+    plan = allocate(weights, allocation, curvature, None)
+    scale = scale_for_bytes(plan, 4000, 1e-9, 1e9)
+    assert predicted_bytes(plan, scale) == pytest.approx(4000, rel=0.005)
+    bits = side = 0.0
+    for name, unit in plan.items():
+        rounded = round_nearest(weights[name], unit.row_codes(scale))
+        relative = steps_of(rounded.row_codes) / unit.row_rms
+        assert not np.isnan(relative).any()
+        # what a coder that knows each row's scale reaches: the entropy of Gaussian draws on the same grid
+        draws = np.random.default_rng(1).standard_normal((len(relative), 4000)) / relative[:, None]
+        bits += sum(entropy_bits(np.rint(row).astype(np.int32)) for row in draws) * weights[name].shape[1]
+        side += weights[name].shape[0] + weights[name].shape[1] / 2
+    assert bits / 8 + side == pytest.approx(4000, rel=0.01)
+
+
+def test_an_outlier_makes_its_row_coarser_rather_than_being_cut_off():
+    weight = np.full((2, 50), 1e-3, dtype=np.float32)
+    weight[1, 7] = 1e3
+    unit = allocate({"w": weight}, "uniform", {}, None)["w"]
+    rounded = round_nearest(weight, unit.row_codes(1e-4))
+    assert np.abs(rounded.integers).max() <= MAX_INTEGER
+    assert rounded.dequantized()[1, 7] == pytest.approx(1e3, rel=1e-4)
+    assert steps_of(rounded.row_codes)[0] == pytest.approx(1e-4, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    torch.manual_seed(0)
+    shape = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = GolfForCausalLM(GolfConfig(**shape, max_position_embeddings=32)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    ids = torch.randint(96, (4, 33), generator=torch.Generator().manual_seed(1))
+    return model, measure_curvature(model, [{"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}])
+
+
+def size_of(tensors):
+    return 100 + round(0.9 * sum(entropy_bits(one.integers) * one.integers.size / 8 for one in tensors.values()))
+
+
+@pytest.mark.parametrize("allocation", ["curvature", "sdclip", "uniform"])
+@pytest.mark.parametrize("method", ["gptq", "nearest"])
+@pytest.mark.parametrize("bits", [1.5, 3.3, 7])
+def test_lands_just_below_the_budget(small_model, allocation, method, bits):
+    model, curvature = small_model
+    budget = 3000 + round(sum(w.size for w in matrices(model).values()) * bits / 8)
+    quantized = quantize_model(
+        model,
+        curvature,
+        budget_bytes=budget,
+        overhead_bytes=3000,
+        size_of=size_of,
+        method=method,
+        allocation=allocation,
+    )
+    assert 0.995 * budget <= quantized.size_bytes <= budget
+    assert quantized.size_bytes == 3000 + size_of(quantized.tensors) == quantized.codings[-1][1]
+    assert quantized.codings[-1][0] == quantized.scale and len(quantized.codings) <= 5
+    assert quantized.findings == []
+    assert set(quantized.tensors) == set(matrices(model))
+
+
+def test_a_budget_that_is_too_small_says_what_is_needed(small_model):
+    model, curvature = small_model
+    with pytest.raises(UserError, match=r"golf.budget_bytes: 6,000 is too small: .* still takes \S+ bytes") as said:
+        quantize_model(model, curvature, budget_bytes=6000, overhead_bytes=5500, size_of=size_of)
+    needed = int(str(said.value).split("takes ")[1].split(" ")[0].replace(",", ""))
+    quantized = quantize_model(
+        model, curvature, budget_bytes=round(1.05 * needed), overhead_bytes=5500, size_of=size_of
+    )
+    assert quantized.size_bytes <= 1.05 * needed
+
+
+def test_a_budget_that_is_too_large_says_what_stays_free(small_model):
+    model, curvature = small_model
+    quantized = quantize_model(model, curvature, budget_bytes=10**6, overhead_bytes=0, size_of=size_of)
+    assert len(quantized.findings) == 1 and f"{10**6 - quantized.size_bytes:,} bytes stay free" in quantized.findings[0]
+    for name, weight in matrices(model).items():
+        error = quantized.tensors[name].dequantized() - weight
+        assert np.sqrt(np.square(error).mean()) < 2e-2 * np.sqrt(np.square(weight).mean())
+
+
+def test_curvature_and_feedback_lower_the_predicted_loss(small_model):
+    model, curvature = small_model
+    losses = {}
+    for method in ("gptq", "nearest"):
+        for allocation in ("curvature", "sdclip"):
+            tensors = quantize_model(
+                model,
+                curvature,
+                budget_bytes=20_000,
+                overhead_bytes=0,
+                size_of=size_of,
+                method=method,
+                allocation=allocation,
+            ).tensors
+            losses[method, allocation] = sum(
+                curvature[name].loss_increase(tensors[name].dequantized() - weight)
+                for name, weight in matrices(model).items()
+            )
+    assert losses["gptq", "curvature"] < 0.9 * losses["gptq", "sdclip"] < 0.9 * losses["nearest", "sdclip"]
+    assert losses["gptq", "curvature"] < losses["nearest", "curvature"] < losses["nearest", "sdclip"]
+
+
+def test_fresh_models_with_zero_projections_can_be_rounded():
+    model = GolfForCausalLM(GolfConfig(vocab_size=96, hidden_size=48, num_hidden_layers=2, num_attention_heads=2))
+    ids = torch.arange(96).view(2, 48)
+    curvature = measure_curvature(model, [{"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}])
+    for allocation in ("curvature", "sdclip", "uniform"):
+        quantized = quantize_model(
+            model, curvature, budget_bytes=4000, overhead_bytes=0, size_of=size_of, allocation=allocation
+        )
+        assert quantized.size_bytes <= 4000
+        assert not quantized.tensors["model.layers.0.self_attn.o_proj.weight"].integers.any()
+
+
+def test_matrices_are_the_parameters_with_a_grid(small_model):
+    model, _ = small_model
+    names = set(matrices(model))
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert names == {name for name, parameter in model.named_parameters() if parameter.ndim == 2}
