@@ -115,7 +115,8 @@ def read_tables(section: bytes) -> tuple[int, int, NDArray[np.integer], list[tup
     """Return the number of lanes, the shift of the rest, the histogram of each class, and the tables."""
     numbers: NDArray[np.integer] = np.frombuffer(zlib.decompress(section), "<i2").astype(np.int64)
     num_lanes, shift, num_classes = (int(number) for number in numbers[:3])
-    at, tables = 3 + num_classes, list[tuple[int, NDArray[np.integer]]]()
+    at = 3 + num_classes
+    tables: list[tuple[int, NDArray[np.integer]]] = []
     while at < len(numbers):
         lowest, end = int(numbers[at]), at + 2 + int(numbers[at + 1])
         tables.append((lowest, numbers[at + 2 : end]))

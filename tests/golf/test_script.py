@@ -1,0 +1,132 @@
+"""score.py: small, and the same model as GolfForCausalLM."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import build_model, encode_model
+
+from hfgolf.golf import script
+from hfgolf.golf.rescore import rescore
+from hfgolf.golf.script import MAX_BYTES, config_differences, packed_script, unpack
+from hfgolf.model.configuration_golf import GolfConfig
+
+MODELS = {
+    "default": {},
+    "gpt2": {
+        "norm": "layernorm",
+        "position_embedding": "learned",
+        "activation": "gelu_new",
+        "use_bias": True,
+        "qk_norm": False,
+        "embedding_norm": False,
+    },
+    "grouped": {"num_key_value_heads": 1, "logit_soft_cap": 5.0, "activation": "swiglu"},
+    "untied": {"tie_word_embeddings": False, "position_embedding": "none", "intermediate_size": 48, "norm_eps": 1e-3},
+    "dropout": {"dropout": 0.5, "attention_dropout": 0.5, "rope_theta": 100.0},
+}
+
+
+@pytest.fixture(scope="module")
+def program():
+    """Return the names that the unpacked program defines."""
+    names = {"__name__": "score"}
+    exec(compile(unpack(packed_script()), "score.py", "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_logits_are_those_of_the_model(program, changes):
+    model = build_model(**changes)
+    data = encode_model(model)
+    ids = torch.randint(0, 97, (3, 16), generator=torch.Generator().manual_seed(0))
+    config, network, _ = program["load_model"](data, script.defaults())
+    assert config.hidden_size == 32
+    with torch.no_grad():
+        torch.testing.assert_close(network(ids), model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_script_is_small_plain_text():
+    packed = packed_script()
+    assert len(packed) <= MAX_BYTES == 12_000
+    assert re.fullmatch(rb"import lzma,base64\nexec\(lzma\.decompress\(base64\.b85decode\(\"[!-~]+\"\)\)\)\n", packed)
+
+
+def test_the_script_needs_torch_and_numpy_only(program):
+    outside = (
+        set(re.findall(r"^(?:from|import) (\w+)", unpack(packed_script()), re.MULTILINE)) - sys.stdlib_module_names
+    )
+    assert outside == {"torch", "numpy"}
+
+
+def test_the_program_has_no_annotations_docstrings_or_dropout():
+    source = unpack(packed_script())
+    assert '"""' not in source and "->" not in source and "apply_dropout" not in source
+
+
+def test_config_differences_are_what_changes_logits():
+    config = GolfConfig(hidden_size=64, dropout=0.1, use_cache=False, eos_token_id=3, bos_token_id=3)
+    assert config_differences(config) == {
+        "hidden_size": 64,
+        "num_key_value_heads": 4,
+        "intermediate_size": 256,
+        "eos_token_id": 3,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [[], ["--mode", "sliding", "--stride", "4"], ["--mode", "documents", "--stride", "8"]]
+)
+def test_it_scores_every_token_once_in_a_clean_process(golf_files, options):
+    """The same figures by hand: each token's probability from the logits of the model, window by window."""
+    model = build_model()
+    encode_model(model)
+    figures = rescore(*vars(golf_files).values(), options)
+    tokens = np.fromfile(golf_files.tokens, "<u2").astype(np.int64)
+    token_bytes = np.fromfile(golf_files.token_bytes, "<u2")
+    stride = int(options[-1]) if options else 16
+    nats = 0.0
+    starts = [0, *np.flatnonzero(tokens == 0)[1:]] if "documents" in options else [0]
+    for start, end in zip(starts, [*starts[1:], 499], strict=True):
+        scored, begin = start, start
+        while scored < end:
+            last = min(begin + 16, end)
+            with torch.no_grad():
+                logs = model(torch.from_numpy(tokens[begin:last])[None]).logits[0].double().log_softmax(-1)
+            nats -= sum(float(logs[place - begin - 1, tokens[place]]) for place in range(scored + 1, last + 1))
+            scored, begin = last, begin + stride
+    assert figures["tokens"] == 499 and figures["bytes"] == token_bytes[1:].sum()
+    assert figures["nats"] == pytest.approx(nats, rel=1e-6)
+    assert figures["bpb"] == pytest.approx(nats / math.log(2) / token_bytes[1:].sum(), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, spoil, said",
+    [
+        ("artifact", lambda data: data[:50] + b"X" + data[51:], "it is damaged: its bytes do not match their CRC-32"),
+        ("artifact", lambda data: data[:-1], "it is damaged"),
+        ("tokens", lambda data: b"\xff\xff" + data[2:], "tokens and bytes do not belong together"),
+        ("token_bytes", lambda data: data[2:], "tokens and bytes do not belong together"),
+    ],
+)
+def test_damaged_files_get_one_line_and_no_score(golf_files, name, spoil, said):
+    path = getattr(golf_files, name)
+    path.write_bytes(spoil(path.read_bytes()))
+    command = [sys.executable, "-I", *map(str, vars(golf_files).values())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_two_things_of_one_name_are_refused(monkeypatch):
+    monkeypatch.setattr(script, "SOURCES", (*script.SOURCES, "golf/program.py"))
+    with pytest.raises(ValueError, match=r"two sources of score\.py define"):
+        script.assemble()
