@@ -84,13 +84,13 @@ def plan_windows(
     stride = length if mode == "flat" else stride or length
     if mode not in MODES or not 1 <= stride <= length:
         raise ValueError(f"mode {mode}, stride {stride}; allowed: {', '.join(MODES)}, and a stride of 1 to {length}")
-    starts, ends = np.array([0]), np.array([num_tokens - 1])  # of each part: its first input, its last target
-    if mode == "documents":
-        if separators is None:
-            raise ValueError("documents need the positions of their separators")
-        starts = np.union1d(starts, separators)
-        ends = np.append(starts[1:] - skip_separators, ends)
-        starts, ends = starts[ends > starts], ends[ends > starts]
+    if mode != "documents":
+        separators, skip_separators = np.array([], np.int64), False
+    elif separators is None:
+        raise ValueError("documents need the positions of their separators")
+    starts = np.union1d([0], separators).astype(np.int64)  # the first input of each part, and its last target
+    ends = np.append(starts[1:] - skip_separators, num_tokens - 1)
+    starts, ends = starts[ends > starts], ends[ends > starts]
     counts = 1 + np.maximum(0, -((starts + length - ends) // stride))
     part = np.repeat(np.arange(len(starts)), counts)
     number = np.arange(len(part)) - np.repeat(np.cumsum(counts) - counts, counts)  # of the window in its part
@@ -103,7 +103,7 @@ def plan_windows(
     if not len(windows) or num_tokens < 2:
         raise ValueError(f"nothing to score: {num_tokens} tokens, windows of {length}")
     tail = "dropped" if mode == "flat" and drop_tail else "scored"
-    policy = "skipped" if mode == "documents" and skip_separators else "scored"
+    policy = "skipped" if skip_separators else "scored"
     return Plan(mode, length, stride, num_tokens, tail, policy, windows)
 
 
