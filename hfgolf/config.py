@@ -503,6 +503,30 @@ class HubConfig:
 
 
 @dataclass(frozen=True)
+class GolfSection:
+    """A model in a number of bytes: `scripts/golf_export.py` rounds its matrices and codes the integers."""
+
+    budget_bytes: int | None = None
+    """Bytes of everything that counts: program, weights, and header; null: say it at export."""
+    method: Literal["gptq", "nearest"] = "gptq"
+    """gptq: pass the error of each rounded column on to the columns that follow; nearest: don't."""
+    allocation: Literal["curvature", "sdclip", "uniform"] = "curvature"
+    """Steps of the grid. curvature: finer if the loss is more sensitive; sdclip: proportional to the row's standard
+    deviation; uniform: the same for all weights."""
+    column_steps: bool = False
+    """With curvature: a step per column as well as per row. It can help below 3 bits per weight."""
+    calibration_tokens: int = 32768
+    """Training tokens from which the curvature is measured."""
+    damping: float = 0.01
+    """Added to the diagonal of a matrix's input Hessian in gptq, as a share of its mean."""
+
+    def __post_init__(self) -> None:
+        _require_positive("golf", self, "budget_bytes", "calibration_tokens", "damping")
+        if self.column_steps and self.allocation != "curvature":
+            raise UserError(f"golf.column_steps: true needs golf.allocation curvature, not {self.allocation}.")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The whole config of a run, as `configs/*.yaml` and the command line describe it."""
 
@@ -516,6 +540,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=lambda: TrainConfig(max_steps=1000))
     track: TrackConfig = field(default_factory=TrackConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    golf: GolfSection = field(default_factory=GolfSection)
 
     def __post_init__(self) -> None:
         for key, value in self.flat().items():

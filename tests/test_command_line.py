@@ -114,6 +114,12 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
             ["--data.source", "files"],
             "data.files is empty, but data.source is files; name at least one path, glob or URL.",
         ),
+        (["--golf.damping", "0"], "golf.damping: 0.0 is out of range; allowed: a number above 0."),
+        (["--golf.budget_bytes", "0"], "golf.budget_bytes: 0 is out of range; allowed: a number above 0."),
+        (
+            ["--golf.column_steps", "true", "--golf.allocation", "sdclip"],
+            "golf.column_steps: true needs golf.allocation curvature, not sdclip.",
+        ),
         (["--hub.push", "true"], "hub.repo_id is null, but hub.push is true; name the repository, as user/name."),
         (["--optim.ema_decay", "1"], "optim.ema_decay: 1.0 is out of range; allowed: a number between 0 and 1."),
         (
@@ -202,7 +208,10 @@ def test_a_mistake_is_one_clear_line(arguments, message):
         ("optim: fast", "optim: 'fast' is not allowed; allowed: keys and values, as in `optim: {key: value}`."),
         ("optim: {learning_rate: }", "optim.learning_rate: null is not allowed; allowed: a number."),
         ("optim: {name: 3}", "optim.name: 3 is not allowed; allowed: muon, adamw or sgd."),
-        ("- optim", "must hold sections (run, data, tokenizer, model, batch, optim, schedule, train, track, hub)."),
+        (
+            "- optim",
+            "must hold sections (run, data, tokenizer, model, batch, optim, schedule, train, track, hub, golf).",
+        ),
         ("optim: {", "is not YAML"),
         ("train:\n  max_steps: 010", "line 2: YAML reads 010 as 8; write 8 if you mean that, or put text in quotes."),
         (

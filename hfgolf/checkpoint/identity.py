@@ -68,6 +68,7 @@ _RULES = {
     "train.keep_last": Change.FREE,
     "track.": Change.FREE,
     "hub.": Change.FREE,
+    "golf.": Change.FREE,
 }
 
 # {key: the value that lets the run decide}. A resumed run keeps its decisions.

@@ -20,7 +20,7 @@ Knows models as torch modules. Does not know rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from hfgolf.data.batches import Batch, MicroBatches, Stream, stream_positions
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.model.modeling_golf import IGNORE_INDEX
 
@@ -66,6 +67,19 @@ def added(first: Curvature, second: Curvature) -> Curvature:
     hessian = first.row_weights.mean() * first.hessian + second.row_weights.mean() * second.hessian
     traces = first.row_weights * np.trace(first.hessian) + second.row_weights * np.trace(second.hessian)
     return Curvature(hessian, traces / max(np.trace(hessian), np.finfo(np.float64).tiny))
+
+
+def calibration_batches(
+    stream: Stream, *, seed: int, sequence_length: int, blocks_read: int, num_tokens: int, batch_size: int = 8
+) -> Iterator[Batch]:
+    """Yield about num_tokens of calibration text: the blocks that a run would have read next.
+
+    stream: the training part. blocks_read: by the run, so that the text is not what it ended on.
+    """
+    blocks = MicroBatches(stream, sequence_length, seed)
+    positions = stream_positions(blocks_read, max(1, num_tokens // sequence_length))
+    for start in range(0, len(positions), batch_size):
+        yield blocks[positions[start : start + batch_size]]
 
 
 def measure_curvature(

@@ -10,7 +10,8 @@ import torch
 from tiny_export import build_tiny
 from torch.nn import functional as F
 
-from hfgolf.golf.curvature import ROW_FLOOR, Curvature, added, measure_curvature
+from hfgolf.data.batches import build_loader
+from hfgolf.golf.curvature import ROW_FLOOR, Curvature, added, calibration_batches, measure_curvature
 
 
 def tiny(**changes):
@@ -174,6 +175,33 @@ def test_predicts_how_much_the_loss_rises(name):
             )
             predicted.append(curvature.loss_increase(noise.numpy()))
     assert math.log2(np.mean(predicted) / np.mean(measured)) == pytest.approx(0, abs=0.5)
+
+
+def test_calibrates_on_the_blocks_that_a_run_would_read_next():
+    class Stream:
+        tokens = np.arange(1000, dtype=np.uint16)
+
+        def read(self, indices):
+            return self.tokens.take(indices, mode="wrap")
+
+    batches = list(
+        calibration_batches(Stream(), seed=3, sequence_length=10, blocks_read=40, num_tokens=205, batch_size=8)
+    )
+    assert [len(batch["input_ids"]) for batch in batches] == [8, 8, 4]
+    loader = build_loader(
+        Stream(),
+        sequence_length=10,
+        micro_batch_size=20,
+        accumulation=1,
+        rank=0,
+        world=1,
+        seed=3,
+        num_steps=1,
+        blocks_read=40,
+    )
+    (expected,) = loader
+    for key in ("input_ids", "shift_labels"):
+        assert torch.equal(torch.cat([batch[key] for batch in batches]), expected[key])
 
 
 def test_real_tokenizers_and_models_are_measured():
