@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import itertools
 import math
 import os
@@ -242,6 +243,7 @@ def _check_number(node: yaml.ScalarNode) -> None:
         )
 
 
+@functools.cache  # it takes 0.1 s to read the docstrings of all keys
 def _build_parser(description: str) -> Any:
     from jsonargparse import ArgumentParser, set_parsing_settings
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
+import random
 import runpy
 import signal
 import sys
@@ -12,13 +14,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the Hub; what talks to a loopback Hub says so itself
 os.environ.setdefault("WANDB_MODE", "offline")
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared"
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+TORCH_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+]
 SPOILED_PARAMETER = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -38,12 +49,27 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_log() -> Iterator[None]:
-    """A script that ran in this process would go on logging to where its test captured it."""
-    logger = logging.getLogger("hfgolf")
-    before = logger.handlers, logger.propagate, logger.level
+def same_process_state() -> Iterator[None]:
+    """Restore what runs and scripts change in their process, so that no test depends on those before it."""
+    environment = dict(os.environ)
+    log = logging.getLogger("hfgolf")
+    handlers, level, propagate = log.handlers[:], log.level, log.propagate
+    of_signals = {number: signal.getsignal(number) for number in SIGNALS}
+    settings = [get() for get, _ in TORCH_SETTINGS]
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     yield
-    logger.handlers, logger.propagate, logger.level = before
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    log.handlers, log.propagate = handlers, propagate
+    log.setLevel(level)
+    for number, handler in of_signals.items():
+        signal.signal(number, handler)
+    for (get, set_), value in zip(TORCH_SETTINGS, settings, strict=True):
+        if get() != value:
+            set_(value)
 
 
 @pytest.fixture
@@ -84,13 +110,8 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     def run_(name: str, *arguments: object) -> Said:
         monkeypatch.setattr(sys, "argv", [f"scripts/{name}", *map(str, arguments)])
         monkeypatch.setattr(sys, "path", [*sys.path])
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            with pytest.raises(SystemExit) as exit_:
-                runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
         return Said(int(exit_.value.code or 0), *capsys.readouterr())
 
     return run_
@@ -104,11 +125,31 @@ def quiet() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def coarse_pictures() -> None:
-    """Each run draws its report; in this process with few dots, which is quicker."""
-    from hfgolf.report import figures
+def one_measured_peak() -> None:
+    """Measure this machine's FLOP/s once, not in each run."""
+    from hfgolf import hardware
 
-    figures.DPI = 20
+    hardware.measured_peak_flops = functools.cache(hardware.measured_peak_flops)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_image_per_chart() -> None:
+    """Each run in this process draws its charts as SVG. Only the first also draws the PNG images; the others copy them.
+
+    They are a sixth of a tiny run. tests/report draws its own.
+    """
+    from hfgolf.report.figures import Drawing
+
+    to_png = Drawing.to_png
+    images: dict[str, bytes] = {}
+
+    @functools.wraps(to_png)
+    def draw_once(drawing: Drawing) -> bytes:
+        if drawing.chart.name not in images:
+            images[drawing.chart.name] = to_png(drawing)
+        return images[drawing.chart.name]
+
+    Drawing.to_png = draw_once
 
 
 @pytest.fixture(scope="session")
@@ -203,8 +244,6 @@ def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], N
 
     It takes the scale to begin with; two steps without an overflow double it.
     """
-    import torch
-
     from hfgolf.train import process, setup
 
     real = setup._build_accelerator

@@ -6,17 +6,21 @@ Owns the content and the output files. The layout is in templates/ and the chart
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfgolf.durable import write_bytes, write_text
 from hfgolf.redact import redact, redact_values
 from hfgolf.report.figures import EVENTS, draw_charts, line_style
 from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures, seconds_by_kind, stated_price, status
 from hfgolf.wording import dollars, duration
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MAX_LISTED = 100  # events, findings and samples per run, each; there may be one per step
@@ -31,8 +35,6 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
     runs: from read_run, at least one. price_per_hour: dollars per hour for the machine; None: run.price_per_hour of
     each run's config. Raises OSError if the files cannot be written.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     runs = _with_distinct_names(runs)
     drawings = draw_charts(runs)
     pages = [_describe(run, number, price_per_hour) for number, run in enumerate(runs)]
@@ -46,6 +48,15 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
     pictures.mkdir(parents=True, exist_ok=True)
     for drawing in drawings:
         write_bytes(pictures / f"{drawing.chart.name}.png", drawing.to_png())
+    for suffix in (".html", ".md"):
+        page = _template(f"report{suffix}").render(content, drawings=drawings)
+        write_text(output.with_suffix(suffix), f"{page}\n")
+
+
+@functools.cache
+def _template(name: str) -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,  # HTML entities also work in Markdown
@@ -54,9 +65,7 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
         lstrip_blocks=True,
     )
     environment.filters["dollars"] = dollars
-    for suffix in (".html", ".md"):
-        page = environment.get_template(f"report{suffix}").render(content, drawings=drawings)
-        write_text(output.with_suffix(suffix), f"{page}\n")
+    return environment.get_template(name)
 
 
 def _with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -263,8 +263,11 @@ def test_workers_live_over_all_epochs(stream):
     assert not set(multiprocessing.active_children()) - set(workers)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_one_line(stream):
-    batches = iter(build_loader(stream, **SHAPE, num_steps=10**6, num_workers=1))
+    loader = build_loader(stream, **SHAPE, num_steps=10**6, num_workers=1)
+    loader.timeout = 5
+    batches = iter(loader)
     next(batches)
     (worker,) = multiprocessing.active_children()
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise torch's handler may raise in the next test
@@ -279,13 +282,16 @@ def test_a_killed_worker_is_one_line(stream):
     assert "Set data.num_workers 0" in str(error) and "shm" in str(error)
 
 
-def test_a_worker_that_hands_over_nothing_is_waited_for_in_bounds(stream, monkeypatch):
-    monkeypatch.setattr("hfgolf.data.batches._WORKER_TIMEOUT_SECONDS", 1)
-    stream.read = lambda indices: time.sleep(3)
-    batches = iter(build_loader(stream, **SHAPE, num_steps=5, num_workers=1))
+def test_a_worker_that_hands_over_nothing_is_waited_for_in_bounds(stream):
+    loader = build_loader(stream, **SHAPE, num_steps=5, num_workers=1)
+    assert 60 <= loader.timeout <= 300
+    loader.timeout = 0.1
+    stream.read = lambda indices: time.sleep(0.3)
+    batches = iter(loader)
     with pytest.raises(RuntimeError) as raised:
         next(batches)
-    assert "timed out after 1 seconds" in str(explain_worker(raised.value))
+    assert "timed out after 0.1 seconds" in str(explain_worker(raised.value))
+    del raised, batches  # ends the worker now, not in a later test
 
 
 def test_other_errors_stay_what_they_are():

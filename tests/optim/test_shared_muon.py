@@ -17,7 +17,7 @@ from hfgolf.optim import muon as muon_module
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.muon import Muon
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 3
 SHAPES = [(30, 10), (8, 24), (24, 8), (10, 10), (10, 10), (8, 24), (10, 10), (8, 24)]
@@ -130,7 +130,6 @@ def of_both_ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", REPLICATED)
 def test_ranks_that_share_the_work_are_one_process_to_the_bit(of_both_ranks, case):
     expected, alone = train_replicated(case, None)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hfgolf import command_line
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.tools.compare.experiment import load_experiment, plan_runs
@@ -28,14 +25,6 @@ grid:
   muon: {{optim.learning_rate: [0.010, 2e-2], optim.weight_decay: [0, 0.1]}}
 baseline: adamw
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_parser() -> Iterator[None]:
-    """Build the command-line parser once for the many configs here: it takes a tenth of a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command_line, "_build_parser", functools.cache(command_line._build_parser))
-        yield
 
 
 @pytest.fixture
