@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the Hub; what talks to a loopback Hub says so itself
 os.environ.setdefault("WANDB_MODE", "offline")
+torch.set_num_threads(1)  # products this small take longer with more, and much longer on a busy machine
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
@@ -239,28 +241,29 @@ def spoil_gradients(edit_run: Callable[[Callable[[Any], None]], None]) -> Callab
 
 
 @pytest.fixture
-def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that puts a CPU's gradient scaler into the runs from here on: accelerate has it for GPUs only.
 
-    It takes the scale to begin with; two steps without an overflow double it.
+    It takes the scale to begin with, and the number of steps without an overflow that double it.
     """
     from hfgolf.train import process, setup
 
-    real = setup._build_accelerator
+    real = setup.Accelerator
 
-    def install(scale: float) -> None:
-        def with_scaler(config: Any) -> Any:
-            accelerator = real(config)
+    def install(scale: float, growth_interval: int = 2) -> None:
+        def with_scaler(**options: Any) -> Any:
+            accelerator = real(**options)
             accelerator.state._mixed_precision = "fp16"
             accelerator.native_amp = True
-            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
             return accelerator
 
-        monkeypatch.setattr(setup, "_build_accelerator", with_scaler)
-        monkeypatch.setattr(process, "_device_type", lambda: "cuda")  # so that fp16 is let through
+        monkeypatch.setattr(setup, "Accelerator", with_scaler)
+        gpu = SimpleNamespace(device=torch.device("cuda"))
+        monkeypatch.setattr(process, "processes", lambda: gpu)  # so that fp16 is let through
         monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
 
-    yield install
+    return install
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_prepared_tokens_are_found_by_the_next_call_and_by_training(
     kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert [path for path in kept if b"one and four make" in path.read_bytes()] == [], "the text beside its tokens"
 
-    monkeypatch.setattr(token_cache, "_build", None)  # tokenizing again would fail
+    monkeypatch.setattr(token_cache, "build_encoder", lambda *_: pytest.fail("it tokenizes again"))
     monkeypatch.setattr(sys, "argv", ["scripts/prepare_data.py", *tiny_run()])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(ROOT / "scripts" / "prepare_data.py"), run_name="__main__")

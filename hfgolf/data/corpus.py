@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SPLITS = ("train", "val")
-_BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1000
-_DOWNLOAD_TIMEOUT_SECONDS = 60
-_MIN_DOWNLOAD_BYTES = 1 << 16  # per _DOWNLOAD_TIMEOUT_SECONDS; a slower download fails
+DOWNLOAD_TIMEOUT_SECONDS = 60
+_MIN_DOWNLOAD_BYTES = 1 << 16  # per DOWNLOAD_TIMEOUT_SECONDS; a slower download fails
 _TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _COMPRESSIONS = (".gz", ".zst")
 
@@ -92,7 +92,7 @@ class Corpus:
                 self._write_contiguous(train, val, folder)
             else:
                 for name, split, blocks in self._documents(folder):
-                    writer = val if (split or self._hashed_split(name)) == "val" else train
+                    writer = val if (split or self.hashed_split(name)) == "val" else train
                     writer.add_document(blocks)
         for file in self.files:
             if file_state(file.path) != self.states[file.path]:
@@ -105,7 +105,7 @@ class Corpus:
     def _is_contiguous(self) -> bool:
         return self.data.split == "contiguous" and not self.data.val_files
 
-    def _hashed_split(self, name: str) -> str:
+    def hashed_split(self, name: str) -> str:
         if self.data.val_files:
             return "train"
         digest = hashlib.sha256(name.encode()).digest()
@@ -291,14 +291,14 @@ def _download(url: str, key: str, folder: Path) -> Path:
 
 def _fetch(url: str, path: Path) -> None:
     """Download `url` to a file. Raises OSError if the download is cut short or too slow."""
-    with urllib.request.urlopen(url, timeout=_DOWNLOAD_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
+    with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
         checked_at, num_bytes = time.monotonic(), 0
-        while block := answer.read1(_BLOCK_BYTES):
+        while block := answer.read1(BLOCK_BYTES):
             file.write(block)
             num_bytes += len(block)
-            if time.monotonic() - checked_at > _DOWNLOAD_TIMEOUT_SECONDS:
+            if time.monotonic() - checked_at > DOWNLOAD_TIMEOUT_SECONDS:
                 if num_bytes < _MIN_DOWNLOAD_BYTES:
-                    raise OSError(f"only {num_bytes} bytes arrived in {_DOWNLOAD_TIMEOUT_SECONDS} s")
+                    raise OSError(f"only {num_bytes} bytes arrived in {DOWNLOAD_TIMEOUT_SECONDS} s")
                 checked_at, num_bytes = time.monotonic(), 0
         if answer.length:  # http.client does not raise for this
             raise OSError(f"the connection ended {answer.length:,} bytes before the end of the file")
@@ -325,7 +325,7 @@ def _text_blocks(file: SourceFile) -> Iterator[str]:
     num_bytes = 0
     try:
         with _open(file) as stream:
-            while block := stream.read(_BLOCK_BYTES):
+            while block := stream.read(BLOCK_BYTES):
                 pending = len(decoder.getstate()[0])
                 yield decoder.decode(block)
                 num_bytes += len(block)

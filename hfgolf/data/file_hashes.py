@@ -15,7 +15,7 @@ from typing import Any
 
 from hfgolf.durable import write_text
 
-_SETTLED_SECONDS = 2.0  # the coarsest time stamp of a file system (FAT)
+SETTLED_SECONDS = 2.0  # the coarsest time stamp of a file system (FAT)
 
 
 def file_hashes(paths: Iterable[Path], note: Path) -> dict[Path, str]:
@@ -36,7 +36,7 @@ def file_hashes(paths: Iterable[Path], note: Path) -> dict[Path, str]:
             hashes[path] = str(entry[-1])
             continue
         # A second write within the resolution of the clock would not change the times.
-        is_settled = time.time() - state[2] / 1e9 > _SETTLED_SECONDS
+        is_settled = time.time() - state[2] / 1e9 > SETTLED_SECONDS
         with open(path, "rb") as file:
             hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()
         if is_settled:

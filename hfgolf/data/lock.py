@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 _log = logging.getLogger(__name__)
-_PATIENCE_SECONDS = 3.0
+PATIENCE_SECONDS = 3.0
 _REPEAT_SECONDS = 60.0
 
 
@@ -24,7 +24,7 @@ def locked(path: Path, work: str) -> Iterator[None]:
     work: what the holder does, such as "builds the token cache". Raises OSError if the file cannot be written.
     """
     lock, owner = FileLock(path), path.with_suffix(".owner")
-    patience = _PATIENCE_SECONDS
+    patience = PATIENCE_SECONDS
     while True:
         try:
             lock.acquire(timeout=patience)

@@ -56,8 +56,8 @@ _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 1
 _PROGRESS_SECONDS = 10
 _ROUND_TRIP_BYTES = 2**18  # evenly sampled validation text to decode once, in about a tenth of a second
-_MAX_TABLES_IN_FLIGHT = 2
-_VERIFIED_BEFORE_USE_BYTES = 2**27  # takes a quarter of a second; larger caches are verified while training starts
+MAX_TABLES_IN_FLIGHT = 2
+VERIFIED_BEFORE_USE_BYTES = 2**27  # takes a quarter of a second; larger caches are verified while training starts
 _RAM_SHARE = 0.25  # the share of free memory that the tokens may take under data.in_memory auto
 
 
@@ -132,7 +132,7 @@ def _find_tokens(
         return None
     try:
         tokens = _open_cache(*found, corpus, is_hit=True)
-        if sum(path.stat().st_size for path in tokens.path.glob("*.arrow")) <= _VERIFIED_BEFORE_USE_BYTES:
+        if sum(path.stat().st_size for path in tokens.path.glob("*.arrow")) <= VERIFIED_BEFORE_USE_BYTES:
             tokens.check(wait=True)
     except (OSError, ValueError) as error:
         note_damage(found[0], str(error))
@@ -266,7 +266,7 @@ def _encode(
     pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield (ids, tokens per piece, raw bytes per piece), one table of pieces at a time."""
-    for table, (ids, num_ids) in _encode_ahead(pieces, encode):
+    for table, (ids, num_ids) in encode_ahead(pieces, encode):
         if ids.max(initial=0) >= len(tokenizer):
             raise UserError(
                 f"The tokenizer returned id {ids.max()}, but its vocabulary has only {len(tokenizer)} entries."
@@ -280,14 +280,14 @@ def _encode(
         yield ids, num_tokens + is_start, num_bytes.astype(np.uint32)
 
 
-def _encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, Encoded]]:
+def encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, Encoded]]:
     """Yield tables of pieces with their encodings, in order, while the next tables are being encoded."""
     waiting: deque[tuple[pa.Table, Future[Encoded]]] = deque()
     # Two at once: while one table keeps the cores busy, the ids of the other are extracted, which holds the GIL.
-    with ThreadPoolExecutor(_MAX_TABLES_IN_FLIGHT) as threads:
+    with ThreadPoolExecutor(MAX_TABLES_IN_FLIGHT) as threads:
         for table in pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
             waiting.append((table, threads.submit(encode, table["text"].to_pylist())))
-            if len(waiting) > _MAX_TABLES_IN_FLIGHT:  # bounds the memory
+            if len(waiting) > MAX_TABLES_IN_FLIGHT:  # bounds the memory
                 done, encoded = waiting.popleft()
                 yield done, encoded.result()
         for done, encoded in waiting:

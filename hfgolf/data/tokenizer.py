@@ -96,7 +96,7 @@ def find_tokenizer(
     if config.kind == "pretrained":
         return _load_pretrained(str(config.name_or_path))
     if config.kind == "byte":
-        return _wrap(_byte_level([]))
+        return _wrap(byte_level_tokenizer([]))
     path = _tokenizer_path(config, corpus_identity, folder)
     return _load(path) if _problem(path) is None else None
 
@@ -241,7 +241,7 @@ def _byte_symbols() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _byte_level(characters: list[str]) -> Tokenizer:
+def byte_level_tokenizer(characters: list[str]) -> Tokenizer:
     """Return a tokenizer without merges. Ids are the byte values, then `characters`, then the end-of-text token."""
     symbols = _byte_symbols()
     words = ["".join(symbols[byte] for byte in character.encode()) for character in characters]
@@ -266,7 +266,7 @@ def _train_char(pieces: Dataset) -> Tokenizer:
     seen: set[str] = set()
     for text in texts(pieces):
         seen.update(text)
-    return _byte_level(sorted(character for character in seen if ord(character) >= 128))
+    return byte_level_tokenizer(sorted(character for character in seen if ord(character) >= 128))
 
 
 def _train_bpe(pieces: Dataset, vocab_size: int) -> Tokenizer:

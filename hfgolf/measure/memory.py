@@ -192,7 +192,7 @@ def _keeps_normed(model: GolfConfig, device: str) -> bool:
 
 def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str) -> int:
     """Return the peak memory of one loss chunk: its logits, or its addition to the gradient of the head."""
-    max_elements = modeling_golf._CHUNK_ELEMENTS_CPU if device == "cpu" else modeling_golf._CHUNK_ELEMENTS_ACCELERATOR
+    max_elements = modeling_golf.CHUNK_ELEMENTS_CPU if device == "cpu" else modeling_golf.CHUNK_ELEMENTS_ACCELERATOR
     rows = min(tokens, max(1, max_elements // model.vocab_size))
     previous = 4 if rows < tokens else 0  # still held from the previous chunk
     squashed = 0 if model.logit_soft_cap is None else 8

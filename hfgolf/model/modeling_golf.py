@@ -30,8 +30,8 @@ from .layers_golf import GolfAttention, GolfBlock, GolfRMSNorm, GolfStack, Outpu
 IGNORE_INDEX = -100
 # Logits per chunk of the loss. CPU: 64 MiB in fp32, the fastest size measured at V = 50,257. Accelerators: 256 MiB. A
 # chunk needs at least about C rows: with fewer, updating the (V, C) weight gradient costs as much as its matmuls.
-_CHUNK_ELEMENTS_CPU = 2**24
-_CHUNK_ELEMENTS_ACCELERATOR = 2**26
+CHUNK_ELEMENTS_CPU = 2**24
+CHUNK_ELEMENTS_ACCELERATOR = 2**26
 
 
 def _eager_attention(
@@ -304,7 +304,7 @@ def _nats_and_gradients(
     nats = torch.zeros((), dtype=sum_dtype, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
     weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
-    chunk_elements = _CHUNK_ELEMENTS_CPU if device == "cpu" else _CHUNK_ELEMENTS_ACCELERATOR
+    chunk_elements = CHUNK_ELEMENTS_CPU if device == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
     rows = max(1, chunk_elements // weight.shape[0])
     for start in range(0, hidden.shape[0], rows):
         chunk = hidden[start : start + rows].to(compute_dtype)

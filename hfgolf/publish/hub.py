@@ -22,8 +22,8 @@ from hfgolf.publish.model_card import set_location
 
 logger = logging.getLogger(__name__)
 
-_RESPONSE_TIMEOUT_SECONDS = 60  # huggingface_hub itself would wait forever
-_PUSH_TIMEOUT_SECONDS = 300  # plus the time to upload the files at _SLOW_BYTES_PER_SECOND
+RESPONSE_TIMEOUT_SECONDS = 60  # huggingface_hub itself would wait forever
+PUSH_TIMEOUT_SECONDS = 300  # plus the time to upload the files at _SLOW_BYTES_PER_SECOND
 _SLOW_BYTES_PER_SECOND = 500_000
 
 # The files that an export writes, for any tokenizer. Nothing else leaves the machine.
@@ -48,7 +48,7 @@ def push_folder(folder: Path, repo_id: str, private: bool, message: str) -> str:
 
     files = exported_files(folder)
     api = HfApi()
-    get_session().timeout = _RESPONSE_TIMEOUT_SECONDS
+    get_session().timeout = RESPONSE_TIMEOUT_SECONDS
     try:
         url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: the account's default
         if private and not api.model_info(url.repo_id).private:
@@ -127,7 +127,7 @@ class HubPusher:
 
     def _push(self, folder: Path, message: str, delete_after: bool) -> None:
         num_bytes = sum(path.stat().st_size for path in folder.iterdir())
-        seconds = int(_PUSH_TIMEOUT_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
+        seconds = int(PUSH_TIMEOUT_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
         options = [f"--seconds={seconds}", f"--message={message}", *["--private"] * self._private]
         command = [sys.executable, "-m", "hfgolf.publish.hub", str(folder), str(self._repo_id), *options]
         package = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ _VARIABLES = re.compile(
 )
 
 MAX_PATCH_BYTES = 1_000_000
-_MAX_NEW_FILES = 100  # per patch; each costs one call of git
+MAX_NEW_FILES = 100  # per patch; each costs one call of git
 # These options override the user's git settings, so that `git apply` accepts the patch.
 _DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 
@@ -53,9 +53,12 @@ def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[
     return redact_values(metadata)
 
 
-def git_commit() -> str | None:
-    """Return hfgolf's commit, with `-dirty` if files differ; without a checkout, $HFGOLF_COMMIT (an image) or None."""
-    root = _checkout(Path(__file__).parent)
+def git_commit(folder: Path = Path(__file__).parent) -> str | None:
+    """Return the commit of the checkout that contains `folder`, with `-dirty` if files differ.
+
+    Without a checkout: $HFGOLF_COMMIT (set in an image) or None.
+    """
+    root = _checkout(folder)
     described = root and _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return described.decode().strip() if described else os.environ.get("HFGOLF_COMMIT")
 
@@ -74,7 +77,7 @@ def uncommitted_changes(folder: Path = Path(__file__).parent) -> str | None:
     if len(patch) > MAX_PATCH_BYTES:
         patch, omitted = b"", ["the changes to tracked files"]
     for number, (name, size) in enumerate(_untracked_texts(root)):
-        if number >= _MAX_NEW_FILES or len(patch) + size > MAX_PATCH_BYTES:
+        if number >= MAX_NEW_FILES or len(patch) + size > MAX_PATCH_BYTES:
             omitted.append(name)
         else:
             patch += _git(root, *_DIFF, "--no-index", "--", os.devnull, name) or b""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 NUM_BYTES = 256
 """The size that means the untrained byte vocabulary; the end-of-text token is extra."""
 MIN_BYTES = 1000  # of a sample; with less, a slice is only a few words
-_SLICE_BYTES = 2**16
+SLICE_BYTES = 2**16
 _MIN_SLICES = 20
 _HELD_OUT = 10  # hold out every tenth slice
 _CONTINUATION = bytes(range(0x80, 0xC0))  # UTF-8 bytes that do not start a character
@@ -88,7 +88,7 @@ def write_sample(files: Sequence[Path], max_bytes: int, folder: Path) -> Sample:
     taken = min(total, max_bytes)
     if taken < MIN_BYTES:
         raise UserError(f"--files: a sample of {taken:,} bytes is too small; allowed: {MIN_BYTES:,} or more.")
-    count = max(_MIN_SLICES, math.ceil(taken / _SLICE_BYTES))
+    count = max(_MIN_SLICES, math.ceil(taken / SLICE_BYTES))
     starts = [number * total // count for number in range(count + 1)]
     longest = math.ceil(taken / count)
     paths = [folder / f"{part}.arrow" for part in ("train", "held-out")]

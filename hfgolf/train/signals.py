@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 # Ctrl-C reaches the launcher and its processes, and the launcher forwards it: two signals, one request.
-_SAME_REQUEST_SECONDS = 1.0
+SAME_REQUEST_SECONDS = 1.0
 _LAUNCHER_POLL_SECONDS = 1.0
 # Windows has neither of these.
 _SIGHUP = getattr(signal, "SIGHUP", None)
@@ -93,7 +93,7 @@ class Signals:
             self.stop, self._stopped_at = number, now
             if not self._is_deferring:
                 raise Stopped(128 + number)
-        elif number != _SIGHUP and now - self._stopped_at > _SAME_REQUEST_SECONDS:  # nobody repeats SIGHUP on purpose
+        elif number != _SIGHUP and now - self._stopped_at > SAME_REQUEST_SECONDS:  # nobody repeats SIGHUP on purpose
             os._exit(128 + number)  # not sys.exit, which would wait for a pending save
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
@@ -114,11 +114,11 @@ def follow_launcher(is_stopping: Callable[[], bool] = lambda: False) -> None:
         if not is_stopping():
             os.kill(os.getpid(), signal.SIGTERM)
 
-    if _is_launcher(launcher):
+    if is_launcher(launcher):
         threading.Thread(target=watch, daemon=True, name="launcher").start()
 
 
-def _is_launcher(process: int) -> bool:
+def is_launcher(process: int) -> bool:
     """Return whether a process is `accelerate launch` or `torchrun`. A shell, for example, may end before training."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return True

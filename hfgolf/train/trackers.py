@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WANDB_TIMEOUT_SECONDS = 20  # without a network, wandb's own default would block for 90
-_FINISH_SECONDS = 20  # for the trackers to process their pending calls
-_MAX_WAITING_CALLS = 1000
+FINISH_SECONDS = 20  # for the trackers to process their pending calls
+MAX_WAITING_CALLS = 1000
 
 
 class Tracker:
@@ -52,7 +52,7 @@ class Tracker:
         self.rewind(state.step)
         if self._tracking:
             self._never_stop(lambda: _start_trackers(accelerator, config, folder, state))
-            self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING_CALLS)
+            self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_CALLS)
             # a daemon thread calls the trackers, so that a call that never returns blocks nothing
             self._caller = threading.Thread(target=self._call_trackers, daemon=True, name="trackers")
             self._caller.start()
@@ -105,9 +105,9 @@ class Tracker:
             for tracker in self._accelerator.trackers:
                 self._call(tracker.finish)
             self._call(None)
-            self._caller.join(_FINISH_SECONDS)
+            self._caller.join(FINISH_SECONDS)
             if self._caller.is_alive():
-                self._drop(f"no answer for {_FINISH_SECONDS} s", is_stuck=True)
+                self._drop(f"no answer for {FINISH_SECONDS} s", is_stuck=True)
         self._accelerator.trackers = []  # already finished: end_training must not finish them again
         self._never_stop(self._accelerator.end_training)
 
@@ -118,7 +118,7 @@ class Tracker:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._drop(f"no answer with {_MAX_WAITING_CALLS} calls waiting", is_stuck=True)
+            self._drop(f"no answer with {MAX_WAITING_CALLS} calls waiting", is_stuck=True)
 
     def _call_trackers(self) -> None:
         while self._tracking and (call := self._calls.get()):
@@ -129,7 +129,7 @@ class Tracker:
             self._tracking = False
             logger.warning("tracker dropped, metrics.jsonl continues: %s", reason)
             if is_stuck and "wandb" in sys.modules:
-                _end_wandb()
+                end_wandb()
 
     def _never_stop(self, call: Callable[[], None]) -> None:
         try:
@@ -208,7 +208,7 @@ def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[
     return {"mode": mode, "dir": str(folder), "id": state.wandb_id, "resume": "allow", "settings": settings}
 
 
-def _end_wandb() -> None:
+def end_wandb() -> None:
     """Kill wandb's processes, which would delay the exit; metrics.jsonl has what they did not upload."""
     import wandb
 

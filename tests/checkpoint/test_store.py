@@ -30,6 +30,7 @@ from faults import (
     valid_steps,
 )
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
 
 from hfgolf import durable, hardware
 from hfgolf.checkpoint import contents
@@ -386,14 +387,13 @@ def test_nothing_in_a_checkpoint_is_executed(run, tiny_run, tmp_path, monkeypatc
     pickle.loads(pickle.dumps(Bomb(mark)))
     assert mark.is_dir(), "the bomb is none"
     mark.rmdir()
-    real_build = setup._build_accelerator
 
-    def with_scaler(config: Any) -> Accelerator:
-        accelerator = real_build(config)
+    def with_scaler(**options: Any) -> Accelerator:
+        accelerator = Accelerator(**options)
         accelerator.scaler = torch.amp.GradScaler("cpu")
         return accelerator
 
-    monkeypatch.setattr(setup, "_build_accelerator", with_scaler)
+    monkeypatch.setattr(setup, "Accelerator", with_scaler)
     checkpoint, kept = folder / "checkpoints" / "step-000006", tmp_path / "kept"
     torch.save(torch.amp.GradScaler("cpu").state_dict(), checkpoint / "scaler.pt")
     shutil.copytree(checkpoint, kept)
@@ -496,9 +496,13 @@ def test_an_update_waits_until_a_save_has_read_what_it_changes(run, tiny_run, mo
 def test_without_room_a_gpus_tensors_are_not_copied(tiny_run, monkeypatch):
     """They are then written like a CPU's tensors, while the next update waits."""
     checkpoints = setup.set_up(load_config(tiny_run())).checkpoints
-    monkeypatch.setattr(contents.Checkpointer, "_copy", lambda self, contents: contents)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **options: empty(*shape, **options))
     tensors = checkpoints._tensors()
-    assert checkpoints._copy_to_host(tensors) is tensors
+    copies = checkpoints._copy_to_host(tensors)
+    for copy, tensor in zip(tree_leaves(copies), tree_leaves(tensors), strict=True):
+        assert copy is not tensor and torch.equal(copy, tensor)
+    checkpoints = setup.set_up(load_config(tiny_run())).checkpoints
     monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 0)  # a container's limit, not the machine's memory
     assert checkpoints._copy_to_host(tensors) is None
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -147,7 +148,7 @@ class ShortAnswer(http.server.BaseHTTPRequestHandler):
 )
 def test_a_download_cut_short_is_not_kept(tmp_path, write, files_config, monkeypatch, trickles, reason):
     monkeypatch.setattr(ShortAnswer, "trickles", trickles)
-    monkeypatch.setattr(corpus_module, "_DOWNLOAD_TIMEOUT_SECONDS", 0.05 if trickles else 5)
+    monkeypatch.setattr(corpus_module, "DOWNLOAD_TIMEOUT_SECONDS", 0.05 if trickles else 5)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ShortAnswer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/a.txt"
@@ -247,7 +248,7 @@ def test_an_interrupted_stream_is_one_line_and_leaves_nothing(tmp_path, monkeypa
 
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: stream if options["streaming"] else None)
-    monkeypatch.setattr(corpus_module, "_hub_revision", lambda _: "abc")
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *_: SimpleNamespace(hash="abc"))
     data = DataConfig(source="hub", hub_name="somebody/texts", streaming=True, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError) as caught:
         load_tokens(data, TokenizerConfig(kind="byte"))
@@ -297,7 +298,7 @@ def test_pieces_do_not_depend_on_how_the_file_is_read(tmp_path, write, files_con
     path = write("a.txt", ("long " * 3000 + "\n" + "x" * 20000 + "\n" + "line\n" * 5000) * 2)
     data = files_config(path, val_files=[write("val.txt", "v")])
     whole = load_corpus(data).write_pieces(tmp_path / "whole")["train"]["text"][:]
-    monkeypatch.setattr(corpus_module, "_BLOCK_BYTES", 1013)
+    monkeypatch.setattr(corpus_module, "BLOCK_BYTES", 1013)
     assert load_corpus(data).write_pieces(tmp_path / "blocks")["train"]["text"][:] == whole
 
 
@@ -314,7 +315,7 @@ def test_python_stdlib_is_real_text_and_split_by_file(tmp_path):
     assert sum(size for _, size, _ in corpus.identity["files"]) > 10e6
     largest = max(size for _, size, _ in corpus.identity["files"])
     assert largest < 0.03 * sum(size for _, size, _ in corpus.identity["files"])  # no file alone decides the loss
-    splits = [corpus._hashed_split(name) for name in names]
+    splits = [corpus.hashed_split(name) for name in names]
     assert 0.02 < splits.count("val") / len(names) < 0.09
     assert load_corpus(DataConfig(cache_dir=str(tmp_path))).identity == corpus.identity
 

@@ -31,7 +31,7 @@ def data(write, files_config):
 @pytest.fixture
 def large(monkeypatch):
     """Treat every cache as too large to verify before use."""
-    monkeypatch.setattr(token_cache, "_VERIFIED_BEFORE_USE_BYTES", 0)
+    monkeypatch.setattr(token_cache, "VERIFIED_BEFORE_USE_BYTES", 0)
 
 
 def overwrite(path: Path, offset: int, content: bytes) -> None:
@@ -216,7 +216,7 @@ def test_a_cache_that_cannot_be_written_is_read(data, monkeypatch):
 
 def test_waiting_says_for_whom(data, caplog, monkeypatch):
     caplog.set_level("INFO", logger="hfgolf")
-    monkeypatch.setattr(lock, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.05)
     path = Path(data.cache_dir) / "build.lock"
     path.parent.mkdir(parents=True)
     with lock.locked(path, "is a test"):

@@ -22,7 +22,7 @@ def note(tmp_path) -> Path:
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
     """A file that counts as written long ago."""
-    monkeypatch.setattr(module, "_SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr(module, "SETTLED_SECONDS", -1.0)
     path = tmp_path / "text.txt"
     path.write_text("one")
     return path
@@ -62,7 +62,7 @@ def test_a_file_that_changed_is_hashed_anew(text, note, monkeypatch, change):
 
 
 def test_a_file_just_written_is_not_noted(text, note, monkeypatch):
-    monkeypatch.setattr(module, "_SETTLED_SECONDS", 60.0)
+    monkeypatch.setattr(module, "SETTLED_SECONDS", 60.0)
     assert is_read(text, note, monkeypatch) and is_read(text, note, monkeypatch)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf import hardware
 from hfgolf.config import TokenizerConfig
@@ -96,10 +96,10 @@ def test_batches_are_written_in_order_and_few_are_in_memory(write, files_config,
 
     begun.clear()
     pieces = load_corpus(data).write_pieces(Path(data.cache_dir) / "again")["train"]
-    batches: Any = token_cache._encode_ahead(pieces, slow_first(whole.tokenizer, "byte"))
+    batches: Any = token_cache.encode_ahead(pieces, slow_first(whole.tokenizer, "byte"))
     next(batches)
     time.sleep(0.1)
-    assert len(begun) <= 1 + token_cache._MAX_TABLES_IN_FLIGHT
+    assert len(begun) <= 1 + token_cache.MAX_TABLES_IN_FLIGHT
     batches.close()
 
 
@@ -108,7 +108,7 @@ def test_second_start_tokenises_nothing(data, caplog, monkeypatch):
     first = load_tokens(data, bpe())
     assert not first.is_hit and "cache miss: no cache in" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(token_cache, "_build", None)
+    monkeypatch.setattr(token_cache, "build_encoder", lambda *_: pytest.fail("it tokenizes again"))
     second = load_tokens(data, bpe())
     assert second.is_hit and second.path == first.path and np.array_equal(second.train.tokens, first.train.tokens)
     assert f"cache hit: {first.path} ({len(first.train):,} train tokens" in caplog.text
@@ -225,8 +225,8 @@ def test_tokens_stay_on_the_disk_if_the_container_has_no_room_for_them(data, mon
 def test_a_pretrained_tokenizer_is_loaded_once(data, tmp_path, monkeypatch):
     load_tokens(data, BYTE).tokenizer.save_pretrained(tmp_path / "saved")
     loaded = []
-    load = tokenizer_module._load_pretrained
-    monkeypatch.setattr(tokenizer_module, "_load_pretrained", lambda name: loaded.append(name) or load(name))
+    load = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k))
     config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "saved"))
     assert np.array_equal(load_tokens(data, config).train.tokens, load_tokens(data, BYTE).train.tokens)
     assert len(loaded) == 1
@@ -273,7 +273,7 @@ def build_unigram() -> Tokenizer:
         (build_lower_casing_wordpiece, "The Cat" * 10, "28.57%"),  # each T and C
         (build_unigram, "The ﬁrst cat 你", "14.29%"),  # "ﬁ" becomes "fi", and 你 is unknown
         (build_unigram, " The cat", None),
-        (lambda: tokenizer_module._byte_level([]), "The ﬁrst cat 你 \0\r\n", None),
+        (lambda: tokenizer_module.byte_level_tokenizer([]), "The ﬁrst cat 你 \0\r\n", None),
     ],
 )
 def test_a_tokenizer_that_loses_text_is_told(write, files_config, tmp_path, caplog, build, text, share):
@@ -292,7 +292,7 @@ def test_a_tokenizer_that_loses_text_is_told(write, files_config, tmp_path, capl
 
 
 def test_a_run_that_loses_text_says_so_where_its_figures_are(run, tiny_run, tmp_path, caplog):
-    tokenizer = tokenizer_module._byte_level([])
+    tokenizer = tokenizer_module.byte_level_tokenizer([])
     tokenizer.normalizer = normalizers.Lowercase()
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
     saved.save_pretrained(tmp_path / "saved")

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from hfgolf.model import modeling_golf
 from hfgolf.model.modeling_golf import chunked_cross_entropy
@@ -14,7 +15,7 @@ N, C, V = 23, 8, 31
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(modeling_golf, "_CHUNK_ELEMENTS_CPU", 5 * V)  # 5 chunks, the last with 3 rows
+    monkeypatch.setattr(modeling_golf, "CHUNK_ELEMENTS_CPU", 5 * V)  # 5 chunks, the last with 3 rows
 
 
 def build_operands(dtype=torch.float32):
@@ -63,20 +64,15 @@ def test_a_frozen_operand_costs_no_gradient(frozen):
     torch.testing.assert_close(actual, expected)
 
 
-def test_no_gradient_is_computed_when_none_is_wanted(monkeypatch):
+def test_no_gradient_is_computed_when_none_is_wanted():
     hidden, weight, targets = build_operands()
-    wanted = []
-    compute = modeling_golf._nats_and_gradients
-
-    def spy(*args):
-        wanted.append(args[-2:])
-        return compute(*args)
-
-    monkeypatch.setattr(modeling_golf, "_nats_and_gradients", spy)
-    with torch.no_grad():
-        nats = chunked_cross_entropy(hidden, weight, targets)
-    assert wanted == [(False, False)]
-    torch.testing.assert_close(nats, plain_nats(hidden, weight, targets, None).detach())
+    num_flops = []
+    for is_wanted in (True, False):
+        with torch.set_grad_enabled(is_wanted), FlopCounterMode(display=False) as counter:
+            nats = chunked_cross_entropy(hidden, weight, targets)
+        num_flops.append(counter.get_total_flops())
+        torch.testing.assert_close(nats, plain_nats(hidden, weight, targets, None))
+    assert num_flops == [6 * hidden.shape[0] * weight.numel(), 2 * hidden.shape[0] * weight.numel()]
 
 
 class Watch(TorchDispatchMode):

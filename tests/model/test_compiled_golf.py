@@ -26,7 +26,7 @@ def losses_and_gradients(golf, token_ids):
 def test_a_training_step_is_one_graph_with_the_same_gradients(build_golf, token_ids, monkeypatch, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler on a CPU")
-    monkeypatch.setattr(modeling_golf, "_CHUNK_ELEMENTS_CPU", 30 * 61)  # two chunks
+    monkeypatch.setattr(modeling_golf, "CHUNK_ELEMENTS_CPU", 30 * 61)  # two chunks
     options = {"num_hidden_layers": 1, "logit_soft_cap": 5.0, "num_key_value_heads": 2}
     expected = losses_and_gradients(build_golf(**options).train(), token_ids)
     golf = build_golf(**options).train()

@@ -118,12 +118,12 @@ def test_a_slow_push_is_neither_overtaken_nor_disturbed(exported, our_hub, caplo
 @pytest.mark.slow
 def test_a_hub_that_accepts_and_never_answers_is_given_up(exported, our_hub, monkeypatch, caplog):
     our_hub.never_answers = True
-    monkeypatch.setattr(hub_module, "_PUSH_TIMEOUT_SECONDS", 2)
+    monkeypatch.setattr(hub_module, "PUSH_TIMEOUT_SECONDS", 2)
     pusher = HubPusher("user/name", private=False)
     pusher.push_now(exported, "step 6")
     again = f"To try again: python scripts/push_to_hub.py --run {exported.parent} --repo user/name"
     assert caplog.messages == [f"hub: not pushed: it did not finish within 2 s. {again}"]
-    monkeypatch.setattr(hub_module, "_RESPONSE_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(hub_module, "RESPONSE_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(UserError, match=r"cannot push to user/name: .*timed? ?out"):
         push_folder(exported, "user/name", private=False, message="m")
 

@@ -152,7 +152,7 @@ def test_a_patch_that_would_be_too_large_names_what_it_lacks(repository, monkeyp
     (repository / "windows.txt").write_text("more\n" * 1000)
     patch = provenance.uncommitted_changes(repository)
     assert patch.startswith("# omitted, too large for this patch: the changes to tracked files, corpus.txt\ndiff")
-    monkeypatch.setattr(provenance, "_MAX_NEW_FILES", 0)
+    monkeypatch.setattr(provenance, "MAX_NEW_FILES", 0)
     assert provenance.uncommitted_changes(repository) == (
         "# omitted, too large for this patch: the changes to tracked files, corpus.txt, small.py\n"
     )
@@ -161,13 +161,10 @@ def test_a_patch_that_would_be_too_large_names_what_it_lacks(repository, monkeyp
 def test_another_checkout_around_an_installed_hfgolf_is_not_its_own(repository, monkeypatch, tmp_path):
     installed = repository / "ignored-venv" / "hfgolf"
     installed.mkdir(parents=True)
-    (installed / "provenance.py").touch()
     (repository / "windows.txt").write_text("changed")
     assert provenance.uncommitted_changes(installed) is None
     assert provenance.uncommitted_changes(tmp_path) is None
-    monkeypatch.setattr(provenance, "__file__", str(installed / "provenance.py"))
     monkeypatch.delenv("HFGOLF_COMMIT", raising=False)
-    assert provenance.git_commit() is None
-    monkeypatch.setattr(provenance, "__file__", str(repository / "package" / "kept.py"))
+    assert provenance.git_commit(installed) is None
     head = git(repository, "rev-parse", "HEAD", text=True).stdout.strip()
-    assert provenance.git_commit() == f"{head}-dirty"
+    assert provenance.git_commit(repository / "package") == f"{head}-dirty"

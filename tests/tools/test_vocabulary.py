@@ -46,7 +46,7 @@ def test_slices_of_everything_are_the_text_itself(tmp_path, monkeypatch):
     """Wherever a slice ends within characters of 1 to 4 bytes, no character is cut, lost or repeated."""
     files = [write(tmp_path / "a", LINES), write(tmp_path / "b", "🌍" * 300 + "é"), write(tmp_path / "c", "漢")]
     for slice_bytes in (997, 1000, 1001, 1002, 1003):
-        monkeypatch.setattr(vocabulary_module, "_SLICE_BYTES", slice_bytes)
+        monkeypatch.setattr(vocabulary_module, "SLICE_BYTES", slice_bytes)
         sample = sample_of(tmp_path / "sample", *files, files[0])  # a file named twice counts once
         everything = "".join(file.read_bytes().decode() for file in files)
         assert sample.file_bytes == len(everything.encode())
@@ -56,7 +56,7 @@ def test_slices_of_everything_are_the_text_itself(tmp_path, monkeypatch):
 
 
 def test_a_sample_within_a_cap_is_even_and_held_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(vocabulary_module, "_SLICE_BYTES", 100)
+    monkeypatch.setattr(vocabulary_module, "SLICE_BYTES", 100)
     numbered = "".join(f"{number:06d}ü" for number in range(100_000))  # 8 bytes each
     cuts = [0, 25_100 * 7, 50_300 * 7, 75_200 * 7, 700_000]  # between two slices
     texts_of_files = (numbered[start:end] for start, end in itertools.pairwise(cuts))

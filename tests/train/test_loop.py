@@ -204,20 +204,9 @@ def test_two_processes_train_as_one(run, tiny_run):
 
 
 @pytest.mark.slow
-def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
-    """accelerate scales only on GPUs, so this test injects a CPU scaler; the loop is the same."""
-    from hfgolf.train import process
-
+def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch, fp16_on_cpu):
     plain = run(tiny_run(run__name="fp32", train__max_steps=3))
-    real_build = setup._build_accelerator
     skipped = []
-
-    def with_scaler(config: Any) -> Any:
-        accelerator = real_build(config)
-        accelerator.state._mixed_precision = "fp16"
-        accelerator.native_amp = True
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=10**6)
-        return accelerator
 
     def counting_step(run_: Any, total_steps: float) -> Any:
         result = real_step(run_, total_steps)
@@ -225,9 +214,7 @@ def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch):
         return result
 
     real_step = loop.train_step
-    monkeypatch.setattr(setup, "_build_accelerator", with_scaler)
-    monkeypatch.setattr(process, "_device_type", lambda: "cuda")  # so that fp16 is let through
-    monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
+    fp16_on_cpu(2.0**40, growth_interval=10**6)
     monkeypatch.setattr(loop, "train_step", counting_step)
     half = run(tiny_run(run__name="fp16", train__max_steps=40, train__mixed_precision="fp16"))
     assert skipped[0], "a scale of 2^40 overflows fp16"
@@ -356,6 +343,12 @@ def test_due():
 @pytest.mark.parametrize("micro_batch_size", [1, "auto"])
 def test_a_model_without_room_is_refused_before_it_is_built(micro_batch_size, tiny_run, monkeypatch):
     monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 1000)  # what a container leaves
-    monkeypatch.setattr(setup, "_build_model", lambda *_: pytest.fail("it was built"))
+    build = setup.build_golf
+
+    def build_without_memory(*arguments: Any, **options: Any) -> Any:
+        assert torch.empty(1).is_meta, "it was built"
+        return build(*arguments, **options)
+
+    monkeypatch.setattr(setup, "build_golf", build_without_memory)
     with pytest.raises(UserError, match=r"not even one sequence of \d+ tokens fits: it needs .* of 0.00 GB free; try"):
         setup.set_up(load_config(tiny_run(batch__micro_batch_size=micro_batch_size)))

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from hfgolf.evaluate import loss
 from hfgolf.train import loop, setup
-from hfgolf.train.signals import Signals, Stopped, _is_launcher
+from hfgolf.train.signals import Signals, Stopped, is_launcher
 
 pytestmark = pytest.mark.slow
 
@@ -427,7 +427,7 @@ def test_a_forked_worker_ends_at_once_and_says_nothing(capfd):
 def test_a_launcher_is_known_by_its_command(monkeypatch, command, is_one):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(psutil, "Process", lambda number: SimpleNamespace(cmdline=command.split))
-    assert _is_launcher(1) is is_one
+    assert is_launcher(1) is is_one
 
 
 def test_nohup_is_respected():
@@ -444,7 +444,7 @@ def test_a_second_sighup_is_no_second_wish(monkeypatch):
     """The shell and the kernel each send SIGHUP when a terminal closes; the save in between must finish."""
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr("hfgolf.train.signals._SAME_REQUEST_SECONDS", -1.0)
+    monkeypatch.setattr("hfgolf.train.signals.SAME_REQUEST_SECONDS", -1.0)
     with pytest.raises(Stopped), Signals() as signals, signals.deferred():
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)

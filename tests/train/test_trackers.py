@@ -162,10 +162,10 @@ def test_a_tracker_that_does_not_answer_holds_nothing_up(run, tiny_run, monkeypa
     released = threading.Event()
     monkeypatch.setattr(TensorBoardTracker, "log", lambda *arguments, **options: released.wait())
     if stuck == "in a call":
-        monkeypatch.setattr(trackers, "_MAX_WAITING_CALLS", 5)
+        monkeypatch.setattr(trackers, "MAX_WAITING_CALLS", 5)
         reason = "no answer with 5 calls waiting"
     else:
-        monkeypatch.setattr(trackers, "_FINISH_SECONDS", 0.1)
+        monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.1)
         reason = "no answer for 0.1 s"
     try:
         with caplog.at_level(logging.WARNING, "hfgolf"):
@@ -186,7 +186,7 @@ def test_wandb_that_wants_to_exit_ends_no_run(monkeypatch):
         raise SystemExit(-9)
 
     monkeypatch.setattr(wandb, "teardown", exit_with_its_process)
-    trackers._end_wandb()
+    trackers.end_wandb()
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ from hfgolf.command_line import load_config
 from hfgolf.train import loop
 from hfgolf.train import trackers
 
-trackers._FINISH_SECONDS = 1
+trackers.FINISH_SECONDS = 1
 trackers.WANDB_TIMEOUT_SECONDS = 600  # its start is not what is tested, and takes long on a busy machine
 real = loop.train_step
 
