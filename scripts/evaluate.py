@@ -1,14 +1,14 @@
 """Evaluate a model on text: python scripts/evaluate.py --model runs/small/model --files "texts/*.txt" """
 
 import json
-import tempfile
+import sys
 from pathlib import Path
 
 from hfgolf.command_line import run_command
-from hfgolf.script_options import ScriptParser, within
+from hfgolf.script_options import ScriptParser, check_output, within
 
 
-def main() -> None:
+def main() -> int:
     parser = ScriptParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of a causal model (runs/NAME/model) or a Hub name")
     parser.add_argument("--files", required=True, nargs="+", help="paths, globs or URLs, as in data.files")
@@ -31,67 +31,46 @@ def main() -> None:
         "--mixed_precision", choices=("no", "bf16", "fp16"), help="default: what a run on this machine would use"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    arguments = parser.parse_args()
-    for option, mode in (("stride", "sliding or documents"), ("drop_tail", "flat"), ("skip_separators", "documents")):
-        if getattr(arguments, option) and arguments.evaluation not in mode:
-            parser.error(f"--{option} needs --evaluation {mode}, but it is {arguments.evaluation}")
+    trust = parser.add_argument_group(
+        "what a score rests on; if it fails, no score is printed and the exit status is 1"
+    )
+    trust.add_argument("--certificate", type=Path, help="JSON file for the proof that the bytes are those of the text")
+    trust.add_argument("--train_files", nargs="+", help="training text: the certificate says whether --files is in it")
+    trust.add_argument(
+        "--check_legality",
+        action="store_true",
+        help="test on the start of the text that no token helps to predict itself",
+    )
+    adapt = parser.add_argument_group("test-time training: score a chunk, then train on it, then score the next")
+    adapt.add_argument(
+        "--adapt", choices=("sgd", "lora"), help="sgd: all weights, over the stream; lora: inside each document"
+    )
+    adapt.add_argument("--adapt_chunk", type=within(1, 2**24), help="tokens per chunk (sgd: 1024, lora: 48)")
+    adapt.add_argument("--adapt_rate", type=within(0.0, 10.0), help="learning rate (sgd: 0.02, lora: 1e-4)")
+    adapt.add_argument("--adapt_epochs", type=within(1, 1000), default=1, help="sgd: passes over each chunk (1)")
+    adapt.add_argument("--adapt_rank", type=within(1, 2**16), default=8, help="lora: rank (8)")
+    arguments = vars(parser.parse_args())
+    as_json, path = arguments.pop("json"), arguments.pop("certificate")
+    if path is not None:
+        check_output("--certificate", path, ["json"])
 
-    from accelerate import Accelerator
-
-    from hfgolf.command_line import ResolvedConfig
-    from hfgolf.config import RunConfig, TrainConfig
-    from hfgolf.evaluate.context import evaluation_length
-    from hfgolf.evaluate.loss import describe, evaluate_plan, plan_evaluation
-    from hfgolf.evaluate.text import tokenize_files
-    from hfgolf.model.causal_blocks import choose_attention
-    from hfgolf.publish.load import load_exported
+    from hfgolf.tools.evaluate_text import EvaluationOptions, evaluate_text
     from hfgolf.train.console import quiet_libraries
-    from hfgolf.train.process import resolve_precision
     from hfgolf.train.signals import Signals
 
-    train = TrainConfig(max_steps=1, mixed_precision=arguments.mixed_precision)
-    resolved = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
-    precision = resolve_precision(resolved).config.train.mixed_precision
-    accelerator = Accelerator(mixed_precision=precision)
+    options = EvaluationOptions(**arguments, certify=path is not None)
     quiet_libraries()
-    model, tokenizer = load_exported(arguments.model)
-    sequence_length = evaluation_length(model, arguments.sequence_length)
-    stride = arguments.stride or max(1, sequence_length // 2)
-    if stride > sequence_length:
-        parser.error(f"--stride: {stride} is out of range; allowed: 1 to {sequence_length}, the --sequence_length")
-    choose_attention(
-        model, accelerator.device, precision, sequence_length
-    )  # same attention as in training, so that the loss in bf16 is the same
-    with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as folder:
-        vocab_size = next(model.get_input_embeddings().parameters()).shape[0]
-        stream = tokenize_files(arguments.files, tokenizer, vocab_size, arguments.text_column, Path(folder))
-        plan, num_bytes = plan_evaluation(
-            stream,
-            tokenizer,
-            arguments.evaluation,
-            sequence_length,
-            stride,
-            drop_tail=arguments.drop_tail,
-            skip_separators=arguments.skip_separators,
-        )
-        model = model.to(accelerator.device)
-        evaluation = evaluate_plan(model, stream, accelerator, plan, num_bytes, batch_size=arguments.batch_size)
-    if not accelerator.is_main_process:
-        return
-    figures = {name: getattr(evaluation, name) for name in ("loss", "perplexity", "bits_per_byte")}
-    figures |= {"num_tokens": evaluation.num_tokens, "num_bytes": evaluation.num_bytes}
-    if arguments.json:
-        figures |= {"coverage": plan.coverage()}
-        settings = {"model": arguments.model, "sequence_length": sequence_length, "mixed_precision": precision}
-        print(json.dumps(settings | figures))
-        return
-    print(f"{'model':<15}{arguments.model}")
-    print(f"{'text':<15}{evaluation.num_bytes:,} bytes, {evaluation.num_tokens:,} tokens")
-    print(f"{'context':<15}{sequence_length:,} tokens, precision {precision}")
-    print(f"{'coverage':<15}{describe(plan)}")
-    print(f"{'loss':<15}{evaluation.loss:.4f} nats per token")
-    print(f"{'perplexity':<15}{evaluation.perplexity:,.4f}")
-    print(f"{'bits per byte':<15}{evaluation.bits_per_byte:.4f}")
+    with Signals("before the end; nothing was written"):
+        result = evaluate_text(options)
+    if not result.is_main_process:
+        return 0
+    if result.certificate is not None and path is not None:
+        result.certificate.write(path)
+    if refusals := result.refusals():
+        print(*(f"no score: {reason}" for reason in refusals), sep="\n", file=sys.stderr)
+        return 1
+    print(json.dumps(result.figures()) if as_json else result.table())
+    return 0
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Certificate:
         write_text(path, json.dumps(content, indent=1) + "\n")
 
 
-def certify(corpus: Corpus, tokens: TokenCache, plan: Plan) -> Certificate:
+def certify(corpus: Corpus, tokens: TokenCache, plan: Plan, *, is_training_known: bool = True) -> Certificate:
     """Return the certificate of an evaluation of a corpus' validation tokens with a plan.
 
     1. SHA-256 and bytes of each validation document and of all. 2. Decoding each document's tokens gives its text.
@@ -90,11 +90,14 @@ def certify(corpus: Corpus, tokens: TokenCache, plan: Plan) -> Certificate:
     token. 4. The plan scores each target once. 5. No validation document is also a training document (equal text; near
     duplicates are not looked for). 6. A uniform model costs log2(V) x tokens / bytes.
 
+    is_training_known: False if the corpus' train split is not what the model was trained on; 5. is left out, then.
+
     Reads all the text once more. Raises UserError if it cannot be read.
     """
     with tempfile.TemporaryDirectory(dir=cache_folder(corpus.data), prefix="certificate-") as folder:
         pieces = corpus.write_pieces(Path(folder))
-        return certify_text(pieces["val"], pieces["train"], tokens.val, tokens.tokenizer, plan)
+        training = pieces["train"] if is_training_known else None
+        return certify_text(pieces["val"], training, tokens.val, tokens.tokenizer, plan)
 
 
 def certify_text(

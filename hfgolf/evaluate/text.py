@@ -11,22 +11,29 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config import DataConfig, TokenizerConfig
-from hfgolf.data.token_cache import load_tokens
+from hfgolf.data.corpus import Corpus, load_corpus
+from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.errors import UserError
 from hfgolf.evaluate.context import require_embedded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hfgolf.data.token_stream import TokenStream
-
 
 def tokenize_files(
-    files: list[str], tokenizer: PreTrainedTokenizerBase, vocab_size: int, text_column: str, folder: Path
-) -> TokenStream:
-    """Encode every document in `files` (paths, globs or URLs, like data.files) into a stream stored in `folder`.
+    files: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    text_column: str,
+    folder: Path,
+    train_files: list[str] | None = None,
+) -> tuple[Corpus, TokenCache]:
+    """Encode every document in `files` (paths, globs or URLs, like data.files) into a cache in `folder`, as its `val`.
 
-    vocab_size: number of entries in the model's embedding. Raises UserError if no file matches, a file is empty or not
+    vocab_size: number of entries in the model's embedding. train_files: text that the model was trained on, to compare
+    with; None: the train split is a placeholder.
+
+    Raises UserError if no file matches, a file is empty or not
     UTF-8, the tokenizer has no end-of-text token, or it returns an id outside the embedding.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.eos_token_id is None:
@@ -35,11 +42,11 @@ def tokenize_files(
             " one."
         )
     tokenizer.save_pretrained(folder / "tokenizer")
-    unread = folder / "train.txt"  # a corpus needs a train split, but nothing reads this one
+    unread = folder / "train.txt"  # a corpus needs a train split
     unread.write_text("unread")
     data = DataConfig(
         source="files",
-        files=[str(unread)],
+        files=train_files or [str(unread)],
         val_files=files,
         text_column=text_column,
         cache_dir=str(folder / "cache"),
@@ -47,9 +54,12 @@ def tokenize_files(
     )
     pretrained = TokenizerConfig(kind="pretrained", name_or_path=str(folder / "tokenizer"))
     try:
-        stream = load_tokens(data, pretrained).val
+        corpus = load_corpus(data)
+        tokens = load_tokens(data, pretrained, corpus)
     except UserError as error:
-        message = str(error).replace("data.val_files", "--files").replace("data.text_column", "--text_column")
+        message = str(error)
+        for key, option in (("data.val_files", "files"), ("data.files", "train_files"), ("data.text_column",) * 2):
+            message = message.replace(key, f"--{option.removeprefix('data.')}")
         raise UserError(message) from None
-    require_embedded(int(stream.tokens.max()), vocab_size)
-    return stream
+    require_embedded(int(tokens.val.tokens.max()), vocab_size)
+    return corpus, tokens

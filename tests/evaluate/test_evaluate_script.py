@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from tokenizers import normalizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
 
@@ -107,6 +108,88 @@ def test_the_modes_differ_in_context_and_say_what_they_scored(foreign, tmp_path,
     assert (dropped["num_tokens"], dropped["num_bytes"], dropped["coverage"]["tail"]) == (32, 32, "dropped")
 
 
+@pytest.fixture
+def texts(tmp_path):
+    """Two files of text that repeats."""
+    (tmp_path / "a.txt").write_text("to be or not to be, " * 6)
+    (tmp_path / "b.txt").write_text("that is the question; " * 6)
+    return tmp_path / "[ab].txt"
+
+
+@pytest.mark.parametrize(
+    ("adapt", "says"),
+    [
+        (
+            ("sgd", "--evaluation", "sliding", "--adapt_chunk", 32, "--adapt_rate", 0.5),
+            {"adapter": "sgd", "chunk_tokens": 32, "learning_rate": 0.5, "epochs": 1},
+        ),
+        (
+            ("lora", "--evaluation", "documents", "--adapt_chunk", 16, "--adapt_rate", 0.03, "--adapt_rank", 4),
+            {"adapter": "lora", "chunk_tokens": 16, "learning_rate": 0.03, "rank": 4},
+        ),
+    ],
+)
+def test_test_time_training_is_legal_and_learns_what_repeats(foreign, texts, evaluate, adapt, says):
+    common = ("--model", foreign, "--files", texts, "--json")
+    flat = json.loads(evaluate(*common).out)
+    status, printed, error = evaluate(*common, "--adapt", *adapt, "--check_legality")
+    adapted = json.loads(printed)
+    assert (status, error) == (0, "")
+    assert (flat["adaptation"], adapted["adaptation"]) == (None, says)
+    assert adapted["num_tokens"] == flat["num_tokens"] == adapted["coverage"]["num_scored"]
+    assert adapted["bits_per_byte"] < flat["bits_per_byte"] - 0.1
+
+
+def test_a_scorer_that_is_not_legal_gets_no_score(foreign, texts, evaluate, monkeypatch):
+    real = GPT2LMHeadModel.forward
+
+    def peeking(self, input_ids, **options):
+        output = real(self, input_ids, **options)
+        output.logits[:, :-1].scatter_(2, input_ids[:, 1:, None], 9.0)
+        return output
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", peeking)
+    status, printed, error = evaluate("--model", foreign, "--files", texts, "--check_legality")
+    assert (status, printed) == (1, "")
+    assert re.fullmatch(
+        r"no score: the scorer is not legal: the distribution of token 1 depends on token 1, .*\n", error
+    )
+
+
+def test_the_certificate_goes_with_the_score(foreign, texts, tmp_path, evaluate):
+    path = tmp_path / "certificate.json"
+    common = ("--model", foreign, "--files", texts, "--certificate", path)
+    status, printed, _ = evaluate(*common)
+    assert status == 0 and "training text not known" in printed
+    assert json.loads(path.read_text())["holds"]
+    (tmp_path / "train.txt").write_text("nothing of that")
+    status, printed, _ = evaluate(*common, "--train_files", tmp_path / "train.txt")
+    assert status == 0 and "none of them among 1 training documents" in printed
+    (tmp_path / "copy.txt").write_bytes((tmp_path / "b.txt").read_bytes())
+    status, printed, error = evaluate(*common, "--train_files", tmp_path / "train.txt", tmp_path / "copy.txt")
+    assert (status, printed) == (1, "")
+    assert error.startswith("no score: No certificate: 1 of 2 validation documents are also training documents")
+    assert json.loads(path.read_text())["holds"] is False
+
+
+def test_a_tokenizer_that_rewrites_text_gets_no_bits_per_byte(tmp_path, sentencepiece_like, evaluate):
+    rewriting = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like(normalizers.NFKC()), eos_token="</s>")
+    rewriting.save_pretrained(tmp_path / "model")
+    config = GPT2Config(
+        bos_token_id=0, eos_token_id=0, vocab_size=len(rewriting), n_positions=16, n_embd=16, n_layer=1, n_head=2
+    )
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("one \ufb01ne \ufb01sh", encoding="utf-8")
+    arguments = ("--model", tmp_path / "model", "--files", tmp_path / "a.txt")
+    score = json.loads(evaluate(*arguments, "--json").out)
+    status, printed, error = evaluate(*arguments, "--certificate", tmp_path / "certificate.json")
+    assert (status, printed) == (1, "")
+    assert "first in document 0, character 4: '\\ufb01ne \\ufb01sh' became 'fine fish'" in error
+    relabeled = score["loss"] * score["num_tokens"] / math.log(2) / len("one fine fish")
+    assert f"no score: it would be {relabeled:.4f} bits per byte of the normalized text (13 bytes)\n" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -128,6 +211,20 @@ def test_the_modes_differ_in_context_and_say_what_they_scored(foreign, tmp_path,
         (
             ("--model", "gpt2", "--files", "good.txt", "--evaluation", "documents", "--stride", "17"),
             "--stride: 17 .* 1 to 16",
+        ),
+        (
+            ("--model", "gpt2", "--files", "good.txt", "--adapt", "lora"),
+            "--adapt lora needs --evaluation documents, without --stride",
+        ),
+        (
+            ("--model", "gpt2", "--files", "good.txt", "--adapt", "sgd", "--evaluation", "documents"),
+            "--adapt sgd needs --evaluation flat or sliding",
+        ),
+        (("--model", "gpt2", "--files", "good.txt", "--adapt", "sgd", "--drop_tail"), "--adapt scores every token"),
+        (("--model", "gpt2", "--files", "good.txt", "--train_files", "good.txt"), "--train_files is for --certificate"),
+        (
+            ("--model", "gpt2", "--files", "good.txt", "--certificate", "c.json", "--train_files", "none.txt"),
+            "--train_files: no file matches 'none.txt'",
         ),
         (("--model", "gpt2", "--files", "good.txt", "--drop_tail"), "nothing to score: 10 tokens, windows of 16"),
         (("--model", "gpt2", "--files", "good.txt", "--mixed_precision", "fp16"), "mixed_precision: fp16"),

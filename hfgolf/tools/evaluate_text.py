@@ -1,0 +1,210 @@
+"""Evaluate an exported model on text files: what scripts/evaluate.py does between its options and its table.
+
+Owns the order: options that do not go together, the model, the tokens, the plan, the legality test, the certificate,
+the score. The evaluate package does each of them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from hfgolf.command_line import ResolvedConfig
+from hfgolf.config import RunConfig, TrainConfig
+from hfgolf.data.token_cache import TokenCache
+from hfgolf.errors import UserError
+from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
+from hfgolf.evaluate.certificate import Certificate, certify
+from hfgolf.evaluate.context import evaluation_length, evaluation_mode
+from hfgolf.evaluate.legality import legality_problems
+from hfgolf.evaluate.loss import describe, evaluate_plan, plan_evaluation
+from hfgolf.evaluate.scorer import ScorerSettings, build_scorer, evaluate_adapting, legality_slice
+from hfgolf.evaluate.text import tokenize_files
+from hfgolf.evaluate.windows import Plan
+from hfgolf.model.causal_blocks import choose_attention
+from hfgolf.publish.load import load_exported
+from hfgolf.train.process import resolve_precision
+
+_CHUNK_TOKENS = {"sgd": 1024, "lora": 48}
+_LEARNING_RATES = {"sgd": 0.02, "lora": 1e-4}
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """The options of scripts/evaluate.py, by their names there."""
+
+    model: str
+    files: list[str]
+    train_files: list[str] | None = None
+    text_column: str = "text"
+    sequence_length: int | None = None
+    batch_size: int = 8
+    mixed_precision: Any = None  # checked by TrainConfig
+    evaluation: str = "flat"
+    stride: int | None = None
+    drop_tail: bool = False
+    skip_separators: bool = False
+    adapt: str | None = None
+    adapt_chunk: int | None = None
+    adapt_rate: float | None = None
+    adapt_epochs: int = 1
+    adapt_rank: int = 8
+    check_legality: bool = False
+    certify: bool = False
+
+    def __post_init__(self) -> None:
+        modes = {"stride": ("sliding", "documents"), "drop_tail": ("flat",), "skip_separators": ("documents",)}
+        for option, allowed in modes.items():
+            if getattr(self, option) and self.evaluation not in allowed:
+                raise UserError(f"--{option} needs --evaluation {' or '.join(allowed)}, but it is {self.evaluation}.")
+        if self.adapt == "lora" and (self.evaluation != "documents" or self.stride):
+            raise UserError("--adapt lora needs --evaluation documents, without --stride: a chunk is one window.")
+        if self.adapt == "sgd" and self.evaluation == "documents":
+            raise UserError("--adapt sgd needs --evaluation flat or sliding: it learns over the whole stream.")
+        if self.adapt and (self.drop_tail or self.skip_separators):
+            raise UserError("--adapt scores every token: leave out --drop_tail and --skip_separators.")
+        if self.train_files and not self.certify:
+            raise UserError("--train_files is for --certificate: name its file.")
+
+
+@dataclass(frozen=True)
+class TextEvaluation:
+    """A score and what it rests on. `evaluation` is None if it is not legal, or has no certificate."""
+
+    options: EvaluationOptions
+    evaluation: Evaluation | None
+    plan: Plan
+    sequence_length: int
+    precision: str
+    adaptation: dict[str, Any] | None
+    problems: tuple[str, ...]
+    certificate: Certificate | None
+    is_main_process: bool
+
+    def refusals(self) -> list[str]:
+        """Return why there is no score, one line per reason; an empty list if there is one."""
+        reasons = [f"the scorer is not legal: {problem}" for problem in self.problems]
+        if self.certificate is not None and not self.certificate.holds:
+            reasons.append(self.certificate.line)
+            if self.evaluation is not None:  # the text was rewritten, but is known
+                num_bytes = self.certificate.facts["decoded_bytes"]
+                score = bits_per_byte(self.evaluation.nats, num_bytes)
+                reasons.append(f"it would be {score:.4f} {self.certificate.unit} ({num_bytes:,} bytes)")
+        return reasons
+
+    def figures(self) -> dict[str, Any]:
+        """Return the score and its settings for --json."""
+        assert self.evaluation is not None
+        names = ("loss", "perplexity", "bits_per_byte", "num_tokens", "num_bytes")
+        return {
+            "model": self.options.model,
+            "sequence_length": self.sequence_length,
+            "mixed_precision": self.precision,
+            **{name: getattr(self.evaluation, name) for name in names},
+            "coverage": self.plan.coverage(),
+            "adaptation": self.adaptation,
+        }
+
+    def table(self) -> str:
+        """Return the score and its settings for a person."""
+        assert self.evaluation is not None
+        rows = [
+            ("model", self.options.model),
+            ("text", f"{self.evaluation.num_bytes:,} bytes, {self.evaluation.num_tokens:,} tokens"),
+            ("context", f"{self.sequence_length:,} tokens, precision {self.precision}"),
+            ("coverage", describe(self.plan)),
+        ]
+        if self.adaptation is not None:
+            rows.append(("adaptation", ", ".join(f"{name} {value}" for name, value in self.adaptation.items())))
+        if self.options.check_legality:
+            rows.append(("legality", "no problem found"))
+        if self.certificate is not None:
+            rows.append(("certificate", self.certificate.line))
+        rows += [
+            ("loss", f"{self.evaluation.loss:.4f} nats per token"),
+            ("perplexity", f"{self.evaluation.perplexity:,.4f}"),
+            ("bits per byte", f"{self.evaluation.bits_per_byte:.4f}"),
+        ]
+        return "\n".join(f"{name:<15}{value}" for name, value in rows)
+
+
+def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
+    """Evaluate a model on files. Raises UserError for anything about the model, the files or the options."""
+    train = TrainConfig(max_steps=1, mixed_precision=options.mixed_precision)
+    resolved = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
+    precision = str(resolve_precision(resolved).config.train.mixed_precision)
+    accelerator = Accelerator(mixed_precision=precision)
+    model, tokenizer = load_exported(options.model)
+    length = evaluation_length(model, options.sequence_length)
+    stride = options.stride or max(1, length // 2)
+    if stride > length:
+        raise UserError(f"--stride: {stride} is out of range; allowed: 1 to {length}, the --sequence_length.")
+    choose_attention(model, accelerator.device, precision, length)  # as in training: the same loss in bf16
+    with tempfile.TemporaryDirectory() as folder:
+        vocab_size = next(model.get_input_embeddings().parameters()).shape[0]
+        corpus, tokens = tokenize_files(
+            options.files, tokenizer, vocab_size, options.text_column, Path(folder), options.train_files
+        )
+        settings = _scorer_settings(options, length, stride, tokens)
+        plan, num_bytes = plan_evaluation(
+            tokens.val,
+            tokens.tokenizer,
+            options.evaluation,
+            length,
+            stride,
+            drop_tail=options.drop_tail,
+            skip_separators=options.skip_separators,
+        )
+        if options.adapt:
+            plan, _ = settings.plan(tokens.val.tokens)
+        model = model.to(accelerator.device)
+        problems = (
+            _legality_problems(model, accelerator, settings, tokens, vocab_size) if options.check_legality else ()
+        )
+        certificate = None
+        if options.certify:
+            certificate = certify(corpus, tokens, plan, is_training_known=options.train_files is not None)
+        evaluation = None
+        if not problems and (certificate is None or certificate.holds or not certificate.is_lossless):
+            if options.adapt:
+                evaluation = evaluate_adapting(model, tokens.val, accelerator, settings)
+            else:
+                evaluation = evaluate_plan(
+                    model, tokens.val, accelerator, plan, num_bytes, batch_size=options.batch_size
+                )
+    adaptation = settings.describe() if options.adapt else None
+    is_main = accelerator.is_main_process
+    return TextEvaluation(options, evaluation, plan, length, precision, adaptation, problems, certificate, is_main)
+
+
+def _scorer_settings(options: EvaluationOptions, length: int, stride: int, tokens: TokenCache) -> ScorerSettings:
+    """Return how the scorer works; a stream shorter than a window is one window."""
+    kind = options.adapt or "sgd"
+    last = len(tokens.val) - 1
+    return ScorerSettings(
+        mode=options.evaluation,
+        length=min(length, last),
+        stride=min(stride, last),
+        separator=int(tokens.tokenizer.eos_token_id),
+        batch_size=options.batch_size,
+        skip_separators=options.skip_separators,
+        adapter=options.adapt,
+        chunk_tokens=options.adapt_chunk or _CHUNK_TOKENS[kind],
+        learning_rate=_LEARNING_RATES[kind] if options.adapt_rate is None else options.adapt_rate,
+        epochs=options.adapt_epochs,
+        rank=options.adapt_rank,
+    )
+
+
+def _legality_problems(
+    model: PreTrainedModel, accelerator: Accelerator, settings: ScorerSettings, tokens: TokenCache, vocab_size: int
+) -> tuple[str, ...]:
+    with evaluation_mode(model):
+        scorer = build_scorer(model, accelerator, settings)
+        part = legality_slice(settings, tokens.val.tokens)
+        return tuple(legality_problems(scorer, part, vocab_size, fixed_ids=[settings.separator]))
