@@ -10,6 +10,8 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import os
+import socket
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -23,7 +25,7 @@ from safetensors.torch import load_file
 
 from hfgolf.checkpoint.identity import RUN_NAME, comparable
 from hfgolf.checkpoint.store import verify
-from hfgolf.command_line import ResolvedConfig, run_command
+from hfgolf.command_line import ResolvedConfig, load_config, run_command
 from hfgolf.train import loop
 
 FORKING = multiprocessing.get_context("forkserver")
@@ -130,7 +132,44 @@ def start(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) ->
     return process
 
 
-def _train(resolved: ResolvedConfig, output: Path, pause_seconds: float) -> None:
+def train_on_two(arguments: list[str], output: Path, prepare: Callable[[], None] | None = None) -> None:
+    """Train on two processes, as `torchrun scripts/train.py` would; their output goes to the file `output`.
+
+    prepare: called in each process before it trains; a function of a module, because it is pickled.
+    Raises AssertionError if a process fails.
+    """
+    processes = start_two(arguments, output, prepare)
+    for process in processes:
+        process.join(240)
+    assert [process.exitcode for process in processes] == [0, 0], output.read_text()
+
+
+def start_two(
+    arguments: list[str], output: Path, prepare: Callable[[], None] | None = None
+) -> tuple[BaseProcess, BaseProcess]:
+    """Start what train_on_two waits for; return the processes by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    first, second = (
+        FORKING.Process(target=_train_on_rank, args=(rank, port, arguments, output, prepare)) for rank in (0, 1)
+    )
+    first.start()
+    second.start()
+    return first, second
+
+
+def _train_on_rank(
+    rank: int, port: int, arguments: list[str], output: Path, prepare: Callable[[], None] | None
+) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    if prepare:
+        prepare()
+    _train(load_config(arguments), output)
+
+
+def _train(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # loader workers must be children of this process
     real_step = loop.train_step
@@ -144,6 +183,6 @@ def _train(resolved: ResolvedConfig, output: Path, pause_seconds: float) -> None
     def main() -> None:
         loop.train(resolved)
 
-    with output.open("w") as said, contextlib.redirect_stderr(said):
+    with output.open("a") as said, contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         logging.basicConfig(stream=said, level=logging.INFO, format="%(message)s")
         run_command(main)

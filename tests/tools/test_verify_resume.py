@@ -266,6 +266,6 @@ def test_a_resume_that_forgets_is_found_out(tiny_run, tmp_path, monkeypatch, cap
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     arguments = tiny_run(model__dropout=0.1)
     caplog.set_level("INFO", "hfgolf")
-    assert not verify_resume(script, arguments, load_config(arguments), KillPlan(12, 2, kill_seed=1, num_processes=1))
+    assert not verify_resume(script, arguments, load_config(arguments), KillPlan(12, 1, kill_seed=1, num_processes=1))
     assert "DIFFERENT at step" in caplog.text and "training losses" in caplog.text
     assert list(tmp_path.glob("verify_resume-*/killed/metrics.jsonl"))  # kept, to look into

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faults import train_on_two
 from safetensors.torch import load_file
 
 import hfgolf
@@ -186,16 +184,10 @@ def test_a_compiled_model_compiles_once(run, tiny_run, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_train_as_one(run, tiny_run):
+def test_two_processes_train_as_one(run, tiny_run, tmp_path):
     one = run(tiny_run(run__name="one", batch__micro_batch_size=4))
-    arguments = tiny_run(run__name="two", batch__micro_batch_size=4)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/train.py"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout
+    train_on_two(tiny_run(run__name="two", batch__micro_batch_size=4), tmp_path / "output")
+    assert "2 processes" in (tmp_path / "output").read_text()
     two = one.with_name("two")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     val_losses = [[row["val_loss"] for row in rows(folder) if row["val_loss"]] for folder in (one, two)]

@@ -7,8 +7,6 @@ import json
 import logging
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import train_on_two
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -421,30 +420,25 @@ def test_a_run_that_may_not_roll_back_on_nan_ends_with_a_diagnosis(run, tiny_run
         run(tiny_run(train__max_skipped_steps=2, train__rollback_on="[spike]", **NO_EVALUATION))
 
 
-DRIVER = """
-import math, os, sys
-import torch
-from hfgolf.command_line import load_config, run_command
-from hfgolf.train import loop
-from hfgolf.checkpoint import contents
+def spoil_the_second_rank() -> None:
+    """Make gradients of rank 1 NaN on three batches, and keep the weights that each rank ends with."""
+    real_set_up, real_conclude = loop.set_up, loop.conclude
 
-real_set_up, real_conclude = loop.set_up, loop.conclude
+    def set_up(resolved: Any) -> Any:
+        run = real_set_up(resolved)
 
-def set_up(resolved):
-    run = real_set_up(resolved)
-    def hook(gradient):
-        bad = run.state.next_positions(1)[0] // 8 in (1, 4, 5)
-        return gradient * math.nan if bad and os.environ["RANK"] == "1" else gradient
-    run.raw_model.get_parameter("model.layers.0.mlp.up_proj.weight").register_hook(hook)
-    return run
+        def hook(gradient: Tensor) -> Tensor:
+            bad = run.state.next_positions(1)[0] // 8 in (1, 4, 5)
+            return gradient * math.nan if bad and os.environ["RANK"] == "1" else gradient
 
-def conclude(run):
-    torch.save(run.raw_model.state_dict(), run.folder.path / f"rank{os.environ['RANK']}.pt")
-    return real_conclude(run)
+        run.raw_model.get_parameter(BAD).register_hook(hook)
+        return run
 
-loop.set_up, loop.conclude = set_up, conclude
-run_command(lambda: loop.train(load_config()) and None)
-"""
+    def conclude(run: Any) -> Any:
+        torch.save(run.raw_model.state_dict(), run.folder.path / f"rank{os.environ['RANK']}.pt")
+        return real_conclude(run)
+
+    loop.set_up, loop.conclude = set_up, conclude
 
 
 @pytest.mark.distributed
@@ -457,19 +451,7 @@ def test_a_nan_on_one_rank_is_skipped_and_undone_on_all(run, tiny_run, tmp_path,
     }
     runs = spoil_gradients(lambda step: step in (1, 4, 5))
     one = run(tiny_run(run__name="one", **options))
-    script = tmp_path / "driver.py"
-    script.write_text(DRIVER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [*command, *tiny_run(run__name="two", **options)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    train_on_two(tiny_run(run__name="two", **options), tmp_path / "output", spoil_the_second_rank)
     two = one.with_name("two")
     assert hashes(two) == hashes(one) == hashes_of([0, 1, 2, 3, 6, 7, 8, 9], blocks_per_epoch(runs[0]))
     skipped = [[row["skipped_steps"] for row in rows(folder)] for folder in (one, two)]
@@ -508,12 +490,11 @@ def lack_memory(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY)
 @pytest.mark.parametrize(
-    ("size", "spared", "sizes", "at_step"),
+    ("error", "size", "spared", "sizes", "at_step"),
     [
-        pytest.param(8, 0, [[8, 4], [4, 2]], 0, id="at-the-start"),
-        pytest.param(4, 5, [[4, 2]], 2, id="in-the-middle-of-step-3"),
+        *(pytest.param(error, 8, 0, [[8, 4], [4, 2]], 0, id=f"at-the-start-{error}"[:40]) for error in OUT_OF_MEMORY),
+        pytest.param(OUT_OF_MEMORY[0], 4, 5, [[4, 2]], 2, id="in-the-middle-of-step-3"),
     ],
 )
 def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faults import train_on_two
 from safetensors.torch import load_file
 
 from hfgolf.errors import UserError
@@ -146,24 +144,16 @@ def moved(folder: Path, name: str) -> str:
 
 
 @pytest.mark.distributed
-def test_one_process_two_and_one_again_are_one_run(run, tiny_run):
+def test_one_process_two_and_one_again_are_one_run(run, tiny_run, tmp_path):
     """Odd numbers of steps and micro-batches at each change."""
     # AdamW: Muon's products, in bf16 where that is fast, make of a last bit a third digit
     options = {**CONSTANT, "optim__name": "adamw", "optim__learning_rate": 0.003, "batch__micro_batch_size": 4}
     straight = run(tiny_run(run__name="straight", **options, train__max_steps=9))
     first = run(tiny_run(run__name="first", **options, train__max_steps=3))
     arguments = tiny_run(run__name=moved(first, "second"), **options, train__max_steps=6, train__resume="latest")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/train.py"]
-    done = subprocess.run(
-        [*command, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout and "at step 3" in done.stdout
+    train_on_two(arguments, tmp_path / "output")
+    said = (tmp_path / "output").read_text()
+    assert "2 processes" in said and "at step 3" in said
     second = first.with_name("second")
     third = run(tiny_run(run__name=moved(second, "third"), **options, train__max_steps=9, train__resume="latest"))
     assert [row["step"] for row in rows(third)] == list(range(1, 10))

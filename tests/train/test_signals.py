@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from faults import start_two
 from safetensors.torch import load_file
 
 from hfgolf.evaluate import loss
@@ -114,7 +116,7 @@ def assert_stopped_at_its_last_row(folder: Path, output: str, name: str) -> None
 
 
 def test_stopped_by_sigterm_and_by_sigint_and_continued_it_is_the_run(run, tiny_run, start):
-    options = {**UNSAVED, "train__max_steps": 150}
+    options = {**UNSAVED, "train__max_steps": 60}
     straight = run(tiny_run(run__name="straight", **options))
     folder = straight.with_name("stopped")
     for number, status, resume in ((signal.SIGTERM, 143, {}), (signal.SIGINT, 130, {"train__resume": "auto"})):
@@ -124,7 +126,7 @@ def test_stopped_by_sigterm_and_by_sigint_and_continued_it_is_the_run(run, tiny_
         started.process.send_signal(number)
         assert started.process.wait(60) == status, started.output
         assert_stopped_at_its_last_row(folder, started.output, number.name)
-        assert begun_at < last_step(folder) < 150
+        assert begun_at < last_step(folder) < 60
         if begun_at:
             assert f"step-{begun_at:06d} at step {begun_at}" in started.output
     run(tiny_run(run__name="stopped", **options, train__resume="auto"))
@@ -241,34 +243,29 @@ def test_a_checkpoint_asked_for_before_the_loop_is_written_after_the_first_step(
     assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
 
 
-IN_AN_EVALUATION = """
-import os, signal, sys
-from pathlib import Path
-from hfgolf.command_line import load_config, run_command
-from hfgolf.evaluate import loss
-from hfgolf.train.loop import train
+def stop_the_second_rank_in_an_evaluation(folder: Path) -> None:
+    """Send rank 1 a SIGTERM in its third batch; note how many batches each rank begins."""
+    real, batches = loss.summed_nats, []
+    rank = os.environ["RANK"]
 
-folder, real, batches = Path(sys.argv.pop(1)), loss.summed_nats, []
+    def asked(*arguments: Any, **options: Any) -> Any:
+        batches.append(1)
+        if len(batches) == 3 and rank == "1":
+            signal.raise_signal(signal.SIGTERM)
+        (folder / f"batches{rank}").write_text(f"{len(batches)}")
+        return real(*arguments, **options)
 
-def asked_on_one_process(*arguments, **named):
-    batches.append(1)
-    if len(batches) == 3 and os.environ["RANK"] == "1":
-        signal.raise_signal(signal.SIGTERM)
-    (folder / f"batches{os.environ['RANK']}").write_text(f"{len(batches)}")
-    return real(*arguments, **named)
-
-loss.summed_nats = asked_on_one_process
-resolved = load_config(sys.argv[1:])
-run_command(lambda: train(resolved) and None)
-"""
+    loss.summed_nats = asked
 
 
 @pytest.mark.distributed
-def test_all_processes_leave_an_evaluation_at_the_same_batch(tiny_run, tmp_path, start):
-    (tmp_path / "driver.py").write_text(IN_AN_EVALUATION)
+def test_all_processes_leave_an_evaluation_at_the_same_batch(tiny_run, tmp_path):
     arguments = tiny_run(**UNSAVED | {"train__eval_every_steps": 3, "batch__micro_batch_size": 1})
-    started = start([*TORCHRUN[:-1], str(tmp_path / "driver.py"), str(tmp_path), *arguments])
-    assert started.process.wait(60) != 0
+    prepare = functools.partial(stop_the_second_rank_in_an_evaluation, tmp_path)
+    processes = start_two(arguments, tmp_path / "output", prepare)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 143, (tmp_path / "output").read_text()
     assert [(tmp_path / f"batches{rank}").read_text() for rank in (0, 1)] == ["7", "7"]
     folder = tmp_path / "runs" / "tiny"
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000003"] and last_step(folder) == 2
@@ -310,20 +307,37 @@ def test_who_repeats_the_wish_is_not_kept_waiting_by_a_save(tiny_run, tmp_path, 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("target", ["one-worker", "launcher"])
-def test_all_processes_stop_at_the_same_step(tiny_run, tmp_path, start, target):
+def test_a_signal_to_one_process_stops_all_at_the_same_step(tiny_run, tmp_path):
+    folder, output = tmp_path / "runs" / "tiny", tmp_path / "output"
+    processes = start_two(tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4), output)
+    while last_step(folder) <= 2:
+        assert all(process.is_alive() for process in processes), output.read_text()
+        time.sleep(0.01)
+    psutil.Process(processes[1].pid).send_signal(signal.SIGTERM)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 143, output.read_text()
+    assert_both_stopped(folder, output.read_text())
+
+
+@pytest.mark.distributed
+def test_a_signal_to_torchrun_stops_all_processes_at_the_same_step(tiny_run, tmp_path, start):
     folder = tmp_path / "runs" / "tiny"
     started = start([*TORCHRUN, *tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4)])
     started.wait_until(lambda: last_step(folder) > 2)
     trainers = started.trainers()
     assert len(trainers) == 2
-    (trainers[1] if target == "one-worker" else started.process).send_signal(signal.SIGTERM)
+    started.process.send_signal(signal.SIGTERM)
     assert started.process.wait(60) != 0
-    assert_stopped_at_its_last_row(folder, started.output, "SIGTERM")
+    assert_both_stopped(folder, started.output)
+    assert not any(is_alive(trainer) for trainer in trainers)
+
+
+def assert_both_stopped(folder: Path, output: str) -> None:
+    assert_stopped_at_its_last_row(folder, output, "SIGTERM")
     manifest = json.loads((folder / "checkpoints" / "latest" / "manifest.json").read_text())
     assert manifest["processes"] == 2 and {"random_states_0.pkl", "random_states_1.pkl"} <= set(manifest["files"])
-    assert not any(is_alive(trainer) for trainer in trainers)
-    assert "Traceback" not in started.output.split("stopped by")[0]
+    assert "Traceback" not in output.split("stopped by")[0]
 
 
 @pytest.mark.distributed
