@@ -64,7 +64,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
         ema,
         keep_last=1,
         identity={"config": {}, "corpus": {}},
-        files_beside_weights={},
+        supporting_files={},
     )
     plain = folder / "plain.pt"
 

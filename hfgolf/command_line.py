@@ -84,7 +84,7 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
         for key in keys:
             _check_key(key, where)
     for key, value in from_command_line.items():
-        if ":" in value and {int, float} & set(_plain_types(KEY_TYPES[key])):  # YAML 1.1 reads 1:30 as 90
+        if ":" in value and {int, float} & set(_parts(KEY_TYPES[key])):  # YAML 1.1 reads 1:30 as 90
             raise _not_allowed("the command line", key, value)
     parser = _build_parser(description)
     if path:  # pass the values read above, so that the file is read only once
@@ -114,7 +114,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, keys in sections.items():
         if section not in SECTIONS:
-            raise UserError(f"{path}: unknown section {section}; did you mean {_nearest(str(section), SECTIONS)}?")
+            raise UserError(f"{path}: unknown section {section}; did you mean {nearest(str(section), SECTIONS)}?")
         if not isinstance(keys, dict | None):
             raise UserError(
                 f"{path}: {section}: {shortened(keys)} is not allowed; allowed: keys and values, as in"
@@ -122,7 +122,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             )
         flat |= {f"{section}.{key}": value for key, value in (keys or {}).items()}
     # YAML 1.1 reads an unquoted `no` as false
-    return {key: "no" if value is False and "no" in _choices(key) else value for key, value in flat.items()}
+    return {
+        key: "no" if value is False and "no" in _parts(KEY_TYPES.get(key)) else value for key, value in flat.items()
+    }
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -195,6 +197,11 @@ def silence_if_closed(stream: TextIO | None) -> bool:
 def one_line(error: object) -> str:
     """Return a message on one line, without its final period."""
     return " ".join(str(error).split()).rstrip(".")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _has_type(value: object, kind: Any) -> bool:
@@ -279,21 +286,16 @@ def _check_key(key: str, where: str | None) -> None:
     if key in KEY_TYPES:
         return
     same_name = [known for known in KEY_TYPES if known.split(".")[1] == key.split(".")[-1]]
-    section = _nearest(key.split(".")[0], SECTIONS)
+    section = nearest(key.split(".")[0], SECTIONS)
     section_keys = [known for known in KEY_TYPES if known.split(".")[0] == section]
     raise UserError(
-        f"{where}: unknown key {key}; did you mean {same_name[0] if same_name else _nearest(key, section_keys)}?"
+        f"{where}: unknown key {key}; did you mean {same_name[0] if same_name else nearest(key, section_keys)}?"
     )
 
 
-def _nearest(word: str, words: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return the word that a user who typed `word` probably meant."""
     return difflib.get_close_matches(word, words, n=1, cutoff=0.0)[0]
-
-
-def _choices(key: str) -> tuple[Any, ...]:
-    """Return the literal values that a key may have, including those inside a union."""
-    kind = KEY_TYPES.get(key)
-    return tuple(typing.get_args(kind)) + tuple(itertools.chain(*map(typing.get_args, typing.get_args(kind))))
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -322,10 +324,10 @@ def _not_allowed(where: str | None, key: str, value: object) -> UserError:
     return UserError(f"{where}: {key}: {shortened(value)} is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
 
 
-def _plain_types(kind: Any) -> list[Any]:
-    """Return the types inside a config type: int and None in `int | None`, float in a tuple of floats."""
+def _parts(kind: Any) -> list[Any]:
+    """Return the types and literal values in a config type: int and "auto" in `int | Literal["auto"]`."""
     arguments = typing.get_args(kind)
-    return [kind] if not arguments else [inner for argument in arguments for inner in _plain_types(argument)]
+    return [kind] if not arguments else [part for argument in arguments for part in _parts(argument)]
 
 
 def describe_type(kind: Any) -> str:

@@ -204,7 +204,9 @@ def highest_measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     earlier = _read_peaks(path)
     peak = max(measured_peak_flops(device, dtype), earlier.get(key, 0.0))
     if peak != earlier.get(key):
-        _write_peaks(path, {**earlier, key: peak})
+        with suppress(OSError):  # a run does not depend on this file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps({**earlier, key: peak}, indent=1))
     return peak
 
 
@@ -215,15 +217,16 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, size: int | No
     a, b = torch.randn(2, size, size, device=device, generator=own_generator).to(dtype)
     best_seconds = float("inf")
     for _ in range(6):  # the first is a warm-up
-        _synchronize(device)
+        synchronize(device)
         started_at = time.perf_counter()
         a @ b
-        _synchronize(device)
+        synchronize(device)
         best_seconds = min(best_seconds, time.perf_counter() - started_at)
     return 2 * size**3 / best_seconds
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done its work; a CPU is never behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -241,10 +244,3 @@ def _read_peaks(path: Path) -> dict[str, float]:
         return {str(key): float(peak) for key, peak in peaks.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
-
-
-def _write_peaks(path: Path, peaks: dict[str, float]) -> None:
-    """Replace the file of measurements, if it can be written; a run does not depend on it."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(peaks, indent=1))

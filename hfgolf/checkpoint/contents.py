@@ -78,7 +78,7 @@ class Checkpointer:
         ema: Ema | None,
         keep_last: int,
         identity: dict[str, Any],
-        files_beside_weights: dict[str, bytes],
+        supporting_files: dict[str, bytes],
     ) -> None:
         self._accelerator = accelerator
         self._folder = folder
@@ -89,7 +89,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self.identity = identity
         """The identity of the run (see run_identity), saved as `run.json`."""
-        self._files_beside_weights = files_beside_weights
+        self._supporting_files = supporting_files
         self._is_replicated = accelerator.distributed_type in _REPLICATED
         self._copies: dict[tuple[str, ...], Tensor] = {}
         """Pinned host copies of a GPU's tensors, reused by each save."""
@@ -225,7 +225,7 @@ class Checkpointer:
         if accelerator.scaler is not None:
             contents[SCALER_NAME] = accelerator.scaler.state_dict()
         contents |= {f"{RNG_STATE_NAME}_{rank}.pkl": states for rank, states in enumerate(random_states)}
-        contents |= self._files_beside_weights
+        contents |= self._supporting_files
 
         def write(folder: Path) -> None:
             for name, content in contents.items():

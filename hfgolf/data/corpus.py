@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from hfgolf.command_line import first_line
 from hfgolf.config import DataConfig
 from hfgolf.data.file_hashes import file_hashes, file_state
 from hfgolf.data.lock import locked
@@ -281,9 +282,8 @@ def _download(url: str, key: str, folder: Path) -> Path:
                     for left_behind in (unfinished, *path.parent.glob(f"{glob.escape(name)}.*.part")):
                         left_behind.unlink(missing_ok=True)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = _first_line(error)
         raise UserError(
-            f"{key}: cannot download {redact(url)} to {path.parent} ({reason}); check the address, the"
+            f"{key}: cannot download {redact(url)} to {path.parent} ({first_line(error)}); check the address, the"
             " network and the disk."
         ) from error
     return path
@@ -335,7 +335,7 @@ def _text_blocks(file: SourceFile) -> Iterator[str]:
         offset = num_bytes - pending + error.start
         raise UserError(f"{file.path} is not UTF-8 (byte {offset}: {error.reason}); convert or remove it.") from error
     except Exception as error:  # each compression library has its own exceptions for a damaged file
-        raise UserError(f"{file.path} cannot be read ({_first_line(error)}); check the file.") from error
+        raise UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.") from error
     if not num_bytes:
         raise UserError(f"{file.path} is empty once decompressed; remove it or add text to it.")
 
@@ -364,7 +364,7 @@ def _readable_by_datasets(file: SourceFile, scratch: Path) -> Iterator[Path]:
                 shutil.copyfileobj(stream, plain)
             plain.flush()
         except Exception as error:  # each compression library has its own exceptions for a damaged file
-            raise UserError(f"{file.path} cannot be decompressed ({_first_line(error)}); check the file.") from error
+            raise UserError(f"{file.path} cannot be decompressed ({first_line(error)}); check the file.") from error
         yield Path(plain.name)
 
 
@@ -374,7 +374,7 @@ def _load_table(path: Path, kind: str) -> Any:
     try:  # streaming reads the file in place, without a second copy in the datasets cache
         return load_dataset(kind, data_files=[str(path)], split="train", streaming=True)
     except Exception as error:
-        raise UserError(f"{path} cannot be read as {kind} ({_first_line(error)}); check the file.") from error
+        raise UserError(f"{path} cannot be read as {kind} ({first_line(error)}); check the file.") from error
 
 
 def _load_hub(data: DataConfig) -> Any:
@@ -398,7 +398,7 @@ def _hub_revision(data: DataConfig) -> str:
 
 def _hub_message(data: DataConfig, error: Exception) -> str:
     name = f"{data.hub_name!r} (data.hub_config {data.hub_config}, data.hub_split {data.hub_split})"
-    return f"data.hub_name: cannot load {name}: {_first_line(error)} Check the name, the network and `hf auth login`."
+    return f"data.hub_name: cannot load {name}: {first_line(error)} Check the name, the network and `hf auth login`."
 
 
 def _rows(table: Any, name: str, split: str | None, column: str) -> Iterator[tuple[str, str | None, Iterable[str]]]:
@@ -417,9 +417,5 @@ def _rows(table: Any, name: str, split: str | None, column: str) -> Iterator[tup
     except UserError:
         raise
     except Exception as error:  # the error that `datasets` raises for a broken row depends on the format
-        reason = _first_line(error)
+        reason = first_line(error)
         raise UserError(f"{name} cannot be read near row {row} ({reason}); check the file or the network.") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

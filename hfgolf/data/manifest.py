@@ -48,11 +48,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def wrong_hash(name: str) -> str:
-    """Return the reason for a file whose hash does not match."""
-    return f"{name} does not match the SHA-256 in {NAME}"
-
-
 def note_damage(folder: Path, reason: str) -> DamagedCacheError:
     """Mark the cache in `folder` as damaged, so that the next start rebuilds it, and return the error to raise."""
     try:
@@ -89,7 +84,7 @@ class Verification:
         try:
             for name, sha256 in self._hashes():
                 if sha256 != self._stated[name]["sha256"]:
-                    self._problem = wrong_hash(name)
+                    self._problem = f"{name} does not match the SHA-256 in {NAME}"
                     return
         except (OSError, KeyError) as error:
             self._problem = f"{type(error).__name__}: {error}"

@@ -72,6 +72,7 @@ class TokenCache:
     is_hit: bool
     identity: dict[str, Any]
     """Identity of the corpus: changes whenever the text or its split changes."""
+    tokenizer_sha256: str
     verification: Verification
     tokenizer_loss: str | None
     """Why the tokenizer is not lossless. None if it is, or if an earlier version of hfgolf did not check."""
@@ -331,10 +332,10 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
         _log.info("tokens: %s (%s)", where, why)
     verification = Verification(manifest, lambda: itertools.chain(val.hashes(), train.hashes()))
-    tokenizer_loss = manifest.get("tokenizer_loss")
+    sha256, tokenizer_loss = manifest["key"]["tokenizer_sha256"], manifest.get("tokenizer_loss")
     if tokenizer_loss:
         _log.warning("%s", tokenizer_loss)
-    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, verification, tokenizer_loss)
+    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, sha256, verification, tokenizer_loss)
 
 
 def _size(tokens: TokenCache) -> str:

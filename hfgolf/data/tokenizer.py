@@ -25,10 +25,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from hfgolf.command_line import first_line
 from hfgolf.config import TokenizerConfig
-from hfgolf.data.manifest import read_manifest, write_manifest, wrong_hash
+from hfgolf.data.manifest import read_manifest, write_manifest
 from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
-from hfgolf.durable import file_sha256, replace_folder
+from hfgolf.durable import find_damage, replace_folder
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,12 +105,10 @@ def find_tokenizer(
 def _problem(path: Path) -> str | None:
     """Return what is wrong with the tokenizer stored in `path`, or None."""
     try:
-        for name, stated in read_manifest(path)["files"].items():
-            if file_sha256(path / name) != stated["sha256"]:
-                return wrong_hash(name)
-    except (OSError, ValueError) as error:
+        damages = (find_damage(path, name, listed) for name, listed in read_manifest(path)["files"].items())
+        return next(filter(None, damages), None)
+    except ValueError as error:
         return str(error)
-    return None
 
 
 def build_encoder(tokenizer: PreTrainedTokenizerFast, kind: str) -> Encoder:
@@ -190,7 +189,7 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
     except UserError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, ...: depends on what is broken
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{where} cannot be loaded ({reason}); check the name or folder and the network.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{where} has no tokenizer.json; hfgolf needs a fast tokenizer.")

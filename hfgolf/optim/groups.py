@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
     from hfgolf.config import OptimConfig
 
+# The keys of the config's section optim that are arguments of Muon.
+_SETTINGS = (
+    *("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_coefficients", "newton_schulz_dtype"),
+    *("update_scale", "row_equilibration", "normuon_beta2", "cautious_weight_decay", "betas", "eps"),
+)
 KINDS = ("matrix", "embedding", "head", "vector")
 PATTERNS = (
     ("model.layers.*.self_attn.*_proj.weight", "matrix"),
@@ -98,21 +103,9 @@ def build_optimizer(
     If torch.distributed is initialized, its processes must hold replicas or shards of this one model; they share Muon's
     work.
     """
-    return Muon(
-        parameter_groups(named_parameters, optim, fused),
-        momentum=optim.momentum,
-        nesterov=optim.nesterov,
-        newton_schulz_steps=optim.newton_schulz_steps,
-        newton_schulz_coefficients=optim.newton_schulz_coefficients,
-        newton_schulz_dtype=optim.newton_schulz_dtype,
-        update_scale=optim.update_scale,
-        row_equilibration=optim.row_equilibration,
-        normuon_beta2=optim.normuon_beta2,
-        cautious_weight_decay=optim.cautious_weight_decay,
-        betas=optim.betas,
-        eps=optim.eps,
-        process_group=dist.group.WORLD if dist.is_available() and dist.is_initialized() else None,
-    )
+    settings = {name: getattr(optim, name) for name in _SETTINGS}
+    process_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return Muon(parameter_groups(named_parameters, optim, fused), **settings, process_group=process_group)
 
 
 def group_table(optimizer: Any) -> str:

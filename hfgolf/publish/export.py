@@ -48,7 +48,7 @@ def export_model(
     replace_folder(partial, folder)
 
 
-def files_beside_weights(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+def supporting_files(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """Return {file name: content} of everything needed to load the weights, except the weights themselves.
 
     The same model and tokenizer give the same bytes. Raises UserError if temporary files cannot be written.

@@ -61,18 +61,19 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
     finally:
         transformers_logging.set_verbosity(verbosity)
     model, loading = loaded
-    missing = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
-    if missing:  # transformers would continue with random weights
-        raise UserError(
-            f"--model: {name_or_path} lacks weights that its config.json asks for: {join_words(missing[:3])}"
-            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; copy or export the model again."
-        )
-    unused = sorted(loading["unexpected_keys"]) if isinstance(model, GolfForCausalLM) else []
-    if unused:  # for other models, transformers knows which leftover weights are harmless
-        raise UserError(
-            f"--model: {name_or_path} has weights that its config.json does not use: {join_words(unused[:3])}"
-            f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}; copy or export the model again."
-        )
+    # transformers would replace missing weights by random ones
+    missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    # for other models, transformers knows which leftover weights are harmless
+    unused = loading["unexpected_keys"] if isinstance(model, GolfForCausalLM) else []
+    for problem, names in (
+        ("lacks weights that its config.json asks for", sorted(missing)),
+        ("has weights that its config.json does not use", sorted(unused)),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(
+                f"--model: {name_or_path} {problem}: {join_words(names[:3])}{more}; copy or export the model again."
+            )
     nonfinite = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if nonfinite:
         raise UserError(f"--model: {nonfinite} of {name_or_path} has nonfinite values; export another checkpoint.")

@@ -30,6 +30,16 @@ class FolderTakenError(UserError):
     """Another run has started in the folder after it was deleted during this run."""
 
 
+class _PathIn:
+    """An attribute of RunFolder: the path of a file or folder in it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """`runs/NAME` and the files in it."""
@@ -37,46 +47,21 @@ class RunFolder:
     path: Path
     _locks: ClassVar[dict[Path, int]] = {}
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metadata(self) -> Path:
-        return self.path / "metadata.json"
-
-    @property
-    def starts(self) -> Path:
-        """One numbered folder per start of the run, with its config, metadata and patch."""
-        return self.path / "starts"
-
-    @property
-    def uncommitted(self) -> Path:
-        """Patch of the differences from the commit in metadata.json; exists only if there are any."""
-        return self.path / "uncommitted.patch"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """The HTML page; next to it are its Markdown and a folder with its pictures."""
-        return self.path / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The exported model, as a folder for `from_pretrained`."""
-        return self.path / "model"
-
-    @property
-    def summary(self) -> Path:
-        """The final figures; exists once the run is complete."""
-        return self.path / "summary.json"
+    config = _PathIn("config.yaml")
+    metadata = _PathIn("metadata.json")
+    starts = _PathIn("starts")
+    """One numbered folder per start of the run, with its config, metadata and patch."""
+    uncommitted = _PathIn("uncommitted.patch")
+    """Patch of the differences from the commit in metadata.json; exists only if there are any."""
+    metrics = _PathIn("metrics.jsonl")
+    report = _PathIn("report.html")
+    """The HTML page; next to it are its Markdown and a folder with its pictures."""
+    checkpoints = _PathIn("checkpoints")
+    model = _PathIn("model")
+    """The exported model, as a folder for `from_pretrained`."""
+    summary = _PathIn("summary.json")
+    """The final figures; exists once the run is complete."""
+    _lock_file = _PathIn(".lock")
 
     def make(self) -> None:
         """Make the folder and check that this process may write there. Raises UserError if it may not."""
@@ -157,10 +142,6 @@ class RunFolder:
             f"run.name: {self.path} was deleted during this run, and another run has started in it (process {owner});"
             " this run stops and leaves the other one alone."
         )
-
-    @property
-    def _lock_file(self) -> Path:
-        return self.path / ".lock"
 
     def read_config(self) -> dict[str, Any]:
         """Return config.yaml as {"section.key": value}; {} if it can't be read."""

@@ -24,14 +24,9 @@ from hfgolf.data.corpus import cache_folder, load_corpus
 from hfgolf.data.token_stream import open_stream
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.errors import UserError
-from hfgolf.hardware import Device, device_name, free_memory_bytes, peak_flops
+from hfgolf.hardware import Device, device_name, free_memory_bytes, peak_flops, synchronize
 from hfgolf.measure.flops import TokenFlops, token_flops
-from hfgolf.measure.memory import (
-    USABLE_SHARE,
-    TrainingMemory,
-    choose_micro_batch_size,
-    run_memory,
-)
+from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer, parameter_groups
 from hfgolf.train.build import build_golf
@@ -206,8 +201,7 @@ def measured_speed(config: RunConfig, vocabulary: int, micro_batch_size: int, ma
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
     started_at = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - started_at
 
 

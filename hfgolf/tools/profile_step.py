@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from hfgolf.errors import UserError
-from hfgolf.hardware import fingerprint
+from hfgolf.hardware import fingerprint, synchronize
 from hfgolf.model.layers_golf import GolfAttention, GolfMLP, GolfRMSNorm
 from hfgolf.model.modeling_golf import GolfForCausalLM, GolfModel
 from hfgolf.run.provenance import run_metadata
@@ -86,10 +86,10 @@ def timed_steps(run: Run, num_steps: int) -> list[float]:
         _step(run)
     seconds = []
     for _ in range(num_steps):
-        _wait(run)
+        synchronize(run.accelerator.device)
         started_at = time.perf_counter()
         _step(run)
-        _wait(run)
+        synchronize(run.accelerator.device)
         seconds.append(time.perf_counter() - started_at)
     return seconds
 
@@ -99,11 +99,6 @@ def _step(run: Run) -> None:
     run.state.step += 1
 
 
-def _wait(run: Run) -> None:
-    if run.accelerator.device.type == "cuda":
-        torch.cuda.synchronize(run.accelerator.device)
-
-
 def _profile(run: Run, num_steps: int, trace: Path) -> Profile:
     activities = [ProfilerActivity.CPU]
     if run.accelerator.device.type == "cuda":
@@ -111,13 +106,13 @@ def _profile(run: Run, num_steps: int, trace: Path) -> Profile:
     warm = schedule(wait=0, warmup=1, active=1, repeat=1)  # a profiler's first events are slower
     with profile(activities=activities, schedule=warm, profile_memory=True) as profiler:
         _step(run)
-        _wait(run)
+        synchronize(run.accelerator.device)
         profiler.step()
         for number in range(num_steps):
             with record_function(STEP):
                 _step(run)
                 if number == num_steps - 1:
-                    _wait(run)  # only after the last: on a GPU, steps may overlap
+                    synchronize(run.accelerator.device)  # only after the last: on a GPU, steps may overlap
     plain = trace.with_suffix("")
     profiler.export_chrome_trace(str(plain))  # uncompressed: torch compresses line by line, several times slower
     trace.write_bytes(gzip.compress(plain.read_bytes(), compresslevel=6))

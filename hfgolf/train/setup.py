@@ -35,7 +35,6 @@ from hfgolf.config import RunConfig
 from hfgolf.data.batches import num_blocks
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
-from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.doctor.monitor import Monitor
 from hfgolf.errors import UserError
 from hfgolf.hardware import accelerator_name, cpu_cores, fingerprint, free_memory_bytes, peak_flops
@@ -51,7 +50,7 @@ from hfgolf.measure.memory import (
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
-from hfgolf.publish.export import files_beside_weights
+from hfgolf.publish.export import supporting_files
 from hfgolf.publish.hub import HubPusher
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
@@ -79,10 +78,10 @@ def set_up(resolved: ResolvedConfig) -> Run:
     stopwatch = Stopwatch()
     folder, origin = _claim(resolved)
     resolved, accelerator = _resolve(resolved, origin)
-    data = _load_data(resolved, accelerator, origin)
-    learner = _build(resolved, accelerator, data, folder)
+    tokens = _load_tokens(resolved, accelerator, origin)
+    learner = _build(resolved, accelerator, tokens, folder)
     _restore(learner, origin, folder, stopwatch)
-    return _start(learner, origin, data, folder, stopwatch)
+    return _start(learner, origin, tokens, folder, stopwatch)
 
 
 @dataclass
@@ -103,15 +102,6 @@ class _Origin:
         if not (self.checkpoint / "tokenizer.json").is_file():
             return None
         return PreTrainedTokenizerFast.from_pretrained(self.checkpoint)
-
-
-@dataclass
-class _Data:
-    """The tokens of a run, and the identity of its text and tokenizer."""
-
-    tokens: TokenCache
-    corpus_identity: dict[str, Any]
-    tokenizer_sha256: str
 
 
 @dataclass
@@ -200,7 +190,7 @@ def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None
     logger.info("precision: %s (%s)", "fp32" if precision == "no" else precision, source)
 
 
-def _load_data(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Origin | None) -> _Data:
+def _load_tokens(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Origin | None) -> TokenCache:
     """Phase 3: load the text as tokens. A resumed run uses the tokenizer of its checkpoint."""
     config = resolved.config
     with accelerator.local_main_process_first():
@@ -208,24 +198,22 @@ def _load_data(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Orig
         if origin:
             origin.changes += check_text(origin.name, origin.identity["corpus"], corpus.identity, resolved)
         tokens = load_tokens(config.data, config.tokenizer, corpus, origin.tokenizer() if origin else None)
-        tokenizer_hash = tokenizer_sha256(tokens.tokenizer)
         if origin:
-            check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokenizer_hash)
+            check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokens.tokenizer_sha256)
     num_blocks(len(tokens.train), config.batch.sequence_length)  # raises if there is not one block
     tokens.tokenizer.model_max_length = config.batch.sequence_length
-    return _Data(tokens, corpus.identity, tokenizer_hash)
+    return tokens
 
 
-def _build(resolved: ResolvedConfig, accelerator: Accelerator, data: _Data, folder: RunFolder) -> _Learner:
+def _build(resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCache, folder: RunFolder) -> _Learner:
     """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
-    tokenizer = data.tokens.tokenizer
-    _require_room(resolved.config, len(tokenizer), accelerator)
-    raw_model = _build_model(resolved.config, data.tokens, accelerator.device)
+    _require_room(resolved.config, len(tokens.tokenizer), accelerator)
+    raw_model = _build_model(resolved.config, tokens, accelerator.device)
     resolved, predicted_memory_bytes = _choose_micro_batch(resolved, raw_model, accelerator)
     config = resolved.config
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, raw_model.fused_projections())
     logger.info("%s", group_table(optimizer))
-    beside_weights = files_beside_weights(raw_model, tokenizer) if accelerator.is_main_process else {}
+    support = supporting_files(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     torch.manual_seed(config.run.seed + accelerator.process_index)  # dropout must differ between ranks
     state = TrainState()
@@ -239,8 +227,8 @@ def _build(resolved: ResolvedConfig, accelerator: Accelerator, data: _Data, fold
         state,
         ema,
         config.train.keep_last,
-        run_identity(resolved, data.corpus_identity, data.tokenizer_sha256),
-        beside_weights,
+        run_identity(resolved, tokens.identity, tokens.tokenizer_sha256),
+        support,
     )
     return _Learner(resolved, accelerator, raw_model, model, optimizer, ema, state, checkpoints, predicted_memory_bytes)
 
@@ -324,14 +312,16 @@ def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopw
     learner.checkpoints.reserve()
 
 
-def _start(learner: _Learner, origin: _Origin | None, data: _Data, folder: RunFolder, stopwatch: Stopwatch) -> Run:
+def _start(
+    learner: _Learner, origin: _Origin | None, tokens: TokenCache, folder: RunFolder, stopwatch: Stopwatch
+) -> Run:
     """Phase 6: assemble the run, record how it was started, compile, and start the loader."""
     config, accelerator, state = learner.resolved.config, learner.accelerator, learner.state
-    blocks_per_epoch = num_blocks(len(data.tokens.train), config.batch.sequence_length)
+    blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
     run = Run(
         **vars(learner),
         folder=folder,
-        tokens=data.tokens,
+        tokens=tokens,
         stopwatch=stopwatch,
         meter=_build_meter(config, learner.raw_model, accelerator, stopwatch),
         tracker=Tracker(accelerator, config, folder.path, state),

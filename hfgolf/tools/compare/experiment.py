@@ -6,7 +6,6 @@ values on as written, so that command_line.py alone checks them. Does not know h
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config, load_yaml
+from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config, load_yaml, nearest
 from hfgolf.config import join_words, shortened
 from hfgolf.errors import UserError
 
@@ -146,7 +145,7 @@ def _read(path: Path) -> dict[str, Any]:
     parts = _mapping(path, "a definition", load_yaml(path, str(path), yaml.BaseLoader))
     for part in parts:
         if part not in _PARTS:
-            raise UserError(f"{path}: unknown key {part}; did you mean {_nearest(part, _PARTS)}?")
+            raise UserError(f"{path}: unknown key {part}; did you mean {nearest(part, _PARTS)}?")
     return {part: value for part, value in parts.items() if value not in ("", "null")}
 
 
@@ -171,7 +170,7 @@ def _check_keys(where: str, keys: Iterable[str]) -> None:
         if key in _SET_BY_EXPERIMENT:
             raise UserError(f"{where}: the experiment sets {key} for each run; remove it.")
         if key not in KEY_TYPES:
-            raise UserError(f"{where}: unknown key {key}; did you mean {_nearest(key, KEY_TYPES)}?")
+            raise UserError(f"{where}: unknown key {key}; did you mean {nearest(key, KEY_TYPES)}?")
 
 
 def _text(path: Path, where: str, key: str, value: Any) -> str:
@@ -215,7 +214,3 @@ def _seeds(path: Path, value: Any) -> list[int]:
             " [1, 2, 3]."
         )
     return seeds
-
-
-def _nearest(word: str, words: Iterable[str]) -> str:
-    return difflib.get_close_matches(word, words, n=1, cutoff=0.0)[0]
