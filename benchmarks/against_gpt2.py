@@ -13,10 +13,9 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from machine import about, held_bytes, peak_bytes, reset_peak, write
+from machine import build_parser, held_bytes, peak_bytes, reset_peak, write
 
 SHAPES = {
     "characters": {"n_embd": 384, "n_layer": 6, "n_head": 6, "vocab_size": 257, "n_positions": 256, "batch": 16},
@@ -85,10 +84,8 @@ def row(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser = build_parser(__doc__, repetitions=9)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--shape", choices=SHAPES, help=argparse.SUPPRESS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -115,9 +112,7 @@ def main() -> None:
         memory = {who: step_bytes(who, name, arguments.device) for who in steps}
         results.append({"shape": name, **shape, "losses": losses, "seconds": seconds, "ratio": ratio, "bytes": memory})
         print(row(results[-1]))
-    if arguments.output:
-        machine = about("torch", "transformers", threads=torch.get_num_threads())
-        write(arguments.output, machine, results=results)
+    write(arguments.output, ["torch", "transformers"], threads=torch.get_num_threads(), results=results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ the disk.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about, write
+from machine import build_parser, write
 
 from hfgolf.command_line import load_config
 
@@ -147,11 +146,9 @@ def show(measured: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser = build_parser(__doc__, repetitions=9)
     parser.add_argument("--model", choices=MODELS, help="only this one")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; a temporary folder is made in it")
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
     from hfgolf.train.console import quiet_libraries
@@ -162,8 +159,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             results.append(measure(model, Path(folder), arguments.repetitions))
         show(results[-1])
-    if arguments.output:
-        write(arguments.output, about("torch", load=os.getloadavg()[0]), results=results)
+    write(arguments.output, ["torch"], results=results)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,19 @@ uses one random byte per element.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about, write
+from machine import build_parser, write
 
 TOKENS, HEADS, HEAD_SIZE = 4096, 4, 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__, repetitions=15)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
-    parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--output", type=Path, help="JSON with all measurements")
     arguments = parser.parse_args()
 
     import torch
@@ -42,8 +38,7 @@ def main() -> None:
             results.append({"work": work, "length": length, "dtype": name, "seconds": seconds, "ratios": ratios})
             shown = "".join(f"{n:>15} {median(t) * 1e3:6.1f} ms {ratios[n]:5.2f}x" for n, t in seconds.items())
             print(f"{name:<9} {work} {length or '':<5}{shown}", flush=True)
-    if arguments.output:
-        write(arguments.output, about("torch"), results=results)
+    write(arguments.output, ["torch"], results=results)
 
 
 def attention(length: int, dtype: Any) -> tuple[dict[str, Callable], list[Any]]:

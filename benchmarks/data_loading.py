@@ -12,7 +12,6 @@ matters that a batch takes far less time than a step or, with workers, that it i
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about, write
+from machine import build_parser, write
 
 PLACES = ("memory map", "RAM")
 WORKERS = (0, 2)
@@ -95,22 +94,18 @@ def show(rates: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser = build_parser(__doc__, repetitions=9)
     parser.add_argument("--tokens", type=int, default=100_000_000)
     parser.add_argument("--batches", type=int, default=500, help="batches per repetition")
     parser.add_argument("--micro_batch_size", type=int, default=8)
     parser.add_argument("--sequence_length", type=int, default=1024)
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
         rates = measure(arguments, Path(folder))
     show(rates)
-    if arguments.output:
-        shape = {name: getattr(arguments, name) for name in ("tokens", "micro_batch_size", "sequence_length")}
-        machine = about("torch", "numpy", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
-        write(arguments.output, machine, shape=shape, batches_per_second=rates)
+    shape = {name: getattr(arguments, name) for name in ("tokens", "micro_batch_size", "sequence_length")}
+    write(arguments.output, ["torch", "numpy"], shape=shape, batches_per_second=rates)
 
 
 if __name__ == "__main__":

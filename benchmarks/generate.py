@@ -13,14 +13,11 @@ On a CPU with --threads 1, time is process time: other programs only affect it t
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about, write
+from machine import build_parser, write
 
 MODELS: dict[str, dict[str, Any]] = {
     "small": {"n_embd": 256, "n_layer": 5, "n_head": 4, "vocab_size": 4096},
@@ -100,13 +97,11 @@ def show(measured: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser = build_parser(__doc__, repetitions=5)
     parser.add_argument("--new_tokens", type=int, default=32)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
     parser.add_argument("--model", choices=MODELS, help="only this one")
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
     import torch
@@ -122,9 +117,8 @@ def main() -> None:
     results = []
     for model in [arguments.model] if arguments.model else MODELS:
         results += measure(model, arguments.device, arguments.new_tokens, arguments.repetitions)
-    if arguments.output:
-        machine = about("torch", "transformers", threads=torch.get_num_threads(), load=os.getloadavg()[0])
-        write(arguments.output, machine, dtype="fp32" if arguments.device == "cpu" else "bf16", results=results)
+    figures = {"threads": torch.get_num_threads(), "dtype": "fp32" if arguments.device == "cpu" else "bf16"}
+    write(arguments.output, ["torch", "transformers"], **figures, results=results)
 
 
 if __name__ == "__main__":

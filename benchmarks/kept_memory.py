@@ -17,11 +17,10 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about, write
+from machine import build_parser, write
 
 SHAPES = {
     "characters": [
@@ -73,9 +72,7 @@ def child(shape: str, kind: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=3, help="processes of each kind (3)")
-    parser.add_argument("--output", type=Path, help="JSON with all measurements")
+    parser = build_parser(__doc__, repetitions=3)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -100,8 +97,7 @@ def main() -> None:
             line = f"{shape:<12}{kind:<13}{median(times):>11,.1f}{min(times):>8,.1f}{max(times):>8,.1f}{faster:>8.2f}"
             print(f"{line}{faults:>13,.0f}{peak / 1e6:>7,.0f} MB")
             results.append({"shape": shape, "freed": kind, "faster": faster, "runs": rows})
-    if arguments.output:
-        write(arguments.output, about("torch", threads=torch.get_num_threads()), results=results)
+    write(arguments.output, ["torch"], threads=torch.get_num_threads(), results=results)
 
 
 if __name__ == "__main__":

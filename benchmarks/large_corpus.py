@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -23,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import about, write
+from machine import build_parser, write
 
 _LINES_AT_ONCE = 100_000
 
@@ -99,10 +98,9 @@ def show(measured: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--vocab_size", type=int, default=4096)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -111,9 +109,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(arguments.gigabytes, arguments.vocab_size, Path(folder))
     show(measured)
-    if arguments.output:
-        machine = about("tokenizers", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
-        write(arguments.output, machine, **measured)
+    write(arguments.output, ["tokenizers"], **measured)
 
 
 if __name__ == "__main__":

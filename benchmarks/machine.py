@@ -1,37 +1,51 @@
-"""What the benchmarks share: the machine's description in their JSON files, and readings of memory.
+"""What the benchmarks share: their options, the machine's description in their JSON files, and readings of memory.
 
-Owns the first fields of every --output file: hardware, versions and the benchmark's own facts. Does not know what is
-measured. Memory is what torch's allocator handed out on a GPU, or this process's resident memory on a CPU (Linux).
+Owns the first fields of every --output file: hardware, load and versions. Does not know what is measured. Memory is
+what torch's allocator handed out on a GPU, or this process's resident memory on a CPU (Linux).
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import json
+import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 
-def about(*packages: str, **facts: Any) -> dict[str, Any]:
-    """Return the hardware, the versions of the given packages ("python" works too), hfgolf's commit, and the facts."""
-    from hfgolf.hardware import fingerprint
+def build_parser(description: str, repetitions: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the options that benchmarks share: --output, and --repetitions with this default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if repetitions is not None:
+        parser.add_argument("--repetitions", type=int, default=repetitions, help=f"({repetitions})")
+    parser.add_argument("--output", type=Path, help="JSON with all measurements")
+    return parser
+
+
+def write(path: Path | None, packages: Sequence[str], **figures: Any) -> None:
+    """Write the figures, and what they were measured on: hardware, load, hfgolf's commit, versions of the packages.
+
+    path: of the JSON file; None writes nothing. packages: "python" works, too.
+    """
+    if path is None:
+        return
+    from hfgolf.hardware import cpu_cores, fingerprint
     from hfgolf.run.provenance import git_commit
 
-    versions = {package: version(package) for package in packages}
-    return {"hardware": fingerprint(), "versions": versions | {"hfgolf": git_commit()}, **facts}
+    versions = {package: _version(package) for package in packages} | {"hfgolf": git_commit()}
+    machine = {"hardware": fingerprint(), "cores": cpu_cores(), "load": os.getloadavg()[0], "versions": versions}
+    path.write_text(json.dumps(machine | figures, indent=1) + "\n")
 
 
-def version(package: str) -> str:
+def _version(package: str) -> str:
     if package == "python":
         return platform.python_version()
     # prefer __version__, because a wheel's metadata may lack torch's +cu130
     return getattr(importlib.import_module(package), "__version__", None) or importlib.metadata.version(package)
-
-
-def write(path: Path, about: dict[str, Any], **figures: Any) -> None:
-    path.write_text(json.dumps(about | figures, indent=1) + "\n")
 
 
 def held_bytes(on_gpu: bool) -> int:

@@ -11,7 +11,6 @@ not depend on other programs, so a busy machine is fine; ignore the times of the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -22,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import about, write
+from machine import build_parser, write
 
 ROOT = Path(__file__).parents[1]
 FP32, BF16 = "--train.mixed_precision=no", "--train.mixed_precision=bf16"
@@ -54,9 +53,8 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = build_parser(__doc__)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--output", type=Path, help="JSON with all measurements")
     arguments = parser.parse_args()
     rows = []
     print(f"{'MB':<34}{'training':>10}{'predicted':>11}{'measured':>10}{'predicted/measured':>20}")
@@ -64,9 +62,7 @@ def main() -> None:
         row = measure(name)
         rows.append(row)
         print(describe(row), flush=True)
-    if arguments.output:
-        c_library = " ".join(platform.libc_ver())
-        write(arguments.output, about("torch", c_library=c_library), cases=rows)
+    write(arguments.output, ["torch"], c_library=" ".join(platform.libc_ver()), cases=rows)
 
 
 def describe(row: dict[str, Any]) -> str:

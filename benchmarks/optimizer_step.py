@@ -14,16 +14,14 @@ On a CPU with --threads 1, time is process time: other programs only affect it t
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from machine import about, held_bytes, peak_bytes, reset_peak, write
+from machine import build_parser, held_bytes, peak_bytes, reset_peak, write
 
 MODELS = {"small": {"width": 256, "layers": 5}, "gpt2_124m": {"width": 768, "layers": 12}}
 MUON = {
@@ -166,12 +164,10 @@ def show(measured: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser = build_parser(__doc__, repetitions=9)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
     parser.add_argument("--model", choices=MODELS, help="only this one")
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -186,9 +182,7 @@ def main() -> None:
     for model in [arguments.model] if arguments.model else MODELS:
         results.append(measure(model, arguments.device, arguments.repetitions))
         show(results[-1])
-    if arguments.output:
-        machine = about("torch", threads=torch.get_num_threads(), load=os.getloadavg()[0])
-        write(arguments.output, machine, results=results)
+    write(arguments.output, ["torch"], threads=torch.get_num_threads(), results=results)
 
 
 if __name__ == "__main__":

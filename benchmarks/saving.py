@@ -12,7 +12,6 @@ ratios are medians over pairs.
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about, write
+from machine import build_parser, write
 
 from hfgolf.command_line import load_config
 
@@ -28,10 +27,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = build_parser(__doc__, repetitions=31)
     parser.add_argument("--config", default=str(ROOT / "configs" / "small.yaml"))
-    parser.add_argument("--repetitions", type=int, default=31)
-    parser.add_argument("--output", type=Path, help="JSON with all measurements")
     arguments, others = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         options = {
@@ -44,8 +41,7 @@ def main() -> None:
         }
         measured = measure([f"--{key}={value}" for key, value in options.items()] + others, arguments.repetitions)
     show(measured)
-    if arguments.output:
-        write(arguments.output, about("torch"), **measured)
+    write(arguments.output, ["torch"], **measured)
 
 
 def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:

@@ -10,9 +10,7 @@ from metrics.jsonl (seconds_setup) and does not include that step. "imports" is 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -21,7 +19,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from machine import about, write
+from machine import build_parser, write
 
 ROOT = Path(__file__).parents[1]
 TRAIN = str(ROOT / "scripts" / "train.py")
@@ -37,10 +35,8 @@ TO_FIRST_STEP, FIRST_STEP = "run: to the first step", "run: the first step"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser = build_parser(__doc__, repetitions=5)
     parser.add_argument("--config", default=str(ROOT / "configs" / "small.yaml"))
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     seconds: dict[str, list[float]] = {}
     cpu_seconds: dict[str, list[float]] = {}
@@ -54,9 +50,8 @@ def main() -> None:
             for name, took in time_run(arguments.config, Path(folder), f"again-{repetition}").items():
                 seconds.setdefault(name, []).append(took)
     show(seconds, cpu_seconds, first)
-    if arguments.output:
-        machine = about("python", "torch", load=os.getloadavg()[0])
-        write(arguments.output, machine, without_cached_tokens=first, seconds=seconds, cpu_seconds=cpu_seconds)
+    figures = {"without_cached_tokens": first, "seconds": seconds, "cpu_seconds": cpu_seconds}
+    write(arguments.output, ["python", "torch"], **figures)
 
 
 def time_run(config: str, folder: Path, name: str) -> dict[str, float]:

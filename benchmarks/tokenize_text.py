@@ -12,10 +12,8 @@ process, and ratios are medians over pairs.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about, write
+from machine import build_parser, write
 
 VOCABULARIES = {"byte": 257, "bpe 4,096": 4096, "bpe 50,257": 50257}
 TEXTS = ("python", "torch")
@@ -95,11 +93,9 @@ def show(measured: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser = build_parser(__doc__, repetitions=9)
     parser.add_argument("--tokenizers", nargs="+", choices=VOCABULARIES, help="only these")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, help="only these")
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
 
     results = []
@@ -107,9 +103,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             results.append(measure(name, text, Path(folder), arguments.repetitions))
         show(results[-1])
-    if arguments.output:
-        machine = about("tokenizers", cores=len(os.sched_getaffinity(0)), load=os.getloadavg()[0])
-        write(arguments.output, machine, results=results)
+    write(arguments.output, ["tokenizers"], results=results)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ On a CPU with --threads 1, time is process time: other programs only affect it t
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import math
@@ -32,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about, peak_bytes, reset_peak, write
+from machine import build_parser, peak_bytes, reset_peak, write
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ ARMS = {
 }
 LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_checkpointing")
 LARGEST_ON_CPU = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_checkpointing")
-BESIDE_TRAINER = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_own_block_muon", "litgpt")
+WITH_TRAINER = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_own_block_muon", "litgpt")
 SETTINGS = ("hfgolf_fp32", *(name for name, arm in ARMS.items() if arm.only_on_gpu), "hfgolf_bf16")
 SETTINGS += ("hfgolf_bf16_compiled", "hfgolf_checkpointing")
 SHAPES = {
@@ -98,8 +97,8 @@ SHAPES = {
     "cuda": {
         "characters": Shape(6, 384, 6, 256, 16, "byte", 257),
         "small": Shape(5, 256, 4, 256, 16, "bpe", 4096),
-        "gpt2_124m": Shape(12, 768, 12, 1024, 16, "bpe", 50_257, BESIDE_TRAINER),
-        "gpt2_350m": Shape(24, 1024, 16, 1024, 8, "bpe", 50_257, BESIDE_TRAINER[:-1]),
+        "gpt2_124m": Shape(12, 768, 12, 1024, 16, "bpe", 50_257, WITH_TRAINER),
+        "gpt2_350m": Shape(24, 1024, 16, 1024, 8, "bpe", 50_257, WITH_TRAINER[:-1]),
         "gpt2_124m_settings": Shape(12, 768, 12, 1024, 8, "bpe", 50_257, SETTINGS),
     },
 }
@@ -502,16 +501,14 @@ def show(rows: dict[str, dict[str, Any]], shape: Shape, device: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = build_parser(__doc__, repetitions=9)
     parser.add_argument("--device", choices=SHAPES, default="cpu")
     parser.add_argument("--shapes", nargs="+", choices={*SHAPES["cpu"], *SHAPES["cuda"]}, help="only these")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="only these")
     parser.add_argument("--sequences", type=int, help="sequences per step, instead of the shape's")
-    parser.add_argument("--repetitions", type=int, default=9, help="rounds (9)")
     parser.add_argument("--steps", type=int, help="steps per arm and round (2; on a GPU 10)")
     parser.add_argument("--warmup_steps", type=int, default=3, help="steps before the rounds (3)")
     parser.add_argument("--threads", type=int, help="CPU threads (one per core)")
-    parser.add_argument("--output", type=Path, help="JSON with all measurements")
     arguments = parser.parse_args()
 
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # otherwise Trainer would split the batch over all GPUs
@@ -527,11 +524,9 @@ def main() -> None:
         print(f"\n{name}: {shape.sequences} x {shape.context} tokens per step, {threads} threads")
         show(rows, shape, device)
         results.append({"shape": name, **dataclasses.asdict(shape), "arms": rows})
-    if arguments.output:
-        clock = "process time" if device == "cpu" and threads == 1 else "wall clock"
-        packages = ["torch", "transformers", *(["litgpt"] if importlib.util.find_spec("litgpt") else [])]
-        described = about(*packages, threads=threads, steps=steps, clock=clock)
-        write(arguments.output, described, results=results)
+    clock = "process time" if device == "cpu" and threads == 1 else "wall clock"
+    packages = ["torch", "transformers", *(["litgpt"] if importlib.util.find_spec("litgpt") else [])]
+    write(arguments.output, packages, threads=threads, steps=steps, clock=clock, results=results)
 
 
 if __name__ == "__main__":
