@@ -1,4 +1,10 @@
-"""Predict the memory of training from shapes, choose a micro-batch that fits, and measure memory use."""
+"""Predict the memory of training from shapes, choose a micro-batch that fits, and measure memory use.
+
+Why formulas, and not a real step on torch's fake tensors: for twelve steps (5 M to 124 M parameters, fp32 and bf16,
+with and without checkpointing, up to 131,072 tokens) the two peaks agree within 8 %, less than a heap loses to
+fragmentation. But a step on fake tensors takes 0.5 to 8 s instead of 0.01 s, and set-up and plan.py predict up to a
+dozen. It also cannot predict a GPU unless torch was built for one, and plan.py does that on a laptop.
+"""
 
 from __future__ import annotations
 

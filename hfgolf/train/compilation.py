@@ -96,7 +96,7 @@ def warm_up(run: Run) -> None:
             raise torch.OutOfMemoryError(reason or "on another process")
 
     if compiling or on_gpu:
-        with run.stopwatch.of("compile" if compiling else "setup"):
+        with run.stopwatch.charge("compile" if compiling else "setup"):
             halve_until_it_fits(run, on_all_processes)
     if compiling:
         logger.info("compile: %.0f s", run.stopwatch.seconds()["compile"])

@@ -81,7 +81,7 @@ def run_steps(run: Run, clock: Clock) -> None:
     run.is_stepping = True
     run.stopwatch.switch("train")
     if run.state.unfinished_row is not None:
-        with run.stopwatch.of("other"):
+        with run.stopwatch.charge("other"):
             report_step(run, clock, console, run.state.unfinished_row, evaluating=True, saving=False)
     while not (clock.is_over() or clock.stop_signal or should_stop_early(run)):
         result = train_step(run, clock.expected_steps())
@@ -95,7 +95,7 @@ def run_steps(run: Run, clock: Clock) -> None:
         saving = clock.save_is_due() or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
         pushing = hub.push and due(step, hub.every_steps, False)
         if evaluating or saving or pushing or due(step, every.log_every_steps, last or step == 1):
-            with run.stopwatch.of("other"):
+            with run.stopwatch.charge("other"):
                 run.tokens.check()  # before saving: a damaged cache must not reach a checkpoint
                 report_step(run, clock, console, describe(run), evaluating, saving)
                 if pushing and not clock.stop_signal:
@@ -133,7 +133,7 @@ def accumulate_gradients(run: Run) -> tuple[Tensor, Tensor]:
     loss_sum = torch.zeros((), device=accelerator.device)
     hash_sum = torch.zeros((), dtype=torch.int64, device=accelerator.device)
     for _ in range(run.accumulation_steps):
-        with run.stopwatch.of("data"):
+        with run.stopwatch.charge("data"):
             batch = next(run.batches)
         hash_sum += batch.pop("sample_hash")
         with accelerator.accumulate(run.model):
@@ -203,7 +203,7 @@ def save(run: Run) -> None:
         if not run.folder.config.exists():  # someone deleted the folder during the run
             write_description(run)
     run.state.seconds = run.stopwatch.seconds()
-    with run.stopwatch.of("checkpoint"):
+    with run.stopwatch.charge("checkpoint"):
         run.checkpoints.save(is_best=run.state.best_step == run.state.step, before_commit=run.tracker.sync)
 
 
@@ -225,7 +225,7 @@ def report_failed_saves(run: Run) -> None:
 def flush(run: Run) -> None:
     """Wait for the pending save and log its outcome, however the loop ended."""
     run.stopwatch.switch("other")
-    with run.stopwatch.of("checkpoint"):
+    with run.stopwatch.charge("checkpoint"):
         run.checkpoints.wait()
     report_findings(run)
     report_failed_saves(run)

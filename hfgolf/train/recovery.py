@@ -138,7 +138,7 @@ class Recovery:
         return self._roll_back(verdict, diagnosis, good_until)
 
     def _roll_back(self, cause: str, diagnosis: str, good_until: int) -> Next:
-        with self._run.stopwatch.of("checkpoint"):
+        with self._run.stopwatch.charge("checkpoint"):
             self._restore(cause, diagnosis, good_until)
         self._run.meter.restart()  # the steps since the last row are undone
         return Next.REPEAT

@@ -55,8 +55,8 @@ class Stopwatch:
         return before
 
     @contextmanager
-    def of(self, kind: str) -> Iterator[None]:
-        """Charge the time inside to `kind`. A nested `of` charges its time to its own kind only."""
+    def charge(self, kind: str) -> Iterator[None]:
+        """Charge the time inside to `kind`. A nested charge takes its time away from the outer one."""
         outside = self.switch(kind)
         try:
             yield

@@ -46,7 +46,7 @@ def evaluate(run: Run, budget_tokens: int | None = None, before_batch: Callable[
 
     before_batch: called before each batch. To end the evaluation, it raises on all processes before the same batch.
     """
-    with run.stopwatch.of("evaluate"):
+    with run.stopwatch.charge("evaluate"):
         return evaluate_loss(
             run.raw_model,
             run.tokens.val,
@@ -89,7 +89,7 @@ def sample(run: Run, max_new_tokens: int) -> str | None:
     """
     tokenizer, seed = run.tokens.tokenizer, run.config.run.seed
     try:
-        with run.stopwatch.of("evaluate"), uncompiled(run.raw_model):
+        with run.stopwatch.charge("evaluate"), uncompiled(run.raw_model):
             # redacted, because the model may have memorized a secret from its corpus
             return redact(generate_text(run.raw_model, tokenizer, max_new_tokens=max_new_tokens, seed=seed))
     except Exception as error:

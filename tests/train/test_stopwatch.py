@@ -21,9 +21,9 @@ def test_nested_work_is_charged_once_and_the_rest_goes_on(monkeypatch):
     stopwatch.carry_over({"train": 1000.0})
     stopwatch.switch("train")
     now += 1
-    with stopwatch.of("evaluate"):
+    with stopwatch.charge("evaluate"):
         now += 10
-        with pytest.raises(ValueError, match="lost"), stopwatch.of("checkpoint"):
+        with pytest.raises(ValueError, match="lost"), stopwatch.charge("checkpoint"):
             now += 100
             raise ValueError("lost")
         now += 20
