@@ -8,7 +8,6 @@ nearest key, and saying in one line what is allowed. Imports nothing heavy befor
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import itertools
 import math
@@ -17,7 +16,7 @@ import re
 import select
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ from typing import Any, Literal, TextIO
 
 import yaml
 
-from hfgolf.config import RunConfig, join_words, shortened
+from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.redact import redact, redact_values
+from hfgolf.wording import join_words, nearest, one_line, shortened
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
@@ -194,16 +194,6 @@ def silence_if_closed(stream: TextIO | None) -> bool:
     return True
 
 
-def one_line(error: object) -> str:
-    """Return a message on one line, without its final period."""
-    return " ".join(str(error).split()).rstrip(".")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def _has_type(value: object, kind: Any) -> bool:
     """Return whether a value read from YAML fits the type of a config key."""
     arguments = typing.get_args(kind)
@@ -291,11 +281,6 @@ def _check_key(key: str, where: str | None) -> None:
     raise UserError(
         f"{where}: unknown key {key}; did you mean {same_name[0] if same_name else nearest(key, section_keys)}?"
     )
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Return the word that a user who typed `word` probably meant."""
-    return difflib.get_close_matches(word, words, n=1, cutoff=0.0)[0]
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -9,18 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import reprlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hfgolf.errors import UserError
+from hfgolf.wording import join_words, shortened
 
 _MAX_INT = 10**15  # a double represents every integer up to here exactly
 _MAX_FLOAT = 1e38  # larger values overflow fp32
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 100
 
 
 def _require(key: str, value: object, is_allowed: bool, allowed: str) -> None:
@@ -52,17 +48,6 @@ def _require_sane(key: str, value: object) -> None:
     elif isinstance(value, int | float) and key != "run.seed":
         maximum = _MAX_INT if isinstance(value, int) else _MAX_FLOAT
         _require(key, value, abs(value) <= maximum, f"numbers up to {maximum:g}")
-
-
-def shortened(value: object) -> str:
-    """Return a value's repr for an error message, shortened in the middle if it is long."""
-    return _SHORT.repr(value)
-
-
-def join_words(words: Iterable[Any], last: str = ", ") -> str:
-    """Join words into a list in prose: "a, b or c" with last=" or "."""
-    texts = [str(word) for word in words]
-    return last.join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
 
 
 def _nearest_multiples(value: int, of: int) -> str:

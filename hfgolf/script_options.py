@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
-from hfgolf.config import shortened
 from hfgolf.errors import UserError
+from hfgolf.wording import shortened
 
 
 class ScriptParser(argparse.ArgumentParser):

@@ -1,6 +1,14 @@
-"""Format seconds, bytes and dollars for people."""
+"""Words for people: figures with their units, lists, values and the errors of libraries. Imports nothing of hfgolf."""
 
 from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
 
 
 def duration(seconds: float) -> str:
@@ -29,3 +37,29 @@ def gigabytes(num_bytes: float) -> str:
 def dollars(amount: float) -> str:
     """Return "$12.34"; four decimals below ten cents."""
     return f"${amount:,.2f}" if amount >= 0.1 or amount == 0 else f"${amount:.4f}"
+
+
+def join_words(words: Iterable[Any], last: str = ", ") -> str:
+    """Join words into a list in prose: "a, b or c" with last=" or "."""
+    texts = [str(word) for word in words]
+    return last.join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+
+
+def shortened(value: object) -> str:
+    """Return a value's repr for an error message, shortened in the middle if it is long."""
+    return _SHORT.repr(value)
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return the word that a user who typed `word` probably meant."""
+    return difflib.get_close_matches(word, words, n=1, cutoff=0.0)[0]
+
+
+def one_line(error: object) -> str:
+    """Return a message on one line, without its final period."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

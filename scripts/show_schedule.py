@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfgolf import palette
-from hfgolf.command_line import load_config, one_line, run_command
+from hfgolf.command_line import load_config, run_command
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.script_options import ScriptParser, check_picture, within
+from hfgolf.wording import one_line
 
 STAND_INS = {  # one parameter of each kind; its name decides its rule and peak learning rate
     "matrix": "model.layers.0.mlp.up_proj.weight",

@@ -53,11 +53,11 @@ from hfgolf.checkpoint.store import (
     replace_link,
     step_folder,
 )
-from hfgolf.command_line import one_line
 from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
+from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import KEY_TYPES, SECTIONS, ResolvedConfig, one_line
+from hfgolf.command_line import KEY_TYPES, SECTIONS, ResolvedConfig
 from hfgolf.config import RunConfig
 from hfgolf.data.corpus import identity_changes
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
+from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import broadcast_object_list
 
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.command_line import one_line
-from hfgolf.config import join_words
 from hfgolf.durable import find_damage, list_files, make_folder, sync, sync_tree
 from hfgolf.errors import UserError
+from hfgolf.wording import join_words, one_line
 
 if TYPE_CHECKING:
     from accelerate import PartialState

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from hfgolf.command_line import first_line
 from hfgolf.config import DataConfig
 from hfgolf.data.file_hashes import file_hashes, file_state
 from hfgolf.data.lock import locked
@@ -36,6 +35,7 @@ from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
 from hfgolf.durable import sync
 from hfgolf.errors import UserError
 from hfgolf.redact import redact
+from hfgolf.wording import first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset

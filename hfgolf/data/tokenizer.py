@@ -25,12 +25,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from hfgolf.command_line import first_line
 from hfgolf.config import TokenizerConfig
 from hfgolf.data.manifest import read_manifest, write_manifest
 from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
 from hfgolf.durable import find_damage, replace_folder
 from hfgolf.errors import UserError
+from hfgolf.wording import first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import one_line, read_settings
+from hfgolf.command_line import read_settings
 from hfgolf.config import RunConfig
 from hfgolf.doctor.feed_symptoms import SameBatches, damaged_cache, data_bound, throughput_falls
 from hfgolf.doctor.finding import Detector, Finding
@@ -30,6 +30,7 @@ from hfgolf.doctor.symptoms import (
 )
 from hfgolf.errors import UserError
 from hfgolf.run.metrics import Metrics, read_metrics
+from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 

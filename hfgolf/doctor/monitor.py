@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import one_line
 from hfgolf.doctor.doctor import Doctor, in_order
 from hfgolf.doctor.finding import Finding
 from hfgolf.run.metrics import read_lines, read_metrics
+from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 

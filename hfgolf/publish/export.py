@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
-from hfgolf.command_line import one_line
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.wording import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

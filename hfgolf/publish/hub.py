@@ -16,9 +16,10 @@ import sys
 import threading
 from pathlib import Path
 
-from hfgolf.command_line import one_line, run_command
+from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
 from hfgolf.publish.model_card import set_location
+from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from hfgolf.command_line import one_line
-from hfgolf.config import join_words
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.wording import join_words, one_line
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _MAX_LAYERS = 1000  # transformers builds all layers before it reads the weights; 10^9 would take hours

@@ -15,9 +15,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import RunConfig, RunSection, join_words
+from hfgolf.config import RunConfig, RunSection
 from hfgolf.durable import write_text
 from hfgolf.redact import redact
+from hfgolf.wording import join_words
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _RESULTS = {"val_loss": "loss (nats per token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import join_words
 from hfgolf.redact import is_secret_name, redact, redact_values
+from hfgolf.wording import join_words
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "wandb", "numpy")
 # Environment variables that affect what a run computes, how fast, or where it reads and writes.

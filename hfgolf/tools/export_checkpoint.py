@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from hfgolf.checkpoint.contents import EMA_NAME
 from hfgolf.checkpoint.identity import read_identity, saved_config
 from hfgolf.checkpoint.store import STATE_NAME, Rejected, find_checkpoint, newest_first, verify
-from hfgolf.command_line import one_line
-from hfgolf.config import RunConfig, join_words
+from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -26,6 +25,7 @@ from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
+from hfgolf.wording import join_words, one_line
 
 
 def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hfgolf.command_line import one_line
 from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.run import Run
+from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 

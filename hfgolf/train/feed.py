@@ -9,10 +9,10 @@ from typing import TypeVar
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from hfgolf.command_line import one_line
 from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
 from hfgolf.errors import UserError
 from hfgolf.train.run import Run
+from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_nonfinite
 from hfgolf.checkpoint.store import Rejected, best_checkpoint, newest_first, saved_step, step_of, verified_file
-from hfgolf.command_line import one_line
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
 from hfgolf.hardware import accelerator_name
@@ -31,7 +30,7 @@ from hfgolf.run.record import read_run
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.run import Run
 from hfgolf.train.validation import evaluate, exported_weights, sample
-from hfgolf.wording import duration, gigabytes
+from hfgolf.wording import duration, gigabytes, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from hfgolf.checkpoint.identity import (
 )
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
-from hfgolf.command_line import ResolvedConfig, one_line
+from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import num_blocks
 from hfgolf.data.corpus import load_corpus
@@ -65,7 +65,7 @@ from hfgolf.train.process import processes, resolve_precision, seed_everything, 
 from hfgolf.train.run import Run
 from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.trackers import Tracker, check_trackers
-from hfgolf.wording import gigabytes
+from hfgolf.wording import gigabytes, one_line
 
 logger = logging.getLogger(__name__)
 

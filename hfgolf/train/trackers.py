@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from hfgolf.command_line import one_line
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
 from hfgolf.run.metrics import MetricsFile
+from hfgolf.wording import one_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

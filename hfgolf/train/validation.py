@@ -9,13 +9,13 @@ from typing import Any
 
 from accelerate import DistributedType
 
-from hfgolf.command_line import one_line
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.redact import redact
 from hfgolf.train.compilation import uncompiled
 from hfgolf.train.run import Run
+from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 

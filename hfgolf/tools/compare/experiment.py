@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config, load_yaml, nearest
-from hfgolf.config import join_words, shortened
+from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config, load_yaml
 from hfgolf.errors import UserError
+from hfgolf.wording import join_words, nearest, shortened
 
 if TYPE_CHECKING:
     from hfgolf.run.folder import RunFolder

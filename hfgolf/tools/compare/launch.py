@@ -13,8 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hfgolf.command_line import one_line
-from hfgolf.config import join_words
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.hardware import cpu_cores
@@ -22,7 +20,7 @@ from hfgolf.tools.compare.experiment import PlannedRun
 from hfgolf.train.claim import changes, completed
 from hfgolf.train.process import resolve_precision
 from hfgolf.train.signals import Signals
-from hfgolf.wording import duration
+from hfgolf.wording import duration, join_words, one_line
 
 logger = logging.getLogger(__name__)
 

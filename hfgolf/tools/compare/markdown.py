@@ -8,10 +8,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from hfgolf.config import join_words
 from hfgolf.redact import redact
 from hfgolf.tools.compare.comparison import Comparison
 from hfgolf.tools.compare.differences import NOISE_P_VALUE, ArmResult, Difference, GridBest
+from hfgolf.wording import join_words
 
 
 def to_markdown(comparison: Comparison) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import one_line
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
@@ -21,6 +20,7 @@ from hfgolf.run.record import read_json, read_summary
 from hfgolf.tools.compare.differences import Curve, Point
 from hfgolf.tools.compare.experiment import PlannedRun
 from hfgolf.tools.compare.launch import CONCURRENT_RUNS
+from hfgolf.wording import one_line
 
 # Keys in which runs of one arm may differ: seed, location, and settings that do not affect the results.
 _NOT_OF_THE_ARM = re.compile(
