@@ -197,10 +197,12 @@ def highest_measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     Other load on the machine can only slow a product down, so the highest value is the closest to the true peak. Using
     it also compares different runs against the same peak.
     """
+    from huggingface_hub import constants
+
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     fp32 = torch.backends.cuda.matmul.fp32_precision if device.type == "cuda" and dtype == torch.float32 else ""
     key = f"{device_name(device)}, {dtype}{fp32}, {threads} threads, torch {torch.__version__}"
-    path = _peaks_path()
+    path = Path(constants.HF_HOME) / "hfgolf" / "device_peaks.json"
     earlier = _read_peaks(path)
     peak = max(measured_peak_flops(device, dtype), earlier.get(key, 0.0))
     if peak != earlier.get(key):
@@ -229,12 +231,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done its work; a CPU is never behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _peaks_path() -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HOME) / "hfgolf" / "device_peaks.json"
 
 
 def _read_peaks(path: Path) -> dict[str, float]:

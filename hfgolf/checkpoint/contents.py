@@ -214,7 +214,7 @@ class Checkpointer:
         """Collect the state and return a function that writes it. Every rank contributes its random states."""
         accelerator = self._accelerator
         random_states = gather_object([_random_states(accelerator.step)])
-        json_files = self._json_files()
+        json_files = self._json_files()  # now: the state changes with the next step
         contents = self._tensors() if accelerator.is_main_process else {}
         copies = self._copy_to_host(contents) if accelerator.device.type == "cuda" else None
         if copies is not None:
@@ -225,7 +225,7 @@ class Checkpointer:
         if accelerator.scaler is not None:
             contents[SCALER_NAME] = accelerator.scaler.state_dict()
         contents |= {f"{RNG_STATE_NAME}_{rank}.pkl": states for rank, states in enumerate(random_states)}
-        contents |= self._supporting_files
+        contents |= self._supporting_files | json_files
 
         def write(folder: Path) -> None:
             for name, content in contents.items():
@@ -236,14 +236,13 @@ class Checkpointer:
                 else:
                     with (folder / name).open("wb") as file:  # given a path, torch hides the OSError
                         torch.save(content, file)
-            _write_json_files(json_files, folder)
 
         return write
 
-    def _json_files(self) -> dict[str, str]:
+    def _json_files(self) -> dict[str, bytes]:
         """Return the content of the checkpoint's JSON files, by file name."""
         contents = {STATE_NAME: self._state.state_dict(), RUN_NAME: self.identity}
-        return {name: json.dumps(content, indent=1) for name, content in contents.items()}
+        return {name: json.dumps(content, indent=1).encode() for name, content in contents.items()}
 
     def _wait_for_release(self, *hook_arguments: Any) -> None:
         """Wait until no save reads the tensors any more; the optimizer calls this before each update."""
@@ -260,7 +259,8 @@ class Checkpointer:
             for path in shards.iterdir():
                 path.rename(folder / path.name)
             shards.rmdir()
-            _write_json_files(json_files, folder)
+            for name, content in json_files.items():
+                (folder / name).write_bytes(content)
 
         return write
 
@@ -307,11 +307,6 @@ class Checkpointer:
             self._failures.append(f"checkpoint of step {step} not written: {one_line(reason)[:200]}")
         finally:
             self._tensors_released.set()
-
-
-def _write_json_files(json_files: dict[str, str], folder: Path) -> None:
-    for name, content in json_files.items():
-        (folder / name).write_text(content, encoding="utf-8")
 
 
 def _load_ema(ema: Ema, file: Path) -> None:

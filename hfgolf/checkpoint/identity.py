@@ -236,13 +236,13 @@ def keep_decisions(
 
 
 def _short_corpus(corpus: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _shortened(value) for key, value in corpus.items()}
-
-
-def _shortened(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MAX_FILES:
-        return {"entries": len(value), "sha256": hashlib.sha256(json.dumps(value).encode()).hexdigest()}
-    return value
+    """Return the identity of a corpus with one hash for each list of more than MAX_FILES entries."""
+    hashes = {
+        key: {"entries": len(value), "sha256": hashlib.sha256(json.dumps(value).encode()).hexdigest()}
+        for key, value in corpus.items()
+        if isinstance(value, list) and len(value) > MAX_FILES
+    }
+    return {**corpus, **hashes}
 
 
 def _plain(value: Any) -> Any:

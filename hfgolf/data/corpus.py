@@ -92,7 +92,7 @@ class Corpus:
         paths = {split: folder / f"{split}-text.arrow" for split in SPLITS}
         train, val = (PieceWriter(paths[split]) for split in SPLITS)
         with train, val:
-            if self._is_contiguous:
+            if self.data.split == "contiguous" and not self.data.val_files:
                 self._write_contiguous(train, val, folder)
             else:
                 for name, split, blocks in self._documents(folder):
@@ -104,10 +104,6 @@ class Corpus:
         if not train.num_pieces or not val.num_pieces:
             raise UserError(self._empty_split_message("train" if not train.num_pieces else "validation"))
         return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
-
-    @property
-    def _is_contiguous(self) -> bool:
-        return self.data.split == "contiguous" and not self.data.val_files
 
     def hashed_split(self, name: str) -> str:
         if self.data.val_files:

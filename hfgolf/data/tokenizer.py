@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
 from hfgolf.config import TokenizerConfig
 from hfgolf.data.manifest import read_manifest, write_manifest
@@ -230,19 +230,9 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _byte_symbols() -> list[str]:
-    """Return the printable character that represents each byte, as in GPT-2 (section 2.2 and its published vocabulary).
-
-    Printable bytes represent themselves. The others map, in order, to the characters from 256 on.
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
 def byte_level_tokenizer(characters: list[str]) -> Tokenizer:
     """Return a tokenizer without merges. Ids are the byte values, then `characters`, then the end-of-text token."""
-    symbols = _byte_symbols()
+    symbols = [symbol for _, symbol in sorted(bytes_to_unicode().items())]  # GPT-2's printable character for each byte
     words = ["".join(symbols[byte] for byte in character.encode()) for character in characters]
     vocab = {word: number for number, word in enumerate([*symbols, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))  # a word in vocab is a token

@@ -62,17 +62,20 @@ def parameter_groups(
     Raises UserError if a parameter does not match exactly one row of PATTERNS, or a key of fused matches no parameter.
     """
     parameters = list(named_parameters)
-    for pattern in fused:
-        if not any(fnmatchcase(name, pattern) for name, _ in parameters):
+    splits: dict[str, tuple[int, ...]] = {}
+    for pattern, rows in fused.items():
+        matching = [name for name, _ in parameters if fnmatchcase(name, pattern)]
+        if not matching:
             raise UserError(f"fused weight {pattern} matches no parameter of the model; name one that exists")
+        splits |= dict.fromkeys(matching if optim.split_qkv else (), tuple(rows))
     members: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
     for name, parameter in parameters:
         members[parameter_kind(name)].append((name, parameter))
-    return [_group(kind, members[kind], optim, fused) for kind in KINDS if members[kind]]
+    return [_group(kind, members[kind], optim, splits) for kind in KINDS if members[kind]]
 
 
 def _group(
-    kind: str, members: list[tuple[str, Tensor]], optim: OptimConfig, fused: Mapping[str, tuple[int, ...]]
+    kind: str, members: list[tuple[str, Tensor]], optim: OptimConfig, splits: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     rule = optim.name if kind == "matrix" or optim.name != "muon" else "adamw"
     learning_rate = optim.adamw_learning_rate if rule != optim.name else optim.learning_rate
@@ -87,12 +90,8 @@ def _group(
         "initial_lr": learning_rate,
         "weight_decay": weight_decay,
         "initial_weight_decay": weight_decay,
-        "splits": [_split(name, fused) if optim.split_qkv else None for name, _ in members],
+        "splits": [splits.get(name) for name, _ in members],
     }
-
-
-def _split(name: str, fused: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    return next((tuple(rows) for pattern, rows in fused.items() if fnmatchcase(name, pattern)), None)
 
 
 def build_optimizer(

@@ -39,13 +39,14 @@ def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[
     hardware: from hfgolf.hardware.fingerprint. In the result, `sources` names the source of each config value that is
     not a default. Secrets are redacted.
     """
+    variables = [name for name in sorted(os.environ) if _VARIABLES.match(name) and not is_secret_name(name)]
     metadata = {
         "commit": git_commit(),
         "command": [Path(sys.executable).name, *sys.argv],
         "seed": resolved.config.run.seed,
         "config": resolved.config.flat(),
         "sources": resolved.sources,
-        "environment": _environment_variables(),
+        "environment": {name: os.environ[name] for name in variables},
         "python": platform.python_version(),
         "packages": {"hfgolf": importlib.metadata.version("hfgolf")} | {p: _version(p) for p in _PACKAGES},
         "hardware": dict(hardware),
@@ -116,11 +117,6 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout if done.returncode in (0, 1) else None  # 1: `diff --no-index` found a difference
-
-
-def _environment_variables() -> dict[str, str]:
-    names = [name for name in sorted(os.environ) if _VARIABLES.match(name) and not is_secret_name(name)]
-    return {name: os.environ[name] for name in names}
 
 
 def _version(package: str) -> str | None:

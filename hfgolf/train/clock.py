@@ -62,7 +62,8 @@ class Clock:
         self._is_main_process = is_main_process
         self._hosts = distributed.new_group(backend="gloo") if num_processes > 1 else None
         self._saved_at = time.perf_counter()
-        self._save_is_due = False
+        self.save_is_due = False
+        """Whether train.save_every_minutes have passed since the last save, or a checkpoint was requested."""
         self._batches = 0
         self.stop_signal = 0
         """Number of the signal that ends the run after this step; 0 if there is none."""
@@ -73,7 +74,7 @@ class Clock:
         save = max(self._signals.save, time.perf_counter() - self._saved_at >= self._save_every_seconds)
         seconds, stop, is_due = self._maximum(self._seconds(), self._signals.stop, save)
         self._state.elapsed_seconds = seconds
-        self.stop_signal, self._save_is_due = int(stop), bool(is_due)
+        self.stop_signal, self.save_is_due = int(stop), bool(is_due)
 
     def raise_if_stopped(self) -> None:
         """Raise Interrupted if any process was asked to stop. All call it before each batch of an evaluation.
@@ -99,14 +100,10 @@ class Clock:
         """Return whether the run has reached its last step or minute."""
         return self._state.step >= self._step_limit or self._state.elapsed_seconds >= self._max_seconds
 
-    def save_is_due(self) -> bool:
-        """Return whether train.save_every_minutes have passed since the last save, or a checkpoint was requested."""
-        return self._save_is_due
-
     def note_save(self) -> None:
         """Restart the minutes to the next save, and clear a pending request."""
         self._saved_at, self._signals.save = time.perf_counter(), 0
-        self._save_is_due = False
+        self.save_is_due = False
 
     def _seconds(self) -> float:
         """Return the seconds of training on the main process, 0 on the others: the maximum over all is its time."""

@@ -92,7 +92,7 @@ def run_steps(run: Run, clock: Clock) -> None:
             continue
         step, last = run.state.step, clock.is_over()
         evaluating = due(step, every.eval_every_steps, last)
-        saving = clock.save_is_due() or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
+        saving = clock.save_is_due or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
         pushing = hub.push and due(step, hub.every_steps, False)
         if evaluating or saving or pushing or due(step, every.log_every_steps, last or step == 1):
             with run.stopwatch.charge("other"):

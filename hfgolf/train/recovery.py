@@ -84,7 +84,8 @@ class Recovery:
             self._report_overflow(result, scaler.get_scale())  # finding the right scale needs no rollback
             return Next.CONTINUE
         self._bad_positions.append(self._positions_read())
-        blocks = self._block_starts(self._bad_positions[-1])
+        seed, length = run.config.run.seed, run.config.batch.sequence_length
+        blocks = block_starts(seed, self._bad_positions[-1], blocks_per_epoch(run), length).tolist()
         diagnosis = (
             f"step {run.state.step}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), "
             f"first in {result.nonfinite_parameter}, blocks from tokens {_short(blocks)}"
@@ -117,10 +118,7 @@ class Recovery:
     def _mean_loss(self, result: StepResult) -> float:
         """Return the mean loss over all processes, so that they all decide alike."""
         accelerator = self._run.accelerator
-        if accelerator.num_processes == 1:
-            return result.loss
-        loss = torch.tensor(result.loss, device=accelerator.device)
-        return float(accelerator.reduce(loss, "mean").item())
+        return accelerator.reduce(torch.tensor(result.loss, device=accelerator.device), "mean").item()
 
     def _review_loss(self, watch: LossWatch, loss: float) -> Next:
         step = self._run.state.step
@@ -200,13 +198,6 @@ class Recovery:
         """Return the positions of the blocks that the last step read."""
         state, count = self._run.state, self._run.config.batch.sequences_per_step
         return stream_positions(state.blocks - count, count, state.excluded_blocks)
-
-    def _block_starts(self, positions: np.ndarray) -> list[int]:
-        """Return the token offset at which each block begins."""
-        config = self._run.config
-        return block_starts(
-            config.run.seed, positions, blocks_per_epoch(self._run), config.batch.sequence_length
-        ).tolist()
 
 
 def _short(starts: list[int]) -> str:

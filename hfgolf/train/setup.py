@@ -93,10 +93,6 @@ class _Origin:
     changes: list[str] = field(default_factory=list)
     """What this run changes, as "key old -> new"."""
 
-    @property
-    def name(self) -> str:
-        return self.checkpoint.name
-
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
         """Return the tokenizer that the weights belong to."""
         if not (self.checkpoint / "tokenizer.json").is_file():
@@ -142,7 +138,7 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
         tune_memory()
     accelerator = _build_accelerator(resolved.config)
     if origin:
-        origin.changes += check_config(origin.name, before, resolved)
+        origin.changes += check_config(origin.checkpoint.name, before, resolved)
     batch = resolved.config.batch
     stated_size = 1 if batch.micro_batch_size == "auto" else batch.micro_batch_size
     batch.accumulation_steps(stated_size, accelerator.num_processes)  # raises if it does not divide
@@ -196,10 +192,10 @@ def _load_tokens(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Or
     with accelerator.local_main_process_first():
         corpus = load_corpus(config.data)
         if origin:
-            origin.changes += check_text(origin.name, origin.identity["corpus"], corpus.identity, resolved)
+            origin.changes += check_text(origin.checkpoint.name, origin.identity["corpus"], corpus.identity, resolved)
         tokens = load_tokens(config.data, config.tokenizer, corpus, origin.tokenizer() if origin else None)
         if origin:
-            check_tokenizer(origin.name, origin.identity["tokenizer_sha256"], tokens.tokenizer_sha256)
+            check_tokenizer(origin.checkpoint.name, origin.identity["tokenizer_sha256"], tokens.tokenizer_sha256)
     num_blocks(len(tokens.train), config.batch.sequence_length)  # raises if there is not one block
     tokens.tokenizer.model_max_length = config.batch.sequence_length
     return tokens

@@ -27,7 +27,7 @@ def of_run(monkeypatch):
 def is_due(of_run, at_seconds):
     of_run.now[0] = at_seconds
     of_run.clock.synchronize()
-    return of_run.clock.save_is_due()
+    return of_run.clock.save_is_due
 
 
 def test_by_default_no_more_than_ten_minutes_lie_between_two_saves(of_run):
