@@ -197,13 +197,8 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
         known = [name for name in _KNOWN_ENDS if name in tokenizer.get_vocab()]
         tokenizer.add_special_tokens({"eos_token": known[0] if known else END_OF_TEXT})
         added = f"{tokenizer.eos_token} of its vocabulary" if known else f"{END_OF_TEXT}, added to its vocabulary"
-        _log.info(
-            "%s has no eos_token; documents are separated by %s (id %d, %d entries)",
-            where,
-            added,
-            tokenizer.eos_token_id,
-            len(tokenizer),
-        )
+        size = f"id {tokenizer.eos_token_id}, {len(tokenizer)} entries"
+        _log.info("%s has no eos_token; documents are separated by %s (%s)", where, added, size)
     return tokenizer
 
 

@@ -71,9 +71,8 @@ def sweep_run(run: Run, rates: list[float]) -> list[Sweep]:
             sweep = Sweep(key, rates[: len(losses)], losses, at_rest[: len(losses)], len(losses) < len(rates))
             sweeps.append(sweep)
             end = "then the loss diverged" if sweep.has_diverged else "the highest"
-            logger.info(
-                "optim.%s: %d steps up to learning rate %.2g, %s", key, len(losses), rates[len(losses) - 1], end
-            )
+            highest = rates[len(losses) - 1]
+            logger.info("optim.%s: %d steps up to learning rate %.2g, %s", key, len(losses), highest, end)
     return sweeps
 
 

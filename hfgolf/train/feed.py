@@ -86,12 +86,8 @@ def halve_micro_batch(run: Run, reason: str) -> None:
     start_batches(run)
     run.tracker.event("out_of_memory", run.state, micro_batch_size=[before, size], reason=reason)
     logger.warning(
-        "out of memory at step %d with a micro-batch of %d; continuing with %d and %d accumulation steps (same tokens"
-        " per step)",
-        run.state.step + 1,
-        before,
-        size,
-        run.accumulation_steps,
+        f"out of memory at step {run.state.step + 1} with a micro-batch of {before}; continuing with {size} and"
+        f" {run.accumulation_steps} accumulation steps (same tokens per step)"
     )
 
 

@@ -120,14 +120,10 @@ def report_run(run: Run, summary: dict[str, Any] | None = None) -> None:
 
 def show_summary(summary: dict[str, Any]) -> None:
     """Print the results of the run and how to load its model."""
-    logger.info(
-        "\nvalidation loss  %.4f nats per token (%sstep %d, whole validation set of %s tokens)",
-        summary["val_loss"],
-        "averaged weights of " if summary["weights"] == "ema" else "",
-        summary["step"],
-        f"{summary['val_tokens']:,}",
-    )
-    logger.info("bits per byte    %.4f over %s bytes", summary["val_bits_per_byte"], f"{summary['val_bytes']:,}")
+    weights = f"{'averaged weights of ' if summary['weights'] == 'ema' else ''}step {summary['step']}"
+    extent = f"whole validation set of {summary['val_tokens']:,} tokens"
+    logger.info(f"\nvalidation loss  {summary['val_loss']:.4f} nats per token ({weights}, {extent})")
+    logger.info(f"bits per byte    {summary['val_bits_per_byte']:.4f} over {summary['val_bytes']:,} bytes")
     if "tokenizer_loss" in summary:
         logger.info("                 %s", summary["tokenizer_loss"])
     logger.info("tokens/s         %s (median)", f"{summary['tokens_per_second']:,.0f}")

@@ -108,12 +108,8 @@ class Recovery:
         """Report a step that overflowed under fp16's loss scale. scale: the scaler's new, lower scale."""
         run, first = self._run, result.nonfinite_parameter
         run.tracker.event("fp16_overflow", run.state, first_parameter=first, loss_scale=scale)
-        logger.info(
-            "step %d: fp16 overflow, first in %s; update skipped, loss scale lowered to %s",
-            run.state.step,
-            first,
-            f"{scale:,.0f}",
-        )
+        where = f"step {run.state.step}: fp16 overflow, first in {first}"
+        logger.info(f"{where}; update skipped, loss scale lowered to {scale:,.0f}")
 
     def _mean_loss(self, result: StepResult) -> float:
         """Return the mean loss over all processes, so that they all decide alike."""
@@ -174,14 +170,10 @@ class Recovery:
             excluded_blocks=state.excluded_blocks,
             learning_rate_scale=state.learning_rate_scale,
         )
+        num_excluded = sum(end - start for start, end in state.excluded_blocks)
         logger.info(
-            "rollback %d of %d: from step %d to %s; learning rates times %g, %d blocks excluded",
-            state.rollbacks,
-            train.max_rollbacks,
-            current.step,
-            checkpoint.name,
-            state.learning_rate_scale,
-            sum(end - start for start, end in state.excluded_blocks),
+            f"rollback {state.rollbacks} of {train.max_rollbacks}: from step {current.step} to {checkpoint.name};"
+            f" learning rates times {state.learning_rate_scale:g}, {num_excluded} blocks excluded"
         )
 
     def _set_suspects_aside(self, good_until: int) -> None:

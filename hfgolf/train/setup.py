@@ -266,14 +266,10 @@ def _choose_micro_batch(
     size = int(resolved.config.batch.micro_batch_size)
     accumulation = config.batch.accumulation_steps(size, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = accumulation
+    num_processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     logger.info(
-        "batch: %s tokens per step = %d sequences x %d tokens x %d accumulation steps x %d process%s",
-        f"{config.batch.tokens_per_step:,}",
-        size,
-        config.batch.sequence_length,
-        accumulation,
-        accelerator.num_processes,
-        "es" if accelerator.num_processes > 1 else "",
+        f"batch: {config.batch.tokens_per_step:,} tokens per step = {size} sequences x {config.batch.sequence_length}"
+        f" tokens x {accumulation} accumulation steps x {num_processes}"
     )
     memory = run_memory(resolved.config, model, size, accelerator.num_processes, accelerator.device.type)
     predicted = expected_bytes(memory, accelerator.device)
