@@ -9,14 +9,22 @@ import argparse
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hfgolf.errors import UserError
 from hfgolf.wording import shortened
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """Parse a script's options. A mistake raises UserError, one line without argparse's usage text."""
+    """Parse a script's options. A mistake raises UserError, one line without argparse's usage text.
+
+    description: the script's docstring. epilog: says how the script also takes train.py's options, which must then not
+    be mistaken for abbreviations of its own.
+    """
+
+    def __init__(self, description: str | None, epilog: str | None = None, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, epilog=epilog, allow_abbrev=epilog is None, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}.")

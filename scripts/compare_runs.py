@@ -4,7 +4,6 @@ Runs the missing runs of a definition, or reads existing ones (--runs), and writ
 and PNG: means, paired differences with p-values, and the steps and seconds to reach the baseline's loss.
 """
 
-import argparse
 import logging
 import shlex
 from pathlib import Path
@@ -17,11 +16,9 @@ from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 
 def main() -> None:
     parser = ScriptParser(
-        description=__doc__,
-        epilog="Also takes train.py's options, for every run: --section.key value.\n"
+        __doc__,
+        "Also takes train.py's options, for every run: --section.key value.\n"
         "benchmarks/experiments/README.md explains the format of a definition.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("paths", nargs="+", type=Path, help="a definition; with --runs, the folders of runs")
     parser.add_argument("--runs", action="store_true", help="only read these runs; the first one's arm is the baseline")

@@ -4,7 +4,6 @@ Reads metrics.jsonl and config.yaml of runs that are running, complete or failed
 are findings; 2: there is no such run.
 """
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -17,7 +16,7 @@ from hfgolf.script_options import ScriptParser
 
 
 def main() -> int:
-    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/small")
     parser.add_argument("--json", action="store_true", help="print {run: [finding, ...]} instead")
     arguments = parser.parse_args()

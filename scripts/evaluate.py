@@ -9,7 +9,7 @@ from hfgolf.script_options import ScriptParser, check_output, within
 
 
 def main() -> int:
-    parser = ScriptParser(description=__doc__)
+    parser = ScriptParser(__doc__)
     parser.add_argument("--model", required=True, help="folder of a causal model (runs/NAME/model) or a Hub name")
     parser.add_argument("--files", required=True, nargs="+", help="paths, globs or URLs, as in data.files")
     parser.add_argument("--text_column", default="text", help="column of jsonl, csv and parquet files (text)")

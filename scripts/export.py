@@ -3,7 +3,6 @@
 A run exports its best weights when it ends. Use this for a run that was killed, or for any other checkpoint.
 """
 
-import argparse
 from pathlib import Path
 
 from hfgolf.command_line import run_command
@@ -12,7 +11,7 @@ from hfgolf.script_options import ScriptParser, check_output
 
 
 def main() -> None:
-    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ScriptParser(__doc__)
     parser.add_argument("--run", required=True, type=Path, help="run folder, such as runs/small")
     parser.add_argument("--checkpoint", help="best, latest or a path (default: best; latest if nothing was evaluated)")
     parser.add_argument("--output", type=Path, help="new folder for the model (default: model/ in the run folder)")

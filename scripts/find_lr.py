@@ -5,7 +5,6 @@ groups and once for the AdamW groups. Writes a plot and a JSON file, and prints 
 nothing else behind.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -20,11 +19,9 @@ from hfgolf.tools.lr_sweep import MEMORY_STEPS, RULE, Sweep, smooth, sweep_rates
 
 def main() -> None:
     parser = ScriptParser(
-        description=__doc__,
-        epilog="Also takes train.py's options: --config FILE --section.key value. track.*, hub.* and the limits of\n"
+        __doc__,
+        "Also takes train.py's options: --config FILE --section.key value. track.*, hub.* and the limits of\n"
         "the run have no effect; train.compile is false unless you set it.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--output", type=Path, default=Path("lr.png"), help="picture to write (lr.png); the JSON file is next to it"

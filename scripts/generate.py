@@ -8,7 +8,7 @@ from hfgolf.script_options import ScriptParser, within
 
 
 def main() -> None:
-    parser = ScriptParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = ScriptParser(__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of an exported model (runs/NAME/model) or a Hub name")
     parser.add_argument("--prompt", default="", help="text to continue; empty: start a new document")
     parser.add_argument(

@@ -6,7 +6,6 @@ their first losses must agree. Writes ladder.png and ladder.json and prints a ta
 the optimizer state per rung; dropout is 0. benchmarks/ladder.py defines the rungs.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -23,11 +22,9 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     parser = ScriptParser(
-        description=__doc__,
-        epilog="Also takes train.py's options: --config FILE --section.key value. --train.compile false skips the\n"
+        __doc__,
+        "Also takes train.py's options: --config FILE --section.key value. --train.compile false skips the\n"
         "rung of torch.compile, --train.mixed_precision no the rung of mixed precision.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, default=Path("runs/ladder"), help="folder to write to (runs/ladder)")
     parser.add_argument("--repetitions", type=within(1, 10**4), default=9, help="timed steps per rung (9)")

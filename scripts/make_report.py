@@ -9,7 +9,7 @@ from hfgolf.script_options import ScriptParser, check_output, within
 
 
 def main() -> None:
-    parser = ScriptParser(description=__doc__)
+    parser = ScriptParser(__doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, help="run folders, such as runs/small; each needs only metrics.jsonl"
     )

@@ -39,11 +39,9 @@ ITEMS = {
 
 def main() -> None:
     parser = ScriptParser(
-        description=__doc__,
-        epilog="Also takes train.py's options: --config FILE --section.key value. For several processes:\n"
+        __doc__,
+        "Also takes train.py's options: --config FILE --section.key value. For several processes:\n"
         "accelerate launch --num_processes 8 scripts/plan.py --config ...",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
     parser.add_argument(

@@ -5,7 +5,6 @@ slowest operations, the memory of a step, and what bounds it. Writes profile.jso
 trace.json.gz, for chrome://tracing or Perfetto, to the run's folder. Saves no weights.
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -18,10 +17,7 @@ from hfgolf.script_options import ScriptParser, check_output, within
 
 def main() -> None:
     parser = ScriptParser(
-        description=__doc__,
-        epilog="Also takes train.py's options: --config FILE --section.key value. track.* and hub.* have no effect.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        __doc__, "Also takes train.py's options: --config FILE --section.key value. track.* and hub.* have no effect."
     )
     parser.add_argument(
         "--steps", type=within(1, 10**4), default=5, help="steps to profile, after three warm-up steps (5)"

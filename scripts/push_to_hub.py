@@ -8,7 +8,7 @@ from hfgolf.script_options import ScriptParser
 
 
 def main() -> None:
-    parser = ScriptParser(description=__doc__)
+    parser = ScriptParser(__doc__)
     parser.add_argument("--run", required=True, type=Path, help="run folder, such as runs/small")
     parser.add_argument("--repo", required=True, help="repository, as user/name; created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create the repository as private")

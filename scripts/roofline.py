@@ -5,7 +5,6 @@ caches), each main operation of a training step alone, and the whole step. Write
 prints a table. Run it on an idle machine: other load lowers the ceilings.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +25,9 @@ STEPS = 3
 
 def main() -> None:
     parser = ScriptParser(
-        description=__doc__,
-        epilog="Also takes train.py's options: --config FILE (configs/small.yaml) --section.key value.\n"
+        __doc__,
+        "Also takes train.py's options: --config FILE (configs/small.yaml) --section.key value.\n"
         "The step is not compiled unless you set train.compile.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, default=Path("runs/roofline"), help="folder to write to (runs/roofline)")
     arguments, run_options = parser.parse_known_args()

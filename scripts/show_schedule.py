@@ -5,7 +5,6 @@ steps, or over the minutes if train.max_minutes ends the run. The numbers come f
 applied.
 """
 
-import argparse
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -50,12 +49,7 @@ class TimeAxis:
 
 
 def main() -> None:
-    parser = ScriptParser(
-        description=__doc__,
-        epilog="Also takes train.py's options: --config FILE --section.key value.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ScriptParser(__doc__, "Also takes train.py's options: --config FILE --section.key value.")
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="picture to write (schedule.png)")
     parser.add_argument(
         "--seconds_per_step",

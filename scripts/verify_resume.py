@@ -4,7 +4,6 @@ Trains a few steps straight, then again with kills at random moments, also insid
 losses, weights, optimizer and random states. Exit status 0: equal; 1: different; 2: a run failed.
 """
 
-import argparse
 from pathlib import Path
 
 from hfgolf.command_line import load_config, run_command
@@ -14,11 +13,9 @@ from hfgolf.script_options import ScriptParser, within
 
 def main() -> int:
     parser = ScriptParser(
-        description=__doc__,
-        epilog="Also takes train.py's options, for both runs: --config FILE --section.key value. This script sets\n"
+        __doc__,
+        "Also takes train.py's options, for both runs: --config FILE --section.key value. This script sets\n"
         "their length, how often they log, evaluate and save, and their (temporary) folder.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--steps", type=within(1, 10**9), default=30, help="optimizer steps of each run (30)")
     parser.add_argument(

@@ -6,7 +6,6 @@ model's parameters, and encoding speed. Size 256 means plain bytes (257 with the
 vocabulary.md, vocabulary.json and vocabulary.png, and prints the table.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -24,10 +23,7 @@ DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"
 
 def main() -> None:
     parser = ScriptParser(
-        description=__doc__,
-        epilog="Also takes train.py's options: --config FILE (configs/small.yaml) --section.key value.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        __doc__, "Also takes train.py's options: --config FILE (configs/small.yaml) --section.key value."
     )
     sizes = [256, 1024, 4096, 16384, 50257]
     parser.add_argument("--files", nargs="+", type=Path, required=True, help="plain text files in UTF-8")
