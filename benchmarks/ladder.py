@@ -129,7 +129,7 @@ def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, prec
     attention: transformers' name for it; eager means plain matmuls. Data, optimizer and learning rates are the run's.
     """
     config, device = run.config, run.accelerator.device
-    model = copy_of(run.raw_model, attention)
+    model = fp32_copy(run.raw_model, attention)
     optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
     if is_compiled:
         model.compile()
@@ -139,7 +139,7 @@ def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, prec
     def step() -> float:
         number = next(numbers)
         total = torch.zeros((), device=device)
-        for part in np.split(starts_of(run, number), run.accumulation_steps):
+        for part in np.split(step_starts(run, number), run.accumulation_steps):
             tokens = blocks(part).to(device)
             with autocast:
                 logits = model(input_ids=tokens[:, :-1]).logits
@@ -156,14 +156,14 @@ def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, prec
     return step
 
 
-def starts_of(run: Run, step: int) -> np.ndarray:
+def step_starts(run: Run, step: int) -> np.ndarray:
     """Return the token index at which each block of a step starts."""
     batch = run.config.batch
     positions = step * batch.sequences_per_step + np.arange(batch.sequences_per_step)
     return block_starts(run.config.run.seed, positions, blocks_per_epoch(run), batch.sequence_length)
 
 
-def copy_of(model: GolfForCausalLM, attention: str) -> GolfForCausalLM:
+def fp32_copy(model: GolfForCausalLM, attention: str) -> GolfForCausalLM:
     """Return an independent, uncompiled fp32 copy of the model."""
     with model.device:
         duplicate = GolfForCausalLM(copy.deepcopy(model.config))
@@ -196,7 +196,7 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
         raise UserError(
             f"--repetitions: {num_steps} steps would read the text more than once; use fewer repetitions or more text."
         )
-    starts = [starts_of(run, step) for step in range(num_steps)]
+    starts = [step_starts(run, step) for step in range(num_steps)]
     gathered = vectorized(stream, length)
     texts = TextFiles(run.tokens, length, np.unique(np.concatenate(starts)), folder)
     is_same = torch.equal(texts.read(starts[0]), gathered(starts[0]))
@@ -221,10 +221,10 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
         ("SDPA", "scaled_dot_product_attention", gathered, "sdpa", is_compiled, precision),
     ]
     built = []
-    for name, what, blocks, attention, compiling, of_rung in rungs:
+    for name, what, blocks, attention, compiling, rung_precision in rungs:
         reason = skipped.get(name, "")
-        step = None if reason else plain_step(run, blocks, attention, compiling, of_rung)
-        built.append(Rung(name, what, step, of_rung, reason))
+        step = None if reason else plain_step(run, blocks, attention, compiling, rung_precision)
+        built.append(Rung(name, what, step, rung_precision, reason))
     if is_compiled:
         run.raw_model.compile()
     what = f"train_step(): chunked loss, {run.raw_model.config._attn_implementation} attention"

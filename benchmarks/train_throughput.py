@@ -293,7 +293,7 @@ def train_trainer(job: Job, turns: Turns) -> None:
             return loss
 
     class InTurns(TrainerCallback):
-        def on_train_begin(self, *of_training: Any, **others: Any) -> None:
+        def on_train_begin(self, *arguments: Any, **options: Any) -> None:
             turns.begin(parameters=model.num_parameters())
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -378,7 +378,7 @@ def write_tokens(shape: Shape, num_steps: int, path: Path) -> None:
         raise SystemExit(f"error: the tokenizer has {len(tokens.tokenizer)} entries, not {shape.vocabulary}.")
     blocks = num_blocks(len(tokens.train), shape.context)
     positions = np.arange(num_steps * shape.sequences).reshape(num_steps, shape.sequences)
-    starts = [block_starts(config.run.seed, of_step, blocks, shape.context) for of_step in positions]
+    starts = [block_starts(config.run.seed, step, blocks, shape.context) for step in positions]
     np.save(path, gather(tokens.train, np.concatenate(starts), shape.context).numpy())
 
 

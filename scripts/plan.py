@@ -103,7 +103,7 @@ def _check(options: argparse.Namespace) -> None:
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
     """Return the config with its precision decided, and the machine to plan for."""
     from hfgolf.hardware import DEVICES, find_device
-    from hfgolf.tools.plan import machine_of, this_machine
+    from hfgolf.tools.plan import machine_with, this_machine
     from hfgolf.train.process import resolve_precision, set_cpu_threads, tune_memory
 
     if name is None:
@@ -118,7 +118,7 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     config = resolved.config
     if config.train.mixed_precision is None:
         config = config.replace(train__mixed_precision="bf16" if device.has_bf16 else "no")
-    return config, machine_of(device, str(config.train.mixed_precision), processes)
+    return config, machine_with(device, str(config.train.mixed_precision), processes)
 
 
 def find_speed(

@@ -69,7 +69,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         {
             "--dollars 15": "--dollars: the price is not known; set --price_per_hour.",
             "--minutes nan": "--minutes: nan is out of range; allowed: 1e-06 to 1e+12.",
-            "--minutes 1 --tokens_per_second 1": "--minutes 1: 60 s are too short for one step of 256 tokens",
+            "--minutes 1 --tokens_per_second 1": "--minutes 1: 60 s is too short for one step of 256 tokens",
             "--mfu 0.5 --measure": "--measure and --mfu each set the speed; use only one.",
             "--device abacus": "--device: abacus is not in the table; known: B300, ",
             "--device H100 --measure": "--measure: only this machine can be measured",

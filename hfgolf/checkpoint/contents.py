@@ -27,6 +27,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -65,43 +66,36 @@ EMA_NAME = "ema.safetensors"
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Saves and loads one run's model, optimizer, scaler, averages, TrainState and random generators."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        folder: Path,
-        model: GolfForCausalLM,
-        optimizer: Any,
-        state: TrainState,
-        ema: Ema | None,
-        keep_last: int,
-        identity: dict[str, Any],
-        supporting_files: dict[str, bytes],
-    ) -> None:
-        self._accelerator = accelerator
-        self._folder = folder
-        self._model = model
-        self._optimizer = optimizer
-        self._state = state
-        self._ema = ema
-        self._keep_last = keep_last
-        self.identity = identity
-        """The identity of the run (see run_identity), saved as `run.json`."""
-        self._supporting_files = supporting_files
-        self._is_replicated = accelerator.distributed_type in _REPLICATED
+    accelerator: Accelerator
+    folder: Path
+    model: GolfForCausalLM
+    """Unwrapped."""
+    optimizer: Any
+    state: TrainState
+    ema: Ema | None
+    keep_last: int
+    identity: dict[str, Any]
+    """The identity of the run (see run_identity), saved as `run.json`."""
+    supporting_files: dict[str, bytes]
+    """{name: content} of the other files that `from_pretrained` needs."""
+
+    def __post_init__(self) -> None:
+        self._is_replicated = self.accelerator.distributed_type in _REPLICATED
         self._copies: dict[tuple[str, ...], Tensor] = {}
         """Pinned host copies of a GPU's tensors, reused by each save."""
         self._tensors_released = Event()
         """Set unless a save still reads the tensors that the next update changes."""
         self._tensors_released.set()
-        optimizer.optimizer.register_step_pre_hook(self._wait_for_release)
+        self.optimizer.optimizer.register_step_pre_hook(self._wait_for_release)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[Any] | None = None
         self._failures: list[str] = []
         if self._is_replicated:  # load into the unwrapped model: a wrapper's keys depend on the number of processes
-            accelerator.register_load_state_pre_hook(self._load_weights)
+            self.accelerator.register_load_state_pre_hook(self._load_weights)
 
     def save(self, is_best: bool, before_commit: Callable[[], None] = lambda: None) -> None:
         """Start writing `step-NNNNNN` in the background. All ranks call it together.
@@ -113,18 +107,18 @@ class Checkpointer:
         ones are untouched, and `failures` reports it.
         """
         self.wait()
-        step = self._state.step
-        nonfinite = first_nonfinite(self._model.named_parameters())
+        step = self.state.step
+        nonfinite = first_nonfinite(self.model.named_parameters())
         if nonfinite is not None:
             self._failures.append(f"checkpoint of step {step} not written: {nonfinite} holds nonfinite values")
             return
         write = self._prepare_write() if self._is_replicated else self._prepare_sharded_write()
-        if self._accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             self._write = self._thread.submit(self._commit, step, write, is_best, before_commit)
 
     def reserve(self) -> None:
         """Allocate the host memory for copies of a GPU's tensors, in the background because pinning it is slow."""
-        if self._is_replicated and self._accelerator.is_main_process and self._accelerator.device.type == "cuda":
+        if self._is_replicated and self.accelerator.is_main_process and self.accelerator.device.type == "cuda":
             self._write = self._thread.submit(self._copy_to_host, self._tensors())
 
     def wait(self) -> None:
@@ -140,7 +134,7 @@ class Checkpointer:
 
     def choose(self, which: str) -> Path | None:
         """Return the checkpoint that `which` (a value of train.resume) means; see choose_checkpoint."""
-        return choose_checkpoint(self._accelerator.state, self._folder, which)
+        return choose_checkpoint(self.accelerator.state, self.folder, which)
 
     def load(self, checkpoint: Path) -> None:
         """Restore everything as it was saved, on this rank; the model and the optimizer remain the same objects.
@@ -150,19 +144,19 @@ class Checkpointer:
         nothing in a checkpoint is ever executed.
         """
         self.wait()
-        accelerator = self._accelerator
+        accelerator = self.accelerator
         own = checkpoint / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
-        rates = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        rates = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         try:
             accelerator.load_state(str(checkpoint), map_location="cpu")
             states = load(own) if own.exists() else None
             if states is not None:
                 self._check_random_states(states, own)
-            self._state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
+            self.state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
             if has_other_data(read_identity(checkpoint), self.identity):
-                self._state.begin_data()
-            if self._ema is not None:
-                _load_ema(self._ema, checkpoint / EMA_NAME)
+                self.state.begin_data()
+            if self.ema is not None:
+                _load_ema(self.ema, checkpoint / EMA_NAME)
         except pickle.UnpicklingError:
             raise UserError(
                 f"train.resume: {checkpoint} holds a pickle that would run code, so it was not loaded; choose another."
@@ -172,26 +166,26 @@ class Checkpointer:
         except Exception as error:  # torch, accelerate and safetensors raise many kinds for a wrong file
             reason = one_line(error)[:300]
             raise UserError(f"train.resume: {checkpoint} does not fit this run ({reason}); choose another.") from None
-        for group, settings in zip(self._optimizer.param_groups, rates, strict=True):
+        for group, settings in zip(self.optimizer.param_groups, rates, strict=True):
             group.update(settings)  # the learning rates come from the config, not from the checkpoint
-        best = step_folder(checkpoint.parent, self._state.best_step)
-        if checkpoint.resolve().parent != self._folder.resolve() or not best.exists():  # another run's, or set aside
-            self._state.best_val_loss, self._state.best_step = float("inf"), 0
+        best = step_folder(checkpoint.parent, self.state.best_step)
+        if checkpoint.resolve().parent != self.folder.resolve() or not best.exists():  # another run's, or set aside
+            self.state.best_val_loss, self.state.best_step = float("inf"), 0
         if accelerator.is_main_process:
-            make_latest(self._folder, checkpoint)
+            make_latest(self.folder, checkpoint)
         accelerator.step = 0  # accelerate counts micro-batches, and a step may now have a different number of them
         if states is None and accelerator.num_processes == read_manifest(checkpoint)["processes"]:
             raise UserError(f"train.resume: {own} is missing; choose an earlier checkpoint.")
         if states is None:  # a new rank: its dropout must differ from that of the others
-            torch.manual_seed(hash((self._state.step, accelerator.process_index)))
+            torch.manual_seed(hash((self.state.step, accelerator.process_index)))
 
     def _load_weights(self, models: list[Any], folder: str) -> None:
-        load_model(self._model, Path(folder) / WEIGHTS_NAME, device="cpu")
+        load_model(self.model, Path(folder) / WEIGHTS_NAME, device="cpu")
         models.clear()  # accelerate would load the models left in this list
 
     def _check_random_states(self, states: dict[str, Any], file: Path) -> None:
         """Raise UserError if the generators were not restored: accelerate silently ignores such errors."""
-        device = self._accelerator.device
+        device = self.accelerator.device
         is_restored = torch.equal(states["torch_manual_seed"], torch.get_rng_state())
         if device.type == "cuda":
             # empty if the checkpoint was saved on a CPU
@@ -203,16 +197,16 @@ class Checkpointer:
     def _tensors(self) -> dict[str, Any]:
         """Return the state on the device to save, by file name."""
         contents = {
-            WEIGHTS_NAME: clean_state_dict_for_safetensors(self._model.state_dict()),
-            f"{OPTIMIZER_NAME}.bin": self._optimizer.state_dict(),
+            WEIGHTS_NAME: clean_state_dict_for_safetensors(self.model.state_dict()),
+            f"{OPTIMIZER_NAME}.bin": self.optimizer.state_dict(),
         }
-        if self._ema is not None:
-            contents[EMA_NAME] = self._ema.state_dict()
+        if self.ema is not None:
+            contents[EMA_NAME] = self.ema.state_dict()
         return contents
 
     def _prepare_write(self) -> Callable[[Path], None]:
         """Collect the state and return a function that writes it. Every rank contributes its random states."""
-        accelerator = self._accelerator
+        accelerator = self.accelerator
         random_states = gather_object([_random_states(accelerator.step)])
         json_files = self._json_files()  # now: the state changes with the next step
         contents = self._tensors() if accelerator.is_main_process else {}
@@ -225,7 +219,7 @@ class Checkpointer:
         if accelerator.scaler is not None:
             contents[SCALER_NAME] = accelerator.scaler.state_dict()
         contents |= {f"{RNG_STATE_NAME}_{rank}.pkl": states for rank, states in enumerate(random_states)}
-        contents |= self._supporting_files | json_files
+        contents |= self.supporting_files | json_files
 
         def write(folder: Path) -> None:
             for name, content in contents.items():
@@ -241,7 +235,7 @@ class Checkpointer:
 
     def _json_files(self) -> dict[str, bytes]:
         """Return the content of the checkpoint's JSON files, by file name."""
-        contents = {STATE_NAME: self._state.state_dict(), RUN_NAME: self.identity}
+        contents = {STATE_NAME: self.state.state_dict(), RUN_NAME: self.identity}
         return {name: json.dumps(content, indent=1).encode() for name, content in contents.items()}
 
     def _wait_for_release(self, *hook_arguments: Any) -> None:
@@ -250,8 +244,8 @@ class Checkpointer:
 
     def _prepare_sharded_write(self) -> Callable[[Path], None]:
         """Let accelerate save the shards now (no rank can copy them all); return a function that does the rest."""
-        accelerator, json_files = self._accelerator, self._json_files()
-        shards = self._folder / f".partial-shards-{self._state.step}"
+        accelerator, json_files = self.accelerator, self._json_files()
+        shards = self.folder / f".partial-shards-{self.state.step}"
         accelerator.save_state(str(shards))
         accelerator.wait_for_everyone()  # save_state has no barrier of its own at the end
 
@@ -292,14 +286,14 @@ class Checkpointer:
     ) -> None:
         partial = None
         try:
-            partial = begin_checkpoint(self._folder, step)
+            partial = begin_checkpoint(self.folder, step)
             write(partial)
             self._tensors_released.set()
             before_commit()
-            checkpoint = commit_checkpoint(partial, step, self._accelerator.num_processes)
+            checkpoint = commit_checkpoint(partial, step, self.accelerator.num_processes)
             if is_best:
-                replace_link(self._folder / "best", checkpoint)
-            prune(self._folder, self._keep_last)
+                replace_link(self.folder / "best", checkpoint)
+            prune(self.folder, self.keep_last)
         except Exception as error:  # OSError, or an error of torch or safetensors that hides it
             if partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)

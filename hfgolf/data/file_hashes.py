@@ -1,6 +1,6 @@
 """Cached SHA-256 hashes of files, so that a second start does not read the text again.
 
-Owns the cache file (the note) and the rule for when an entry is still valid. Does not know what the files are.
+Owns the cache file and the rule for when an entry is still valid. Does not know what the files are.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from hfgolf.durable import write_text
 SETTLED_SECONDS = 2.0  # the coarsest time stamp of a file system (FAT)
 
 
-def file_hashes(paths: Iterable[Path], note: Path) -> dict[Path, str]:
-    """Return the SHA-256 of each file: from `note` if the file is unchanged, otherwise hashed now and added to `note`.
+def file_hashes(paths: Iterable[Path], cache: Path) -> dict[Path, str]:
+    """Return the SHA-256 of each file: from `cache` if the file is unchanged, otherwise hashed now and added to it.
 
     A file counts as unchanged if its size, times and inode are the same. This misses a write that preserves all of
-    them: one below the file system (a disk edited offline), or one after the clock was set back. Delete the note to
-    hash everything again.
+    them: one below the file system (a disk edited offline), or one after the clock was set back. Delete the
+    cache to hash everything again.
     """
-    noted = _read(note)
+    cached = _read(cache)
     hashes: dict[Path, str] = {}
     new: dict[str, Any] = {}
     for path in paths:
-        # Taken before the file is read: a write in between invalidates the note entry instead of hiding behind it.
+        # Taken before the file is read: a write in between invalidates the entry instead of hiding behind it.
         state = file_state(path)
-        entry = noted.get(str(path))
+        entry = cached.get(str(path))
         if isinstance(entry, list) and entry[:-1] == state:
             hashes[path] = str(entry[-1])
             continue
@@ -42,7 +42,7 @@ def file_hashes(paths: Iterable[Path], note: Path) -> dict[Path, str]:
         if is_settled:
             new[str(path)] = [*state, hashes[path]]
     if new:
-        _write(noted | new, note)
+        _write(cached | new, cache)
     return hashes
 
 
@@ -53,16 +53,14 @@ def file_state(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _read(note: Path) -> dict[str, Any]:
+def _read(cache: Path) -> dict[str, Any]:
     try:
-        content = json.loads(note.read_bytes())
+        content = json.loads(cache.read_bytes())
     except (OSError, ValueError):  # missing or damaged: hash everything
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def _write(content: dict[str, Any], note: Path) -> None:
-    for left_behind in note.parent.glob(f"{note.name}.*.part"):  # from earlier versions that were killed
-        left_behind.unlink(missing_ok=True)
+def _write(content: dict[str, Any], cache: Path) -> None:
     with suppress(OSError):  # full disk or concurrent writers: the next start hashes again
-        write_text(note, json.dumps(content))
+        write_text(cache, json.dumps(content))

@@ -23,14 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = {
-    "blue": palette.BLUE,
-    "vermilion": palette.VERMILION,
-    "green": palette.GREEN,
-    "pink": palette.PINK,
-    "orange": palette.ORANGE,
-    "sky blue": palette.SKY_BLUE,
-}
+_COLORS = dict(zip(("blue", "vermilion", "green", "pink", "orange", "sky blue"), palette.LINES, strict=False))
 # (dash, gap, ...) in line widths. 5 patterns and 6 colors give 30 different lines.
 _DASHES = {
     "solid": (),

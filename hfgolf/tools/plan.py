@@ -157,7 +157,7 @@ def this_machine(precision: str, processes: int) -> Machine:
     return Machine(device_name(device), device.type, processes, peak, free_bytes)
 
 
-def machine_of(device: Device, precision: str, processes: int) -> Machine:
+def machine_with(device: Device, precision: str, processes: int) -> Machine:
     """Describe a machine with devices of the table (hardware.DEVICES), with all their memory free."""
     return Machine(device.name, "cuda", processes, device.peak_flops(precision) * processes, device.memory_gb * 10**9)
 
@@ -297,7 +297,7 @@ def affordable_steps(config: RunConfig, data: TokenCounts, speed: Speed, seconds
     steps = bisect.bisect_right(range(1, max_steps + 1), seconds * (1 + 1e-9), key=total)
     if steps < 1:
         raise UserError(
-            f"{budget}: {seconds:,.3g} s are too short for one step of {config.batch.tokens_per_step:,} tokens"
+            f"{budget}: {seconds:,.3g} s is too short for one step of {config.batch.tokens_per_step:,} tokens"
             f" ({per_step:,.3g} s at {speed.tokens_per_second:,.0f} tokens/s) with its evaluation"
             f" ({total(1) - per_step:,.3g} s); allow more, or choose a smaller model, batch.tokens_per_step or"
             " train.eval_tokens."

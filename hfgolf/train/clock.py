@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass, field
 
 import torch
 from torch import distributed
@@ -36,6 +37,7 @@ class Interrupted(Exception):
     """Ends an evaluation early, on all processes, because one of them was asked to stop."""
 
 
+@dataclass(eq=False)
 class Clock:
     """Measures progress in steps and in minutes of the main process, and shares stop and save requests.
 
@@ -43,37 +45,31 @@ class Clock:
     between the CPUs, so no GPU waits for them.
     """
 
-    def __init__(
-        self,
-        train: TrainConfig,
-        state: TrainState,
-        stopwatch: Stopwatch,
-        signals: Signals,
-        step_limit: float,
-        num_processes: int = 1,
-        is_main_process: bool = True,
-    ) -> None:
-        self._state = state
-        self._stopwatch = stopwatch
-        self._signals = signals
-        self._step_limit = step_limit
-        self._max_seconds = 60 * (train.max_minutes or math.inf)
-        self._save_every_seconds = 60 * (train.save_every_minutes or math.inf)
-        self._is_main_process = is_main_process
-        self._hosts = distributed.new_group(backend="gloo") if num_processes > 1 else None
+    train: TrainConfig
+    state: TrainState
+    stopwatch: Stopwatch
+    signals: Signals
+    step_limit: float
+    num_processes: int = 1
+    is_main_process: bool = True
+    stop_signal: int = field(default=0, init=False)
+    """Number of the signal that ends the run after this step; 0 if there is none."""
+    save_is_due: bool = field(default=False, init=False)
+    """Whether train.save_every_minutes have passed since the last save, or a checkpoint was requested."""
+
+    def __post_init__(self) -> None:
+        self._max_seconds = 60 * (self.train.max_minutes or math.inf)
+        self._save_every_seconds = 60 * (self.train.save_every_minutes or math.inf)
+        self._hosts = distributed.new_group(backend="gloo") if self.num_processes > 1 else None
         self._saved_at = time.perf_counter()
-        self.save_is_due = False
-        """Whether train.save_every_minutes have passed since the last save, or a checkpoint was requested."""
         self._batches = 0
-        self.stop_signal = 0
-        """Number of the signal that ends the run after this step; 0 if there is none."""
         self.synchronize()
 
     def synchronize(self) -> None:
         """Agree with all processes on the time, a stop and a save. All processes call it after each step."""
-        save = max(self._signals.save, time.perf_counter() - self._saved_at >= self._save_every_seconds)
-        seconds, stop, is_due = self._maximum(self._seconds(), self._signals.stop, save)
-        self._state.elapsed_seconds = seconds
+        save = max(self.signals.save, time.perf_counter() - self._saved_at >= self._save_every_seconds)
+        seconds, stop, is_due = self._maximum(self._seconds(), self.signals.stop, save)
+        self.state.elapsed_seconds = seconds
         self.stop_signal, self.save_is_due = int(stop), bool(is_due)
 
     def raise_if_stopped(self) -> None:
@@ -83,7 +79,7 @@ class Clock:
         """
         self._batches += 1
         if not self.stop_signal and (self._hosts is None or self._batches % _BATCHES_PER_AGREEMENT == 0):
-            (stop,) = self._maximum(self._signals.stop)
+            (stop,) = self._maximum(self.signals.stop)
             self.stop_signal = int(stop)
         if self.stop_signal:
             raise Interrupted
@@ -91,23 +87,23 @@ class Clock:
     def expected_steps(self) -> float:
         """Return the expected number of steps at the end of the run. All processes call it."""
         if self._max_seconds == math.inf:
-            return self._step_limit
+            return self.step_limit
         # the time now, not at the last step: an evaluation or a save since then used some of the minutes
         (seconds,) = self._maximum(self._seconds())
-        return min(self._step_limit, projected_steps(self._state.step, seconds / self._max_seconds))
+        return min(self.step_limit, projected_steps(self.state.step, seconds / self._max_seconds))
 
     def is_over(self) -> bool:
         """Return whether the run has reached its last step or minute."""
-        return self._state.step >= self._step_limit or self._state.elapsed_seconds >= self._max_seconds
+        return self.state.step >= self.step_limit or self.state.elapsed_seconds >= self._max_seconds
 
     def note_save(self) -> None:
         """Restart the minutes to the next save, and clear a pending request."""
-        self._saved_at, self._signals.save = time.perf_counter(), 0
+        self._saved_at, self.signals.save = time.perf_counter(), 0
         self.save_is_due = False
 
     def _seconds(self) -> float:
         """Return the seconds of training on the main process, 0 on the others: the maximum over all is its time."""
-        return self._stopwatch.training_seconds() if self._is_main_process else 0.0
+        return self.stopwatch.training_seconds() if self.is_main_process else 0.0
 
     def _maximum(self, *numbers: float) -> list[float]:
         """Return the maximum of each number over the processes."""

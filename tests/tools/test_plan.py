@@ -26,7 +26,7 @@ from hfgolf.tools.plan import (
     assumed_speed,
     count_tokens,
     evaluation_seconds,
-    machine_of,
+    machine_with,
     make_plan,
     measured_speed,
     meta_model,
@@ -107,7 +107,7 @@ def test_the_assumed_speed_is_a_share_of_the_peak():
 
 
 def test_several_processes_share_the_step():
-    eight = machine_of(find_device("H100"), "bf16", 8)
+    eight = machine_with(find_device("H100"), "bf16", 8)
     assert eight.peak_flops == 8 * 989e12
     planned = plan_of(config_of("--train.mixed_precision=bf16", "--batch.tokens_per_step=32768"), eight)
     assert planned.micro_batch_size * planned.accumulation_steps * 8 * 256 == 32768
@@ -137,7 +137,7 @@ def test_a_budget_pays_for_the_most_steps_that_it_can():
 
 
 def test_a_budget_of_less_than_a_step_is_refused():
-    with pytest.raises(UserError, match=r"^--minutes 1: 0.05 s are too short for one step of 4,096 tokens") as error:
+    with pytest.raises(UserError, match=r"^--minutes 1: 0.05 s is too short for one step of 4,096 tokens") as error:
         affordable_steps(config_of(), DATA, FAST, 0.05, "--minutes 1")
     assert "\n" not in str(error.value)
 

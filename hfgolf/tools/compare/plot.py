@@ -15,15 +15,7 @@ if TYPE_CHECKING:
     from hfgolf.tools.compare.experiment import Experiment
     from hfgolf.tools.compare.outcome import Outcome
 
-_COLORS = (
-    palette.BLACK,
-    palette.ORANGE,
-    palette.BLUE,
-    palette.GREEN,
-    palette.VERMILION,
-    palette.SKY_BLUE,
-    palette.PINK,
-)
+_COLORS = (palette.BLACK, *palette.LINES[:6])
 _DASHES = ("-", "--", "-.", ":")
 
 
