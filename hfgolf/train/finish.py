@@ -75,31 +75,36 @@ def conclude(run: Run) -> dict[str, Any]:
         summary |= run.stopwatch.row()
         summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # so far, for the report
         report_run(run, summary)
-        try:
-            picture = run.folder.report.with_suffix("") / "loss.png"
-            pictures = [picture] if picture.is_file() else []
-            card = model_card(run.config, summary, pictures)
-            export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
-            # without the README, which a push edits
-            exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})
-            summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # with report and export
-            summary["files"] = list_files(run.folder.model, exported)
-            write_text(run.folder.summary, json.dumps(summary, indent=1))
-        except (OSError, SafetensorError) as error:
-            saved = saved_step(run.folder.checkpoints)
-            advice = (
-                "no checkpoint could be written either, so the weights are lost; free disk space and train again"
-                if saved is None
-                else f"checkpoints hold step {saved} of {run.state.step}; free disk space, then run the same command"
-                " with --train.resume auto"
-            )
-            raise UserError(
-                f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); {advice}."
-            ) from None
+        _export(run, summary)
         show_summary(summary)
         run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
     run.tracker.finish()
     return summary
+
+
+def _export(run: Run, summary: dict[str, Any]) -> None:
+    """Write the model's folder and summary.json. Raises UserError, saying what is left, if the disk is full."""
+    try:
+        picture = run.folder.report.with_suffix("") / "loss.png"
+        pictures = [picture] if picture.is_file() else []
+        card = model_card(run.config, summary, pictures)
+        export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
+        # without the README, which a push edits
+        exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})
+        summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # with report and export
+        summary["files"] = list_files(run.folder.model, exported)
+        write_text(run.folder.summary, json.dumps(summary, indent=1))
+    except (OSError, SafetensorError) as error:
+        saved = saved_step(run.folder.checkpoints)
+        advice = (
+            "no checkpoint could be written either, so the weights are lost; free disk space and train again"
+            if saved is None
+            else f"checkpoints hold step {saved} of {run.state.step}; free disk space, then run the same command"
+            " with --train.resume auto"
+        )
+        raise UserError(
+            f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); {advice}."
+        ) from None
 
 
 def report_run(run: Run, summary: dict[str, Any] | None = None) -> None:
