@@ -151,7 +151,7 @@ class Checkpointer:
             accelerator.load_state(str(checkpoint), map_location="cpu")
             states = load(own) if own.exists() else None
             if states is not None:
-                self._check_random_states(states, own)
+                _check_random_states(states, own, accelerator.device)
             self.state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
             if has_other_data(read_identity(checkpoint), self.identity):
                 self.state.begin_data()
@@ -182,17 +182,6 @@ class Checkpointer:
     def _load_weights(self, models: list[Any], folder: str) -> None:
         load_model(self.model, Path(folder) / WEIGHTS_NAME, device="cpu")
         models.clear()  # accelerate would load the models left in this list
-
-    def _check_random_states(self, states: dict[str, Any], file: Path) -> None:
-        """Raise UserError if the generators were not restored: accelerate silently ignores such errors."""
-        device = self.accelerator.device
-        is_restored = torch.equal(states["torch_manual_seed"], torch.get_rng_state())
-        if device.type == "cuda":
-            # empty if the checkpoint was saved on a CPU
-            for saved in states.get("torch_cuda_manual_seed", [])[device.index or 0 :][:1]:
-                is_restored = is_restored and torch.equal(saved, torch.cuda.get_rng_state(device))
-        if not is_restored:
-            raise UserError(f"train.resume: the random state in {file} could not be restored; choose another.")
 
     def _tensors(self) -> dict[str, Any]:
         """Return the state on the device to save, by file name."""
@@ -342,3 +331,14 @@ def _random_states(step: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
     return states
+
+
+def _check_random_states(states: dict[str, Any], file: Path, device: torch.device) -> None:
+    """Raise UserError if the generators were not restored: accelerate silently ignores such errors."""
+    is_restored = torch.equal(states["torch_manual_seed"], torch.get_rng_state())
+    if device.type == "cuda":
+        # empty if the checkpoint was saved on a CPU
+        for saved in states.get("torch_cuda_manual_seed", [])[device.index or 0 :][:1]:
+            is_restored = is_restored and torch.equal(saved, torch.cuda.get_rng_state(device))
+    if not is_restored:
+        raise UserError(f"train.resume: the random state in {file} could not be restored; choose another.")

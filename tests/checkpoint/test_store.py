@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -549,9 +548,8 @@ def test_the_generator_of_every_gpu_is_saved_and_compared(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
     saved = contents._random_states(0)
     assert saved["torch_cuda_manual_seed"] == states
-    on_gpu = SimpleNamespace(_accelerator=SimpleNamespace(device=torch.device("cuda", 1)))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device.index])
-    contents.Checkpointer._check_random_states(on_gpu, saved, tmp_path)
+    contents._check_random_states(saved, tmp_path, torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[0])
     with pytest.raises(UserError, match=r"train.resume: the random state in .* could not be restored"):
-        contents.Checkpointer._check_random_states(on_gpu, saved, tmp_path)
+        contents._check_random_states(saved, tmp_path, torch.device("cuda", 1))
