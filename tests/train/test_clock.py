@@ -64,7 +64,7 @@ def test_a_run_saves_when_the_minutes_have_passed(run, tiny_run, monkeypatch, mi
     real = Checkpointer.save
 
     def save(self, **options):
-        saved.append(self._state.step)
+        saved.append(self.state.step)
         real(self, **options)
 
     monkeypatch.setattr(Checkpointer, "save", save)
