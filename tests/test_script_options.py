@@ -10,8 +10,17 @@ import pytest
 ABSURD = ("0", "-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many")
 NUMBERS = {
     "compare_runs.py": ("--jobs",),
-    "evaluate.py": ("--sequence_length", "--batch_size"),
+    "evaluate.py": (
+        "--sequence_length",
+        "--batch_size",
+        "--stride",
+        "--adapt_chunk",
+        "--adapt_rate",
+        "--adapt_epochs",
+        "--adapt_rank",
+    ),
     "find_lr.py": ("--steps", "--lowest", "--highest"),
+    "golf_record.py": ("--margin_nats", "--tokens", "--bytes", "--significance", "--scores", "--reference"),
     "generate.py": ("--max_new_tokens", "--temperature", "--top_k", "--top_p", "--num_samples", "--seed"),
     "ladder.py": ("--repetitions", "--losses"),
     "make_report.py": ("--price_per_hour",),
@@ -21,7 +30,18 @@ NUMBERS = {
     "verify_resume.py": ("--steps", "--kills", "--kill_seed", "--num_processes"),
     "vocabulary_study.py": ("--vocab_sizes", "--hidden_size", "--context", "--max_bytes"),
 }
-MAY_BE_0 = {"--kills", "--kill_seed", "--temperature", "--top_k", "--seed", ("make_report.py", "--price_per_hour")}
+MAY_BE_0 = {
+    "--adapt_rate",
+    "--margin_nats",
+    "--scores",
+    "--reference",
+    "--kills",
+    "--kill_seed",
+    "--temperature",
+    "--top_k",
+    "--seed",
+    ("make_report.py", "--price_per_hour"),
+}
 
 
 @pytest.mark.parametrize(("script", "option"), [(script, option) for script in NUMBERS for option in NUMBERS[script]])
@@ -150,6 +170,7 @@ def test_what_argparse_refuses_is_one_line_too(run_script):
 
 OUTPUTS = {  # script: its arguments, the option, and what must not be reached
     "compare_runs.py": (["--runs", "run"], "--output_dir", "hfgolf.tools.compare.outcome.read_outcome"),
+    "evaluate.py": (["--model=m", "--files=f"], "--certificate", "hfgolf.tools.evaluate_text.evaluate_text"),
     "export.py": (["--run", "run"], "--output", "hfgolf.tools.export_checkpoint.export_checkpoint"),
     "find_lr.py": (["--train.max_steps=1"], "--output", "hfgolf.tools.find_lr.find_lr"),
     "ladder.py": (["--train.max_steps=1"], "--output", "hfgolf.tools.scratch.scratch_run"),
@@ -159,7 +180,7 @@ OUTPUTS = {  # script: its arguments, the option, and what must not be reached
     "show_schedule.py": (["--train.max_steps=1"], "--output", "hfgolf.optim.schedule.apply_schedule"),
     "vocabulary_study.py": (["--files", "text.txt"], "--output", "hfgolf.tools.vocabulary.write_sample"),
 }
-SUFFIXES = {"find_lr.py": ".png", "make_report.py": ".html", "show_schedule.py": ".svg"}
+SUFFIXES = {"evaluate.py": ".json", "find_lr.py": ".png", "make_report.py": ".html", "show_schedule.py": ".svg"}
 
 
 @pytest.mark.parametrize("script", OUTPUTS)

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hfgolf.tools.student import student_tail
+
 NOISE_P_VALUE = 0.05
 """A difference with a p-value of this or more is called noise."""
 
@@ -110,20 +112,9 @@ def paired_p_value(differences: Sequence[float]) -> float | None:
     return student_p_value(mean / (sd / math.sqrt(len(differences))), len(differences) - 1)
 
 
-def student_p_value(t: float, degrees_of_freedom: int) -> float:
-    """Return the probability that Student's t is further from 0 than `t` (Abramowitz and Stegun, 26.7.3 and 26.7.4).
-
-    Exact to about 1e-15 for integer degrees of freedom.
-    """
-    angle = math.atan2(abs(t), math.sqrt(degrees_of_freedom))
-    is_odd = degrees_of_freedom % 2
-    term = math.cos(angle) if is_odd else 1.0
-    total = term if degrees_of_freedom > 1 else 0.0
-    for k in range(3 if is_odd else 2, degrees_of_freedom, 2):
-        term *= math.cos(angle) ** 2 * (k - 1) / k
-        total += term
-    within = math.sin(angle) * total
-    return max(0.0, 1 - (2 / math.pi * (angle + within) if is_odd else within))
+def student_p_value(t: float, degrees_of_freedom: float) -> float:
+    """Return the probability that Student's t is further from 0 than `t`."""
+    return 2 * student_tail(abs(t), degrees_of_freedom)
 
 
 def sample_sd(values: Sequence[float]) -> float | None:
