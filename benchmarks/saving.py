@@ -86,11 +86,11 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
         run.state.step += 1  # otherwise the folder of the save already exists
         row = {"steps": steps(number), "blocking_save": blocking_save()}
         run.state.step += 1
-        row |= {"begin": save(), "steps_beside_a_save": steps(number)}
+        row |= {"begin": save(), "steps_during_save": steps(number)}
         run.checkpoints.wait()
         row["steps_again"] = steps(number)
         to_host, loop.to_host = loop.to_host, lambda *scalars: [1.0] * len(scalars)
-        row["steps_without_a_look"] = steps(number)
+        row["steps_without_check"] = steps(number)
         loop.to_host = to_host
         rows.append(row)
     failures = run.checkpoints.failures()
@@ -108,7 +108,7 @@ def measure(command_line: list[str], repetitions: int) -> dict[str, Any]:
 def show(measured: dict[str, Any]) -> None:
     rows, steps = measured["seconds"], measured["steps"]
     plain = [(row["steps"] + row["steps_again"]) / 2 for row in rows]
-    slowdowns = [row["steps_beside_a_save"] - base for row, base in zip(rows, plain, strict=True)]
+    slowdowns = [row["steps_during_save"] - base for row, base in zip(rows, plain, strict=True)]
     print(f"{measured['parameters']:,} parameters, {measured['checkpoint_bytes'] / 1e6:,.1f} MB per checkpoint")
     print(f"{'a step':<34}{median(plain) / steps * 1e3:10.1f} ms   ({steps} of them during a save)")
     print(f"{'blocking save':<34}{median(row['blocking_save'] for row in rows) * 1e3:10.1f} ms")
@@ -119,7 +119,7 @@ def show(measured: dict[str, Any]) -> None:
     ):
         shares = [cost / row["blocking_save"] for cost, row in zip(costs, rows, strict=True)]
         print(f"{name:<34}{median(costs) * 1e3:10.1f} ms   {median(shares):6.1%} of a blocking save")
-    checks = [base / row["steps_without_a_look"] - 1 for row, base in zip(rows, plain, strict=True)]
+    checks = [base / row["steps_without_check"] - 1 for row, base in zip(rows, plain, strict=True)]
     span = f"from {min(checks):.2%} to {max(checks):.2%}"
     print(f"{'checking the gradient':<34}{median(checks):10.2%} of a step ({span})")
 

@@ -485,7 +485,7 @@ def measure(
 def show(rows: dict[str, dict[str, Any]], shape: Shape, device: str) -> None:
     tokens = shape.sequences * shape.context
     flops = next((row["flops_per_second_of_peak"] for row in rows.values() if "flops_per_second_of_peak" in row), 0.0)
-    heads = ("ms/step", 11), ("from", 9), ("to", 9), ("tokens/s", 11), ("faster", 8), ("memory", 12), ("of it", 7)
+    heads = ("ms/step", 11), ("from", 9), ("to", 9), ("tokens/s", 11), ("faster", 8), ("memory", 12), ("ratio", 7)
     print(" " * 23 + "".join(f"{head:>{width}}" for head, width in heads) + "   loss" + "    MFU" * (device == "cuda"))
     for name, row in rows.items():
         if "error" in row:

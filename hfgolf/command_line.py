@@ -130,7 +130,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def read_settings(path: str | Path) -> dict[str, Any]:
     """Return what `read_yaml` does, without keys that this version does not know and values of the wrong type."""
     return {
-        key: value for key, value in read_yaml(path).items() if key in KEY_TYPES and _has_type(value, KEY_TYPES[key])
+        key: value
+        for key, value in read_yaml(path).items()
+        if key in KEY_TYPES and has_type(value, KEY_TYPES[key], 2**64)
     }
 
 
@@ -194,18 +196,18 @@ def silence_if_closed(stream: TextIO | None) -> bool:
     return True
 
 
-def _has_type(value: object, kind: Any) -> bool:
-    """Return whether a value read from YAML fits the type of a config key."""
-    arguments = typing.get_args(kind)
+def has_type(value: Any, kind: Any, largest: float = math.inf) -> bool:
+    """Return whether a value read from YAML or JSON fits a type annotation, with numbers up to `largest`."""
+    arguments, origin = typing.get_args(kind), typing.get_origin(kind)
+    if kind is Any or origin is Literal:
+        return kind is Any or value in arguments
     if kind in (int, float):
-        return type(value) in (int, kind) and abs(typing.cast(float, value)) < 2**64
-    if not arguments:
-        return isinstance(value, kind)
-    if typing.get_origin(kind) is Literal:
-        return value in arguments
-    if typing.get_origin(kind) in (list, tuple):
-        return isinstance(value, list) and all(_has_type(item, arguments[0]) for item in value)
-    return any(_has_type(value, argument) for argument in arguments)
+        return type(value) in (int, kind) and abs(value) <= largest
+    if origin in (list, tuple):
+        return isinstance(value, list) and all(has_type(item, arguments[0], largest) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(has_type(item, arguments[1], largest) for item in value.values())
+    return any(has_type(value, argument, largest) for argument in arguments) if arguments else type(value) is kind
 
 
 def _check_nodes(node: yaml.Node | None, sizes: dict[int, float]) -> float:

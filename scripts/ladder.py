@@ -62,7 +62,7 @@ def main() -> None:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return one row per rung: its time, its speedup, its last loss, and the difference from the first rung's."""
-    lines = [f"{'rung':<17}{'ms/step':>11}{'faster':>8}{'in all':>8}{'loss':>9}{'off by':>9}  what is new"]
+    lines = [f"{'rung':<17}{'ms/step':>11}{'faster':>8}{'total':>8}{'loss':>9}{'off by':>9}  what is new"]
     for row in rows:
         if "skipped" in row:
             lines.append(f"{row['rung']:<17}skipped: {row['skipped']}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hfgolf.command_line import has_type
 from hfgolf.config import BatchConfig
 from hfgolf.data.batches import as_ranges, stream_positions
 
@@ -81,7 +82,7 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what state_dict returned. Raises KeyError, TypeError or ValueError, with no change, if malformed."""
         for name, kind in typing.get_type_hints(TrainState).items():
-            if not _fits(state[name], kind):
+            if not has_type(state[name], kind):
                 raise ValueError(f"{name} is {state[name]!r}"[:100])
         for key in dataclasses.fields(self):
             setattr(self, key.name, state[key.name])
@@ -103,19 +104,3 @@ def rolled_back(saved: TrainState, current: TrainState, bad_positions: np.ndarra
         excluded_blocks=sorted(current.excluded_blocks + new_ranges),
         learning_rate_scale=current.learning_rate_scale * rate_factor,
     )
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a JSON value matches an annotated type."""
-    arguments = typing.get_args(kind)
-    if kind is Any:
-        return True
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if typing.get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
-    if typing.get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
-    if arguments:  # a union
-        return any(_fits(value, argument) for argument in arguments)
-    return type(value) is kind

@@ -278,8 +278,8 @@ def _download(url: str, key: str, folder: Path) -> Path:
                     unfinished.replace(path)
                     sync(path.parent)
                 finally:
-                    for left_behind in (unfinished, *path.parent.glob(f"{glob.escape(name)}.*.part")):
-                        left_behind.unlink(missing_ok=True)
+                    for leftover in (unfinished, *path.parent.glob(f"{glob.escape(name)}.*.part")):
+                        leftover.unlink(missing_ok=True)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
             f"{key}: cannot download {redact(url)} to {path.parent} ({first_line(error)}); check the address, the"

@@ -189,8 +189,8 @@ def _build(
     """
     building = cache_dir / "building"
     tokens_dir = cache_dir / "tokens"
-    for left_behind in (building, *tokens_dir.glob(".*")):
-        shutil.rmtree(left_behind, ignore_errors=True)
+    for leftover in (building, *tokens_dir.glob(".*")):
+        shutil.rmtree(leftover, ignore_errors=True)
     (cache_dir / "tokenizers").mkdir(exist_ok=True)
     pieces = cache(lambda: corpus.write_pieces(building / "text"))
     try:
@@ -215,8 +215,8 @@ def _build(
         write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss)
         replace_folder(partial, folder)
     finally:
-        for left_behind in (building, *tokens_dir.glob(".*")):
-            shutil.rmtree(left_behind, ignore_errors=True)
+        for leftover in (building, *tokens_dir.glob(".*")):
+            shutil.rmtree(leftover, ignore_errors=True)
     return folder, tokenizer
 
 

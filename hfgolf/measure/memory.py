@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from hfgolf.model.modeling_golf import GolfForCausalLM
 
 logger = logging.getLogger(__name__)
-Number = TypeVar("Number", int, float)
 
 # The most tokens in a micro-batch on a CPU. Larger ones exceed the cache: configs/small.yaml ran forward and backward
 # at 3,600, 3,360 and 3,200 tokens/s with 1,024, 2,048 and 4,096 tokens (2 cores, AVX-512, fp32, best of several steps).
@@ -289,19 +288,20 @@ def process_memory_bytes() -> int:
 
 def gpu_utilization(device: torch.device) -> float | None:
     """Return the fraction of recent time that the GPU was busy, from NVML. None on a CPU or without nvidia-ml-py."""
-    return _query_nvml(lambda: torch.cuda.utilization(device) / 100, device)
+    percent = _query_nvml(torch.cuda.utilization, device)
+    return None if percent is None else percent / 100
 
 
 def gpu_memory_bytes(device: torch.device) -> int | None:
     """Return the GPU memory in use by all processes, in bytes, from NVML. None on a CPU or without nvidia-ml-py."""
-    return _query_nvml(lambda: torch.cuda.device_memory_used(device), device)
+    return _query_nvml(torch.cuda.device_memory_used, device)
 
 
-def _query_nvml(query: Callable[[], Number], device: torch.device) -> Number | None:
+def _query_nvml(query: Callable[[torch.device], int], device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     try:
-        return query()
+        return query(device)
     except ModuleNotFoundError:
         _warn_that_nvml_is_missing()
         return None

@@ -206,7 +206,7 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
             missed = f", before kill {number}" if number <= plan.kills else ""
             logger.info("session %d: %s; completed%s", number, start, missed)
             return
-        killed_at, save = session.step(), _save_under_way(run)
+        killed_at, save = session.step(), _pending_save(run)
         where = f"inside the save of {save} of {max_files} files" if save else "between saves"
         where += "; it aimed at a save, which finished first" if saves_to_hit and not save else ""
         logger.info("session %d: %s; kill -9 after step %d, %s", number, start, killed_at, where)
@@ -240,7 +240,7 @@ def _num_files(run: RunFolder, step: int) -> int:
     return 0
 
 
-def _save_under_way(run: RunFolder) -> str | None:
+def _pending_save(run: RunFolder) -> str | None:
     """Describe the save that a kill interrupted; its hidden folder stays until the next session starts."""
     for partial in run.checkpoints.glob(".partial-step-*"):
         return f"step {int(partial.name.rpartition('-')[2])}, with {len(list(partial.iterdir()))}"
