@@ -36,6 +36,33 @@ def load_model(data: bytes, defaults: dict[str, Any]) -> tuple[SimpleNamespace, 
     return config, model, weights_sha256(weights)
 
 
+def evaluate(
+    model: GolfNetwork,
+    config: Any,
+    tokens: np.ndarray,
+    token_bytes: np.ndarray,
+    mode: str = "flat",
+    stride: int | None = None,
+    length: int | None = None,
+) -> dict[str, Any]:
+    """Return nats, tokens, bytes, bits per byte and the coverage of a model on a stream of tokens, in fp32.
+
+    length: tokens per window; None: max_position_embeddings. Raises ValueError for arguments that allow no score.
+    """
+    if len(tokens) != len(token_bytes) or tokens.max(initial=0) >= config.vocab_size:
+        raise ValueError("tokens and bytes do not belong together, or to this model")
+    length = min(length or config.max_position_embeddings, max(1, len(tokens) - 1))
+    (separators,) = np.nonzero(tokens == config.eos_token_id)
+    plan = plan_windows(mode, len(tokens), length, stride and min(stride, length), separators)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)
+    batch_size = max(1, LOGITS_PER_BATCH // (length * config.vocab_size))
+    nats = score(lambda ids, labels: sum_nats(model(ids), labels), tokens.__getitem__, plan, batch_size, device)
+    num_bytes = int(token_bytes[plan.targets()].sum(dtype=np.int64))
+    figures = {"nats": nats, "tokens": plan.num_scored, "bytes": num_bytes, "bpb": nats / math.log(2) / num_bytes}
+    return figures | plan.coverage()
+
+
 def main(defaults: dict[str, Any]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("artifact")
@@ -50,18 +77,7 @@ def main(defaults: dict[str, Any]) -> None:
             config, model, sha256 = load_model(file.read(), defaults)
         tokens = np.fromfile(arguments.tokens, "<u2" if config.vocab_size <= 2**16 else "<u4")
         token_bytes = np.fromfile(arguments.bytes, "<u2")
-        if len(tokens) != len(token_bytes) or tokens.max(initial=0) >= config.vocab_size:
-            raise ValueError("tokens and bytes do not belong together, or to this model")
-        length = arguments.length or config.max_position_embeddings
-        (separators,) = np.nonzero(tokens == config.eos_token_id)
-        plan = plan_windows(arguments.mode, len(tokens), length, arguments.stride, separators)
+        figures = evaluate(model, config, tokens, token_bytes, arguments.mode, arguments.stride, arguments.length)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {arguments.artifact}: {error}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)
-    batch_size = max(1, LOGITS_PER_BATCH // (length * config.vocab_size))
-    nats = score(lambda ids, labels: sum_nats(model(ids), labels), tokens.__getitem__, plan, batch_size, device)
-    num_bytes = int(token_bytes[plan.targets()].sum(dtype=np.int64))
-    bits_per_byte = nats / math.log(2) / num_bytes
-    figures = {"nats": nats, "tokens": plan.num_scored, "bytes": num_bytes, "bpb": bits_per_byte, "sha256": sha256}
-    print(json.dumps(figures | plan.coverage()))
+    print(json.dumps(figures | {"sha256": sha256}))

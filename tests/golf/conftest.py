@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,6 @@ from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 VOCABULARY = 97
-
-
-@dataclass(frozen=True)
-class Files:
-    script: Path
-    artifact: Path
-    tokens: Path
-    token_bytes: Path
 
 
 def build_model(**changes: Any) -> GolfForCausalLM:
@@ -65,16 +56,15 @@ def encode_model(model: GolfForCausalLM) -> bytes:
 
 
 @pytest.fixture
-def golf_files(tmp_path: Path) -> Files:
-    """Return score.py, an artifact, and 500 tokens of 0 to 3 bytes in documents of about 40."""
+def golf_files(tmp_path: Path) -> Path:
+    """Return a folder with score.py, an artifact, and 500 tokens of 0 to 3 bytes in documents of about 40."""
     random = np.random.default_rng(0)
     tokens = random.integers(1, VOCABULARY, 500)
     tokens[random.integers(0, 500, 12)] = 0
     tokens[0] = 0
     token_bytes = np.where(tokens == 0, 0, random.integers(0, 4, 500))
-    files = Files(*(tmp_path / name for name in ("score.py", "artifact.bin", "tokens.bin", "bytes.bin")))
-    files.script.write_bytes(packed_script())
-    files.artifact.write_bytes(encode_model(build_model()))
-    files.tokens.write_bytes(tokens.astype("<u2").tobytes())
-    files.token_bytes.write_bytes(token_bytes.astype("<u2").tobytes())
-    return files
+    (tmp_path / "score.py").write_bytes(packed_script())
+    (tmp_path / "artifact.bin").write_bytes(encode_model(build_model()))
+    (tmp_path / "tokens.bin").write_bytes(tokens.astype("<u2").tobytes())
+    (tmp_path / "bytes.bin").write_bytes(token_bytes.astype("<u2").tobytes())
+    return tmp_path

@@ -13,7 +13,7 @@ import torch
 from conftest import build_model, encode_model
 
 from hfgolf.golf import script
-from hfgolf.golf.rescore import rescore
+from hfgolf.golf.rescore import ARTIFACT, SCRIPT, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.script import MAX_BYTES, config_differences, packed_script, unpack
 from hfgolf.model.configuration_golf import GolfConfig
 
@@ -81,17 +81,15 @@ def test_config_differences_are_what_changes_logits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [[], ["--mode", "sliding", "--stride", "4"], ["--mode", "documents", "--stride", "8"]]
-)
+@pytest.mark.parametrize("options", [[], ["sliding", 4], ["documents", 8]])
 def test_it_scores_every_token_once_in_a_clean_process(golf_files, options):
     """The same figures by hand: each token's probability from the logits of the model, window by window."""
     model = build_model()
     encode_model(model)
-    figures = rescore(*vars(golf_files).values(), options)
-    tokens = np.fromfile(golf_files.tokens, "<u2").astype(np.int64)
-    token_bytes = np.fromfile(golf_files.token_bytes, "<u2")
-    stride = int(options[-1]) if options else 16
+    figures = rescore(golf_files, *options)
+    tokens = np.fromfile(golf_files / "tokens.bin", "<u2").astype(np.int64)
+    token_bytes = np.fromfile(golf_files / "bytes.bin", "<u2")
+    stride = options[-1] if options else 16
     nats = 0.0
     starts = [0, *np.flatnonzero(tokens == 0)[1:]] if "documents" in options else [0]
     for start, end in zip(starts, [*starts[1:], 499], strict=True):
@@ -111,16 +109,20 @@ def test_it_scores_every_token_once_in_a_clean_process(golf_files, options):
 @pytest.mark.parametrize(
     "name, spoil, said",
     [
-        ("artifact", lambda data: data[:50] + b"X" + data[51:], "it is damaged: its bytes do not match their CRC-32"),
-        ("artifact", lambda data: data[:-1], "it is damaged"),
-        ("tokens", lambda data: b"\xff\xff" + data[2:], "tokens and bytes do not belong together"),
-        ("token_bytes", lambda data: data[2:], "tokens and bytes do not belong together"),
+        (
+            "artifact.bin",
+            lambda data: data[:50] + b"X" + data[51:],
+            "it is damaged: its bytes do not match their CRC-32",
+        ),
+        ("artifact.bin", lambda data: data[:-1], "it is damaged"),
+        ("tokens.bin", lambda data: b"\xff\xff" + data[2:], "tokens and bytes do not belong together"),
+        ("bytes.bin", lambda data: data[2:], "tokens and bytes do not belong together"),
     ],
 )
 def test_damaged_files_get_one_line_and_no_score(golf_files, name, spoil, said):
-    path = getattr(golf_files, name)
+    path = golf_files / name
     path.write_bytes(spoil(path.read_bytes()))
-    command = [sys.executable, "-I", *map(str, vars(golf_files).values())]
+    command = [sys.executable, "-I", *(str(golf_files / file) for file in (SCRIPT, ARTIFACT, TOKENS, TOKEN_BYTES))]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,317 @@
+"""From a model to files that fit in a number of bytes, with a score that anybody can repeat from these files alone.
+
+Owns the sequence: certificate, score, curvature, rounding, coding, files, the score of the files, ledger. Each step is
+another module's. Knows no command line.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hfgolf.command_line import one_line
+from hfgolf.durable import replace_folder, write_bytes, write_text
+from hfgolf.errors import UserError
+from hfgolf.evaluate.certificate import Certificate, certify
+from hfgolf.evaluate.token_bytes import bytes_per_token
+from hfgolf.evaluate.windows import plan_windows
+from hfgolf.golf import artifact
+from hfgolf.golf.budget import COUNTS, Ledger, read_ledger
+from hfgolf.golf.compressors import Compressed, compare
+from hfgolf.golf.curvature import calibration_batches, measure_curvature
+from hfgolf.golf.decoder import weights_of, weights_sha256
+from hfgolf.golf.grid import Quantized
+from hfgolf.golf.program import evaluate
+from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
+from hfgolf.golf.rescore import ARTIFACT, LEDGER, SCRIPT, TOKEN_BYTES, TOKENS, rescore
+from hfgolf.golf.script import config_differences, packed_script
+from hfgolf.golf.source import Source
+from hfgolf.golf.table import Row, as_data, table
+from hfgolf.model.layers_golf import GolfNetwork
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.export import export_model
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to export. count: one of budget.COUNTS. code_files: files that count besides.
+
+    mode, stride: of the evaluation, see evaluate/windows.py. compare_seconds: for other compressors, on the same
+    integers.
+    """
+
+    budget_bytes: int
+    count: str = "challenge"
+    method: str = "gptq"
+    allocation: str = "curvature"
+    column_steps: bool = False
+    calibration_tokens: int = 32768
+    damping: float = 0.01
+    mode: str = "flat"
+    stride: int | None = None
+    code_files: Sequence[Path] = ()
+    compare_seconds: float = 10.0
+
+
+@dataclass
+class Outcome:
+    """What an export found. problems: each reason why it does not count; empty if all is well.
+
+    before, after: figures of program.evaluate, of the float weights, and of the files in a clean process; empty without
+    a certificate, as is everything else. rows, table: of table.py, the latter as JSON. figures: what ledger.json says.
+    seconds: of each step.
+    """
+
+    folder: Path
+    certificate: Certificate
+    before: dict[str, Any] = field(default_factory=dict)
+    after: dict[str, Any] = field(default_factory=dict)
+    ledger: Ledger | None = None
+    quantized: QuantizedModel | None = None
+    weights_sha256: str = ""
+    rows: list[Row] = field(default_factory=list)
+    compressors: list[Compressed] = field(default_factory=list)
+    table: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def export(
+    source: Source, settings: Settings, folder: Path, progress: Callable[[str], None] = lambda line: None
+) -> Outcome:
+    """Export a model to `folder`, replacing what is there: artifact, program, evaluation text, ledger, table and model.
+
+    Raises UserError if the budget is too small for the model, or a file can't be written.
+    """
+    try:
+        return _Export(source, settings, folder, progress).run()
+    except OSError as error:
+        raise UserError(f"--output: cannot write to {folder} ({one_line(error)}); choose another folder.") from None
+
+
+class _Export:
+    def __init__(self, source: Source, settings: Settings, folder: Path, progress: Callable[[str], None]) -> None:
+        self.source, self.settings, self.folder = source, settings, folder
+        self.partial = folder.with_name(f".partial-{folder.name}")
+        self.started_at = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self.say = lambda line: progress(f"[{time.perf_counter() - self.started_at:5.0f} s] {line}")
+
+    def run(self) -> Outcome:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True)
+        outcome = Outcome(self.folder, self._certificate())
+        outcome.seconds = self.seconds
+        outcome.certificate.write(self.partial / "certificate.json")
+        if outcome.certificate.holds:
+            self._export(outcome)
+        else:
+            outcome.problems.append(outcome.certificate.line)
+        replace_folder(self.partial, self.folder)
+        return outcome
+
+    def _export(self, outcome: Outcome) -> None:
+        source, settings = self.source, self.settings
+        tokens, token_bytes = self._write_text()
+        files = self._write_files()
+        fixed = sum(path.stat().st_size for path, counted_by in files.items() if settings.count in counted_by)
+        outcome.before = self._timed("score before", lambda: self._score(tokens, token_bytes))
+        curvature = self._timed("curvature", self._curvature)
+        weights, rest = matrices(source.model), _rest(source.model)
+        order = [name for name in _shapes(source.model) if name in weights or name in rest]
+        config = config_differences(source.model.config)
+
+        def encode(tensors: dict[str, Quantized]) -> artifact.Encoded:
+            return artifact.encode(config, {**rest, **tensors}, order)
+
+        outcome.quantized = self._timed(
+            "rounding and coding",
+            lambda: quantize_model(
+                source.model,
+                curvature,
+                budget_bytes=settings.budget_bytes,
+                overhead_bytes=fixed,
+                size_of=lambda tensors: len(encode(tensors).data),
+                method=settings.method,
+                allocation=settings.allocation,
+                column_steps=settings.column_steps,
+                damping=settings.damping,
+                progress=self.say,
+            ),
+        )
+        encoded = encode(outcome.quantized.tensors)
+        write_bytes(self.partial / ARTIFACT, encoded.data)
+        decoded = artifact.decode(encoded.data, _shapes(source.model))[1]
+        outcome.weights_sha256 = weights_sha256(weights_of(decoded.values()))
+        if encode(outcome.quantized.tensors).data != encoded.data or not _is_same(outcome.quantized.tensors, decoded):
+            outcome.problems.append("The artifact does not decode to the integers that were coded.")
+        outcome.after = self._timed("score of the files", self._rescore)
+        self._check(outcome)
+        files = {self.partial / ARTIFACT: COUNTS} | files
+        outcome.ledger = read_ledger(files, settings.count, settings.budget_bytes)
+        if outcome.ledger.problem:
+            outcome.problems.append(outcome.ledger.problem)
+        outcome.rows = table(weights, outcome.quantized.tensors, curvature, encoded.tensors)
+        outcome.compressors = self._timed("comparison", lambda: self._compare(outcome.quantized, encoded))
+        compared = [vars(result) for result in outcome.compressors]
+        outcome.table = as_data(outcome.rows) | {"parts": encoded.parts, "compressors": compared}
+        self._write_figures(outcome)
+        _load(source.model, decoded)
+        export_model(source.model, source.tokenizer, self.partial / "model", self._card(outcome))
+
+    def _timed(self, step: str, work: Callable[[], Any]) -> Any:
+        started_at = time.perf_counter()
+        self.say(f"{step} ...")
+        result = work()
+        self.seconds[step] = time.perf_counter() - started_at
+        return result
+
+    def _certificate(self) -> Certificate:
+        source, settings = self.source, self.settings
+        tokens = source.tokens.val.tokens
+        (separators,) = np.nonzero(tokens == source.tokenizer.eos_token_id)
+        length = min(source.model.config.max_position_embeddings, max(1, len(tokens) - 1))
+        stride = settings.stride and min(settings.stride, length)
+        try:
+            plan = plan_windows(settings.mode, len(tokens), length, stride, separators)
+        except ValueError as error:
+            raise UserError(f"--mode: {error}.") from None
+        certificate: Certificate = self._timed("certificate", lambda: certify(source.corpus, source.tokens, plan))
+        return certificate
+
+    def _write_text(self) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+        """Write the evaluation text as score.py reads it."""
+        stream = self.source.tokens.val
+        dtype = "<u2" if self.source.model.config.vocab_size <= 2**16 else "<u4"
+        token_bytes = bytes_per_token(stream, self.source.tokenizer)
+        write_bytes(self.partial / TOKENS, stream.tokens.astype(dtype).tobytes())
+        write_bytes(self.partial / TOKEN_BYTES, token_bytes.astype("<u2").tobytes())
+        return np.asarray(stream.tokens), token_bytes
+
+    def _write_files(self) -> dict[Path, tuple[str, ...]]:
+        """Write all files of the ledger but the artifact; return how each counts."""
+        tokenizer = self.source.tokenizer.backend_tokenizer.to_str().encode()
+        contents = {SCRIPT: packed_script()} | {path.name: path.read_bytes() for path in self.settings.code_files}
+        others = {"tokenizer.json.xz": lzma.compress(tokenizer, preset=9 | lzma.PRESET_EXTREME)}
+        if self.source.config_file is not None:
+            others["config.yaml"] = self.source.config_file.read_bytes()
+        for name, content in {**others, **contents}.items():
+            write_bytes(self.partial / name, content)
+        counted = dict.fromkeys(contents, COUNTS) | dict.fromkeys(others, ("everything",))
+        return {self.partial / name: how for name, how in (counted | {TOKENS: (), TOKEN_BYTES: ()}).items()}
+
+    def _score(self, tokens: NDArray[np.integer], token_bytes: NDArray[np.integer]) -> dict[str, Any]:
+        model = self.source.model
+        network = GolfNetwork(model.config).eval()
+        state = model.state_dict()
+        network.load_state_dict({name: state[name] for name in network.state_dict()})
+        return evaluate(network, model.config, tokens, token_bytes, self.settings.mode, self.settings.stride)
+
+    def _curvature(self) -> Any:
+        source = self.source
+        stream, model = source.tokens.train, source.model
+        batches = calibration_batches(
+            stream,
+            seed=source.seed,
+            sequence_length=source.sequence_length,
+            blocks_read=source.blocks_read,
+            num_tokens=self.settings.calibration_tokens,
+        )
+        return measure_curvature(model, batches, np.bincount(stream.tokens, minlength=model.config.vocab_size))
+
+    def _rescore(self) -> dict[str, Any]:
+        return rescore(self.partial, self.settings.mode, self.settings.stride)
+
+    def _check(self, outcome: Outcome) -> None:
+        """Compare what the clean process says with what this one knows."""
+        if outcome.after["sha256"] != outcome.weights_sha256:
+            outcome.problems.append("The round trip differs: score.py decoded other weights than this process.")
+        scored = {key: outcome.after[key] for key in outcome.before if key not in ("nats", "bpb")}
+        expected = {key: outcome.before[key] for key in scored}
+        if scored != expected or scored["bytes"] != outcome.certificate.facts["scored_bytes"]:
+            outcome.problems.append(f"The round trip differs: score.py scored {scored} instead of {expected}.")
+
+    def _compare(self, quantized: QuantizedModel | None, encoded: artifact.Encoded) -> list[Compressed]:
+        tensors = quantized.tensors if quantized else {}
+        sizes = [encoded.tensors[name] for name in tensors]
+        ours = sum(size.weights + size.side - size.steps for size in sizes)
+        ours += encoded.parts["lanes"] + encoded.parts["histograms"]
+        results = [Compressed("hfgolf, classes and histograms counted", round(ours))]
+        return results + compare(tensors.values(), self.settings.compare_seconds)
+
+    def _write_figures(self, outcome: Outcome) -> None:
+        if outcome.ledger is None or outcome.quantized is None:
+            return
+        settings = {key: value for key, value in vars(self.settings).items() if key != "code_files"}
+        outcome.figures = outcome.ledger.as_data() | {
+            "weights_sha256": outcome.weights_sha256,
+            "before": outcome.before,
+            "after": outcome.after,
+            "settings": settings,
+            "D": outcome.quantized.scale,
+            "sdclip_k": outcome.quantized.sdclip_k,
+            "seconds": self.seconds,
+            "problems": outcome.problems,
+        }
+        write_text(self.partial / LEDGER, json.dumps(outcome.figures, indent=1) + "\n")
+        write_text(self.partial / "table.json", json.dumps(outcome.table, indent=1) + "\n")
+
+    def _card(self, outcome: Outcome) -> str:
+        """Return the model's card with a section on its bytes, in front of the one on its training."""
+        after, before, ledger = outcome.after, outcome.before, outcome.ledger
+        assert ledger is not None
+        figures = {
+            "val_loss": after["nats"] / after["tokens"],
+            "val_bits_per_byte": after["bpb"],
+            "val_tokens": after["tokens"],
+            "val_bytes": after["bytes"],
+        }
+        card = self.source.card(figures)
+        sizes = {entry.name: entry.num_bytes for entry in ledger.entries}
+        section = (
+            "## How small it is\n\n"
+            f"These weights come from an artifact of {sizes[ARTIFACT]:,} bytes: rounded to integers times steps, and"
+            f" entropy-coded. With the program that decodes and scores it, that is {ledger.total():,} bytes of a budget"
+            f" of {ledger.budget_bytes:,}. The program, run on these files alone, scores {after['bpb']:.4f} bits per"
+            f" byte ({before['bpb']:.4f} before rounding) on {after['tokens']:,} tokens, {after['bytes']:,} bytes, in"
+            f" mode {after['mode']}. SHA-256 of the weights in fp32: `{outcome.weights_sha256}`.\n\n"
+        )
+        before_training, heading, training = card.partition("## How it was trained")
+        return f"{before_training.rstrip()}\n\n{section}{heading}{training}".rstrip() + "\n"
+
+
+def _shapes(model: GolfForCausalLM) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that score.py expects, in its order: a tied head is not among them."""
+    with torch.device("meta"):
+        network = GolfNetwork(model.config)
+    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+
+
+def _rest(model: GolfForCausalLM) -> dict[str, NDArray[np.float32]]:
+    """Return the parameters that are not rounded to a grid."""
+    state = model.state_dict()
+    on_grid = matrices(model)
+    return {name: state[name].float().cpu().numpy() for name in _shapes(model) if name not in on_grid}
+
+
+def _is_same(tensors: dict[str, Quantized], decoded: dict[str, artifact.Tensor]) -> bool:
+    pairs = [(tensor, decoded[name]) for name, tensor in tensors.items()]
+    return all(isinstance(b, Quantized) and np.array_equal(a.dequantized(), b.dequantized()) for a, b in pairs)
+
+
+def _load(model: GolfForCausalLM, tensors: dict[str, artifact.Tensor]) -> None:
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, weight in zip(tensors, weights_of(tensors.values()), strict=True):
+            state[name].copy_(torch.from_numpy(np.asarray(weight)))

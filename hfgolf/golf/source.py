@@ -1,0 +1,125 @@
+"""What an export begins with: a Golf model, the text it is scored on, and the text it is calibrated on.
+
+Two ways lead there: the folder of a run, or any Golf model with files of text. Does not know rounding or bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from hfgolf.command_line import load_config
+from hfgolf.config import DataConfig, GolfSection, TokenizerConfig
+from hfgolf.data.corpus import Corpus, load_corpus
+from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.data.tokenizer import tokenizer_sha256
+from hfgolf.errors import UserError
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.load import load_exported
+from hfgolf.publish.model_card import model_card
+from hfgolf.run.folder import RunFolder
+from hfgolf.run.record import read_summary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model and its text.
+
+    sequence_length, seed, blocks_read: of the training, which determine the calibration text. golf: the settings of the
+    run. card: returns the model card, given the final figures with the keys of a run's summary. config_file: what it
+    takes to train the model again, or None.
+    """
+
+    model: GolfForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+    corpus: Corpus
+    tokens: TokenCache
+    sequence_length: int
+    seed: int
+    blocks_read: int
+    golf: GolfSection
+    card: Callable[[dict[str, Any]], str]
+    config_file: Path | None
+
+
+def run_source(folder: Path) -> Source:
+    """Return the model that a run exported, and the run's own text. Raises UserError if one of them is missing."""
+    run = RunFolder(folder)
+    if not run.config.is_file():
+        raise UserError(f"--run: there is no run in {folder}; name the folder of a run, such as runs/small.")
+    if not (run.model / "config.json").is_file():
+        raise UserError(f"--run: there is no exported model in {run.model}; a run writes it when it ends.")
+    config = load_config([f"--config={run.config}"]).config
+    model, tokenizer = _load_golf(str(run.model))
+    corpus = load_corpus(config.data)
+    tokens = load_tokens(config.data, config.tokenizer, corpus)
+    if tokenizer_sha256(tokens.tokenizer) != tokenizer_sha256(cast("PreTrainedTokenizerFast", tokenizer)):
+        raise UserError(
+            f"--run: the text of {run.config} now has another tokenizer than the model in {run.model}, so the text has"
+            " changed since the run; restore it, or use --model with --files."
+        )
+    summary = read_summary(run.summary)
+    length = config.batch.sequence_length
+    return Source(
+        model,
+        tokens.tokenizer,
+        corpus,
+        tokens,
+        sequence_length=length,
+        seed=config.run.seed,
+        blocks_read=int(summary.get("tokens") or 0) // length,
+        golf=config.golf,
+        card=lambda figures: model_card(config, summary | figures),
+        config_file=run.config,
+    )
+
+
+def model_source(name: str, files: list[str], calibration_files: list[str], text_column: str, cache: Path) -> Source:
+    """Return any Golf model (a folder or a Hub name) with text to score it on and text to calibrate it on.
+
+    files, calibration_files: paths, globs or URLs, as data.files takes them. cache: a folder for their tokens. Raises
+    UserError if one of them can't be used.
+    """
+    model, tokenizer = _load_golf(name)
+    data = DataConfig(
+        source="files",
+        files=calibration_files,
+        val_files=files,
+        text_column=text_column,
+        cache_dir=str(cache / "tokens"),
+        in_memory=True,
+    )
+    tokenizer.save_pretrained(cache / "tokenizer")
+    kind = TokenizerConfig(kind="pretrained", name_or_path=str(cache / "tokenizer"))
+    try:
+        corpus = load_corpus(data)
+        tokens = load_tokens(data, kind, corpus)
+    except UserError as error:
+        message = str(error).replace("data.val_files", "--files").replace("data.files", "--calibration_files")
+        raise UserError(message) from None
+    readme = Path(name) / "README.md"
+    card = readme.read_text(encoding="utf-8") if readme.is_file() else f"# {Path(name).name}\n"
+    return Source(
+        model,
+        tokens.tokenizer,
+        corpus,
+        tokens,
+        sequence_length=model.config.max_position_embeddings,
+        seed=0,
+        blocks_read=0,
+        golf=GolfSection(),
+        card=lambda figures: card,
+        config_file=None,
+    )
+
+
+def _load_golf(name: str) -> tuple[GolfForCausalLM, PreTrainedTokenizerBase]:
+    model, tokenizer = load_exported(name)
+    if not isinstance(model, GolfForCausalLM):
+        raise UserError(f"--model: {name} holds a {type(model).__name__}, not a model of hfgolf's.")
+    return model.float(), tokenizer

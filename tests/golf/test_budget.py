@@ -1,0 +1,64 @@
+"""The gate: bytes as they are on disk, against one decimal number."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from hfgolf.golf.budget import read_ledger
+
+CAP = 16_000_000
+
+
+def ledger_of(files, count, budget_bytes):
+    """Return the ledger of files of which the last counts only if everything does."""
+    both = ("challenge", "everything")
+    return read_ledger(dict.fromkeys(files[:2], both) | dict.fromkeys(files[2:], both[1:]), count, budget_bytes)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Return (score.py, artifact.bin, tokenizer.json.xz): 6,000, 15,994,000 and 40,000 bytes."""
+    sizes = {"score.py": 6_000, "artifact.bin": 15_994_000, "tokenizer.json.xz": 40_000}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    return [tmp_path / name for name in sizes]
+
+
+def test_the_budget_is_the_last_number_that_passes(files):
+    assert ledger_of(files, "challenge", CAP).problem is None
+    with files[1].open("ab") as file:
+        file.write(b"!")
+    problem = ledger_of(files, "challenge", CAP).problem
+    assert problem.startswith(
+        "16,000,001 bytes are 1 more than the budget of 16,000,000:"
+        " artifact.bin could give 1 of its 15,994,001, score.py could give 1 of its 6,000."
+    )
+    assert "tokenizer" not in problem and "\n" not in problem
+
+
+def test_everything_counts_everything(files):
+    ledger = ledger_of(files, "everything", CAP)
+    assert ledger.total() == 16_040_000 and ledger.total("challenge") == CAP
+    assert "40,000 more than" in ledger.problem
+    assert "tokenizer.json.xz could give 40,000 of its 40,000" in ledger.problem
+    assert "score.py could give 6,000 of its 6,000" in ledger.problem
+
+
+def test_a_megabyte_is_decimal(files):
+    files[1].write_bytes(bytes(16 * 2**20 - 6_000))
+    assert "777,216 more than" in ledger_of(files, "challenge", CAP).problem
+
+
+def test_the_ledger_says_what_is_on_disk(files):
+    files[0].write_bytes(b"import this\n")
+    ledger = ledger_of(files, "challenge", CAP).as_data()
+    assert ledger["totals"] == {"challenge": 15_994_012, "everything": 16_034_012}
+    assert ledger["files"][0] == {
+        "name": "score.py",
+        "bytes": 12,
+        "sha256": hashlib.sha256(b"import this\n").hexdigest(),
+        "counted_by": ["challenge", "everything"],
+    }
+    assert ledger["files"][2]["counted_by"] == ["everything"]

@@ -1,0 +1,211 @@
+"""From a run to files of a stated size: what golf_export.py writes, and what makes it exit with 1."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from hfgolf.command_line import load_config
+from hfgolf.golf import artifact
+from hfgolf.golf.script import MAX_BYTES, packed_script
+from hfgolf.publish.hub import exported_files
+from hfgolf.train.loop import train
+
+pytestmark = pytest.mark.slow
+BUDGET = 22_000
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus_file):
+    """Return the folder of a run of a few steps: 33,000 weights in matrices, a byte tokenizer."""
+    folder = tmp_path_factory.mktemp("trained")
+    settings = {
+        "run.name": "tiny",
+        "run.output_dir": folder / "runs",
+        "data.source": "files",
+        "data.files": corpus_file,
+        "data.split": "contiguous",
+        "data.val_fraction": 0.1,
+        "data.cache_dir": folder / "cache",
+        "tokenizer.kind": "byte",
+        "model.hidden_size": 32,
+        "model.num_hidden_layers": 2,
+        "model.num_attention_heads": 2,
+        "batch.sequence_length": 32,
+        "batch.tokens_per_step": 256,
+        "optim.adamw_learning_rate": 0.01,
+        "train.max_steps": 30,
+        "train.mixed_precision": "no",
+        "train.eval_every_steps": 30,
+        "train.cpu_threads": 1,
+        "golf.calibration_tokens": 512,
+    }
+    train(load_config([f"--{key}={value}" for key, value in settings.items()]))
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    """Return a folder with an export, made as golf_export.py makes it."""
+    from hfgolf.golf.export import Settings, export
+    from hfgolf.golf.source import run_source
+
+    outcome = export(run_source(trained), Settings(BUDGET, calibration_tokens=512), trained / "golf")
+    assert not outcome.problems
+    return trained / "golf"
+
+
+def test_the_files_fit_and_the_ledger_is_what_is_on_disk(exported):
+    ledger = json.loads((exported / "ledger.json").read_text())
+    sizes = {path.name: path.stat().st_size for path in exported.iterdir() if path.is_file()}
+    assert {file["name"]: file["bytes"] for file in ledger["files"]}.items() <= sizes.items()
+    assert 0.99 * BUDGET <= ledger["totals"]["challenge"] <= BUDGET
+    assert ledger["totals"]["challenge"] == sizes["artifact.bin"] + sizes["score.py"]
+    others = sizes["tokenizer.json.xz"] + sizes["config.yaml"]
+    assert ledger["totals"]["everything"] == ledger["totals"]["challenge"] + others
+    assert (exported / "score.py").read_bytes() == packed_script()
+    assert ledger["after"]["tokens"] == ledger["before"]["tokens"]
+    assert 0 < ledger["after"]["bpb"] - ledger["before"]["bpb"] < 0.5
+
+
+def test_the_model_is_the_one_that_was_scored(exported):
+    model = AutoModelForCausalLM.from_pretrained(exported / "model", trust_remote_code=True)
+    stored = load_file(exported / "model" / "model.safetensors")
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    _, decoded = artifact.decode((exported / "artifact.bin").read_bytes(), order_of(model, shapes))
+    for name, tensor in decoded.items():
+        np.testing.assert_array_equal(getattr(tensor, "dequantized", lambda tensor=tensor: tensor)(), stored[name])
+    tokens = np.fromfile(exported / "tokens.bin", "<u2").astype(np.int64)
+    inputs = torch.from_numpy(tokens[:-1][: (len(tokens) - 1) // 32 * 32].reshape(-1, 32))
+    labels = torch.from_numpy(tokens[1 : inputs.numel() + 1].reshape(-1, 32))
+    with torch.no_grad():
+        nats = torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    after = json.loads((exported / "ledger.json").read_text())["after"]
+    assert after["nats"] / after["tokens"] == pytest.approx(nats.item() / labels.numel(), abs=0.01)
+
+
+def order_of(model, shapes):
+    return {name: shapes[name] for name in model.state_dict() if name in shapes}
+
+
+def test_the_card_says_bytes_and_bits_per_byte(exported):
+    card = (exported / "model" / "README.md").read_text()
+    ledger = json.loads((exported / "ledger.json").read_text())
+    size = (exported / "artifact.bin").stat().st_size
+    assert f"an artifact of {size:,} bytes" in card and f"of a budget of {BUDGET:,}" in " ".join(card.split())
+    assert f"scores {ledger['after']['bpb']:.4f} bits per byte" in " ".join(card.split())
+    assert f"| bits per byte | {ledger['after']['bpb']:.4f} |" in card
+    assert ledger["weights_sha256"] in card
+    assert "model.safetensors" in {path.name for path in exported_files(exported / "model")}, "it can be pushed"
+
+
+def test_the_table_adds_up(exported):
+    table = json.loads((exported / "table.json").read_text())
+    size = (exported / "artifact.bin").stat().st_size
+    matrices = sum(row["bytes"] for row in table["tensors"])
+    assert matrices + sum(table["parts"].values()) < size < matrices + sum(table["parts"].values()) + 500, (
+        "and the rest"
+    )
+    names = [each["name"] for each in table["compressors"]]
+    assert "zlib 9, Huffman only" in names and "LZMA 9e" in names and "brotli 11" in names
+
+
+def test_golf_score_repeats_the_score(exported, run_script):
+    said = run_script("golf_score.py", exported, "--json")
+    assert said.status == 0, said.err
+    figures = json.loads(said.out)
+    ledger = json.loads((exported / "ledger.json").read_text())
+    assert figures["bpb"] == pytest.approx(ledger["after"]["bpb"], rel=1e-9) and figures["problems"] == []
+    sliding = run_script("golf_score.py", exported, "--mode", "sliding", "--stride", "8")
+    assert sliding.status == 0 and "sliding" in sliding.out
+    assert f"{ledger['after']['tokens']:,} tokens" in sliding.out
+    assert f"{ledger['after']['bpb']:.4f}" not in sliding.out, "other windows, another score"
+
+
+@pytest.mark.parametrize(
+    "name, spoil, said",
+    [
+        (
+            "artifact.bin",
+            lambda data: data[:99] + bytes([data[99] ^ 1]) + data[100:],
+            "artifact.bin is not the file of",
+        ),
+        ("bytes.bin", lambda data: data[:9] + b"\7" + data[10:], "bytes.bin is not the file of the ledger"),
+        ("score.py", lambda data: data + b"#", "score.py is not the file of the ledger"),
+        ("ledger.json", lambda data: data.replace(b'"budget_bytes": 22000', b'"budget_bytes": 9999'), "more than the"),
+        ("ledger.json", lambda data: data.replace(b'"nats": ', b'"nats": 1'), "The score is "),
+        ("ledger.json", lambda data: b"{}", "ledger.json is missing or broken"),
+    ],
+)
+def test_golf_score_refuses_what_differs_from_the_ledger(exported, run_script, tmp_path, name, spoil, said):
+    folder = tmp_path / "golf"
+    shutil.copytree(exported, folder)
+    (folder / name).write_bytes(spoil((folder / name).read_bytes()))
+    ended = run_script("golf_score.py", folder)
+    assert ended.status in (1, 2) and said in ended.err
+    if "The score is" not in said:
+        assert ended.out == ""
+
+
+def test_the_script_exports_with_the_settings_of_the_command_line(trained, tmp_path, run_script):
+    output = tmp_path / "small"
+    options = ["--output", output, "--budget_bytes", "60000", "--count", "everything", "--method", "nearest"]
+    ended = run_script("golf_export.py", "--run", trained, *options, "--mode", "sliding", "--stride", "16")
+    assert ended.status == 0, ended.err
+    for line in ("Certificate holds", "bits per byte", "sliding, stride 16", "SDClip", "artifact.bin", "LZMA"):
+        assert line in ended.out
+    assert re.search(r"coding 1: D .*bytes", ended.err), "progress"
+    ledger = json.loads((output / "ledger.json").read_text())
+    assert ledger["totals"]["everything"] <= 60_000 < 60_000 + MAX_BYTES
+    assert ledger["settings"]["method"] == "nearest" and ledger["settings"]["calibration_tokens"] == 512
+
+
+def test_any_golf_model_can_be_exported(trained, corpus_file, tmp_path, run_script):
+    text = tmp_path / "other.txt"
+    text.write_text("Six and seven make thirteen. Naïve.\n" * 30, encoding="utf-8")
+    texts = ["--files", text, "--calibration_files", corpus_file]
+    options = ["--model", trained / "model", "--output", tmp_path / "out", "--budget_bytes", BUDGET, "--json"]
+    ended = run_script("golf_export.py", *options, *texts)
+    assert ended.status == 0, ended.err
+    printed = json.loads(ended.out)
+    assert printed["ledger"]["after"]["bytes"] == text.stat().st_size
+    assert printed["problems"] == [] and "1 documents" in printed["certificate"]
+    assert "## How small it is" in (tmp_path / "out" / "model" / "README.md").read_text()
+
+
+def test_without_a_certificate_there_is_no_score(trained, corpus_file, tmp_path, run_script):
+    """The validation text is also the training text."""
+    copy = tmp_path / "copy.txt"
+    shutil.copyfile(corpus_file, copy)
+    options = ["--model", trained / "model", "--output", tmp_path / "out", "--budget_bytes", BUDGET]
+    ended = run_script("golf_export.py", *options, "--files", copy, "--calibration_files", corpus_file)
+    assert ended.status == 1
+    assert "No certificate: 1 of 1 validation documents are also training documents" in ended.err
+    assert "bits per byte" not in ended.out
+    assert not (tmp_path / "out" / "artifact.bin").exists()
+    assert json.loads((tmp_path / "out" / "certificate.json").read_text())["holds"] is False
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--run", "nowhere"], "there is no run in nowhere"),
+        (["--model", "m", "--budget_bytes", "1"], "also give --files, --calibration_files and --output"),
+        (["--run", "RUN"], "--budget_bytes is missing"),
+        (["--run", "RUN", "--budget_bytes", "9000"], "9,000 is too small"),
+        (["--run", "RUN", "--output", "RUN", "--budget_bytes", "9000"], "exists and no export wrote it"),
+        (["--run", "RUN", "--budget_bytes", "9000", "--code_files", "nothing.py"], "nothing.py is not a file"),
+    ],
+)
+def test_mistakes_get_one_line(trained, run_script, options, said, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    ended = run_script("golf_export.py", *(trained if option == "RUN" else option for option in options))
+    last = ended.err.strip().splitlines()[-1]
+    assert ended.status == 2 and last.startswith("error: ") and said in last
