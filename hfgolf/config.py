@@ -283,6 +283,8 @@ class OptimConfig:
     """With muon: peak learning rate of norms, biases and an untied head."""
     embedding_learning_rate: float | None = None
     """Peak learning rate of the embeddings; null: same as the other AdamW parameters."""
+    vector_learning_rate: float | None = None
+    """Peak learning rate of norms, biases, gains and gates; null: same as the other AdamW parameters."""
     momentum: float = 0.95
     """Momentum of Muon and of SGD."""
     nesterov: bool = True
@@ -298,7 +300,11 @@ class OptimConfig:
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only; multiplied by the group's learning rate."""
+    """Decoupled weight decay of the matrices; multiplied by the group's learning rate."""
+    embedding_weight_decay: float = 0.0
+    """The same for the embeddings, and with them a tied head."""
+    vector_weight_decay: float = 0.0
+    """The same for norms, biases, gains and gates."""
     newton_schulz_coefficients: Literal["classic", "polar_express"] = "polar_express"
     """Polynomial for Muon's orthogonalization."""
     newton_schulz_steps: int = 5
@@ -324,8 +330,10 @@ class OptimConfig:
     """Use the averaged weights instead of the raw ones to choose the best step, stop early and export."""
 
     def __post_init__(self) -> None:
-        _require_positive("optim", self, "learning_rate", "adamw_learning_rate", "embedding_learning_rate", "eps")
-        _require_not_negative("optim", self, "weight_decay", "momentum_warmup_steps")
+        rates = ("learning_rate", "adamw_learning_rate", "embedding_learning_rate", "vector_learning_rate")
+        _require_positive("optim", self, *rates, "eps")
+        decays = ("weight_decay", "embedding_weight_decay", "vector_weight_decay")
+        _require_not_negative("optim", self, *decays, "momentum_warmup_steps")
         for name in ("momentum", "momentum_start", "momentum_end"):
             value = getattr(self, name)
             _require(f"optim.{name}", value, value is None or 0 <= value < 1, "from 0 to below 1")

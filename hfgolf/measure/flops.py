@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 
@@ -12,7 +13,7 @@ class TokenFlops:
     """FLOPs of one token's forward and backward pass, by component."""
 
     matrices: float
-    """The weight matrices of the blocks."""
+    """The weight matrices of the blocks, and projections of embeddings."""
     attention: float
     """Queries times keys, and attention weights times values."""
     head: float
@@ -35,19 +36,25 @@ def token_flops(model: GolfForCausalLM, sequence_length: int) -> TokenFlops:
 
     - Each weight that multiplies the token costs 6 FLOPs: two forward and four backward (Kaplan et al. 2020, section
       2.1). This includes the head but not the embedding lookup.
+    - A pass runs the layers of an active loop several times, each with its FLOPs.
     - The two matmuls of attention cost 6 * width * context per layer. That is half of PaLM's count (Chowdhery et al.
       2022, appendix B), because causal attention only needs half of the scores.
     - Norms, activations, softmax and the optimizer are not counted, as in PaLM and in torch's FlopCounterMode.
     - Recomputation is each block's forward pass without its last matmul: the backward pass does not need its result, so
       torch.utils.checkpoint stops before it.
     """
-    config = model.config
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name)
-    last_matmuls = config.num_hidden_layers * config.hidden_size * config.intermediate_size
-    attention = config.num_hidden_layers * config.hidden_size * sequence_length
+    config, order = model.config, layer_order(model.config)
+    products = {name: p.numel() for name, p in model.named_parameters() if name.endswith(("proj.weight", ".head_gate"))}
+    in_layers = sum(
+        sum(size for name, size in products.items() if name.startswith(f"model.layers.{index}.")) for index in order
+    )
+    outside = sum(size for name, size in products.items() if ".layers." not in name)
+    is_scaled = config.branch_scale or config.lanes  # then the gradient of the scale needs the last matmul's result
+    last_matmuls = 0 if is_scaled else len(order) * config.hidden_size * config.intermediate_size
+    attention = len(order) * config.hidden_size * sequence_length
     return TokenFlops(
-        matrices=6.0 * matrices,
+        matrices=6.0 * (in_layers + outside),
         attention=6.0 * attention,
-        head=6.0 * config.vocab_size * config.hidden_size,
-        recomputation=2.0 * (matrices - last_matmuls) + 2.0 * attention,
+        head=6.0 * config.vocab_size * (config.embedding_size or config.hidden_size),
+        recomputation=2.0 * (in_layers - last_matmuls) + 2.0 * attention,
     )

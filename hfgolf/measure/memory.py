@@ -23,6 +23,7 @@ from hfgolf.errors import UserError
 from hfgolf.model import modeling_golf
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
+from hfgolf.model.layers_golf import layer_order
 from hfgolf.optim.groups import parameter_kind
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
 
@@ -118,17 +119,20 @@ def training_memory(
     half = precision != "no"
     casts = 2 * matrix_parameters if half else 0
 
-    tokens, width, layers = batch * sequence, model.hidden_size, model.num_hidden_layers
+    tokens, width, order = batch * sequence, model.hidden_size, layer_order(model)
     kept, temporary = block_bytes(model, sequence, half, device)
+    extra = [_switch_bytes(model, layer, half) for layer in order]
     stream = 4 * width  # bytes per token of the residual stream, which is fp32 in any precision
     norms = 1 + model.embedding_norm  # outside the blocks
     # the inputs of these norms, and the gradient of the last output, which the loss computes in its forward pass
     ends = stream * (norms + 1 + (norms if _keeps_normed(model, device) else 0))
-    activations = tokens * (layers * kept + ends)
+    ends += _switch_bytes_outside_blocks(model, sequence, half, gradient_checkpointing)
+    activations = tokens * (len(order) * kept + sum(extra) + ends)
     backward = tokens * temporary
     if gradient_checkpointing:
-        activations = tokens * (layers * stream + ends)
-        backward += tokens * (kept - 2 * stream)
+        second_lanes = sum(model.lanes and layer >= (model.parallel_from or 0) for layer in order)
+        activations = tokens * ((len(order) + second_lanes) * stream + ends)
+        backward += tokens * (kept + max(extra) - 2 * stream)
 
     head = model.vocab_size * width
     loss = 4 * head + tokens * stream + _chunk_bytes(model, tokens, half, device)
@@ -138,7 +142,7 @@ def training_memory(
     if cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
         update = 4 * matrix_parameters + max(update, 8 * matrix_parameters)
     buckets = weights if processes > 1 else 0
-    casts_in_backward = casts // layers if gradient_checkpointing else casts  # only the recomputed block's
+    casts_in_backward = casts // model.num_hidden_layers if gradient_checkpointing else casts  # of one block only
     in_pass = activations + max(casts + loss, casts_in_backward + backward) + (gradients if accumulates else 0)
     peak = weights + state + average + buckets + max(in_pass, gradients + update)
     return TrainingMemory(
@@ -164,7 +168,7 @@ def block_bytes(model: GolfConfig, sequence: int, half: bool, device: str) -> tu
     qkv = operand * (width + 2 * keys)
     kept += 0 if blocks else qkv  # kept entirely, even if only a part is needed
     if model.qk_norm:  # fp32 under autocast; a CPU also keeps the normed values
-        kept += (width + keys) * ((4 if half else 0) + (4 if on_cpu else 0))
+        kept += (width + keys) * ((4 if half else 0) + (4 if on_cpu and model.norm_weight else 0))
     if copies_qk:
         kept += operand * (width + keys)
     kept += operand * width  # the output of attention, for o_proj
@@ -181,18 +185,54 @@ def block_bytes(model: GolfConfig, sequence: int, half: bool, device: str) -> tu
     if model.activation == "swiglu":
         kept += 4 * operand * inner + (operand * width if half else 0)  # up_proj and gate_proj each cast their input
         temporary = 2 * operand * inner
-    elif model.activation == "relu2" and half and not on_cpu:
+    elif model.activation in ("relu2", "leaky_relu2") and half and not on_cpu:
         kept += 8 * inner  # autocast squares in fp32
         temporary = 14 * inner
     else:
         kept += 2 * operand * inner
-        temporary = (3 if model.activation == "relu2" else 1) * operand * inner
+        temporary = (3 if model.activation in ("relu2", "leaky_relu2") else 1) * operand * inner
     return kept, max(temporary, 12 * width)
+
+
+def _switch_bytes(model: GolfConfig, layer: int, half: bool) -> int:
+    """Return the bytes per token that autograd keeps for the switches of GolfConfig in one pass through a layer.
+
+    Measured one by one on torch's fake tensors, as operations of a CPU; those of a GPU may keep less.
+    """
+    width, keys, heads = model.hidden_size, model.num_key_value_heads * model.head_dim, model.num_attention_heads
+    operand = 2 if half else 4
+    is_parallel = model.parallel_from is not None and layer >= model.parallel_from
+    bytes_of = {
+        "query_gain": 4 * width if model.query_gain else 0,
+        "branch_scale": 2 * operand * width if model.branch_scale else 0,
+        "embedding_residual": 4 * width if model.embedding_residual else 0,
+        "leaky_relu2": operand * model.intermediate_size if model.activation == "leaky_relu2" else 0,
+        "attention_span": 2 * operand * width if model.attention_span == "document" else 0,
+        "head_gate": operand * width + 8 * heads if model.head_gate else 0,
+        "lanes": 2 * (4 if model.branch_scale else operand) * width if model.lanes and is_parallel else 0,
+    }
+    if layer >= model.num_hidden_layers - model.exclude_self_value:
+        bytes_of["exclude_self_value"] = operand * width + (8 if half else 4) * keys + 12 * heads
+    if layer >= model.num_hidden_layers - model.value_embedding_layers:
+        bytes_of["value_embedding"] = 0 if half else 4 * keys
+    if is_parallel and not model.lanes:  # one norm less; each branch casts what it reads
+        bytes_of["parallel_from"] = -8 * width if half else -12 * width
+    return sum(bytes_of.values())
+
+
+def _switch_bytes_outside_blocks(model: GolfConfig, sequence: int, half: bool, checkpointing: bool) -> int:
+    """Return the same for what a pass does once: skips, embeddings, the mask of documents."""
+    width, skips = model.hidden_size, len(layer_order(model)) // 2
+    bytes_of_skips = {None: 0, "add": 4 * width * (skips if checkpointing else 1), "gated": 8 * width * skips}
+    kept = bytes_of_skips[model.unet_skips]
+    kept += 8 * width if model.smear_gate else 0
+    kept += (4 if half else 8) * width if model.bigram_buckets else 0
+    return kept + (sequence if model.attention_span == "document" else 0)
 
 
 def _keeps_normed(model: GolfConfig, device: str) -> bool:
     """Return whether a norm also keeps its normed values, besides its input. torch has no fused RMSNorm for CPUs."""
-    return device == "cpu" and model.norm == "rmsnorm"
+    return device == "cpu" and model.norm == "rmsnorm" and model.norm_weight
 
 
 def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str) -> int:
@@ -200,7 +240,8 @@ def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str) -> int
     max_elements = modeling_golf.CHUNK_ELEMENTS_CPU if device == "cpu" else modeling_golf.CHUNK_ELEMENTS_ACCELERATOR
     rows = min(tokens, max(1, max_elements // model.vocab_size))
     previous = 4 if rows < tokens else 0  # still held from the previous chunk
-    squashed = 0 if model.logit_soft_cap is None else 8
+    squashed = 0 if model.logit_soft_cap is None else 28 if model.soft_cap_form == "poly5" else 8
+    squashed += 4 if model.logit_soft_cap_negative else 0
     logits = rows * model.vocab_size * (8 + previous + squashed)  # logits and log-softmax, both fp32
     if not half:
         return logits

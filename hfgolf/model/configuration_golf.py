@@ -13,7 +13,11 @@ from transformers import PreTrainedConfig
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "position_embedding": ("rope", "learned", "none"),
-    "activation": ("relu2", "gelu", "gelu_new", "silu", "swiglu"),
+    "activation": ("relu2", "leaky_relu2", "gelu", "gelu_new", "silu", "swiglu"),
+    "matrix_init": ("normal", "uniform", "orthogonal"),
+    "unet_skips": (None, "add", "gated"),
+    "attention_span": ("stream", "document"),
+    "soft_cap_form": ("tanh", "poly5"),
 }
 _POSITIVE_INTEGERS = (
     "vocab_size",
@@ -24,9 +28,15 @@ _POSITIVE_INTEGERS = (
     "intermediate_size",
     "max_position_embeddings",
 )
-_BOOLEANS = ("use_bias", "qk_norm", "embedding_norm", "tie_word_embeddings", "use_cache")
-_POSITIVE_NUMBERS = ("rope_theta", "norm_eps")
-_POSITIVE_NUMBERS_OR_NONE = ("logit_soft_cap", "initializer_range")
+_POSITIVE_INTEGERS_OR_NONE = ("embedding_size", "head_gate", "smear_gate", "bigram_size", "value_embedding_size")
+_BOOLEANS = (
+    *("use_bias", "qk_norm", "embedding_norm", "tie_word_embeddings", "use_cache", "norm_weight", "branch_scale"),
+    *("embedding_residual", "norm_depth_scale", "lanes", "loop_active"),
+)
+_POSITIVE_NUMBERS = ("rope_theta", "norm_eps", "head_gate_scale", "head_gate_peak")
+_POSITIVE_NUMBERS_OR_NONE = (
+    *("logit_soft_cap", "logit_soft_cap_negative", "initializer_range", "tied_embedding_std", "query_gain"),
+)
 
 
 class GolfConfig(PreTrainedConfig):
@@ -59,6 +69,40 @@ class GolfConfig(PreTrainedConfig):
             None: 0.5 / sqrt(fan-in) for matrices and 0.02 for embeddings.
         use_cache: cache keys and values during generation.
 
+    The rest is off by default. x is the residual stream, e the embedding, n a norm, sigmoid written s():
+
+        norm_weight: false: norms without weights, RMS and per-head ones included.
+        query_gain: multiply each query head by a learned number after RoPE; its first value. None: no gain.
+        branch_scale: multiply the outputs of attention and MLP by learned vectors of C, first 1.
+        embedding_residual: begin each block with x = a x + b x0; x0: the first block's input; vectors, first 1 and 0.
+        unet_skips: the first half of the passes through a block store their outputs, the second half takes them up,
+            last first. "add": x + v skip; "gated": g x + (1 - g) (v skip), g = s(u). Vectors, first v = 1 and u = 0.
+        tied_embedding_std: initial standard deviation of a tied embedding. None: 1 / C.
+        matrix_init: of the input matrices: "normal" | "uniform" in +-1 / sqrt(fan-in) | "orthogonal" with gain 1 (of
+            q, k and v one by one).
+        activation: also "leaky_relu2": leaky_relu(x, activation_slope)^2.
+        rope_dims: rotate only the first dimensions of a head. None: all.
+        norm_depth_scale: multiply the outputs of the norms of layer i = 0, 1, ... by 1 / sqrt(i + 1).
+        exclude_self_value: in the last n layers ("all"), remove from a head's output y its part along the token's own
+            value: y - (y . v) v / |v|^2, with v of the head's group.
+        parallel_from: from this layer on, attention and MLP read the same input: x + attention(n(x)) + mlp(n(x)).
+        lanes: from parallel_from on there are two streams, first equal. Attention reads lane 0 (mixed with x0 if
+            embedding_residual), the MLP reads lane 1. Both lanes become r lane + p attention + q mlp, with their own
+            three numbers per layer, first 1.1, 1, 1. Skips go into lane 0, and the final norm gets the mean.
+        loop: [first, last, times]: a pass runs these layers so many times in a row, with the same weights.
+        loop_active: whether it does. Training may begin without (schedule.loop_start of hfgolf).
+        head_gate: multiply each head's output by peak * s(scale * g . z), z the first head_gate dimensions of
+            attention's input, g a vector per head, first 0. head_gate_scale, head_gate_peak: these two numbers.
+        smear_gate: before the embedding's norm, e_t + m s(w . e_t[:smear_gate]) e_(t-1); m and w first 0. A separator
+            (bos_token_id) gets nothing from the document before it.
+        attention_span: "stream" | "document": a token attends only to its own document, which bos_token_id begins.
+        bigram_buckets, bigram_size: add a hashed embedding of the last two tokens (see GolfBigram).
+        value_embedding_layers, value_embedding_size: in the last n layers, add to the values 0.1 * r * P t, with t the
+            token's row in a shared table (std 0.01), P a shared projection (first 0), r a number per layer (first 1).
+        embedding_size: factor the embedding into (V, E) and (C, E), and the head into (E, C) and (V, E). None: C.
+        soft_cap_form: "tanh" | "poly5", cap * p(clip(z / cap, -2, 2)) with p(x) = x (1 - x^2/3 + x^4/15), clipped to
+            [-1, 1]. logit_soft_cap_negative: the cap of logits below 0. None: the same.
+
     Raises:
         ValueError: a field has the wrong type or value. The message names the field, its value and what is allowed.
     """
@@ -89,6 +133,33 @@ class GolfConfig(PreTrainedConfig):
     norm_eps: float = 1e-6
     initializer_range: float | None = None
     use_cache: bool = True
+    norm_weight: bool = True
+    query_gain: float | None = None
+    branch_scale: bool = False
+    embedding_residual: bool = False
+    unet_skips: str | None = None
+    tied_embedding_std: float | None = None
+    matrix_init: str = "normal"
+    activation_slope: float = 0.5
+    rope_dims: int | None = None
+    norm_depth_scale: bool = False
+    exclude_self_value: int = 0
+    parallel_from: int | None = None
+    lanes: bool = False
+    loop: list[int] | None = None
+    loop_active: bool = True
+    head_gate: int | None = None
+    head_gate_scale: float = 1.0
+    head_gate_peak: float = 1.0
+    smear_gate: int | None = None
+    attention_span: str = "stream"
+    bigram_buckets: int | None = None
+    bigram_size: int = 112
+    value_embedding_layers: int = 0
+    value_embedding_size: int = 128
+    embedding_size: int | None = None
+    soft_cap_form: str = "tanh"
+    logit_soft_cap_negative: float | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -99,8 +170,13 @@ class GolfConfig(PreTrainedConfig):
         self._require_integer("hidden_size", 1)  # before the multiplication below
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
+        if self.exclude_self_value == "all":
+            self.exclude_self_value = self.num_hidden_layers
         self._validate_fields()
         self._validate_shapes()
+        self._validate_switches()
+        if self.switch_that_reads_ids not in (None, "value_embedding_layers"):
+            self.use_cache = False  # a KV cache does not keep the earlier ids
         super().__post_init__(**kwargs)
 
     @property
@@ -108,14 +184,34 @@ class GolfConfig(PreTrainedConfig):
         """Return the size of one head."""
         return self.hidden_size // self.num_attention_heads
 
+    @property
+    def fused_rows(self) -> tuple[int, ...]:
+        """Return the row counts of the three matrices in a qkv projection: (H * D, K * D, K * D)."""
+        heads = (self.num_attention_heads, self.num_key_value_heads, self.num_key_value_heads)
+        return tuple(count * self.head_dim for count in heads)
+
+    @property
+    def switch_that_reads_ids(self) -> str | None:
+        """Return the name of a switch that needs token ids, not only embeddings; first those that need earlier ids."""
+        is_on = {
+            "attention_span": self.attention_span == "document",
+            "smear_gate": self.smear_gate,
+            "bigram_buckets": self.bigram_buckets,
+            "value_embedding_layers": self.value_embedding_layers,
+        }
+        return next((name for name, value in is_on.items() if value), None)
+
     def _validate_fields(self) -> None:
         # transformers does not check the field types of a subclass: the string '64' would fail far from here
         for name in _POSITIVE_INTEGERS:
             self._require_integer(name, 1)
+        for name in _POSITIVE_INTEGERS_OR_NONE:
+            if getattr(self, name) is not None:
+                self._require_integer(name, 1)
         for name in _BOOLEANS:
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
         for name, allowed in _CHOICES.items():
-            self._require(name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
+            self._require(name, getattr(self, name) in allowed, "one of " + ", ".join(map(str, allowed)))
         for name in _POSITIVE_NUMBERS:
             self._require(name, _is_positive_number(getattr(self, name)), "a number above 0")
         for name in _POSITIVE_NUMBERS_OR_NONE:
@@ -139,9 +235,42 @@ class GolfConfig(PreTrainedConfig):
         if self.position_embedding == "rope":
             self._require("hidden_size", self.head_dim % 2 == 0, f"an even number per head (of {heads}) for rope")
 
-    def _require_integer(self, name: str, minimum: int) -> None:
+    def _validate_switches(self) -> None:
+        layers, head_dim, width = self.num_hidden_layers, self.head_dim, self.hidden_size
+        slope = self.activation_slope
+        self._require("activation_slope", _is_number(slope) and 0 <= slope <= 1, "a number from 0 to 1")
+        for name in ("exclude_self_value", "value_embedding_layers"):
+            self._require_integer(name, 0, layers)
+        for name in ("head_gate", "smear_gate"):
+            if getattr(self, name) is not None:
+                self._require_integer(name, 1, width)
+        if self.bigram_buckets is not None:
+            self._require_integer("bigram_buckets", 2)
+        if self.rope_dims is not None:
+            self._require_integer("rope_dims", 2, head_dim)
+            allowed = self.rope_dims % 2 == 0 and self.position_embedding == "rope"
+            self._require("rope_dims", allowed, 'an even number, with position_embedding="rope"')
+        if self.parallel_from is not None:
+            self._require_integer("parallel_from", 0, layers - 1)
+        self._require("lanes", not self.lanes or self.parallel_from is not None, "false without parallel_from")
+        caps = self.logit_soft_cap_negative is None and self.soft_cap_form == "tanh"
+        self._require("logit_soft_cap", caps or self.logit_soft_cap is not None, "a number, because other caps are set")
+        tied = self.tie_word_embeddings or self.tied_embedding_std is None
+        self._require("tied_embedding_std", tied, "None without tie_word_embeddings")
+        if self.loop is not None:
+            loop: Any = self.loop
+            end = self.parallel_from if self.lanes and self.parallel_from is not None else layers
+            numbers = isinstance(loop, list | tuple) and len(loop) == 3 and all(map(_is_integer, loop))
+            allowed = numbers and 0 <= loop[0] <= loop[1] < end and loop[2] >= 2
+            last = f"layers from 0 to {end - 1}" + (" (below parallel_from)" if self.lanes else "")
+            self._require("loop", allowed, f"None, or [first, last, times] with {last} and 2 times or more")
+            self.loop = list(loop)
+
+    def _require_integer(self, name: str, minimum: int, maximum: int | None = None) -> None:
         value = getattr(self, name)
-        self._require(name, _is_integer(value) and value >= minimum, f"an integer of at least {minimum}")
+        allowed = f"an integer of at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
+        is_allowed = _is_integer(value) and value >= minimum and (maximum is None or value <= maximum)
+        self._require(name, is_allowed, allowed)
 
     def _require(self, name: str, condition: bool, allowed: str) -> None:
         if not condition:

@@ -8,7 +8,9 @@ Shapes: B batch, T time (queries), H heads, K key-value heads, D head size, C ch
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +27,42 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_golf import GolfConfig
-from .layers_golf import GolfAttention, GolfBlock, GolfRMSNorm, GolfStack, OutputLinear, apply_dropout, cap_logits
+from .layers_golf import (
+    FusedLinear,
+    GolfAttention,
+    GolfBigram,
+    GolfBlock,
+    GolfRMSNorm,
+    GolfStack,
+    GolfValueEmbedding,
+    OutputLinear,
+    apply_dropout,
+    cap_logits,
+    document_numbers,
+    layer_order,
+    soft_caps,
+    squash,
+)
 
 IGNORE_INDEX = -100
 # Logits per chunk of the loss. CPU: 64 MiB in fp32, the fastest size measured at V = 50,257. Accelerators: 256 MiB. A
 # chunk needs at least about C rows: with fewer, updating the (V, C) weight gradient costs as much as its matmuls.
 CHUNK_ELEMENTS_CPU = 2**24
 CHUNK_ELEMENTS_ACCELERATOR = 2**26
+# Where the parameters start that are neither matrices nor norms, by name. query_gain starts at the config's number.
+_STARTS: dict[str, Any] = {
+    "attention_scale": 1.0,
+    "mlp_scale": 1.0,
+    "residual_mix": [[1.0], [0.0]],
+    "skip_scale": 1.0,
+    "skip_gate": 0.0,
+    "lane_mix": [1.1, 1.0, 1.0],
+    "head_gate": 0.0,
+    "value_embedding_scale": 1.0,
+    "gate": 0.0,  # of the smear
+    "strength": 0.0,
+    "scale": 0.05,  # of the bigrams
+}
 
 
 def _eager_attention(
@@ -84,24 +115,47 @@ class GolfPreTrainedModel(PreTrainedModel):
           stream before it has learned something.
         - A tied embedding: normal with std 1 / C. A token's logit for itself is about std * C, and must stay near 1
           for the first loss to be near ln V. (A std of 0.02 at C = 768 would give 15.)
+        - matrix_init and tied_embedding_std change the first and the third; the rest is in _STARTS.
         """
         config = self.config
+        for name, parameter in module.named_parameters(recurse=False):
+            start = config.query_gain if name == "query_gain" else _STARTS.get(name)
+            if start is not None:
+                init.copy_(parameter, torch.tensor(start))
         if isinstance(module, nn.Linear):
             is_head = module is getattr(self, "lm_head", None)
             if isinstance(module, OutputLinear) or (is_head and not config.tie_word_embeddings):
                 init.zeros_(module.weight)
             elif not is_head:  # a tied head is initialized as the embedding
-                init.normal_(module.weight, std=config.initializer_range or 0.5 / math.sqrt(module.in_features))
+                self._init_matrix(module)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             untied_std = config.initializer_range or 0.02
-            init.normal_(module.weight, std=1 / config.hidden_size if config.tie_word_embeddings else untied_std)
-        elif isinstance(module, (GolfRMSNorm, nn.LayerNorm)):
+            tied_std = config.tied_embedding_std or 1 / (config.embedding_size or config.hidden_size)
+            init.normal_(module.weight, std=tied_std if config.tie_word_embeddings else untied_std)
+        elif isinstance(module, GolfBigram):
+            init.zeros_(module.table.weight)
+        elif isinstance(module, GolfValueEmbedding):
+            init.normal_(module.table.weight, std=0.01)
+        elif isinstance(module, (GolfRMSNorm, nn.LayerNorm)) and module.weight is not None:
             init.ones_(module.weight)
             bias = getattr(module, "bias", None)
             if bias is not None:
                 init.zeros_(bias)
+
+    def _init_matrix(self, module: nn.Linear) -> None:
+        """Initialize an input matrix: normal, uniform in +-1 / sqrt(fan-in), or orthogonal with gain 1."""
+        config, weight = self.config, module.weight
+        if config.matrix_init == "uniform":
+            init.uniform_(weight, -(module.in_features**-0.5), module.in_features**-0.5)
+        elif config.matrix_init == "orthogonal":
+            sizes = config.fused_rows if isinstance(module, FusedLinear) else (module.out_features,)
+            if not getattr(weight, "_is_hf_initialized", False):  # a loaded weight needs no QR decomposition
+                parts = [torch.empty_like(part, dtype=torch.float32) for part in weight.split(sizes)]
+                init.copy_(weight, torch.cat([nn.init.orthogonal_(part) for part in parts]))
+        else:
+            init.normal_(weight, std=config.initializer_range or 0.5 / math.sqrt(module.in_features))
 
 
 class GolfModel(GolfPreTrainedModel, GolfStack):
@@ -137,14 +191,24 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
             raise ValueError("GolfModel.forward needs exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        config = self.config
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = config.use_cache and not self.training
+        if (switch := config.switch_that_reads_ids) is not None:
+            self._require_whole_rows(switch, input_ids, use_cache or past_key_values is not None)
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = DynamicCache(config=config)
+        if past_key_values is not None:
+            _add_cache_layers(past_key_values, len(layer_order(config)))
         # Pass the caller's position_ids, not the derived ones: under torch.compile, any position_ids make transformers
         # check for packed sequences and build a full mask. None becomes is_causal=True in SDPA.
         causal_mask = create_causal_mask(
-            self.config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids
+            config,
+            inputs_embeds,
+            attention_mask,
+            past_key_values,
+            position_ids=position_ids,
+            and_mask_function=self._same_document(input_ids),
         )
         past_tokens = 0 if past_key_values is None else past_key_values.get_seq_length()
         self._require_learned_positions(past_tokens + inputs_embeds.shape[1])
@@ -153,12 +217,31 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
         hidden_states = self.run(
             inputs_embeds,
             position_ids,
+            input_ids,
             attention_mask=causal_mask,
             past_key_values=past_key_values,
             attend=ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention),
             **kwargs,
         )
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    def _same_document(self, input_ids: Tensor | None) -> Callable[..., Tensor] | None:
+        """Return the mask that confines attention to a document, as transformers wants it; None if nothing does."""
+        if self.config.attention_span == "stream" or input_ids is None:
+            return None
+        documents = document_numbers(input_ids, self.config)
+        return lambda batch, head, query, key: documents[batch, query] == documents[batch, key]
+
+    def _require_whole_rows(self, switch: str, input_ids: Tensor | None, is_caching: bool) -> None:
+        """Refuse what a switch cannot work with: it reads the ids of a token and of those before it."""
+        if input_ids is None:
+            raise ValueError(f"GolfModel: {switch} needs input_ids; inputs_embeds alone are not enough.")
+        if is_caching and switch != "value_embedding_layers":
+            raise ValueError(f"GolfModel: {switch} needs earlier ids, which no KV cache keeps; pass use_cache=False.")
+        if switch == "attention_span" and self.config._attn_implementation.startswith("flash"):
+            raise ValueError('GolfModel: attention_span="document" needs a mask; use attn_implementation "sdpa".')
+        if switch == "attention_span" and self.config.bos_token_id is None:
+            raise ValueError('GolfModel: attention_span="document" needs bos_token_id, the token between documents.')
 
     def _require_learned_positions(self, num_tokens: int) -> None:
         limit = self.config.max_position_embeddings
@@ -176,6 +259,12 @@ def _derive_position_ids(inputs_embeds: Tensor, attention_mask: Tensor | None, p
     return (torch.arange(T, device=inputs_embeds.device) + past_tokens)[None]
 
 
+def _add_cache_layers(cache: Cache, count: int) -> None:
+    """Give each pass through a looped layer its own keys and values: transformers made one cache layer per layer."""
+    while cache.layers and len(cache.layers) < count:
+        cache.layers.append(copy.deepcopy(cache.layers[0]))  # still empty, because this is the first pass
+
+
 class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
     """The transformer with its language modeling head."""
 
@@ -185,15 +274,16 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
     def __init__(self, config: GolfConfig) -> None:
         super().__init__(config)
         self.model = GolfModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        size = config.embedding_size or config.hidden_size
+        if config.embedding_size:
+            self.head_proj = nn.Linear(config.hidden_size, size, bias=False)
+        self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         self.post_init()
 
     def fused_projections(self) -> dict[str, tuple[int, ...]]:
         """Map each fused weight's name to the row counts of its matrices: (H*D, K*D, K*D) for q, k and v."""
-        config = self.config
-        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        sizes = tuple(count * config.head_dim for count in heads)
-        return {f"model.layers.{i}.self_attn.qkv_proj.weight": sizes for i in range(config.num_hidden_layers)}
+        rows, layers = self.config.fused_rows, range(self.config.num_hidden_layers)
+        return {f"model.layers.{i}.self_attn.qkv_proj.weight": rows for i in layers}
 
     @can_return_tuple
     def forward(
@@ -236,10 +326,17 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
+        if self.config.embedding_size:
+            hidden_states = self.head_proj(hidden_states)
         loss = None
         if targets is not None:
             nats = chunked_cross_entropy(
-                hidden_states.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.config.logit_soft_cap
+                hidden_states.flatten(0, 1),
+                self.lm_head.weight,
+                targets.flatten(),
+                self.config.logit_soft_cap,
+                self.config.logit_soft_cap_negative,
+                self.config.soft_cap_form,
             )
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
@@ -259,7 +356,14 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         return cap_logits(self.lm_head(hidden_states[:, kept]), self.config)
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None = None) -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    soft_cap: float | None = None,
+    soft_cap_negative: float | None = None,
+    soft_cap_form: str = "tanh",
+) -> Tensor:
     """Return the cross-entropy of softmax(hidden @ weight.T), summed over targets in fp32 nats, one chunk at a time.
 
     The forward pass also computes the gradients while it has a chunk's logits, so nothing is recomputed and no (N, V)
@@ -270,18 +374,20 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, soft_
         hidden: (N, C). Under autocast, hidden and weight are cast to its dtype; softmax and sums stay in fp32.
         weight: (V, C).
         targets: (N,) ids. -100 is ignored; if all are ignored, the result is 0.
-        soft_cap: cap the logits z to soft_cap * tanh(z / soft_cap).
+        soft_cap: cap the logits z to soft_cap * tanh(z / soft_cap). soft_cap_negative: the cap of those below 0.
+        soft_cap_form: "tanh" or "poly5" (see `squash`).
     """
+    caps = (soft_cap, soft_cap_negative, soft_cap_form)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _ChunkedCrossEntropy.apply(hidden, weight, targets, soft_cap)
-    return _nats_and_gradients(hidden, weight, targets, soft_cap, False, False)[0]
+        return _ChunkedCrossEntropy.apply(hidden, weight, targets, *caps)
+    return _nats_and_gradients(hidden, weight, targets, caps, False, False)[0]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, *caps: Any) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        nats, *gradients = _nats_and_gradients(hidden, weight, targets, soft_cap, wants_hidden, wants_weight)
+        nats, *gradients = _nats_and_gradients(hidden, weight, targets, caps, wants_hidden, wants_weight)
         ctx.save_for_backward(*gradients)
         return nats
 
@@ -291,12 +397,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient, weight_gradient = (
             None if gradient is None else gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors
         )
-        return hidden_gradient, weight_gradient, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None
 
 
 def _nats_and_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, soft_cap: float | None, wants_hidden: bool, wants_weight: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, caps: tuple[Any, ...], wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    soft_cap, soft_cap_negative, soft_cap_form = caps
     device = hidden.device.type
     compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -313,8 +420,11 @@ def _nats_and_gradients(
         target = target.clamp(min=0)
         logits = (chunk @ head.T).to(sum_dtype)
         if soft_cap is not None:
-            squashed = torch.tanh(logits / soft_cap)
-            logits = squashed * soft_cap
+            cap = soft_caps(logits, soft_cap, soft_cap_negative)
+            logits = logits / cap
+            squashed = squash(logits, soft_cap_form)
+            kept = logits if soft_cap_form == "poly5" else squashed  # what the slope is computed from
+            logits = squashed * cap
         logits = logits.log_softmax(dim=-1)  # reuse the name, so that the raw logits are freed
         nats -= (logits.gather(1, target) * counted).sum()
         if not (wants_hidden or wants_weight):
@@ -323,7 +433,7 @@ def _nats_and_gradients(
         gradient = logits.exp_().mul_(counted)
         gradient.scatter_add_(1, target, -counted.to(sum_dtype))
         if soft_cap is not None:
-            gradient *= 1 - squashed.square()
+            gradient *= _squash_slope(kept, soft_cap_form)
         gradient = gradient.to(compute_dtype)
         if hidden_gradient is not None:
             hidden_gradient[start : start + rows] = gradient @ head
@@ -334,3 +444,11 @@ def _nats_and_gradients(
                 weight_gradient += gradient.T @ chunk
     weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
     return nats, hidden_gradient, weight_gradient
+
+
+def _squash_slope(kept: Tensor, form: str) -> Tensor:
+    """Return the derivative of `squash`. kept: its result for tanh, its input for poly5."""
+    if form == "tanh":
+        return 1 - kept.square()
+    square = kept * kept
+    return torch.where(squash(kept, form).abs() < 1, 1 - square + square * square / 3, 0.0)

@@ -30,11 +30,23 @@ KINDS = ("matrix", "embedding", "head", "vector")
 PATTERNS = (
     ("model.layers.*.self_attn.*_proj.weight", "matrix"),
     ("model.layers.*.mlp.*_proj.weight", "matrix"),
+    ("model.*.proj.weight", "matrix"),  # of the bigrams and the value embedding
+    ("model.embed_proj.weight", "matrix"),
+    ("head_proj.weight", "matrix"),
     ("model.embed_tokens.weight", "embedding"),
+    ("model.*.table.weight", "embedding"),
     ("model.embed_positions.weight", "embedding"),
     ("lm_head.weight", "head"),
     ("model.*norm.weight", "vector"),
     ("model.*.bias", "vector"),
+    ("model.layers.*.self_attn.query_gain", "vector"),
+    ("model.layers.*_gate", "vector"),
+    ("model.*_scale", "vector"),
+    ("model.layers.*.residual_mix", "vector"),
+    ("model.skip_gate", "vector"),
+    ("model.lane_mix", "vector"),
+    ("model.smear.*", "vector"),
+    ("model.bigram.scale", "vector"),
 )
 
 
@@ -54,7 +66,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return one group for each kind of parameter present, in the order of KINDS.
 
-    Only matrices get weight decay. "initial_lr" and "initial_weight_decay" are the peaks that the schedule multiplies.
+    Heads get no weight decay. "initial_lr" and "initial_weight_decay" are the peaks that the schedule multiplies.
 
     fused: maps the name (or pattern) of a weight that stacks several matrices to the row count of each. Muon
     orthogonalizes them separately unless optim.split_qkv is false.
@@ -79,9 +91,10 @@ def _group(
 ) -> dict[str, Any]:
     rule = optim.name if kind == "matrix" or optim.name != "muon" else "adamw"
     learning_rate = optim.adamw_learning_rate if rule != optim.name else optim.learning_rate
-    if kind == "embedding" and optim.embedding_learning_rate is not None:
-        learning_rate = optim.embedding_learning_rate
-    weight_decay = optim.weight_decay if kind == "matrix" else 0.0
+    stated = {"embedding": optim.embedding_learning_rate, "vector": optim.vector_learning_rate}.get(kind)
+    learning_rate = learning_rate if stated is None else stated
+    decays = {"matrix": optim.weight_decay, "embedding": optim.embedding_weight_decay}
+    weight_decay = (decays | {"vector": optim.vector_weight_decay}).get(kind, 0.0)
     return {
         "params": members,
         "kind": kind,

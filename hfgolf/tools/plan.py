@@ -36,7 +36,14 @@ from hfgolf.train.build import build_golf
 ASSUMED_MFU = 0.4
 MAX_CHEAP_BYTES = 20_000_000  # of text that is tokenized just to count its tokens
 VOCABULARIES = {"byte": 257, "char": 257}  # 256 bytes and the end of text; char adds the text's non-ASCII characters
-PARTS = {"norms": "norm", "embedding": "embed_", "attention": ".self_attn.", "mlp": ".mlp.", "head": "lm_head"}
+PARTS = {
+    "norms": ("norm",),
+    "attention": (".self_attn.", ".attention_scale"),
+    "mlp": (".mlp.", ".mlp_scale"),
+    "embedding": (".embed_", ".table.", ".proj.", ".bigram.", ".smear."),
+    "head": ("lm_head", "head_proj"),
+    "residual stream": (".residual_mix", ".skip_", ".lane_mix"),
+}
 MEASURED_STEPS = 5
 
 
@@ -209,10 +216,10 @@ def parameter_parts(model: GolfForCausalLM) -> dict[str, int]:
     """Count the parameters by part of the model. Raises UserError for a parameter that belongs to no part."""
     counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head"), 0)
     for name, parameter in model.named_parameters():
-        part = next((part for part, word in PARTS.items() if word in name), None)
+        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), None)
         if part is None:
             raise UserError(f"parameter {name} belongs to no part of the model; add a row to PARTS in {__name__}.")
-        counts[part] += parameter.numel()
+        counts[part] = counts.get(part, 0) + parameter.numel()
     return counts
 
 

@@ -47,6 +47,16 @@ def golf(attention: str, **options: object) -> GolfConfig:
         {"activation": "swiglu"},
         {"num_key_value_heads": 1},
         {"position_embedding": "learned", "intermediate_size": 80},
+        {"loop": [0, 1, 3]},
+        {"loop": [0, 1, 3], "loop_active": False},
+        {"loop": [0, 0, 2], "unet_skips": "gated", "branch_scale": True, "embedding_residual": True},
+        {"head_gate": 12, "query_gain": 2.0, "exclude_self_value": "all"},
+        {"embedding_size": 8},
+        {"embedding_size": 8, "tie_word_embeddings": False},
+        {"bigram_buckets": 20, "bigram_size": 8},
+        {"value_embedding_layers": 1, "value_embedding_size": 8, "num_key_value_heads": 1},
+        {"parallel_from": 1},
+        {"parallel_from": 1, "lanes": True, "loop": [0, 0, 3], "smear_gate": 12},
     ],
 )
 def test_flops_are_those_torch_counts(options):
@@ -59,9 +69,19 @@ def test_flops_are_those_torch_counts(options):
     assert flops.useful == flops.matrices + flops.attention + flops.head
 
 
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
-def test_recomputation_is_what_checkpointing_adds(activation):
-    config = golf("eager", activation=activation)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "relu2"},
+        {"activation": "swiglu"},
+        {"loop": [0, 1, 3]},
+        {"branch_scale": True},
+        {"head_gate": 12, "parallel_from": 1},
+        {"parallel_from": 1, "lanes": True, "branch_scale": True},
+    ],
+)
+def test_recomputation_is_what_checkpointing_adds(options):
+    config = golf("eager", **options)
     flops = token_flops(GolfForCausalLM(config), T)
     added = sum(counted(config, checkpointing=True).values()) - sum(counted(config).values())
     assert added == flops.recomputation + flops.attention / 3  # and the other half of its forward products

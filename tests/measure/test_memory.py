@@ -39,6 +39,32 @@ GPT2_BLOCK = {
     "qk_norm": False,
     "embedding_norm": False,
 }
+BASELINE = {  # the stacks of the challenge: every switch of configs/golf_baseline.yaml and golf_record.yaml
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "norm_weight": False,
+    "query_gain": 1.5,
+    "branch_scale": True,
+    "embedding_residual": True,
+    "unet_skips": "add",
+    "logit_soft_cap": 30.0,
+}
+RECORD = BASELINE | {
+    "intermediate_size": 512,
+    "unet_skips": "gated",
+    "activation": "leaky_relu2",
+    "rope_dims": 16,
+    "norm_depth_scale": True,
+    "exclude_self_value": "all",
+    "parallel_from": 4,
+    "lanes": True,
+    "loop": [2, 3, 3],
+    "head_gate": 12,
+    "smear_gate": 12,
+    "attention_span": "document",
+    "bos_token_id": 7,
+}
 SHAPE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
 PARAMETERS = {"parameters": 124_000_000, "matrix_parameters": 85_000_000}
 
@@ -166,6 +192,14 @@ def peak_of_a_pass(golf: GolfConfig, tokens: tuple[int, int], precision: str, ch
         ({"logit_soft_cap": 30.0}, "no", "sdpa", False),
         ({"vocab_size": 50_257}, "bf16", "sdpa", False),
         ({"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 6}, "bf16", "sdpa", True),
+        ({"loop": [0, 2, 2]}, "no", "sdpa", False),
+        ({"loop": [0, 2, 2], "lanes": True, "parallel_from": 3, "num_hidden_layers": 6}, "bf16", "sdpa", True),
+        ({"parallel_from": 0, "head_gate": 12, "query_gain": 2.0}, "bf16", "sdpa", False),
+        ({"logit_soft_cap": 30.0, "soft_cap_form": "poly5", "logit_soft_cap_negative": 9.0}, "no", "sdpa", False),
+        (BASELINE, "no", "sdpa", False),
+        (BASELINE, "bf16", "sdpa", True),
+        (RECORD, "bf16", "sdpa", False),
+        (RECORD, "bf16", "sdpa", True),
     ],
 )
 def test_the_prediction_is_what_is_alive(options, precision, attention, checkpointing):

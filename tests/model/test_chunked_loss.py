@@ -27,18 +27,24 @@ def build_operands(dtype=torch.float32):
     return hidden, weight, targets
 
 
-def plain_nats(hidden, weight, targets, soft_cap):
+def plain_nats(hidden, weight, targets, soft_cap=None, negative=None, form="tanh"):
     logits = hidden @ weight.T
     if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
+        cap = soft_cap if negative is None else torch.where(logits > 0, soft_cap, negative)
+        x = logits / cap
+        inner = x.clamp(-2, 2)
+        logits = cap * (x.tanh() if form == "tanh" else (inner - inner**3 / 3 + inner**5 / 15).clamp(-1, 1))
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
-@pytest.mark.parametrize("soft_cap", [None, 3.0])
-def test_value_and_gradients_equal_the_plain_loss(soft_cap):
+CAPS = [(None,), (3.0,), (3.0, 1.5), (3.0, None, "poly5"), (3.0, 1.5, "poly5"), (0.5, None, "poly5")]
+
+
+@pytest.mark.parametrize("caps", CAPS)
+def test_value_and_gradients_equal_the_plain_loss(caps):
     hidden, weight, targets = build_operands()
-    expected = plain_nats(hidden, weight, targets, soft_cap)
-    actual = chunked_cross_entropy(hidden, weight, targets, soft_cap)
+    expected = plain_nats(hidden, weight, targets, *caps)
+    actual = chunked_cross_entropy(hidden, weight, targets, *caps)
     torch.testing.assert_close(actual, expected)
     scale = 0.37  # a loss is scaled after the sum: by the token count, by accumulation, by the fp16 scaler
     expected_gradients = torch.autograd.grad(expected * scale, (hidden, weight))
@@ -46,11 +52,11 @@ def test_value_and_gradients_equal_the_plain_loss(soft_cap):
     torch.testing.assert_close(actual_gradients, expected_gradients)
 
 
-@pytest.mark.parametrize("soft_cap", [None, 3.0])
-def test_gradients_equal_finite_differences(soft_cap):
+@pytest.mark.parametrize("caps", CAPS[:5])
+def test_gradients_equal_finite_differences(caps):
     hidden, weight, targets = build_operands(torch.float64)
     assert torch.autograd.gradcheck(
-        lambda h, w: chunked_cross_entropy(h, w, targets, soft_cap), (hidden, weight), fast_mode=True
+        lambda h, w: chunked_cross_entropy(h, w, targets, *caps), (hidden, weight), fast_mode=True
     )
 
 

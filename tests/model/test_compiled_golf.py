@@ -36,6 +36,28 @@ def test_a_training_step_is_one_graph_with_the_same_gradients(build_golf, token_
     assert not [name for name in golf.state_dict() if "_orig_mod" in name]
 
 
+@pytest.mark.parametrize("name", ["golf_baseline", "golf_record", "bigram", "value_embedding", "poly5", "two_caps"])
+def test_the_switches_of_golf_are_one_graph_too(build_golf, all_options, token_ids, name):
+    expected = losses_and_gradients(build_golf(**all_options[name]).train(), token_ids)
+    golf = build_golf(**all_options[name]).train()
+    golf.compile(backend="aot_eager", fullgraph=True)
+    for actual, wanted in zip(losses_and_gradients(golf, token_ids), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_graph_does_not_fold_the_loops_flag(build_golf, token_ids):
+    """It once did, for an entrant of the challenge: his quantization-aware training never ran (#315)."""
+    golf, eager = (build_golf(loop=[0, 1, 3]).train() for _ in range(2))
+    golf.compile(backend="aot_eager", fullgraph=True)
+    losses = []
+    for loop_active in (False, True, False):
+        golf.config.loop_active = eager.config.loop_active = loop_active
+        losses.append([model(token_ids, shift_labels=token_ids).loss for model in (golf, eager)])
+    for compiled, wanted in losses:
+        torch.testing.assert_close(compiled, wanted)
+    assert abs(losses[0][0] - losses[1][0]) > 1e-3 and losses[0][0] == losses[2][0]
+
+
 def test_the_compiled_graph_keeps_causal_sdpa_without_a_mask(build_golf, token_ids):
     calls = []
 

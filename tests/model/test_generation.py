@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+GOLF = ("loop", "loop_of_the_middle", "lanes", "value_embedding", "exclude_self_value", "head_gate", "golf_baseline")
 
-@pytest.fixture(params=["modern", "learned", "no_positions", "one_key_value_head", "gpt2"])
+
+@pytest.fixture(params=["modern", "learned", "no_positions", "one_key_value_head", "gpt2", *GOLF])
 def option(request, all_options):
     """The options whose positions, masks or cache differ."""
     return all_options[request.param]
@@ -31,8 +33,9 @@ def test_greedy_with_the_cache_equals_greedy_without(build_golf, option, token_i
     assert torch.equal(following, without[:, 17:])
 
 
-def test_a_static_cache_says_the_same(build_golf, token_ids):
-    golf = build_golf()
+@pytest.mark.parametrize("name", ["modern", "loop_of_the_middle"])
+def test_a_static_cache_says_the_same(build_golf, all_options, token_ids, name):
+    golf = build_golf(**all_options[name])
     # disable_compile: compiling the decode step is transformers' job, and slow on a CPU
     said = generate(golf, token_ids, cache_implementation="static", disable_compile=True)
     assert torch.equal(said, generate(golf, token_ids))

@@ -57,6 +57,39 @@ def test_sizes_left_out_are_derived_and_saved(tmp_path):
         ("eos_token_id", [0, 4096]),
         ("bos_token_id", "0"),
         ("pad_token_id", [0]),
+        ("norm_weight", 0),
+        ("query_gain", 0),
+        ("query_gain", "1.5"),
+        ("branch_scale", 1.0),
+        ("unet_skips", "mul"),
+        ("tied_embedding_std", 0.0),
+        ("matrix_init", None),
+        ("activation_slope", -0.5),
+        ("rope_dims", 3),
+        ("rope_dims", 66),  # a head has 64
+        ("norm_depth_scale", None),
+        ("exclude_self_value", 6),  # of 5 layers
+        ("exclude_self_value", "every"),
+        ("parallel_from", 5),
+        ("parallel_from", -1),
+        ("lanes", True),  # without parallel_from
+        ("loop", [0, 5, 2]),
+        ("loop", [2, 1, 2]),
+        ("loop", [1, 2, 1]),
+        ("loop", [1, 2]),
+        ("loop", 3),
+        ("loop_active", None),
+        ("head_gate", 0),
+        ("head_gate", 257),  # of 256 channels
+        ("head_gate_scale", 0),
+        ("smear_gate", 257),
+        ("attention_span", "line"),
+        ("bigram_buckets", 1),
+        ("bigram_size", 0),
+        ("value_embedding_layers", 6),
+        ("embedding_size", 0),
+        ("soft_cap_form", "erf"),
+        ("logit_soft_cap_negative", -1.0),
     ],
 )
 def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(field, value):
@@ -66,6 +99,30 @@ def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(field, value)
     assert f"{field}={value!r}" in message
     assert "must be" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loop": [1, 3, 2], "parallel_from": 3, "lanes": True}, "layers from 0 to 2 (below parallel_from)"),
+        ({"soft_cap_form": "poly5"}, "logit_soft_cap=None is not allowed; it must be a number"),
+        ({"logit_soft_cap_negative": 5.0}, "logit_soft_cap=None is not allowed; it must be a number"),
+        ({"tied_embedding_std": 0.005, "tie_word_embeddings": False}, "None without tie_word_embeddings"),
+        ({"rope_dims": 16, "position_embedding": "none"}, 'with position_embedding="rope"'),
+    ],
+)
+def test_switches_that_exclude_each_other_are_refused(options, message):
+    with pytest.raises(ValueError) as caught:
+        GolfConfig(**options)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_switches_are_saved_as_they_are(tmp_path):
+    config = GolfConfig(exclude_self_value="all", loop=(1, 2, 3), smear_gate=12)
+    assert (config.exclude_self_value, config.loop, config.use_cache) == (5, [1, 2, 3], False)
+    config.loop_active = False
+    config.save_pretrained(tmp_path)
+    assert GolfConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
 
 
 def test_an_odd_head_size_is_fine_without_rope():

@@ -7,6 +7,8 @@ import torch
 
 from hfgolf.config import OptimConfig
 from hfgolf.errors import UserError
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer, group_table, parameter_groups, parameter_kind
 
 WIDTH, ROWS = 8, (8, 4, 4)
@@ -76,6 +78,39 @@ def test_a_name_that_two_patterns_know_is_refused(monkeypatch):
 def test_a_fused_entry_that_names_nothing_is_refused():
     with pytest.raises(UserError, match="qkv"):
         parameter_groups(named_parameters().items(), OptimConfig(), {"model.layers.*.qkv.weight": ROWS})
+
+
+@pytest.mark.parametrize("is_record", [True, False])
+def test_each_parameter_of_the_switches_is_in_exactly_one_group(is_record):
+    """The gates and scales of golf are vectors, whatever their shape; tables are embeddings, projections matrices."""
+    switches = {"branch_scale": True, "embedding_residual": True, "query_gain": 2.0, "head_gate": 4, "smear_gate": 4}
+    skips = {"unet_skips": "gated", "parallel_from": 2, "lanes": True} if is_record else {"unet_skips": "add"}
+    factors = {} if is_record else {"embedding_size": 8, "bigram_buckets": 9, "value_embedding_layers": 1}
+    shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    golf = GolfForCausalLM(GolfConfig(**shape, **switches, **skips, **factors))
+    groups = parameter_groups(golf.named_parameters(), OptimConfig(), golf.fused_projections())
+    members = [member for group in groups for member, _ in group["params"]]
+    assert sorted(members) == sorted(name for name, _ in golf.named_parameters())
+    for name in members:
+        kind = {"proj.weight": "matrix", "table.weight": "embedding", "tokens.weight": "embedding"}
+        assert parameter_kind(name) == next((kind[end] for end in kind if name.endswith(end)), "vector"), name
+
+
+def test_embeddings_and_vectors_have_their_own_decay_and_rate():
+    groups = by_kind(OptimConfig(embedding_weight_decay=0.085, vector_weight_decay=0.02, vector_learning_rate=0.05))
+    decays = {kind: (group["weight_decay"], group["initial_weight_decay"]) for kind, group in groups.items()}
+    assert decays == {"matrix": (0.1, 0.1), "embedding": (0.085, 0.085), "head": (0.0, 0.0), "vector": (0.02, 0.02)}
+    assert {kind: group["lr"] for kind, group in groups.items()} == {
+        "matrix": 0.02,
+        "embedding": 0.003,
+        "head": 0.003,
+        "vector": 0.05,
+    }
+    for name in ("embedding_weight_decay", "vector_weight_decay"):
+        with pytest.raises(UserError, match=rf"optim\.{name}: -1 is out of range"):
+            OptimConfig(**{name: -1})
+    with pytest.raises(UserError, match=r"optim\.vector_learning_rate: 0 is out of range"):
+        OptimConfig(vector_learning_rate=0)
 
 
 def by_kind(optim: OptimConfig) -> dict[str, dict]:
