@@ -172,8 +172,10 @@ class ModelSection:
     """Normalization before attention, before the MLP and before the head."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     """rope: rotary embedding; learned: GPT-2's position table; none."""
-    activation: Literal["relu2", "gelu", "gelu_new", "silu", "swiglu"] = "relu2"
+    activation: Literal["relu2", "leaky_relu2", "gelu", "gelu_new", "silu", "swiglu"] = "relu2"
     """Activation of the MLP; relu2 is squared ReLU, gelu_new is GPT-2's tanh approximation of GELU."""
+    activation_slope: float = 0.5
+    """Slope of leaky_relu2 below 0, before squaring."""
     use_bias: bool = False
     """Use biases in linear layers and layer norms."""
     qk_norm: bool = True
@@ -190,6 +192,58 @@ class ModelSection:
     """Dropout rate on the attention weights; on a CPU it makes a step about 20 % slower."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, costs about a third more compute."""
+    norm_eps: float = 1e-6
+    """Added to the mean square (variance, for layernorm) in every norm."""
+    norm_weight: bool = True
+    """Norms have learned weights; false: those of queries and keys have none either."""
+    query_gain: float | None = None
+    """Multiply each query head by a learned number, which begins here; null: off."""
+    branch_scale: bool = False
+    """Multiply the outputs of attention and MLP by learned vectors, which begin at 1."""
+    embedding_residual: bool = False
+    """Begin each block with a x + b x0: x0 the first block's input, a and b learned vectors that begin at 1 and 0."""
+    unet_skips: Literal["add", "gated"] | None = None
+    """Feed outputs of the first half of the blocks to the second, last first; gated: as a learned share; null: off."""
+    tied_embedding_std: float | None = None
+    """Initial standard deviation of a tied embedding; null: 1 / hidden_size."""
+    matrix_init: Literal["normal", "uniform", "orthogonal"] = "normal"
+    """Initial input matrices: normal with 0.5 / sqrt(inputs), uniform in +-1 / sqrt(inputs), or orthogonal."""
+    rope_dims: int | None = None
+    """Rotate only this many dimensions of each head; null: all."""
+    norm_depth_scale: bool = False
+    """Multiply the outputs of the norms in layer i = 0, 1, ... by 1 / sqrt(i + 1)."""
+    exclude_self_value: int | Literal["all"] = 0
+    """In this many last layers, remove from each head's output its part along the token's own value (XSA)."""
+    parallel_from: int | None = None
+    """From this layer (counted from 0) on, attention and MLP read the same input; null: one after the other."""
+    lanes: bool = False
+    """From model.parallel_from on, keep two streams: attention reads one and the MLP the other, both write to both."""
+    loop: tuple[int, int, int] | None = None
+    """[first, last, times]: run these layers so many times in a row, with the same weights; see schedule.loop_start."""
+    head_gate: int | None = None
+    """Gate each head's output by the first so many dimensions of attention's input; null: off."""
+    head_gate_scale: float = 1.0
+    """Factor inside the sigmoid of model.head_gate."""
+    head_gate_peak: float = 1.0
+    """Factor on that sigmoid; 2 begins with open gates."""
+    smear_gate: int | None = None
+    """Mix each embedding with the one before, gated by its first so many dimensions; null: off. No KV cache then."""
+    attention_span: Literal["stream", "document"] = "stream"
+    """document: a token attends to its own document only; the end of text separates them. No KV cache then."""
+    bigram_buckets: int | None = None
+    """Rows of a hashed embedding of the last two tokens, added to the embedding; null: off. No KV cache then."""
+    bigram_size: int = 112
+    """Width of that table; a matrix projects it to hidden_size."""
+    value_embedding_layers: int = 0
+    """In this many last layers, add a second embedding of the token to its values."""
+    value_embedding_size: int = 128
+    """Width of that embedding; a matrix projects it to the values."""
+    embedding_size: int | None = None
+    """Width of a factored embedding and head; null: hidden_size, not factored."""
+    soft_cap_form: Literal["tanh", "poly5"] = "tanh"
+    """Shape of model.logit_soft_cap; poly5: a polynomial of degree 5, clipped."""
+    logit_soft_cap_negative: float | None = None
+    """Cap of the logits below 0; null: model.logit_soft_cap."""
 
     def __post_init__(self) -> None:
         _require_positive("model", self, "hidden_size", "intermediate_size", "num_attention_heads", maximum=2**17)
@@ -214,6 +268,35 @@ class ModelSection:
                 f"model.num_key_value_heads: {self.num_key_value_heads} does not divide"
                 f" model.num_attention_heads {heads}; allowed: {allowed}."
             )
+        self._check_switches()
+
+    def _check_switches(self) -> None:
+        layers, width, head_dim = self.num_hidden_layers, self.hidden_size, self.hidden_size // self.num_attention_heads
+        positive = ("norm_eps", "query_gain", "tied_embedding_std", "head_gate_scale", "head_gate_peak")
+        _require_positive("model", self, *positive, "logit_soft_cap_negative")
+        sizes = ("embedding_size", "bigram_buckets", "bigram_size", "value_embedding_size")
+        _require_positive("model", self, *sizes, maximum=2**24)
+        _require_positive("model", self, "head_gate", "smear_gate", maximum=width)
+        _require("model.activation_slope", self.activation_slope, 0 <= self.activation_slope <= 1, "0 to 1")
+        for name in ("exclude_self_value", "value_embedding_layers"):
+            count = getattr(self, name)
+            _require(f"model.{name}", count, count == "all" or 0 <= count <= layers, f"0 to {layers}, the layers")
+        dims, start, loop = self.rope_dims, self.parallel_from, self.loop
+        allowed = dims is None or (dims % 2 == 0 and 2 <= dims <= head_dim and self.position_embedding == "rope")
+        _require("model.rope_dims", dims, allowed, f"even numbers from 2 to {head_dim}, with position_embedding rope")
+        _require("model.parallel_from", start, start is None or 0 <= start < layers, f"null, or 0 to {layers - 1}")
+        _require("model.lanes", self.lanes, not self.lanes or start is not None, "false without model.parallel_from")
+        _require("model.bigram_buckets", self.bigram_buckets, self.bigram_buckets != 1, "null, or 2 and more")
+        end = start if self.lanes and start is not None else layers
+        allowed = loop is None or (0 <= loop[0] <= loop[1] < end and loop[2] >= 2)
+        ends = f"layers from 0 to {end - 1}, and 2 times or more"
+        _require("model.loop", loop, allowed, f"null, or [first, last, times] with {ends}")
+        if self.logit_soft_cap is None and (self.logit_soft_cap_negative is not None or self.soft_cap_form != "tanh"):
+            raise UserError(
+                "model.logit_soft_cap is null, but model.logit_soft_cap_negative or model.soft_cap_form is set; set it."
+            )
+        if self.tied_embedding_std is not None and not self.tie_word_embeddings:
+            raise UserError("model.tied_embedding_std requires model.tie_word_embeddings true; leave it null.")
 
 
 @dataclass(frozen=True)
@@ -379,12 +462,15 @@ class ScheduleConfig:
     """Final learning rate as a fraction of the peak; for cosine_warmdown, the floor of its cosine."""
     weight_decay: Literal["constant", "linear", "learning_rate"] = "constant"
     """Schedule of optim.weight_decay: constant, linear to 0 over the run, or the schedule of the learning rate."""
+    loop_start: float = 0.0
+    """Fraction of the run after which model.loop begins; until then the layers run once each."""
 
     def __post_init__(self) -> None:
         _require_not_negative("schedule", self, "warmup_steps")
         fraction = self.warmdown_fraction
         _require("schedule.warmdown_fraction", fraction, 0 <= fraction <= 1, "0 to 1")
         _require("schedule.floor", self.floor, 0 <= self.floor <= 1, "0 to 1")
+        _require("schedule.loop_start", self.loop_start, 0 <= self.loop_start < 1, "from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -538,6 +624,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for key, value in self.flat().items():
             _require_sane(key, value)
+        if self.schedule.loop_start and self.model.loop is None:
+            raise UserError("schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.")
 
     def flat(self) -> dict[str, Any]:
         """Return the config as {"section.key": value}."""

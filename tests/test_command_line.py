@@ -107,6 +107,43 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
             "model.hidden_size: 255 is not divisible by model.num_attention_heads 4; try 252 or 256.",
         ),
         (
+            ["--model.loop", "[1, 5, 2]"],
+            "model.loop: (1, 5, 2) is out of range; allowed: null, or [first, last, times] with layers from 0 to 4, and"
+            " 2 times or more.",
+        ),
+        (
+            ["--model.loop", "[1, 3, 2]", "--model.lanes", "true", "--model.parallel_from", "3"],
+            "model.loop: (1, 3, 2) is out of range; allowed: null, or [first, last, times] with layers from 0 to 2, and"
+            " 2 times or more.",
+        ),
+        (
+            ["--schedule.loop_start", "0.5"],
+            "schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.",
+        ),
+        (["--schedule.loop_start", "1"], "schedule.loop_start: 1.0 is out of range; allowed: from 0 to below 1."),
+        (
+            ["--model.exclude_self_value", "6"],
+            "model.exclude_self_value: 6 is out of range; allowed: 0 to 5, the layers.",
+        ),
+        (
+            ["--model.rope_dims", "7"],
+            "model.rope_dims: 7 is out of range; allowed: even numbers from 2 to 64, with position_embedding rope.",
+        ),
+        (["--model.parallel_from", "5"], "model.parallel_from: 5 is out of range; allowed: null, or 0 to 4."),
+        (["--model.lanes", "true"], "model.lanes: True is out of range; allowed: false without model.parallel_from."),
+        (["--model.bigram_buckets", "1"], "model.bigram_buckets: 1 is out of range; allowed: null, or 2 and more."),
+        (["--model.head_gate", "500"], "model.head_gate: 500 is out of range; allowed: a number above 0, up to 256."),
+        (["--model.query_gain", "0"], "model.query_gain: 0.0 is out of range; allowed: a number above 0."),
+        (["--model.activation_slope", "2"], "model.activation_slope: 2.0 is out of range; allowed: 0 to 1."),
+        (
+            ["--model.soft_cap_form", "poly5"],
+            "model.logit_soft_cap is null, but model.logit_soft_cap_negative or model.soft_cap_form is set; set it.",
+        ),
+        (
+            ["--model.tied_embedding_std", "0.005", "--model.tie_word_embeddings", "false"],
+            "model.tied_embedding_std requires model.tie_word_embeddings true; leave it null.",
+        ),
+        (
             ["--model.num_key_value_heads", "3"],
             "model.num_key_value_heads: 3 does not divide model.num_attention_heads 4; allowed: 1, 2, 4.",
         ),

@@ -153,6 +153,7 @@ class Checkpointer:
             if states is not None:
                 _check_random_states(states, own, accelerator.device)
             self.state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
+            self.model.config.loop_active = self.state.loop_active
             if has_other_data(read_identity(checkpoint), self.identity):
                 self.state.begin_data()
             if self.ema is not None:
@@ -225,6 +226,9 @@ class Checkpointer:
     def _json_files(self) -> dict[str, bytes]:
         """Return the content of the checkpoint's JSON files, by file name."""
         contents = {STATE_NAME: self.state.state_dict(), RUN_NAME: self.identity}
+        if self.model.config.loop and "config.json" in self.supporting_files:  # the model as it is trained now
+            config = json.loads(self.supporting_files["config.json"])
+            contents["config.json"] = config | {"loop_active": self.state.loop_active}
         return {name: json.dumps(content, indent=1).encode() for name, content in contents.items()}
 
     def _wait_for_release(self, *hook_arguments: Any) -> None:

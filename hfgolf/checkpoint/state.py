@@ -47,6 +47,8 @@ class TrainState:
     """Positions [start, end) in the data that rollbacks excluded; disjoint and sorted."""
     learning_rate_scale: float = 1.0
     """Factor on all learning rates, set by rollbacks."""
+    loop_active: bool = True
+    """Whether the model's loop, if it has one, ran in the last of these steps (schedule.loop_start)."""
     unfinished_row: dict[str, Any] | None = None
     """Row of metrics.jsonl whose evaluation a signal interrupted; the next session evaluates again and writes it."""
     wandb_id: str | None = None
@@ -81,6 +83,7 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what state_dict returned. Raises KeyError, TypeError or ValueError, with no change, if malformed."""
+        state = {"loop_active": True} | state  # older versions had no loops
         for name, kind in typing.get_type_hints(TrainState).items():
             if not has_type(state[name], kind):
                 raise ValueError(f"{name} is {state[name]!r}"[:100])

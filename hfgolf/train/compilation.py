@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
+from hfgolf.train.recurrence import each_loop_state
 from hfgolf.train.run import Run
 from hfgolf.wording import one_line
 
@@ -72,6 +73,10 @@ def warm_up(run: Run) -> None:
     on_gpu = accelerator.device.type == "cuda"
 
     def run_once() -> None:
+        for _ in each_loop_state(run):
+            run_pass()
+
+    def run_pass() -> None:
         ids = torch.zeros(
             run.micro_batch_size, run.config.batch.sequence_length, dtype=torch.long, device=accelerator.device
         )

@@ -15,7 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_nonfinite
-from hfgolf.checkpoint.store import Rejected, best_checkpoint, newest_first, saved_step, step_of, verified_file
+from hfgolf.checkpoint.store import (
+    STATE_NAME,
+    Rejected,
+    best_checkpoint,
+    newest_first,
+    saved_step,
+    step_of,
+    verified_file,
+)
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
 from hfgolf.hardware import accelerator_name
@@ -182,6 +190,8 @@ def _take_best_weights(run: Run) -> tuple[int, int | None]:
     file, damaged_best = broadcast_object_list(answer)
     if file:
         weights, step = load_file(file), step_of(file.parent)
+        state = json.loads((file.parent / STATE_NAME).read_text())
+        run.raw_model.config.loop_active = state.get("loop_active", True)
         logger.info("using the weights of step %d", step)
     elif nonfinite:
         raise UserError(

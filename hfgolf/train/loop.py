@@ -30,6 +30,7 @@ from hfgolf.train.feed import epoch, halve_until_it_fits
 from hfgolf.train.finish import conclude, push_in_training, report_run
 from hfgolf.train.meter import StepResult
 from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
+from hfgolf.train.recurrence import update_loop
 from hfgolf.train.run import Run
 from hfgolf.train.setup import set_up, write_description
 from hfgolf.train.signals import Signals
@@ -108,6 +109,7 @@ def run_steps(run: Run, clock: Clock) -> None:
 def train_step(run: Run, expected_steps: float) -> StepResult:
     """Run one optimizer update; if the gradient is not finite, leave the weights and the optimizer state unchanged."""
     accelerator, optimizer, state, config = run.accelerator, run.optimizer, run.state, run.config
+    update_loop(run, expected_steps)
     loss, sample_hash = halve_until_it_fits(run, lambda: accumulate_gradients(run))
     accelerator.unscale_gradients()
     norm = gradient_norm(run.model.parameters())

@@ -2,14 +2,18 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from reference_stacks import baseline_logits, record_logits
 
+from hfgolf.command_line import load_config
 from hfgolf.model.layers_golf import GolfBigram, GolfSmear, _rotation, layer_order, sdpa
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.groups import parameter_kind
+from hfgolf.tools.plan import meta_model
 
 SEPARATOR = 7
 
@@ -245,3 +249,16 @@ def test_value_embeddings_are_added_to_the_values(build_golf, token_ids):
         added = 0.1 * attention.value_embedding_scale * (extra.table(token_ids) @ extra.proj.weight.T)
     expected = (seen["own"] + added).unflatten(-1, (2, 8)).transpose(1, 2)
     torch.testing.assert_close(seen[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "vocabulary", "parameters", "others"),
+    [("golf_baseline.yaml", 1024, 17_059_912, 20_552), ("golf_record.yaml", 8192, 35_945_671, 31_943)],
+)
+def test_the_shipped_stacks_have_exactly_the_published_parameters(config, vocabulary, parameters, others):
+    run_config = load_config(["--config", str(Path(__file__).parents[2] / "configs" / config)]).config
+    assert run_config.tokenizer.vocab_size == vocabulary
+    golf = meta_model(run_config.replace(train__mixed_precision="no"), vocabulary, "cpu")
+    assert golf.num_parameters() == parameters
+    vectors = sum(p.numel() for name, p in golf.named_parameters() if parameter_kind(name) == "vector")
+    assert vectors == others

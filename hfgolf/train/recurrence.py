@@ -1,0 +1,44 @@
+"""When the layers of model.loop run several times: from schedule.loop_start of the run on.
+
+The flag is in the model's config, which each pass reads, so a compiled graph is compiled again and cannot fold it. It
+is also in TrainState: a resume and a rollback continue as it was, and an exported model is the one that was trained.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hfgolf.measure.flops import training_flops_per_token
+
+if TYPE_CHECKING:
+    from hfgolf.train.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def update_loop(run: Run, expected_steps: float) -> None:
+    """Begin the loop if it is due before the next step, and record that as an event. expected_steps: of the run."""
+    start = run.config.schedule.loop_start
+    is_due = not start or run.state.step >= start * expected_steps
+    if run.raw_model.config.loop is None or is_due == run.raw_model.config.loop_active:
+        return
+    length = run.config.batch.sequence_length
+    before = training_flops_per_token(run.raw_model, length)
+    run.raw_model.config.loop_active = run.state.loop_active = is_due
+    run.meter.flops_per_second_of_peak *= training_flops_per_token(run.raw_model, length) / before
+    first, last, times = run.raw_model.config.loop
+    count = f"{times} times" if is_due else "once"
+    logger.info("loop: from step %d on, layers %d to %d run %s", run.state.step + 1, first, last, count)
+    run.tracker.event("loop", run.state, active=is_due)
+
+
+def each_loop_state(run: Run) -> Iterator[None]:
+    """Put the model into each state that its loop will have in this run, the longer pass first; then back."""
+    config = run.raw_model.config
+    is_active = config.loop_active
+    for state in [True, False] if config.loop and run.config.schedule.loop_start else [is_active]:
+        config.loop_active = state
+        yield
+    config.loop_active = is_active
