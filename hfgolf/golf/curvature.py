@@ -88,7 +88,7 @@ def measure_curvature(
     """Measure the curvature along each matrix of a model, {parameter name: Curvature}.
 
     Args:
-        model: a causal language model in fp32 whose matrices are nn.Linear and nn.Embedding, with `lm_head` as head.
+        model: a causal language model whose matrices are nn.Linear and nn.Embedding, with `lm_head` as head.
         batches: calibration text, {"input_ids": (B, T), "shift_labels": (B, T)} on any device.
         token_counts: (V,) how often each token occurs in the training stream. None: in the calibration text.
 
@@ -161,8 +161,10 @@ class _Probe:
 
     def add_products(self, vectors: Tensor) -> None:
         vectors = vectors.detach().flatten(0, -2).float()
-        # one product in fp32 and the sum over passes in fp64: within 1e-6, and several times as fast as all in fp64
-        self.hessian += (vectors.T @ vectors).double().cpu()
+        # One product in fp32 and the sum over passes in fp64: within 1e-6, and several times as fast as all in fp64.
+        # Accelerate's forward turns autocast on; a product in bf16 would not be positive definite.
+        with torch.autocast(vectors.device.type, enabled=False):
+            self.hessian += (vectors.T @ vectors).double().cpu()
         self.vectors += len(vectors)
 
 

@@ -140,6 +140,17 @@ def test_leaves_the_model_as_it_was():
         measure_curvature(model, [])
 
 
+def test_sums_are_exact_under_autocast():
+    """Accelerate wraps a model's forward in autocast."""
+    model, batch = tiny(), text()
+    exact = measure_curvature(model, [batch])
+    real = model.forward
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(real)
+    for name, one in measure_curvature(model, [batch]).items():
+        assert np.linalg.eigvalsh(one.hessian)[0] > -1e-6 * np.diag(one.hessian).mean()
+        np.testing.assert_allclose(np.trace(one.hessian), np.trace(exact[name].hessian), rtol=0.05)
+
+
 def test_large_vocabularies_are_measured_in_parts(monkeypatch):
     from hfgolf.golf import curvature
 
