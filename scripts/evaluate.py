@@ -46,7 +46,7 @@ def main() -> int:
         "--adapt", choices=("sgd", "lora"), help="sgd: all weights, over the stream; lora: inside each document"
     )
     adapt.add_argument("--adapt_chunk", type=within(1, 2**24), help="tokens per chunk (sgd: 1024, lora: 48)")
-    adapt.add_argument("--adapt_rate", type=within(0.0, 10.0), help="learning rate (sgd: 0.02, lora: 1e-4)")
+    adapt.add_argument("--adapt_rate", type=within(0.0, 10.0), help="learning rate (sgd: 0.02, lora: 1e-3)")
     adapt.add_argument("--adapt_epochs", type=within(1, 1000), default=1, help="sgd: passes over each chunk (1)")
     adapt.add_argument("--adapt_rank", type=within(1, 2**16), default=8, help="lora: rank (8)")
     arguments = vars(parser.parse_args())

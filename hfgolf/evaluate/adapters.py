@@ -77,7 +77,7 @@ class LoraAdapter:
     """
 
     def __init__(
-        self, model: nn.Module, logits: Logits, *, rank: int = 8, learning_rate: float = 1e-4, scale: float = 1.8
+        self, model: nn.Module, logits: Logits, *, rank: int = 8, learning_rate: float = 1e-3, scale: float = 1.8
     ) -> None:
         self.model, self.logits = model, logits
         self.rank, self.learning_rate, self.scale = rank, learning_rate, scale

@@ -31,7 +31,7 @@ from hfgolf.publish.load import load_exported
 from hfgolf.train.process import resolve_precision
 
 _CHUNK_TOKENS = {"sgd": 1024, "lora": 48}
-_LEARNING_RATES = {"sgd": 0.02, "lora": 1e-4}
+_LEARNING_RATES = {"sgd": 0.02, "lora": 1e-3}
 
 
 @dataclass(frozen=True)
