@@ -83,6 +83,7 @@ def test_every_checkpoint_loads_where_hfgolf_is_not(killed, tmp_path, run_script
     assert said.status == 0 and json.loads(said.out)["loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averaged", [False, True])
 def test_a_killed_run_gives_the_model_that_its_end_would_have_given(killed, run, tiny_run, run_script, averaged):
     """From the best checkpoint: the same files, and a card with the figures of that step."""
