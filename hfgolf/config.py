@@ -598,9 +598,11 @@ class GolfSection:
     """Training tokens from which the curvature is measured."""
     damping: float = 0.01
     """Added to the diagonal of a matrix's input Hessian in gptq, as a share of its mean."""
+    forecast_every_steps: int | None = None
+    """Forecast every N steps of a run, and at the last one, what an export would take; null: never."""
 
     def __post_init__(self) -> None:
-        _require_positive("golf", self, "budget_bytes", "calibration_tokens", "damping")
+        _require_positive("golf", self, "budget_bytes", "calibration_tokens", "damping", "forecast_every_steps")
         if self.column_steps and self.allocation != "curvature":
             raise UserError(f"golf.column_steps: true needs golf.allocation curvature, not {self.allocation}.")
 

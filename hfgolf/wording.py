@@ -39,9 +39,11 @@ def dollars(amount: float) -> str:
     return f"${amount:,.2f}" if amount >= 0.1 or amount == 0 else f"${amount:.4f}"
 
 
-def join_words(words: Iterable[Any], last: str = ", ") -> str:
-    """Join words into a list in prose: "a, b or c" with last=" or "."""
+def join_words(words: Iterable[Any], last: str = ", ", maximum: int | None = None) -> str:
+    """Join words into a list in prose: "a, b or c" with last=" or "; beyond the maximum, "a, b and 4 more"."""
     texts = [str(word) for word in words]
+    if maximum is not None and len(texts) > maximum:
+        return f"{', '.join(texts[:maximum])} and {len(texts) - maximum} more"
     return last.join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
 
 

@@ -35,7 +35,7 @@ from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
 from hfgolf.durable import sync
 from hfgolf.errors import UserError
 from hfgolf.redact import redact
-from hfgolf.wording import first_line
+from hfgolf.wording import first_line, join_words
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -192,8 +192,8 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 def _change(name: str, before: Any, now: Any) -> str:
     if isinstance(before, list) and isinstance(now, list):
         entries = [entry for entry in now if entry not in before] + [entry for entry in before if entry not in now]
-        names = list(dict.fromkeys(entry[0] for entry in entries))
-        return f"{name} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" if names else name
+        names = join_words(dict.fromkeys(entry[0] for entry in entries), maximum=1)
+        return f"{name} ({names})" if names else name
     if isinstance(now, dict) or name.endswith("sha256"):
         return name  # hashes mean nothing to a reader
     return f"{name} ({before} -> {now})"

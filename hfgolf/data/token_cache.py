@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -121,7 +122,8 @@ def load_tokens(
                 f"data.cache_dir: cannot write the tokens of this corpus to {cache_dir} ({error.strerror or error});"
                 " free up space there, or set another folder."
             ) from error
-    _log.info("cache hit: %s (%s)", tokens.path, _size(tokens))
+    sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
+    _log.info("cache hit: %s (%s)", tokens.path, sizes)
     return tokens
 
 
@@ -222,19 +224,16 @@ def _build(
 
 def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
     """Describe how `key` differs from the most similar cache."""
-    changes = []
+    candidates = []
     for path in (cache_dir / "tokens").glob(f"*/{MANIFEST}"):
-        try:
-            earlier = json.loads(path.read_text("utf-8"))["key"]
-        except (OSError, ValueError, KeyError):
-            continue
-        changed = [name for name in {**key, **earlier} if key.get(name) != earlier.get(name)]
-        if changed:  # no change: a copy of the cache under another name
-            changes.append((len(changed), path.parent.name, changed, earlier))
-    if not changes:
+        with suppress(OSError, ValueError, KeyError):
+            changes = identity_changes(json.loads(path.read_text("utf-8"))["key"], key)
+            if changes:  # no change: a copy of the cache under another name
+                candidates.append((len(changes), path.parent.name, changes))
+    if not candidates:
         return f"no cache in {cache_dir} yet"
-    _, name, changed, earlier = min(changes, key=lambda change: change[:2])
-    return f"{', '.join(identity_changes(earlier, key))} changed since {name}"
+    _, name, changes = min(candidates)
+    return f"{', '.join(changes)} changed since {name}"
 
 
 def _write_split(
@@ -336,7 +335,3 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
     if tokenizer_loss:
         _log.warning("%s", tokenizer_loss)
     return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, sha256, verification, tokenizer_loss)
-
-
-def _size(tokens: TokenCache) -> str:
-    return f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"

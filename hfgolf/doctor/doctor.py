@@ -13,6 +13,7 @@ from typing import Any
 
 from hfgolf.command_line import read_settings
 from hfgolf.config import RunConfig
+from hfgolf.doctor.budget_symptoms import over_budget
 from hfgolf.doctor.feed_symptoms import SameBatches, damaged_cache, data_bound, throughput_falls
 from hfgolf.doctor.finding import Detector, Finding
 from hfgolf.doctor.history import History, Line
@@ -59,6 +60,7 @@ class Doctor:
             throughput_falls,
             data_bound,
             damaged_cache,
+            over_budget,
         ]
         self._reported: set[tuple[str, int | None]] = set()
 

@@ -51,6 +51,13 @@ class ValidationPoint(NamedTuple):
     """The training loss at that time: the median over at most LEVEL_STEPS steps."""
 
 
+class ForecastPoint(NamedTuple):
+    """The forecast in a row: bytes of an artifact that rounding costs little (golf.forecast_every_steps)."""
+
+    step: int
+    golf_bytes: float
+
+
 class DataPosition(NamedTuple):
     """The position in the data after a row."""
 
@@ -71,6 +78,7 @@ class History:
         self.intervals: deque[Interval] = deque(maxlen=MAX_KEPT)
         """The intervals of this session, without its first, which includes the startup."""
         self.evaluations: deque[ValidationPoint] = deque(maxlen=MAX_KEPT)
+        self.forecasts: deque[ForecastPoint] = deque(maxlen=MAX_KEPT)
         self.first_loss = math.nan
         """About ln(vocabulary); NaN if the first rows are missing."""
         self.level = math.nan
@@ -142,6 +150,9 @@ class History:
             val_loss = averaged or row["val_loss"]
             self.evaluations.append(ValidationPoint(row["step"], val_loss, row.get("val_tokens"), median))
 
+        if row.get("golf_bytes") is not None:
+            self.forecasts.append(ForecastPoint(row["step"], row["golf_bytes"]))
+
     def _add_position(self, position: DataPosition) -> None:
         """Update epochs_per_step, unless the row has no usable epoch (0 or NaN)."""
         before = self._positions[-1] if self._positions else DataPosition(0, 0.0)
@@ -165,7 +176,7 @@ class History:
         last_skip = self.skips[-1][-1]["step"] if self.skips else None
         self._consecutive_steps = {event["step"] + 1} if last_skip == event.get("from_step", -1) else set()
         kept: deque[Any]
-        for kept in (self.steps, self.intervals, self.evaluations, self._positions):
+        for kept in (self.steps, self.intervals, self.evaluations, self.forecasts, self._positions):
             while kept and kept[-1].step > event["step"]:
                 kept.pop()
         if event["event"] == "resumed":  # a new process, perhaps on another machine

@@ -15,7 +15,7 @@ monotone in D, and a byte budget has one D. Does not know how bytes are made.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,8 @@ from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.gptq import Feedback
 from hfgolf.golf.grid import CODES_PER_OCTAVE, MAX_INTEGER, gaussian_bits, row_codes_of, steps_of
 
+FINEST_RELATIVE_STEP = 2.0**-9  # of a row's RMS: 11 bits per weight, the precision of fp16
+COARSEST_RELATIVE_STEP = 16.0  # hardly anything is left
 SIDE_BYTES_PER_ROW = 1.0  # a step's code, and a class for the coder
 SIDE_BYTES_PER_COLUMN = 0.5  # a class for the coder
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -118,15 +120,26 @@ def mean_relative_step(allocation: Allocation) -> float:
     return 2.0 ** (octaves / count) if count else 1.0
 
 
+def scale_range(allocation: Allocation) -> tuple[float, float]:
+    """Return the D of the finest and of the coarsest useful steps."""
+    unit = mean_relative_step(allocation)
+    return FINEST_RELATIVE_STEP / unit, COARSEST_RELATIVE_STEP / unit
+
+
 def scale_for_bytes(allocation: Allocation, num_bytes: float, finest: float, coarsest: float) -> float:
-    """Return the smallest D in [finest, coarsest] that is predicted to take at most num_bytes, by bisection."""
-    if predicted_bytes(allocation, finest) <= num_bytes:
+    """Return the smallest D in [finest, coarsest] that is predicted to take at most num_bytes."""
+    return smallest_scale(lambda scale: predicted_bytes(allocation, scale) <= num_bytes, finest, coarsest)
+
+
+def smallest_scale(is_enough: Callable[[float], bool], finest: float, coarsest: float) -> float:
+    """Return the smallest D in [finest, coarsest] that is enough, by bisection; coarsest if none is."""
+    if is_enough(finest):
         return finest
     low, high = math.log2(finest), math.log2(coarsest)
     while high - low > 1e-5:
         middle = (low + high) / 2
-        low, high = (low, middle) if predicted_bytes(allocation, 2.0**middle) <= num_bytes else (middle, high)
-    return 2.0**high
+        low, high = (low, middle) if is_enough(2.0**middle) else (middle, high)
+    return coarsest if high == math.log2(coarsest) else 2.0**high
 
 
 def _column_codes(column_weights: NDArray[np.float64]) -> NDArray[np.int8]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 ROW_FLOOR = 1e-3  # of the mean: what looks worthless in a sample still gets bits
+_COUNTED_TOKENS, _COUNTED_PARTS = 2**24, 64
 _LOGITS_PER_PASS = 2**24  # 64 MiB in fp32, and a few times that in the backward pass
 
 
@@ -80,6 +81,19 @@ def calibration_batches(
     positions = stream_positions(blocks_read, max(1, num_tokens // sequence_length))
     for start in range(0, len(positions), batch_size):
         yield blocks[positions[start : start + batch_size]]
+
+
+def token_counts(stream: Stream, vocab_size: int) -> NDArray[np.int64]:
+    """Return how often each token occurs in a stream, (vocab_size,); of a long one, in evenly spaced parts of it."""
+    num_tokens = len(stream.tokens)
+    length = min(num_tokens, _COUNTED_TOKENS // _COUNTED_PARTS)
+    starts = np.unique(np.linspace(0, num_tokens - length, _COUNTED_PARTS).astype(np.int64))
+    if num_tokens <= _COUNTED_TOKENS:
+        starts, length = np.array([0]), num_tokens
+    return sum(
+        (np.bincount(stream.tokens[start : start + length], minlength=vocab_size) for start in starts),
+        start=np.zeros(vocab_size, dtype=np.int64),
+    )
 
 
 def measure_curvature(

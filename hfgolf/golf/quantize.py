@@ -16,14 +16,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hfgolf.errors import UserError
-from hfgolf.golf.allocate import Allocation, allocate, mean_relative_step, predicted_bytes, scale_for_bytes
+from hfgolf.golf.allocate import Allocation, allocate, mean_relative_step, predicted_bytes, scale_for_bytes, scale_range
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.gptq import Feedback, error_feedback, round_with_feedback
 from hfgolf.golf.grid import Quantized, round_nearest
 from hfgolf.optim.groups import parameter_kind
 
-FINEST_RELATIVE_STEP = 2.0**-9  # of a row's RMS: 11 bits per weight, the precision of fp16
-COARSEST_RELATIVE_STEP = 16.0  # hardly anything is left
 SDCLIP_LEVELS = 31  # of 6 bits, to either side
 _AIM = 0.9985  # of the budget; a real size a little off is still in [_LOWEST, 1]
 _LOWEST = 0.995
@@ -92,8 +90,7 @@ def quantize_model(
     if method == "gptq":
         feedback = {name: error_feedback(curvature[name].hessian, damping) for name in weights}
     plan = allocate(weights, allocation, curvature, feedback, column_steps)
-    unit = mean_relative_step(plan)
-    finest, coarsest = FINEST_RELATIVE_STEP / unit, COARSEST_RELATIVE_STEP / unit
+    finest, coarsest = scale_range(plan)
     codings: list[tuple[float, int]] = []
     best: QuantizedModel | None = None
     prediction = _Prediction()
@@ -112,7 +109,7 @@ def quantize_model(
                 f" {size:,} bytes; raise the budget to that at least, or train a smaller model."
             )
         if not is_trial and size <= budget_bytes and (best is None or size > best.size_bytes):
-            best = QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale * unit, size, codings)
+            best = QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale * mean_relative_step(plan), size, codings)
         if best is not None and (best.size_bytes >= _LOWEST * budget_bytes or scale == finest):
             break
         prediction.learn(predicted_bytes(plan, scale), size - overhead_bytes, is_trial)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hfgolf.errors import UserError
 from hfgolf.optim.shards import zeros_along
+from hfgolf.wording import join_words
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -70,7 +71,8 @@ def matched_state(groups: list[Group], state_dict: dict[str, Any]) -> tuple[list
     own, saved = _places(groups, by_name), _places(state_dict["param_groups"], by_name)
     if own.keys() != saved.keys():
         missing, unknown = sorted(own.keys() - saved.keys(), key=str), sorted(saved.keys() - own.keys(), key=str)
-        raise _mismatch(f"lacks {_first(missing)} and has {_first(unknown)}, which this model lacks")
+        lacks, has = (join_words(names, maximum=1) or "nothing" for names in (missing, unknown))
+        raise _mismatch(f"lacks {lacks} and has {has}, which this model lacks")
 
     new_groups: list[Group] = [{} for _ in groups]
     states: list[list[State]] = [[] for _ in groups]
@@ -106,10 +108,6 @@ def _check_state(name: object, expected: dict[str, tuple[int, ...]], state: Stat
 
 def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{key} {shape}" for key, shape in sorted(shapes.items()))
-
-
-def _first(names: list[Any]) -> str:
-    return "nothing" if not names else f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _mismatch(difference: str) -> UserError:

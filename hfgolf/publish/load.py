@@ -69,10 +69,8 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
         ("has weights that its config.json does not use", sorted(unused)),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(
-                f"--model: {name_or_path} {problem}: {join_words(names[:3])}{more}; copy or export the model again."
-            )
+            shown = join_words(names, maximum=3)
+            raise UserError(f"--model: {name_or_path} {problem}: {shown}; copy or export the model again.")
     nonfinite = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if nonfinite:
         raise UserError(f"--model: {nonfinite} of {name_or_path} has nonfinite values; export another checkpoint.")

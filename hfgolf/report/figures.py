@@ -68,11 +68,12 @@ class Chart:
     name: str
     title: str
     logged: str | None = None
-    """Column that every row has: one number, or a list with one number per step."""
+    """Column with one number, or a list with one number per step; rows without it are skipped."""
     evaluated: tuple[str, ...] = ()
     """Columns that only evaluations fill: for the weights, and for their moving average."""
     limit: str | None = None
     """Config key whose value is drawn as a horizontal line."""
+    limit_label: str = "clipped to"
     from_zero: bool = False
 
 
@@ -83,6 +84,9 @@ CHARTS = (
     Chart("grad_norm", "gradient norm before clipping", "grad_norms", limit="train.max_grad_norm"),
     Chart("tokens_per_second", "tokens/s", "tokens_per_second", from_zero=True),
     Chart("memory", "memory (bytes)", "memory_bytes", from_zero=True),
+    Chart(
+        "golf_bytes", "forecast: bytes of the artifact", "golf_bytes", (), "golf.budget_bytes", "budget", from_zero=True
+    ),
 )
 _SINGLE_RUN_LABELS = ("training", "validation", "averaged weights")
 
@@ -159,7 +163,7 @@ def _draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
         return None
     limits = (run.config.get(chart.limit or "") for run in runs)
     for level in sorted({limit for limit in limits if isinstance(limit, int | float)}):
-        axes.axhline(level, color=_INK, linestyle=":", linewidth=1, label=f"clipped to {level:g}")
+        axes.axhline(level, color=_INK, linestyle=":", linewidth=1, label=f"{chart.limit_label} {_short(level)}")
     _set_axes(axes, chart, curves, last_step=max(run.last["step"] for run in runs))
     _add_legend(axes)
     return Drawing(chart, figure, max(curve.values_per_point for curve in curves))

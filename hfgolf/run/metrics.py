@@ -129,9 +129,8 @@ def read_metrics(path: Path) -> Metrics:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return all rows of a metrics.jsonl, without sampling, events and broken lines."""
-    with path.open("rb") as file:
-        rows = [_parse(line) for line in file]
-    return [row for row in rows if row is not None and "event" not in row]
+    lines, _ = read_lines(path)
+    return [line for line in lines if "event" not in line]
 
 
 def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:

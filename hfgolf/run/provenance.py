@@ -83,8 +83,7 @@ def uncommitted_changes(folder: Path = Path(__file__).parent) -> str | None:
         else:
             patch += _git(root, *_DIFF, "--no-index", "--", os.devnull, name) or b""
     if omitted:
-        named = join_words(omitted[:10]) + (f" and {len(omitted) - 10} more" if len(omitted) > 10 else "")
-        patch = os.fsencode(f"# omitted, too large for this patch: {named}\n") + patch
+        patch = os.fsencode(f"# omitted, too large for this patch: {join_words(omitted, maximum=10)}\n") + patch
     return redact(patch.decode("utf-8", errors="replace")) or None
 
 

@@ -20,7 +20,16 @@ class EvaluationColumns(TypedDict, total=False):
     val_bits_per_byte_ema: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
 
 
-class Row(EvaluationColumns):
+class ForecastColumns(TypedDict, total=False):
+    """Columns that only rows with a forecast have (golf.forecast_every_steps). The loss is predicted."""
+
+    golf_bytes: Annotated[int, "bytes", "artifact and program, if rounding may cost 0.01 nats per token"]
+    golf_margin_bytes: Annotated[int | None, "bytes", "golf.budget_bytes minus that; null without a budget"]
+    golf_step: Annotated[float | None, "", "D of the steps that the budget allows; null without a budget"]
+    golf_loss: Annotated[Nats, "what rounding is predicted to cost at the budget; null without a budget"]
+
+
+class Row(EvaluationColumns, ForecastColumns):
     """One row per log interval (train.log_every_steps), about the steps since the previous row.
 
     null means that a number is not finite, or not known on this machine.
@@ -137,7 +146,8 @@ def markdown() -> str:
     hints = get_type_hints(Row, include_extras=True)
     for name in sorted(hints, key=lambda name: name in Row.__optional_keys__):
         unit, meaning = hints[name].__metadata__
-        often = "; only in rows with an evaluation" if name in Row.__optional_keys__ else ""
+        kind = "an evaluation" if name in EvaluationColumns.__optional_keys__ else "a forecast"
+        often = f"; only in rows with {kind}" if name in Row.__optional_keys__ else ""
         lines.append(f"| `{name}` | {unit} | {meaning}{often} |")
     lines += ["", "## Events", "", "Each has `step`, `event` (its kind) and `elapsed_seconds`.", ""]
     lines += ["| kind | what happened | further keys |", "|---|---|---|"]

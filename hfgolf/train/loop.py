@@ -28,6 +28,7 @@ from hfgolf.train.clock import Clock, Interrupted
 from hfgolf.train.console import Console
 from hfgolf.train.feed import epoch, halve_until_it_fits
 from hfgolf.train.finish import conclude, push_in_training, report_run
+from hfgolf.train.forecast import forecast_export
 from hfgolf.train.meter import StepResult
 from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
 from hfgolf.train.recurrence import update_loop
@@ -74,8 +75,8 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
 
 
 def run_steps(run: Run, clock: Clock) -> None:
-    """Run the remaining steps; log, evaluate and save when due."""
-    every, hub = run.config.train, run.config.hub
+    """Run the remaining steps; log, evaluate, forecast and save when due."""
+    every, hub, forecast_every = run.config.train, run.config.hub, run.config.golf.forecast_every_steps
     console = Console(run.state.step, run.step_limit, run.accelerator.is_main_process)
     recovery = Recovery(run)
     run.model.train()
@@ -95,10 +96,12 @@ def run_steps(run: Run, clock: Clock) -> None:
         evaluating = due(step, every.eval_every_steps, last)
         saving = clock.save_is_due or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
         pushing = hub.push and due(step, hub.every_steps, False)
-        if evaluating or saving or pushing or due(step, every.log_every_steps, last or step == 1):
+        forecasting = forecast_every is not None and due(step, forecast_every, last)
+        if evaluating or saving or pushing or forecasting or due(step, every.log_every_steps, last or step == 1):
             with run.stopwatch.charge("other"):
                 run.tokens.check()  # before saving: a damaged cache must not reach a checkpoint
-                report_step(run, clock, console, describe(run), evaluating, saving)
+                row = describe(run) | (forecast_export(run) if forecasting else {})
+                report_step(run, clock, console, row, evaluating, saving)
                 if pushing and not clock.stop_signal:
                     push_in_training(run)
     console.close()

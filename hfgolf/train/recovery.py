@@ -24,6 +24,7 @@ from hfgolf.train.feed import blocks_per_epoch, start_batches
 from hfgolf.train.loss_watch import LossWatch
 from hfgolf.train.meter import StepResult
 from hfgolf.train.run import Run
+from hfgolf.wording import join_words
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Recovery:
         blocks = block_starts(seed, self._bad_positions[-1], blocks_per_epoch(run), length).tolist()
         diagnosis = (
             f"step {run.state.step}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), "
-            f"first in {result.nonfinite_parameter}, blocks from tokens {_short(blocks)}"
+            f"first in {result.nonfinite_parameter}, blocks from tokens {join_words(blocks, maximum=6)}"
         )
         run.tracker.event(
             "skipped_step",
@@ -190,8 +191,3 @@ class Recovery:
         """Return the positions of the blocks that the last step read."""
         state, count = self._run.state, self._run.config.batch.sequences_per_step
         return stream_positions(state.blocks - count, count, state.excluded_blocks)
-
-
-def _short(starts: list[int]) -> str:
-    shown = ", ".join(map(str, starts[:6]))
-    return shown if len(starts) <= 6 else f"{shown} and {len(starts) - 6} more"

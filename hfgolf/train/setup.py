@@ -40,7 +40,6 @@ from hfgolf.errors import UserError
 from hfgolf.hardware import accelerator_name, cpu_cores, fingerprint, free_memory_bytes, peak_flops
 from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.measure.memory import (
-    TrainingMemory,
     choose_micro_batch_size,
     expected_bytes,
     fragmented_bytes,
@@ -273,19 +272,14 @@ def _choose_micro_batch(
     )
     memory = run_memory(resolved.config, model, size, accelerator.num_processes, accelerator.device.type)
     predicted = expected_bytes(memory, accelerator.device)
-    parts = "" if accelerator.device.type == "cuda" else _memory_parts(memory, predicted)
+    parts = ""
+    if accelerator.device.type != "cuda":
+        fragmented = fragmented_bytes(memory)
+        rest = gigabytes(predicted - memory.peak - fragmented)
+        parts = f": {gigabytes(memory.peak)} for training, {rest} for Python, its libraries and the tokens,"
+        parts += f" {gigabytes(fragmented)} lost to fragmentation of the heap"
     logger.info("memory: predicted peak %s per process%s", gigabytes(predicted), parts)
     return resolved, predicted
-
-
-def _memory_parts(memory: TrainingMemory, predicted: int) -> str:
-    """Describe what makes up the predicted memory of a process on a CPU."""
-    fragmented = fragmented_bytes(memory)
-    rest = gigabytes(predicted - memory.peak - fragmented)
-    return (
-        f": {gigabytes(memory.peak)} for training, {rest} for Python, its libraries and the tokens,"
-        f" {gigabytes(fragmented)} lost to fragmentation of the heap"
-    )
 
 
 def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopwatch: Stopwatch) -> None:

@@ -104,6 +104,7 @@ def rows(count=60, every=10, **columns):
             "logged_at": STARTED_AT + 5 + number,
         }
         if number % 5 == 0:
+            row |= {"golf_bytes": 100_000 + number, "golf_margin_bytes": -number, "golf_step": 0.1, "golf_loss": 0.01}
             row |= {"val_loss": losses[-1] + 0.1, "val_bits_per_byte": 1.5, "val_tokens": 100, "val_bytes": 300}
         made.append(row | columns)
     return made
@@ -156,7 +157,7 @@ def make_report(*arguments):
 def test_the_report_at_the_end_of_a_run_shows_its_figures(run, tiny_run, monkeypatch, caplog):
     monkeypatch.setattr(finish, "used_memory_bytes", lambda device: 12.3e9)
     with caplog.at_level(logging.INFO, logger="hfgolf"):
-        path = run(tiny_run(run__price_per_hour=3600))
+        path = run(tiny_run(run__price_per_hour=3600, golf__forecast_every_steps=3))
     assert f"report           {path / 'report.html'}" in caplog.text
     lines = read_rows(path / "metrics.jsonl")
     summary = json.loads((path / "summary.json").read_text())

@@ -1,0 +1,84 @@
+"""Forecasts against exports: predicted prices, and bytes that a real search finds, too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hfgolf.config import GolfSection
+from hfgolf.golf import curvature as curvature_module
+from hfgolf.golf.allocate import allocate, scale_range
+from hfgolf.golf.curvature import measure_curvature, token_counts
+from hfgolf.golf.forecast import TOLERATED_NATS, forecast, predicted_loss
+from hfgolf.golf.gptq import error_feedback
+from hfgolf.golf.grid import entropy_bits
+from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
+
+
+@pytest.fixture(scope="module")
+def model_and_curvature():
+    torch.manual_seed(0)
+    shape = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = GolfForCausalLM(GolfConfig(**shape, max_position_embeddings=32)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    ids = torch.randint(96, (16, 33), generator=torch.Generator().manual_seed(1))
+    return model, measure_curvature(model, [{"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}])
+
+
+def size_of(tensors):
+    return 100 + round(sum(entropy_bits(one.integers) * one.integers.size / 8 for one in tensors.values()))
+
+
+@pytest.mark.parametrize("column_steps", [False, True])
+def test_with_steps_by_curvature_every_weight_costs_the_same(model_and_curvature, column_steps):
+    model, curvature = model_and_curvature
+    weights = matrices(model)
+    feedback = {name: error_feedback(one.hessian) for name, one in curvature.items()}
+    plan = allocate(weights, "curvature", curvature, feedback, column_steps)
+    scale = 8 * scale_range(plan)[0]  # finer than nearly all weights
+    count = sum(weight.size for weight in weights.values())
+    assert predicted_loss(plan, scale, curvature, feedback) == pytest.approx(count * scale**2 / 24, rel=0.03)
+
+
+@pytest.mark.parametrize("method", ["gptq", "nearest"])
+@pytest.mark.parametrize("allocation", ["curvature", "sdclip"])
+def test_an_export_has_the_bytes_and_the_price_that_were_forecast(model_and_curvature, method, allocation):
+    model, curvature = model_and_curvature
+    weights, options = matrices(model), {"method": method, "allocation": allocation}
+    seen = forecast(weights, curvature, GolfSection(**options), overhead_bytes=500, size_of=size_of)
+    assert seen.scale is None and seen.loss is None
+    exported = quantize_model(
+        model, curvature, budget_bytes=seen.num_bytes, overhead_bytes=500, size_of=size_of, **options
+    )
+    errors = {name: one.dequantized() - weights[name] for name, one in exported.tensors.items()}
+    price = sum(curvature[name].loss_increase(error) for name, error in errors.items())
+    assert price == pytest.approx(TOLERATED_NATS, rel=0.3)
+    golf = GolfSection(budget_bytes=seen.num_bytes, **options)
+    again = forecast(weights, curvature, golf, overhead_bytes=500, size_of=size_of)
+    assert again.num_bytes == seen.num_bytes and again.loss == pytest.approx(TOLERATED_NATS, rel=0.02)
+    assert again.scale == pytest.approx(exported.scale, rel=0.1)
+
+
+def test_less_room_costs_more(model_and_curvature):
+    model, curvature = model_and_curvature
+    weights = matrices(model)
+    losses = [
+        forecast(weights, curvature, GolfSection(budget_bytes=budget), overhead_bytes=500, size_of=size_of).loss
+        for budget in (40_000, 30_000, 20_000)
+    ]
+    assert losses == sorted(losses) and losses[-1] > 4 * losses[0]
+
+
+def test_counts_tokens_of_a_long_stream_in_parts(monkeypatch):
+    class Stream:
+        tokens = np.repeat(np.arange(8, dtype=np.uint16), 1000)
+
+    np.testing.assert_array_equal(token_counts(Stream(), 10), [1000] * 8 + [0, 0])
+    monkeypatch.setattr(curvature_module, "_COUNTED_TOKENS", 640)
+    counted = token_counts(Stream(), 10)
+    assert counted.sum() == 640 and counted[8:].sum() == 0
+    np.testing.assert_allclose(counted[:8], 80, atol=10)

@@ -1,0 +1,85 @@
+"""Forecasts during training: they change nothing, and the last one is what an export of the model takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hfgolf.data.token_stream import open_stream
+from hfgolf.errors import UserError
+from hfgolf.golf import forecast
+from hfgolf.golf.artifact import encode
+from hfgolf.golf.curvature import calibration_batches, measure_curvature
+from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.golf.script import config_differences, packed_script
+from hfgolf.publish.load import load_exported
+from hfgolf.run.metrics import read_rows
+
+
+def log(folder):
+    rows = read_rows(folder / "metrics.jsonl")
+    return [
+        {key: row[key] for key in ("step", "train_losses", "grad_norms", "val_loss", "sample_hashes")} for row in rows
+    ]
+
+
+@pytest.mark.slow
+def test_training_is_the_same_with_forecasts(run, tiny_run):
+    plain = run(tiny_run(model__dropout=0.1, train__log_every_steps=2))
+    options = {"golf__forecast_every_steps": 4, "golf__budget_bytes": 30_000, "model__dropout": 0.1}
+    with_forecasts = run(tiny_run(**options, run__name="with", train__log_every_steps=2))
+    rows = read_rows(with_forecasts / "metrics.jsonl")
+    assert [row["step"] for row in rows if "golf_bytes" in row] == [4, 6]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 6]
+    assert log(plain) == log(with_forecasts)
+    for row in rows:
+        if "golf_bytes" in row:
+            assert row["golf_margin_bytes"] == 30_000 - row["golf_bytes"] and row["golf_step"] > 0
+
+
+@pytest.mark.slow
+def test_the_last_forecast_is_what_an_export_takes(run, tiny_run, monkeypatch):
+    monkeypatch.setattr(forecast, "TOLERATED_NATS", 1e-4)  # so small a model needs less than 1 bit per weight for 0.01
+    folder = run(tiny_run(train__max_steps=60, train__eval_every_steps=60, golf__forecast_every_steps=30))
+    row = read_rows(folder / "metrics.jsonl")[-1]
+    assert row["golf_margin_bytes"] is row["golf_step"] is row["golf_loss"] is None
+    assert json.loads((folder / "summary.json").read_text())["step"] == 60
+    model, _ = load_exported(str(folder / "model"))
+    rest = {name: one.detach().numpy() for name, one in model.named_parameters() if one.ndim != 2}
+    order = [name for name, _ in model.named_parameters()]
+    (tokens,) = folder.parents[1].rglob("train.arrow")
+    batches = calibration_batches(open_stream(tokens), seed=1, sequence_length=32, blocks_read=0, num_tokens=4096)
+    curvature = measure_curvature(model, batches)
+    exported = quantize_model(
+        model,
+        curvature,
+        budget_bytes=row["golf_bytes"],
+        overhead_bytes=len(packed_script()),
+        size_of=lambda tensors: len(encode(config_differences(model.config), {**rest, **tensors}, order).data),
+    )
+    weights = matrices(model)
+    loss = sum(
+        curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in exported.tensors.items()
+    )
+    assert loss == pytest.approx(1e-4, rel=0.4)
+
+
+@pytest.mark.slow
+def test_nonfinite_weights_have_no_forecast(run, tiny_run, edit_run, tmp_path):
+    def spoil(run_):
+        real = run_.optimizer.step
+
+        def step(*arguments):
+            real(*arguments)
+            with torch.no_grad():
+                run_.raw_model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+
+        run_.optimizer.step = step
+
+    edit_run(spoil)
+    with pytest.raises(UserError, match="holds nonfinite values"):  # at its end, and there is nothing to export
+        run(tiny_run(train__max_steps=1, golf__forecast_every_steps=1))
+    (row,) = read_rows(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    assert "golf_bytes" not in row
