@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.errors import UserError
+from hfgolf.golf.rescore import LEDGER
 from hfgolf.run.folder import RunFolder
 from hfgolf.tools.compare.outcome import group_by_arm, read_outcome
 from hfgolf.tools.student import student_quantile, student_tail
@@ -235,8 +236,11 @@ def _texts(texts: Collection[tuple[int, int | None]]) -> str:
 def read_scores(paths: Sequence[Path]) -> list[Score]:
     """Read the scores of runs of one configuration, one per seed, each from a run's folder or from a JSON file.
 
-    A JSON file is what `score.py` or `evaluate.py --json` printed. Raises UserError for anything else, for a path or a
-    seed that comes twice, and for runs whose configs differ in more than the seed.
+    The score of a run is that of its golf export (RUN/golf), if it has one; otherwise that of its model. A JSON file is
+    what score.py or `evaluate.py --json` printed.
+
+    Raises UserError for anything else, for a path or a seed that comes twice, for runs whose configs differ in more
+    than the seed, for exports with problems, and if only some of the runs were exported.
     """
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("--runs: a run is named twice; each seed counts once.")
@@ -244,19 +248,34 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
     arms = group_by_arm([read_outcome(RunFolder(path)) for path in folders])
     if len(arms) > 1:
         raise UserError(f"--runs: {', '.join(arms)} differ in more than the seed; they are not one submission.")
+    missing = [path for path in folders if not _ledger(path).is_file()]
+    if missing and len(missing) < len(folders):
+        raise UserError(
+            f"--runs: {missing[0]} has no golf export, others have; run golf_export.py for all, or for none."
+        )
     return [_run_score(path) if path.is_dir() else _file_score(path) for path in paths]
+
+
+def _ledger(run: Path) -> Path:
+    return run / "golf" / LEDGER
 
 
 def _run_score(path: Path) -> Score:
     outcome = read_outcome(RunFolder(path))
-    summary = outcome.summary
-    return Score(
-        name=f"{path.name} (seed {outcome.seed})",
-        bits_per_byte=summary["val_bits_per_byte"],
-        num_tokens=summary["val_tokens"],
-        num_bytes=summary["val_bytes"],
-        seconds=summary.get("train_seconds"),
-    )
+    name, seconds = f"{path.name} (seed {outcome.seed})", outcome.summary.get("train_seconds")
+    if not _ledger(path).is_file():
+        tokens, num_bytes = outcome.summary["val_tokens"], outcome.summary["val_bytes"]
+        return Score(name, outcome.summary["val_bits_per_byte"], tokens, num_bytes, seconds=seconds)
+    try:
+        figures = json.loads(_ledger(path).read_text("utf-8"))
+        after, problems = figures["after"], figures["problems"]
+        counted = figures["totals"][figures["count"]]
+        score = Score(name, after["bpb"], after["tokens"], after["bytes"], counted, seconds)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"--runs: {_ledger(path)} is damaged; run golf_export.py again.") from None
+    if problems:
+        raise UserError(f"--runs: the export of {path} does not count: {problems[0]}")
+    return score
 
 
 def _file_score(path: Path) -> Score:
@@ -270,4 +289,4 @@ def _file_score(path: Path) -> Score:
             f"--runs: {path} is neither the folder of a run nor a JSON file with bits_per_byte, num_tokens and"
             " num_bytes."
         ) from None
-    return Score(path.stem, bits, num_tokens, num_bytes, figures.get("artifact_bytes"), figures.get("seconds"))
+    return Score(path.stem, bits, num_tokens, num_bytes)

@@ -215,6 +215,25 @@ def test_runs_are_read_with_their_text_and_seconds(run_folder, record):
     assert figures["scores"][0]["seconds"] == 12.0
 
 
+def export(run: Path, bits: float, problems: tuple[str, ...] = ()) -> Path:
+    """Write what golf_record reads of a run's golf export."""
+    after = {"bpb": bits, "tokens": 1000, "bytes": 4000}
+    ledger = {"after": after, "problems": problems, "count": "challenge", "totals": {"challenge": 499_000}}
+    (run / "golf").mkdir()
+    (run / "golf" / "ledger.json").write_text(json.dumps(ledger))
+    return run
+
+
+def test_the_score_of_an_exported_run_is_that_of_its_files(run_folder, record):
+    runs = [export(run_folder(f"run-seed{seed}", seed, 1.5), 1.52 + seed / 1000) for seed in (1, 2)]
+    status, printed, _ = record("--runs", *runs, "--reference", 1.6, "--json")
+    figures = json.loads(printed)
+    assert status == 0 and figures["bits_per_byte"]["mean"] == pytest.approx(1.5215)
+    assert [score["artifact_bytes"] for score in figures["scores"]] == [499_000, 499_000]
+    _, printed, _ = record("--runs", *runs, "--reference", 1.6)
+    assert "499,000" in printed
+
+
 def test_what_the_scoring_programs_print_can_be_read(tmp_path, record):
     (tmp_path / "a.json").write_text('{"nats": 9.0, "tokens": 1000, "bytes": 4000, "bpb": 1.5, "sha256": "..."}')
     (tmp_path / "b.json").write_text('{"num_tokens": 1000, "num_bytes": 4000, "bits_per_byte": 1.501}')
@@ -227,6 +246,7 @@ def test_what_is_not_one_submission_is_one_line(run_folder, record, tmp_path):
     twin, wider = run_folder("twin", 2, 1.51), run_folder("wider", 3, 1.4, width=128)
     other_text = run_folder("other_text", 4, 1.5, num_bytes=5000)
     (tmp_path / "bad.json").write_text("[]")
+    failed = export(run_folder("b", 7, 1.5), 1.5, ("no",))
     bad = [
         (("--runs", first, "--reference", 1.6), "1 seed has no deviation"),
         (("--runs", first, first, "--reference", 1.6), "named twice"),
@@ -234,6 +254,14 @@ def test_what_is_not_one_submission_is_one_line(run_folder, record, tmp_path):
         (("--runs", first, second, wider, "--reference", 1.6), "first, wider differ in more than the seed"),
         (("--runs", first, other_text, "--reference", 1.6), "different texts"),
         (("--runs", first, second, "--reference_runs", other_text), "scored on another text"),
+        (
+            ("--runs", first, export(run_folder("exported", 5, 1.5), 1.5), "--reference", 1.6),
+            "first has no golf export",
+        ),
+        (
+            ("--reference", 1.6, "--runs", export(run_folder("a", 6, 1.5), 1.5), failed),
+            "b does not count: no",
+        ),
         (("--runs", first, tmp_path / "none", "--reference", 1.6), "neither the folder of a run nor"),
         (("--runs", first, tmp_path / "bad.json", "--reference", 1.6), "neither the folder of a run nor"),
         (("--runs", first, second, "--reference", 1.6, "--leave_out", "third=why"), "there is no run third"),
