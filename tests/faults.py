@@ -133,7 +133,7 @@ def start(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) ->
 
 
 def train_on_two(arguments: list[str], output: Path, prepare: Callable[[], None] | None = None) -> None:
-    """Train on two processes, as `torchrun scripts/train.py` would; their output goes to the file `output`.
+    """Train on two processes, as `torchrun scripts/train.py` would; they write to the files `output` and `output1`.
 
     prepare: called in each process before it trains; a function of a module, because it is pickled.
     Raises AssertionError if a process fails.
@@ -166,7 +166,7 @@ def _train_on_rank(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     if prepare:
         prepare()
-    _train(load_config(arguments), output)
+    _train(load_config(arguments), output.with_name(f"{output.name}{rank or ''}"))
 
 
 def _train(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) -> None:
