@@ -202,7 +202,9 @@ class _Export:
     def _write_files(self) -> dict[Path, tuple[str, ...]]:
         """Write all files of the ledger but the artifact; return how each counts."""
         tokenizer = self.source.tokenizer.backend_tokenizer.to_str().encode()
-        contents = {SCRIPT: packed_script()} | {path.name: path.read_bytes() for path in self.settings.code_files}
+        contents = {SCRIPT: packed_script(self.source.model.config)} | {
+            path.name: path.read_bytes() for path in self.settings.code_files
+        }
         others = {"tokenizer.json.xz": lzma.compress(tokenizer, preset=9 | lzma.PRESET_EXTREME)}
         if self.source.config_file is not None:
             others["config.yaml"] = self.source.config_file.read_bytes()

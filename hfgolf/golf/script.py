@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import base64
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hfgolf.golf.minify import Bare, defined, drop_unused_methods, indented_by_one, rename, specialized
 from hfgolf.model.configuration_golf import GolfConfig
 
 MAX_BYTES = 12_000
@@ -26,20 +27,30 @@ SOURCES = (
     "golf/program.py",
 )
 _ENTRY = "main"
-_NOT_SCORED = ("initializer_range", "use_cache", "bos_token_id", "pad_token_id", "dropout", "attention_dropout")
-"""Fields of a config that change no logits."""
+_KEPT_NAMES = (_ENTRY, "load_model")
+_DROPOUT = "apply_dropout"
+_VECTOR = "_vector"  # layers_golf.py: a parameter, or None if its first argument is false
+_NO_DROPOUT = ("dropout", "attention_dropout")
 
 
 def config_differences(config: GolfConfig) -> dict[str, Any]:
     """Return the fields of a config that differ from the defaults and change the logits: what an artifact holds."""
-    scored = {name: value for name, value in defaults().items() if name not in _NOT_SCORED}
-    return {name: getattr(config, name) for name, value in scored.items() if getattr(config, name) != value}
+    return {name: getattr(config, name) for name, value in defaults().items() if getattr(config, name) != value}
 
 
-@lru_cache(maxsize=1)
-def packed_script() -> bytes:
-    """Return score.py: two lines of ASCII that unpack the program and run it. The same for every model."""
-    return pack(f"{shrink(assemble())}if __name__=='__main__':{_ENTRY}({defaults()!r})\n")
+@lru_cache(maxsize=8)
+def _packed(values: tuple[tuple[str, str], ...]) -> bytes:
+    statements = assemble({name: ast.literal_eval(value) for name, value in values})
+    rename(statements, _KEPT_NAMES)
+    return pack(f"{indented_by_one(_as_source(statements))}if __name__=='__main__':{_ENTRY}({{}})\n")
+
+
+def packed_script(config: GolfConfig) -> bytes:
+    """Return score.py for models with a config: two lines of ASCII that unpack the program and run it.
+
+    What the config makes constant is: its values, and without the branches that they never take.
+    """
+    return _packed(tuple((name, repr(getattr(config, name))) for name in defaults()))
 
 
 def pack(source: str) -> bytes:
@@ -60,19 +71,17 @@ def unpack(script: bytes) -> str:
     return lzma.decompress(base64.b85decode(script.split(b'"')[1])).decode()
 
 
-def assemble() -> str:
-    """Return one module with `main` and everything that it uses, from SOURCES, without types and docstrings.
+def assemble(values: Mapping[str, Any]) -> list[ast.stmt]:
+    """Return one module with `main` and everything that it uses, from SOURCES, for a config with these values.
 
     Raises ValueError if two sources give different things one name, or if a source renames what it imports.
     """
-    package = Path(__file__).parents[1]
-    statements: list[ast.stmt] = []
-    for source in SOURCES:
-        statements += _bare(ast.parse((package / source).read_text(encoding="utf-8"))).body
+    statements = specialized(_statements(), {**dict.fromkeys(_NO_DROPOUT, 0.0), **values}, (_VECTOR,))
+    drop_unused_methods(statements, ("forward",))
     imports = [each for each in statements if isinstance(each, ast.Import | ast.ImportFrom)]
     definitions: dict[str, ast.stmt] = {}
     for statement in statements:
-        for name in _defined(statement):
+        for name in defined(statement):
             if name in definitions:
                 raise ValueError(f"two sources of score.py define {name}: rename one")
             definitions[name] = statement
@@ -81,67 +90,16 @@ def assemble() -> str:
         used = set(_names(definitions[waiting.pop()])) & definitions.keys() - needed
         needed |= used
         waiting += used
-    kept = [each for each in statements if needed & set(_defined(each))]
+    kept = [each for each in statements if needed & set(defined(each))]
     used = {name for statement in kept for name in _names(statement)}
-    return _as_source([*_needed_imports(imports, used), *kept])
+    return [*_needed_imports(imports, used), *kept]
 
 
-def shrink(source: str) -> str:
-    """Return the same program with one space per level of indentation."""
-    lines = []
-    for line in source.splitlines():
-        text = line.lstrip(" ")
-        lines.append(" " * ((len(line) - len(text)) // 4) + text)
-    smaller = "\n".join(lines) + "\n"
-    if ast.dump(ast.parse(smaller)) != ast.dump(ast.parse(source)):
-        raise ValueError("a source of score.py has a string of several lines, which shrinking would change")
-    return smaller
-
-
-class _Bare(ast.NodeTransformer):
-    """Remove what a program does not need to score: annotations, docstrings and other lone strings, and dropout."""
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        self.generic_visit(node)
-        return node.args[0] if isinstance(node.func, ast.Name) and node.func.id == "apply_dropout" else node
-
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        return ast.arg(node.arg)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        node.returns = None
-        self.generic_visit(node)
-        node.body = node.body or [ast.Pass()]
-        return node
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-        body: list[ast.stmt] = []
-        for statement in node.body:
-            if isinstance(statement, ast.AnnAssign) and node.decorator_list:  # a field of a dataclass
-                body.append(ast.AnnAssign(statement.target, ast.Constant(0), statement.value, 1))
-            elif (kept := self.visit(statement)) is not None:
-                body.append(kept)
-        node.body = body or [ast.Pass()]
-        return node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.Assign | None:
-        return None if node.value is None else ast.Assign([node.target], node.value)
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if isinstance(node.value, ast.Constant) else node
-
-
-def _bare(module: ast.Module) -> ast.Module:
-    bare: ast.Module = ast.fix_missing_locations(_Bare().visit(module))
-    return bare
-
-
-def _defined(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement of a module defines."""
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return [statement.name]
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+def _statements() -> list[ast.stmt]:
+    """Return the statements of all sources, without types, docstrings and dropout."""
+    package = Path(__file__).parents[1]
+    modules = [ast.parse((package / source).read_text(encoding="utf-8")) for source in SOURCES]
+    return [statement for module in modules for statement in Bare((_DROPOUT,)).visit(module).body]
 
 
 def _names(statement: ast.AST) -> Iterator[str]:
@@ -170,5 +128,7 @@ def _as_source(statements: list[ast.stmt]) -> str:
 
 @lru_cache(maxsize=1)
 def defaults() -> dict[str, Any]:
-    """Return the defaults of a config's fields. The config derives what is None from other fields."""
-    return {name: getattr(GolfConfig, name) for name in GolfConfig.__annotations__ if name != "_auto_class"}
+    """Return the defaults of the fields that the sources read. The config derives what is None from other fields."""
+    read = {node.attr for each in _statements() for node in ast.walk(each) if isinstance(node, ast.Attribute)}
+    names = (name for name in GolfConfig.__annotations__ if name in read and name not in _NO_DROPOUT)
+    return {name: getattr(GolfConfig, name) for name in names}

@@ -63,7 +63,7 @@ def golf_files(tmp_path: Path) -> Path:
     tokens[random.integers(0, 500, 12)] = 0
     tokens[0] = 0
     token_bytes = np.where(tokens == 0, 0, random.integers(0, 4, 500))
-    (tmp_path / "score.py").write_bytes(packed_script())
+    (tmp_path / "score.py").write_bytes(packed_script(build_model().config))
     (tmp_path / "artifact.bin").write_bytes(encode_model(build_model()))
     (tmp_path / "tokens.bin").write_bytes(tokens.astype("<u2").tobytes())
     (tmp_path / "bytes.bin").write_bytes(token_bytes.astype("<u2").tobytes())

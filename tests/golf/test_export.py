@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hfgolf.command_line import load_config
 from hfgolf.golf import artifact
-from hfgolf.golf.script import MAX_BYTES, packed_script
+from hfgolf.golf.script import MAX_BYTES
 from hfgolf.publish.hub import exported_files
 from hfgolf.train.loop import train
 
@@ -70,7 +70,6 @@ def test_the_files_fit_and_the_ledger_is_what_is_on_disk(exported):
     assert ledger["totals"]["challenge"] == sizes["artifact.bin"] + sizes["score.py"]
     others = sizes["tokenizer.json.xz"] + sizes["config.yaml"]
     assert ledger["totals"]["everything"] == ledger["totals"]["challenge"] + others
-    assert (exported / "score.py").read_bytes() == packed_script()
     assert ledger["after"]["tokens"] == ledger["before"]["tokens"]
     assert 0 < ledger["after"]["bpb"] - ledger["before"]["bpb"] < 0.5
 

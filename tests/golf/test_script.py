@@ -6,17 +6,20 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import build_model, encode_model
 
+from hfgolf.command_line import load_config
 from hfgolf.golf import script
 from hfgolf.golf.rescore import ARTIFACT, SCRIPT, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.script import MAX_BYTES, config_differences, packed_script, unpack
 from hfgolf.model.configuration_golf import GolfConfig
 
+ROOT = Path(__file__).parents[2]
 MODELS = {
     "default": {},
     "gpt2": {
@@ -29,45 +32,83 @@ MODELS = {
     },
     "grouped": {"num_key_value_heads": 1, "logit_soft_cap": 5.0, "activation": "swiglu"},
     "untied": {"tie_word_embeddings": False, "position_embedding": "none", "intermediate_size": 48, "norm_eps": 1e-3},
+    "baseline": {
+        "norm_weight": False,
+        "query_gain": 1.5,
+        "branch_scale": True,
+        "embedding_residual": True,
+        "unet_skips": "add",
+        "logit_soft_cap": 30.0,
+        "num_key_value_heads": 1,
+    },
+    "record": {
+        "num_hidden_layers": 5,
+        "norm_weight": False,
+        "norm_depth_scale": True,
+        "rope_dims": 8,
+        "activation": "leaky_relu2",
+        "activation_slope": 0.3,
+        "query_gain": 5.0,
+        "branch_scale": True,
+        "embedding_residual": True,
+        "unet_skips": "gated",
+        "exclude_self_value": 5,
+        "parallel_from": 3,
+        "lanes": True,
+        "loop": [1, 2, 3],
+        "head_gate": 12,
+        "head_gate_scale": 0.5,
+        "smear_gate": 12,
+        "attention_span": "document",
+        "bos_token_id": 3,
+        "logit_soft_cap": 30.0,
+        "logit_soft_cap_negative": 20.0,
+    },
+    "others": {
+        "parallel_from": 1,
+        "bigram_buckets": 50,
+        "bigram_size": 8,
+        "value_embedding_layers": 1,
+        "value_embedding_size": 8,
+        "embedding_size": 16,
+        "logit_soft_cap": 10.0,
+        "soft_cap_form": "poly5",
+    },
     "dropout": {"dropout": 0.5, "attention_dropout": 0.5, "rope_theta": 100.0},
 }
 
 
-@pytest.fixture(scope="module")
-def program():
-    """Return the names that the unpacked program defines."""
-    names = {"__name__": "score"}
-    exec(compile(unpack(packed_script()), "score.py", "exec", dont_inherit=True), names)
-    return names
-
-
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_logits_are_those_of_the_model(program, changes):
+def test_logits_are_those_of_the_model(changes):
+    """Of the program that is packed for this model, whose every vector has random weights."""
     model = build_model(**changes)
     data = encode_model(model)
+    program = {"__name__": "score"}
+    exec(compile(unpack(packed_script(model.config)), "score.py", "exec", dont_inherit=True), program)
     ids = torch.randint(0, 97, (3, 16), generator=torch.Generator().manual_seed(0))
-    config, network, _ = program["load_model"](data, script.defaults())
-    assert config.hidden_size == 32
+    _, network, _ = program["load_model"](data, {})
     with torch.no_grad():
         torch.testing.assert_close(network(ids), model(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_the_script_is_small_plain_text():
-    packed = packed_script()
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_the_script_is_small_plain_text_and_needs_torch_and_numpy_only(changes):
+    packed = packed_script(build_model(**changes).config)
     assert len(packed) <= MAX_BYTES == 12_000
     assert re.fullmatch(rb"import lzma,base64\nexec\(lzma\.decompress\(base64\.b85decode\(\"[!-~]+\"\)\)\)\n", packed)
-
-
-def test_the_script_needs_torch_and_numpy_only(program):
-    outside = (
-        set(re.findall(r"^(?:from|import) (\w+)", unpack(packed_script()), re.MULTILINE)) - sys.stdlib_module_names
-    )
+    source = unpack(packed)
+    outside = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE)) - sys.stdlib_module_names
     assert outside == {"torch", "numpy"}
+    assert '"""' not in source and "->" not in source and "apply_dropout" not in source and "config." not in source
 
 
-def test_the_program_has_no_annotations_docstrings_or_dropout():
-    source = unpack(packed_script())
-    assert '"""' not in source and "->" not in source and "apply_dropout" not in source
+def test_the_program_of_every_shipped_config_fits():
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        config = load_config([f"--config={path}"]).config.model
+        fields = {
+            name: value for name, value in vars(config).items() if name in script.defaults() and value is not None
+        }
+        assert len(packed_script(GolfConfig(**fields))) <= MAX_BYTES, path.name
 
 
 def test_config_differences_are_what_changes_logits():
@@ -77,6 +118,7 @@ def test_config_differences_are_what_changes_logits():
         "num_key_value_heads": 4,
         "intermediate_size": 256,
         "eos_token_id": 3,
+        "bos_token_id": 3,
     }
 
 
@@ -131,4 +173,4 @@ def test_damaged_files_get_one_line_and_no_score(golf_files, name, spoil, said):
 def test_two_things_of_one_name_are_refused(monkeypatch):
     monkeypatch.setattr(script, "SOURCES", (*script.SOURCES, "golf/program.py"))
     with pytest.raises(ValueError, match=r"two sources of score\.py define"):
-        script.assemble()
+        script.assemble({})
