@@ -28,7 +28,7 @@ from hfgolf.evaluate.windows import plan_windows
 from hfgolf.golf import artifact
 from hfgolf.golf.budget import COUNTS, Ledger, read_ledger
 from hfgolf.golf.compressors import Compressed, compare
-from hfgolf.golf.curvature import calibration_batches, measure_curvature
+from hfgolf.golf.curvature import calibration_batches, measure_curvature, token_counts
 from hfgolf.golf.decoder import weights_of, weights_sha256
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.program import evaluate
@@ -230,7 +230,7 @@ class _Export:
             blocks_read=source.blocks_read,
             num_tokens=self.settings.calibration_tokens,
         )
-        return measure_curvature(model, batches, np.bincount(stream.tokens, minlength=model.config.vocab_size))
+        return measure_curvature(model, batches, token_counts(stream, model.config.vocab_size))
 
     def _rescore(self) -> dict[str, Any]:
         return rescore(self.partial, self.settings.mode, self.settings.stride)

@@ -47,7 +47,9 @@ def forecast_export(run: Run) -> dict[str, Any]:
         def size_of(tensors: dict[str, Quantized]) -> int:
             return len(encode(config_differences(model.config), {**rest, **tensors}, list(parameters)).data)
 
-        seen = forecast(weights, curvature, config.golf, overhead_bytes=len(packed_script()), size_of=size_of)
+        seen = forecast(
+            weights, curvature, config.golf, overhead_bytes=len(packed_script(model.config)), size_of=size_of
+        )
     budget = config.golf.budget_bytes
     return {
         "golf_bytes": seen.num_bytes,

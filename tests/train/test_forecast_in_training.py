@@ -56,7 +56,7 @@ def test_the_last_forecast_is_what_an_export_takes(run, tiny_run, monkeypatch):
         model,
         curvature,
         budget_bytes=row["golf_bytes"],
-        overhead_bytes=len(packed_script()),
+        overhead_bytes=len(packed_script(model.config)),
         size_of=lambda tensors: len(encode(config_differences(model.config), {**rest, **tensors}, order).data),
     )
     weights = matrices(model)
