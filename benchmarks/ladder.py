@@ -196,6 +196,8 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
         raise UserError(
             f"--repetitions: {num_steps} steps would read the text more than once; use fewer repetitions or more text."
         )
+    if not isinstance(stream, TokenStream):
+        raise UserError("data.source: the ladder begins at text, which shards do not have; use another source.")
     starts = [step_starts(run, step) for step in range(num_steps)]
     gathered = vectorized(stream, length)
     texts = TextFiles(run.tokens, length, np.unique(np.concatenate(starts)), folder)

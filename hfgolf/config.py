@@ -83,8 +83,10 @@ class RunSection:
 class DataConfig:
     """Where the text comes from and how it is split into training and validation."""
 
-    source: Literal["python_stdlib", "files", "hub"] = "python_stdlib"
-    """python_stdlib: the source code of Python's standard library; files: see data.files; hub: see data.hub_name."""
+    source: Literal["python_stdlib", "files", "hub", "shards"] = "python_stdlib"
+    """python_stdlib: the source code of Python's standard library; files: see data.files; hub: see data.hub_name;
+    shards: data.files and data.val_files hold tokens in 16 bits, with the header of llm.c and the golf challenge or,
+    as nanoGPT's, without. tokenizer.kind pretrained or byte says whose tokens they are."""
     files: list[str] = field(default_factory=list)
     """Paths, globs or URLs. txt, md, py: one document per file; jsonl, parquet, csv: one per row. Also .gz, .zst."""
     hub_name: str | None = None
@@ -105,6 +107,13 @@ class DataConfig:
     """Fraction of the documents (contiguous: of the characters) held out for validation."""
     val_files: list[str] = field(default_factory=list)
     """Explicit validation files, in the format of data.files; then all of data.files is used for training."""
+    val_bytes_files: list[str] = field(default_factory=list)
+    """With shards: files beside those of validation that hold the bytes of text of each token, 16 bits each, in a
+    shard's format; empty: the tokenizer's vocabulary says them."""
+    separator_id: int | None = None
+    """With shards: the token between documents; null: the tokenizer's end of text."""
+    order: Literal["shuffled", "sequential"] = "shuffled"
+    """shuffled: each epoch reads the blocks in another order, which follows from run.seed; sequential: as they lie."""
     cache_dir: str | None = None
     """Folder of the token cache; null: <HF_HOME>/hfgolf."""
     in_memory: Literal["auto", True, False] = "auto"
@@ -125,14 +134,23 @@ class DataConfig:
                 f"data.prefetch_factor: {factor} needs worker processes; set data.num_workers to 1 or more, or leave"
                 " data.prefetch_factor null."
             )
-        if self.source == "files" and not self.files:
-            raise UserError("data.files is empty, but data.source is files; name at least one path, glob or URL.")
+        if self.source in ("files", "shards") and not self.files:
+            raise UserError(
+                f"data.files is empty, but data.source is {self.source}; name at least one path, glob or URL."
+            )
+        if self.source == "shards" and not self.val_files:
+            raise UserError("data.val_files is empty, but data.source is shards; name the validation shards.")
+        if self.source != "shards" and (self.val_bytes_files or self.separator_id is not None):
+            raise UserError(
+                f"data.val_bytes_files and data.separator_id require data.source shards, not {self.source}."
+            )
+        _require_not_negative("data", self, "separator_id")
         if self.source == "hub" and not self.hub_name:
             raise UserError(
                 "data.hub_name is null, but data.source is hub; name a dataset, such as roneneldan/TinyStories."
             )
-        if self.source != "files" and (self.files or self.val_files):
-            raise UserError(f"data.files and data.val_files require data.source files, not {self.source}.")
+        if self.source not in ("files", "shards") and (self.files or self.val_files):
+            raise UserError(f"data.files and data.val_files require data.source files or shards, not {self.source}.")
 
 
 @dataclass(frozen=True)
@@ -628,6 +646,16 @@ class RunConfig:
             _require_sane(key, value)
         if self.schedule.loop_start and self.model.loop is None:
             raise UserError("schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.")
+        if self.data.source == "shards" and self.tokenizer.kind not in ("pretrained", "byte"):
+            raise UserError(
+                f"tokenizer.kind: {self.tokenizer.kind} is trained on text, but data.source shards has only tokens; set"
+                " pretrained and tokenizer.name_or_path, or byte."
+            )
+
+    @property
+    def order_seed(self) -> int | None:
+        """Return the seed of the order of the data; None: sequential."""
+        return None if self.data.order == "sequential" else self.run.seed
 
     def flat(self) -> dict[str, Any]:
         """Return the config as {"section.key": value}."""

@@ -23,9 +23,8 @@ def main() -> None:
     seconds = time.perf_counter() - started_at
     for name, stream in (("train", tokens.train), ("val", tokens.val)):
         num_bytes = stream.num_bytes
-        print(
-            f"{name:<6}{len(stream):>16,} tokens {num_bytes:>18,} bytes {num_bytes / len(stream):>6.2f} bytes per token"
-        )
+        counted = f" {num_bytes:>18,} bytes {num_bytes / len(stream):>6.2f} bytes per token" if num_bytes else ""
+        print(f"{name:<6}{len(stream):>16,} tokens{counted}")
     megabytes = (tokens.train.num_bytes + tokens.val.num_bytes) / 1e6
     speed = (
         "already cached" if tokens.is_hit else f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"

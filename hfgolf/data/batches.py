@@ -41,6 +41,7 @@ _WORKER_TIMEOUT_SECONDS = 120  # per batch; the first one includes the start of 
 class Stream(Protocol):
     """What this module needs from a token stream (token_stream.TokenStream implements it)."""
 
+    def __len__(self) -> int: ...
     @property
     def tokens(self) -> np.ndarray: ...
     @property
@@ -78,10 +79,11 @@ def as_ranges(positions: np.ndarray) -> list[list[int]]:
     return [[int(part[0]), int(part[-1]) + 1] for part in parts if len(part)]
 
 
-def block_starts(seed: int, positions: np.ndarray, num_blocks: int, sequence_length: int) -> np.ndarray:
+def block_starts(seed: int | None, positions: np.ndarray, num_blocks: int, sequence_length: int) -> np.ndarray:
     """Return the token index at which each block in `positions` starts, (blocks,) int64.
 
-    A pure function of its arguments. Each epoch is a new permutation of the `num_blocks` blocks.
+    A pure function of its arguments. Each epoch is a new permutation of the `num_blocks` blocks, or, if seed is None,
+    the blocks as they lie.
     """
     epochs, places_in_epoch = np.divmod(positions, num_blocks)
     starts = np.empty(len(positions), np.int64)
@@ -104,7 +106,9 @@ def sample_hash(starts: np.ndarray) -> int:
 
 
 @lru_cache(maxsize=2)
-def _epoch(seed: int, epoch: int, num_blocks: int, sequence_length: int) -> np.ndarray:
+def _epoch(seed: int | None, epoch: int, num_blocks: int, sequence_length: int) -> np.ndarray:
+    if seed is None:
+        return np.arange(num_blocks) * sequence_length
     # PCG64 by name: default_rng may change its generator, but the data order must not change with numpy's version
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     order = generator.permutation(num_blocks) * sequence_length
@@ -118,11 +122,11 @@ class MicroBatches(Dataset[Batch]):
     already shifted by one token; sample_hash is the `sample_hash` of the blocks.
     """
 
-    def __init__(self, stream: Stream, sequence_length: int, seed: int) -> None:
+    def __init__(self, stream: Stream, sequence_length: int, seed: int | None) -> None:
         self.stream = stream
         self.sequence_length = sequence_length
         self.seed = seed
-        self.num_blocks = num_blocks(len(stream.tokens), sequence_length)
+        self.num_blocks = num_blocks(len(stream), sequence_length)
 
     def __getitem__(self, positions: np.ndarray) -> Batch:
         starts = block_starts(self.seed, positions, self.num_blocks, self.sequence_length)
@@ -171,7 +175,7 @@ def build_loader(
     accumulation: int,
     rank: int,
     world: int,
-    seed: int,
+    seed: int | None,
     num_steps: int,
     blocks_read: int = 0,
     excluded: Ranges = (),

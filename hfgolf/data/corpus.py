@@ -74,6 +74,8 @@ class Corpus:
     identity: dict[str, Any]
     data: DataConfig
     files: tuple[SourceFile, ...] = ()
+    bytes_files: tuple[SourceFile, ...] = ()
+    """With shards: the files with the bytes of each validation token."""
     states: dict[Path, list[int]] = field(default_factory=dict)
     """`file_state` of each file when it was hashed."""
 
@@ -86,6 +88,8 @@ class Corpus:
 
         Raises UserError if text cannot be read or a split is empty.
         """
+        if self.data.source == "shards":
+            raise UserError("data.source shards holds tokens, not text: what needs the text itself cannot use it.")
         from datasets import Dataset
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,17 +174,21 @@ def load_corpus(data: DataConfig) -> Corpus:
         hub = {key: getattr(data, key) for key in ("hub_name", "hub_config", "hub_split", "text_column")}
         return Corpus({**identity, **hub, "hub_revision": _hub_revision(data)}, data)
     files = _stdlib_files() if data.source == "python_stdlib" else _named_files(data)
+    bytes_files = _match(data, "val_bytes_files", "bytes")
     if any(file.endings[0] in _TABLES for file in files):
         identity["text_column"] = data.text_column
     try:
-        states = {file.path: file_state(file.path) for file in files}
+        states = {file.path: file_state(file.path) for file in [*files, *bytes_files]}
         hashes = file_hashes(states, cache_folder(data) / "hashes.json")
     except OSError as error:
         raise UserError(f"data.files: cannot read {error.filename} ({error.strerror}); make it readable.") from error
     for split in (None, "val"):
         listed = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in files if file.split == split]
         identity["files" if split is None else "val_files"] = listed
-    return Corpus(identity, data, tuple(files), states)
+    if data.source == "shards":
+        identity["separator_id"] = data.separator_id
+        identity["val_bytes"] = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in bytes_files]
+    return Corpus(identity, data, tuple(files), tuple(bytes_files), states)
 
 
 def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -36,6 +36,7 @@ from hfgolf.data.lock import locked
 from hfgolf.data.manifest import NAME as MANIFEST
 from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, read_manifest, write_manifest
 from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes, sample_evenly, texts
+from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.token_stream import TokenStream, open_stream, pieces_path, write_arrow
 from hfgolf.data.tokenizer import (
     Encoded,
@@ -66,8 +67,8 @@ _RAM_SHARE = 0.25  # the share of free memory that the tokens may take under dat
 class TokenCache:
     """The tokens of a corpus, the tokenizer that made them, and the folder they are in."""
 
-    train: TokenStream
-    val: TokenStream
+    train: TokenStream | ShardStream
+    val: TokenStream | ShardStream
     tokenizer: PreTrainedTokenizerFast
     path: Path
     is_hit: bool
@@ -108,6 +109,8 @@ def load_tokens(
     cache_dir = cache_folder(data)
     # load it only once: a large tokenizer loads slowly
     tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
+    if data.source == "shards" and tokenizer is not None:
+        return _open_shards(corpus, tokenizer)
     tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
     if tokens is None:
         try:
@@ -124,6 +127,24 @@ def load_tokens(
             ) from error
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
     _log.info("cache hit: %s (%s)", tokens.path, sizes)
+    return tokens
+
+
+def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCache:
+    """Return the tokens of shards, mapped where they are."""
+    train, val = open_shards(corpus, tokenizer)
+    tokens = TokenCache(
+        train,
+        val,
+        tokenizer,
+        train.paths[0].parent,
+        is_hit=True,
+        identity=corpus.identity,
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        verification=Verification({"files": {}}, lambda: iter(())),  # identified by their hashes already
+        tokenizer_loss=None,
+    )
+    _log.info("shards: %s (%s)", tokens.path, _size(tokens))
     return tokens
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import shutil
 import time
 from array import array
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_SPACE = "\u2581"  # how SentencePiece spells a space
+_BYTE_ENTRY = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 END_OF_TEXT = "<|endoftext|>"
 # Candidates for a pretrained tokenizer that does not declare an eos_token.
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
@@ -159,6 +162,27 @@ def find_tokenizer_loss(tokenizer: PreTrainedTokenizerFast, texts: list[str], en
         f"the tokenizer is not lossless ({share:.2%} of the characters in a sample are lost or changed);"
         " bits per byte is not comparable"
     )
+
+
+def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """Return the number of UTF-8 bytes that each entry of a vocabulary spells, (V,) int64; special tokens spell none.
+
+    Byte-level entries spell one byte per character. In SentencePiece's, U+2581 is a space and <0x0A> is one byte.
+    """
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    is_byte_level = '"ByteLevel"' in json.dumps(rules["decoder"])
+    symbols = set(pre_tokenizers.ByteLevel.alphabet())
+    counts = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
+    added = {token["id"]: token for token in rules["added_tokens"]}
+    for entry, number in tokenizer.get_vocab().items():
+        if number in added:
+            counts[number] = 0 if added[number]["special"] else len(entry.encode())
+        elif is_byte_level and symbols.issuperset(entry):
+            counts[number] = len(entry)
+        else:
+            counts[number] = 1 if _BYTE_ENTRY.fullmatch(entry) else len(entry.replace(_SPACE, " ").encode())
+    counts[tokenizer.eos_token_id] = 0  # it separates documents
+    return counts
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -6,13 +6,11 @@ UTF-8 text, which the token cache counted from the text itself. A tokenizer that
 
 from __future__ import annotations
 
-import json
-import re
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import pre_tokenizers
 
+from hfgolf.data.tokenizer import entry_bytes
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,30 +18,7 @@ if TYPE_CHECKING:
 
     from hfgolf.data.batches import Stream
 
-_SPACE = "\u2581"  # how SentencePiece spells a space
-_BYTE_ENTRY = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _MAX_TOKEN_BYTES = 2**16 - 1
-
-
-def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    """Return the number of UTF-8 bytes that each entry of a vocabulary spells, (V,) int64; special tokens spell none.
-
-    Byte-level entries spell one byte per character. In SentencePiece's, U+2581 is a space and <0x0A> is one byte.
-    """
-    rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    is_byte_level = '"ByteLevel"' in json.dumps(rules["decoder"])
-    symbols = set(pre_tokenizers.ByteLevel.alphabet())
-    counts = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
-    added = {token["id"]: token for token in rules["added_tokens"]}
-    for entry, number in tokenizer.get_vocab().items():
-        if number in added:
-            counts[number] = 0 if added[number]["special"] else len(entry.encode())
-        elif is_byte_level and symbols.issuperset(entry):
-            counts[number] = len(entry)
-        else:
-            counts[number] = 1 if _BYTE_ENTRY.fullmatch(entry) else len(entry.replace(_SPACE, " ").encode())
-    counts[tokenizer.eos_token_id] = 0  # it separates documents
-    return counts
 
 
 def bytes_per_token(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
@@ -51,6 +26,9 @@ def bytes_per_token(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> np.nd
 
     Raises UserError if a token has more than 65,535 bytes, or if a piece's tokens do not add up to its text.
     """
+    known = getattr(stream, "token_bytes", None)
+    if known is not None:  # shards come with them
+        return known
     tokens, ends = stream.tokens, np.cumsum(stream.piece_tokens, dtype=np.int64)
     starts = ends - stream.piece_tokens
     counts = entry_bytes(tokenizer)[tokens]

@@ -71,7 +71,7 @@ def added(first: Curvature, second: Curvature) -> Curvature:
 
 
 def calibration_batches(
-    stream: Stream, *, seed: int, sequence_length: int, blocks_read: int, num_tokens: int, batch_size: int = 8
+    stream: Stream, *, seed: int | None, sequence_length: int, blocks_read: int, num_tokens: int, batch_size: int = 8
 ) -> Iterator[Batch]:
     """Yield about num_tokens of calibration text: the blocks that a run would have read next.
 

@@ -40,7 +40,7 @@ class Source:
     corpus: Corpus
     tokens: TokenCache
     sequence_length: int
-    seed: int
+    seed: int | None
     blocks_read: int
     golf: GolfSection
     card: Callable[[dict[str, Any]], str]
@@ -71,7 +71,7 @@ def run_source(folder: Path) -> Source:
         corpus,
         tokens,
         sequence_length=length,
-        seed=config.run.seed,
+        seed=config.order_seed,
         blocks_read=int(summary.get("tokens") or 0) // length,
         golf=config.golf,
         card=lambda figures: model_card(config, summary | figures),

@@ -136,7 +136,7 @@ def count_tokens(config: RunConfig) -> TokenCounts:
         corpus = load_corpus(config.data)
         listed = [*corpus.identity.get("files", []), *corpus.identity.get("val_files", [])]
         num_bytes = sum(size for _, size, _ in listed)
-        if 0 < num_bytes <= MAX_CHEAP_BYTES:
+        if 0 < num_bytes <= MAX_CHEAP_BYTES or config.data.source == "shards":
             tokens = token_cache.load_tokens(config.data, tokenizer)
             return TokenCounts(len(tokens.tokenizer), len(tokens.train), len(tokens.val))
         found = token_cache.find_cache(corpus, tokenizer, cache_folder(config.data))

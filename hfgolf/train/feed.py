@@ -29,7 +29,7 @@ def start_batches(run: Run) -> None:
         accumulation=run.accumulation_steps,
         rank=accelerator.process_index,
         world=accelerator.num_processes,
-        seed=config.run.seed,
+        seed=config.order_seed,
         num_steps=int(min(run.step_limit, _MAX_LOADER_STEPS)) - run.state.step,
         blocks_read=run.state.blocks,
         excluded=run.state.excluded_blocks,

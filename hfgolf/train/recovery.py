@@ -85,7 +85,7 @@ class Recovery:
             self._report_overflow(result, scaler.get_scale())  # finding the right scale needs no rollback
             return Next.CONTINUE
         self._bad_positions.append(self._positions_read())
-        seed, length = run.config.run.seed, run.config.batch.sequence_length
+        seed, length = run.config.order_seed, run.config.batch.sequence_length
         blocks = block_starts(seed, self._bad_positions[-1], blocks_per_epoch(run), length).tolist()
         diagnosis = (
             f"step {run.state.step}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), "

@@ -245,7 +245,8 @@ def _free_bytes(device: torch.device) -> int:
 
 def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> GolfForCausalLM:
     vocab_size, eos = len(tokens.tokenizer), tokens.tokenizer.eos_token_id
-    model = build_golf(config, vocab_size, device.type, bos_token_id=eos, eos_token_id=eos, pad_token_id=eos)
+    bos = eos if config.data.separator_id is None else config.data.separator_id  # what begins a document
+    model = build_golf(config, vocab_size, device.type, bos_token_id=bos, eos_token_id=eos, pad_token_id=eos)
     logger.info("model: %s parameters, vocabulary %s", f"{model.num_parameters():,}", f"{vocab_size:,}")
     return model
 

@@ -36,6 +36,11 @@ from hfgolf.train import feed
 T = 8
 
 
+class Stream(SimpleNamespace):
+    def __len__(self):
+        return len(self.tokens)
+
+
 @pytest.fixture
 def stream():
     """A stream of 67 blocks and a remainder. Token i is i, so a batch shows where it was read."""
@@ -45,7 +50,7 @@ def stream():
 def stream_of(pieces):
     """Return a stream with pieces of the given numbers of tokens. Token i is i."""
     tokens = np.arange(pieces.sum(), dtype=np.uint16)
-    return SimpleNamespace(
+    return Stream(
         tokens=tokens,
         piece_tokens=pieces,
         piece_bytes=pieces * 3 + 1,
@@ -182,7 +187,10 @@ import numpy as np
 from types import SimpleNamespace
 from hfgolf.data.batches import build_loader
 tokens = np.arange(1000, dtype=np.uint16)
-stream = SimpleNamespace(tokens=tokens, read=tokens.take)
+class Stream(SimpleNamespace):
+    def __len__(self):
+        return len(self.tokens)
+stream = Stream(tokens=tokens, read=tokens.take)
 shape = dict(sequence_length=8, micro_batch_size=2, accumulation=1, rank=0, world=1, seed=0, num_steps=50)
 batches = iter(build_loader(stream, num_workers=2, **shape))
 next(batches)

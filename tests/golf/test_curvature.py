@@ -192,6 +192,9 @@ def test_calibrates_on_the_blocks_that_a_run_would_read_next():
     class Stream:
         tokens = np.arange(1000, dtype=np.uint16)
 
+        def __len__(self):
+            return len(self.tokens)
+
         def read(self, indices):
             return self.tokens.take(indices, mode="wrap")
 
