@@ -144,7 +144,7 @@ def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCac
         verification=Verification({"files": {}}, lambda: iter(())),  # identified by their hashes already
         tokenizer_loss=None,
     )
-    _log.info("shards: %s (%s)", tokens.path, _size(tokens))
+    _log.info("shards: %s (%s train tokens, %s validation tokens)", tokens.path, f"{len(train):,}", f"{len(val):,}")
     return tokens
 
 
