@@ -29,6 +29,16 @@ NUMBERS = {
         "--adapt_rank",
     ),
     "find_lr.py": ("--steps", "--lowest", "--highest"),
+    "golf_plan.py": (
+        "--budget_bytes",
+        "--minutes",
+        "--tokens",
+        "--processes",
+        "--mfu",
+        "--sequence_length",
+        "--code_bytes",
+        "--count",
+    ),
     "golf_record.py": ("--margin_nats", "--tokens", "--bytes", "--significance", "--scores", "--reference"),
     "generate.py": ("--max_new_tokens", "--temperature", "--top_k", "--top_p", "--num_samples", "--seed"),
     "ladder.py": ("--repetitions", "--losses"),
@@ -41,6 +51,7 @@ NUMBERS = {
 }
 MAY_BE_0 = {
     "--adapt_rate",
+    "--code_bytes",
     "--margin_nats",
     "--scores",
     "--reference",

@@ -28,7 +28,7 @@ def logits(model):
 def tokens():
     """Three documents, each repeating a few bytes of its own: there is something to learn from their beginnings."""
     random = np.random.default_rng(0)
-    parts = [np.append(SEPARATOR, np.tile(random.integers(0, 256, 5), count)) for count in (3, 12, 24)]
+    parts = [np.append(SEPARATOR, np.tile(random.integers(0, 256, 5), count)) for count in (2, 6, 12)]
     return np.concatenate(parts)
 
 
@@ -82,7 +82,7 @@ def test_documents_start_anew_and_their_last_chunk_is_not_trained_on(logits, tok
     for _ in score_first(logits, tokens.__getitem__, plan, chunks, batch_size=2, adapter=recorder):
         pass
     names = ["adapt" if isinstance(item, tuple) else item for item in recorder.seen]
-    numbers = [-(-length // 10) - 1 for length in (16, 61, 120)]  # targets of each document, its closing separator too
+    numbers = [-(-length // 10) - 1 for length in (11, 31, 60)]  # targets of each document, its closing separator too
     assert names == [name for number in numbers for name in ["start"] + ["adapt"] * number] + ["end"]
 
 
@@ -124,7 +124,7 @@ def test_the_model_is_put_back_even_after_a_break_or_an_error(model, logits, tok
     plan = plan_windows("sliding", len(tokens), 16, 8)
     commits = score_first(logits, tokens.__getitem__, plan, stream_chunks(plan, 32), batch_size=2, adapter=adapter)
     for targets, _ in commits:
-        if targets[-1] > 70:
+        if targets[-1] > 40:
             assert not torch.equal(logits(torch.arange(8)[None]), before)
             break
     commits.close()
