@@ -56,7 +56,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return model(input_ids=INPUT_IDS).logits
 
 
-def test_after_the_warm_up_it_is_torch_s_own_to_the_bit():
+def test_matches_torch_bitwise_after_warmup():
     model = build_golf()
     ema, oracle = Ema(model.named_parameters(), 0.97), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.97))
     oracle.update_parameters(model)  # its first call copies
@@ -67,7 +67,7 @@ def test_after_the_warm_up_it_is_torch_s_own_to_the_bit():
     assert are_equal(ema.state_dict(), bits(oracle.module))
 
 
-def test_with_the_warm_up_it_is_the_weighted_sum_of_all_weights():
+def test_average_during_warmup_is_a_weighted_sum():
     values = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     param = torch.nn.Parameter(values[0].clone())
     ema = Ema([("weight", param)], 0.75)
@@ -82,7 +82,7 @@ def test_with_the_warm_up_it_is_the_weighted_sum_of_all_weights():
     torch.testing.assert_close(ema.state_dict()["weight"], weights @ values)
 
 
-def test_the_warm_up_lets_go_of_the_first_weights():
+def test_warmup_forgets_the_initial_weights():
     """Without it, a tenth of the random start would remain after 2,300 steps with decay 0.999. With it, none does."""
     param = torch.nn.Parameter(torch.ones(1))
     ema = Ema([("weight", param)], 0.999)
@@ -94,7 +94,7 @@ def test_the_warm_up_lets_go_of_the_first_weights():
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 50, 250, 1000])
-def test_after_its_half_life_the_average_is_half_way(tokens_per_step):
+def test_average_is_halfway_after_one_half_life(tokens_per_step):
     half_life_tokens = 1000
     decay = ema_decay(OptimConfig(ema_half_life_tokens=half_life_tokens), tokens_per_step)
     param = torch.nn.Parameter(torch.zeros(2))
@@ -105,7 +105,7 @@ def test_after_its_half_life_the_average_is_half_way(tokens_per_step):
     torch.testing.assert_close(ema.state_dict()["weight"], torch.full((2,), 0.5), rtol=1e-4, atol=0)
 
 
-def test_a_stated_decay_is_the_decay_and_the_default_is_none():
+def test_averaging_is_off_unless_configured():
     assert ema_decay(OptimConfig(ema_decay=0.99), 4096) == 0.99
     assert ema_decay(OptimConfig(), 4096) is None
     configs = [OptimConfig(), OptimConfig(ema_decay=0.99), OptimConfig(ema_half_life_tokens=5, ema_export=True)]
@@ -113,7 +113,7 @@ def test_a_stated_decay_is_the_decay_and_the_default_is_none():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_applied_shows_the_average_and_gives_the_weights_back_to_the_bit(dtype):
+def test_applied_swaps_in_the_average_and_restores_weights_bitwise(dtype):
     model = build_golf().to(dtype)
     ema = averaged(model)
     raw, average = bits(model), copy.deepcopy(ema.state_dict())
@@ -127,7 +127,7 @@ def test_applied_shows_the_average_and_gives_the_weights_back_to_the_bit(dtype):
     assert [param.data_ptr() for param in model.parameters()] == storages
 
 
-def test_applied_gives_the_weights_back_after_an_exception():
+def test_applied_restores_weights_after_an_exception():
     model = build_golf()
     ema = averaged(model)
     raw, average = bits(model), copy.deepcopy(ema.state_dict())
@@ -137,7 +137,7 @@ def test_applied_gives_the_weights_back_after_an_exception():
     assert are_equal(ema.state_dict(), average)
 
 
-def test_an_evaluation_in_between_leaves_no_trace_in_training():
+def test_evaluating_the_average_does_not_affect_training():
     def trained(*, is_evaluated: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         model = build_golf()
         ema, optimizer = Ema(model.named_parameters(), 0.9), torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -174,7 +174,7 @@ def one_process_group(tmp_path):
 @pytest.mark.parametrize("wrap", [compiled, distributed])
 @pytest.mark.usefixtures("one_process_group")
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_a_wrapped_model_follows_without_compiling_anew(wrap):
+def test_wrapped_models_use_the_average_without_recompiling(wrap):
     model = build_golf()
     ema = averaged(model)
     oracle = copy.deepcopy(model)
@@ -188,7 +188,7 @@ def test_a_wrapped_model_follows_without_compiling_anew(wrap):
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_tied_weights_are_averaged_once_and_shown_twice(is_tied):
+def test_tied_weights_are_averaged_once(is_tied):
     model = build_golf(tie_word_embeddings=is_tied)
     ema = averaged(model)
     assert list(ema.state_dict()) == [name for name, _ in model.named_parameters()]
@@ -200,7 +200,7 @@ def test_tied_weights_are_averaged_once_and_shown_twice(is_tied):
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
 
 
-def test_a_bf16_parameter_keeps_an_fp32_average():
+def test_bf16_parameters_have_fp32_averages():
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     ema = Ema([("weight", param)], 0.9999)
     param.data.fill_(1.0)
@@ -212,7 +212,7 @@ def test_a_bf16_parameter_keeps_an_fp32_average():
     torch.testing.assert_close(average, torch.full((4,), 1 - 0.9999**10_000), rtol=1e-3, atol=0)
 
 
-def test_averages_follow_no_gradient_and_share_no_memory_with_the_weights():
+def test_averages_have_no_gradient_and_share_no_memory_with_weights():
     model = build_golf()
     ema = Ema(model.named_parameters(), 0.9)
     start = copy.deepcopy(ema.state_dict())
@@ -223,7 +223,7 @@ def test_averages_follow_no_gradient_and_share_no_memory_with_the_weights():
     assert not any(average.requires_grad for average in ema.state_dict().values())
 
 
-def test_a_reloaded_average_goes_on_to_the_bit():
+def test_reloaded_average_continues_bitwise():
     model = build_golf()
     ema = averaged(model)
     file = io.BytesIO()
@@ -239,7 +239,7 @@ def test_a_reloaded_average_goes_on_to_the_bit():
     assert are_equal(resumed.state_dict(), ema.state_dict())
 
 
-def test_a_loaded_average_keeps_its_dtype_and_its_memory():
+def test_loading_fills_the_existing_fp32_tensors():
     param = torch.nn.Parameter(torch.zeros(2))
     ema = Ema([("weight", param)], 0.9)
     before = ema.state_dict()["weight"]
@@ -259,7 +259,7 @@ def test_a_loaded_average_keeps_its_dtype_and_its_memory():
         ({"a": torch.ones(2), "b": torch.ones(2, 3)}, r"has shape \(2, 3\) for b, but here it is \(3, 2\)"),
     ],
 )
-def test_an_average_of_another_model_is_refused_in_one_line_and_changes_nothing(saved, message):
+def test_average_of_another_model_is_rejected(saved, message):
     ema = Ema([("a", torch.zeros(2)), ("b", torch.zeros(3, 2))], 0.9)
     with pytest.raises(UserError, match=rf"^[^\n]*{message}[^\n]*$"):
         ema.load_state_dict(saved)

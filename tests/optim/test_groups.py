@@ -64,24 +64,24 @@ def test_each_parameter_is_in_exactly_one_group(name, is_gpt2, is_tied):
 @pytest.mark.parametrize(
     "name", ["model.layers.0.mlp.router", "module.model.norm.weight", "lm_head.bias", "model.layers.0.self_attn.gain"]
 )
-def test_a_name_that_no_pattern_knows_is_refused(name):
+def test_unmatched_parameter_is_rejected(name):
     with pytest.raises(UserError, match=f"parameter {name} matches no pattern"):
         parameter_groups([(name, torch.nn.Parameter(torch.zeros(2)))], OptimConfig(), {})
 
 
-def test_a_name_that_two_patterns_know_is_refused(monkeypatch):
+def test_parameter_matched_twice_is_rejected(monkeypatch):
     monkeypatch.setattr("hfgolf.optim.groups.PATTERNS", (("lm_head.*", "head"), ("*.weight", "matrix")))
     with pytest.raises(UserError, match=r"lm_head.\* and \*.weight"):
         parameter_kind("lm_head.weight")
 
 
-def test_a_fused_entry_that_names_nothing_is_refused():
+def test_unmatched_fused_entry_is_rejected():
     with pytest.raises(UserError, match="qkv"):
         parameter_groups(named_parameters().items(), OptimConfig(), {"model.layers.*.qkv.weight": ROWS})
 
 
 @pytest.mark.parametrize("is_record", [True, False])
-def test_each_parameter_of_the_switches_is_in_exactly_one_group(is_record):
+def test_each_parameter_of_the_golf_switches_is_in_exactly_one_group(is_record):
     """The gates and scales of golf are vectors, whatever their shape; tables are embeddings, projections matrices."""
     switches = {"branch_scale": True, "embedding_residual": True, "query_gain": 2.0, "head_gate": 4, "smear_gate": 4}
     skips = {"unet_skips": "gated", "parallel_from": 2, "lanes": True} if is_record else {"unet_skips": "add"}
@@ -139,7 +139,7 @@ def test_rules_and_rates_of_the_baselines(name):
     assert {kind: group["lr"] for kind, group in stated.items() if group["lr"] != 0.01} == {"embedding": 0.05}
 
 
-def test_the_config_reaches_the_groups():
+def test_config_reaches_the_groups():
     optim = OptimConfig(
         momentum=0.9,
         nesterov=False,
@@ -161,7 +161,7 @@ def test_the_config_reaches_the_groups():
             assert group[key] == getattr(optim, key) != getattr(OptimConfig(), key)
 
 
-def test_fused_weights_are_split_and_nothing_else_is():
+def test_only_fused_weights_are_split():
     optimizer = build_optimizer(named_parameters(is_gpt2=True).items(), OptimConfig(), FUSED)
     for group in optimizer.param_groups:
         for name, split in zip(group["param_names"], group["splits"], strict=True):
@@ -171,12 +171,12 @@ def test_fused_weights_are_split_and_nothing_else_is():
 
 
 @pytest.mark.parametrize("beta2", [-0.1, 1.0])
-def test_a_normuon_rate_that_is_none_is_refused(beta2):
+def test_normuon_beta2_out_of_range_is_rejected(beta2):
     with pytest.raises(UserError, match=rf"optim\.normuon_beta2: {beta2} is out of range"):
         OptimConfig(normuon_beta2=beta2)
 
 
-def test_the_table_counts_every_parameter():
+def test_table_counts_every_parameter():
     params = named_parameters(is_gpt2=True, is_tied=False, layers=3)
     table = group_table(build_optimizer(params.items(), OptimConfig(embedding_learning_rate=0.25), FUSED))
     header, *rows, total = [line.split() for line in table.splitlines()]

@@ -51,7 +51,7 @@ MUON_CASES = [(True, "original"), (False, "original"), (True, "match_rms_adamw")
 
 
 @pytest.mark.parametrize(("nesterov", "scale"), MUON_CASES)
-def test_classic_follows_torch_muon_in_fp32(monkeypatch, nesterov, scale):
+def test_classic_matches_torch_muon_in_fp32(monkeypatch, nesterov, scale):
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch.optim.Muon only supports bf16
     ours_params, oracle_params = parameters(shapes=FOLLOWED), parameters(shapes=FOLLOWED)
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.85, "nesterov": nesterov}
@@ -64,7 +64,7 @@ def test_classic_follows_torch_muon_in_fp32(monkeypatch, nesterov, scale):
 
 
 @pytest.mark.parametrize(("nesterov", "scale"), MUON_CASES)
-def test_classic_follows_torch_muon_in_bf16(nesterov, scale):
+def test_classic_matches_torch_muon_in_bf16(nesterov, scale):
     ours_params, oracle_params = parameters(shapes=FOLLOWED), parameters(shapes=FOLLOWED)
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.85, "nesterov": nesterov}
     ours = Muon(
@@ -77,7 +77,7 @@ def test_classic_follows_torch_muon_in_bf16(nesterov, scale):
         assert torch.linalg.vector_norm(a - b) < 0.02 * torch.linalg.vector_norm(b - start)
 
 
-def test_adamw_groups_are_torch_adamw_to_the_bit():
+def test_adamw_groups_match_torch_adamw_bitwise():
     shapes = [(7,), (5, 9), (1,)]
     ours_params, oracle_params = parameters(shapes=shapes), parameters(shapes=shapes)
     options = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-6}
@@ -87,7 +87,7 @@ def test_adamw_groups_are_torch_adamw_to_the_bit():
     assert all(torch.equal(a, b) for a, b in zip(ours_params, oracle_params, strict=True))
 
 
-def test_adamw_groups_follow_torch_adamw_without_its_fused_kernel():
+def test_adamw_groups_match_unfused_torch_adamw():
     ours_params, oracle_params = parameters(), parameters()
     options = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     ours = Muon(ours_params, rule="adamw", **options)
@@ -97,7 +97,7 @@ def test_adamw_groups_follow_torch_adamw_without_its_fused_kernel():
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_sgd_groups_follow_torch_sgd(nesterov):
+def test_sgd_groups_match_torch_sgd(nesterov):
     ours_params, oracle_params = parameters(), parameters()
     options = {"lr": 0.02, "momentum": 0.85, "nesterov": nesterov}
     ours, oracle = Muon(ours_params, rule="sgd", **options), torch.optim.SGD(oracle_params, **options)
@@ -140,7 +140,7 @@ def test_fused_rows_are_separate_matrices():
     torch.testing.assert_close(fused[0].data, torch.cat([piece.data for piece in separate]), rtol=1e-5, atol=1e-5)
 
 
-def test_splits_stay_with_their_weight_when_another_has_no_gradient():
+def test_splits_follow_their_weight_if_another_has_no_gradient():
     params, alone = parameters(shapes=[(12, 4), (12, 4)]), parameters(shapes=[(12, 4), (12, 4)])[1:]
     params[1].grad = torch.ones_like(params[1]).tril()
     alone[0].grad = params[1].grad.clone()
@@ -149,7 +149,7 @@ def test_splits_stay_with_their_weight_when_another_has_no_gradient():
     assert torch.equal(params[1], alone[0])
 
 
-def test_splitting_matters():
+def test_splitting_changes_the_update():
     whole, split = parameters(shapes=[(12, 4)]), parameters(shapes=[(12, 4)])
     step_with_gradients(Muon(whole), whole, 1)
     step_with_gradients(Muon([{"params": split, "splits": [(4, 4, 4)]}]), split, 1)
@@ -161,7 +161,7 @@ ALL_OPTIONS = {"row_equilibration": True, "normuon_beta2": 0.9, "cautious_weight
 
 @pytest.mark.parametrize("rows", [None, (12, 4, 8)])
 @pytest.mark.parametrize("options", [{}, ALL_OPTIONS, {"update_scale": "match_rms_adamw", "nesterov": False}])
-def test_weights_stored_in_out_take_the_transposed_step(rows, options):
+def test_weights_stored_in_out_get_the_transposed_update(rows, options):
     options = {"newton_schulz_dtype": "fp32", "weight_decay": 0.2} | options
     out_in = parameters(shapes=[(24, 10), (24, 10)])
     in_out = [torch.nn.Parameter(param.detach().mT.contiguous()) for param in out_in]
@@ -179,7 +179,7 @@ def test_weights_stored_in_out_take_the_transposed_step(rows, options):
         ][1:]
 
 
-def test_gpt2_s_conv1d_trains_as_the_same_model_with_linear_layers():
+def test_gpt2_conv1d_trains_like_linear_layers():
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(
         GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=19, n_positions=12, bos_token_id=0, eos_token_id=0)
@@ -235,7 +235,7 @@ def test_normuon_by_hand():
     assert list(plain_optimizer.state[plain[0]]) == ["momentum_buffer"]
 
 
-def test_normuon_evens_out_each_fused_matrix_apart():
+def test_normuon_normalizes_each_fused_matrix_separately():
     rows = (6, 4, 4)
     fused = parameters(shapes=[(14, 10)])
     separate = [torch.nn.Parameter(piece.clone()) for piece in fused[0].data.split(rows)]
@@ -251,7 +251,7 @@ def test_normuon_evens_out_each_fused_matrix_apart():
     torch.testing.assert_close(ours.state[fused[0]]["row_mean_square"], states)
 
 
-def test_with_row_equilibration_the_scale_of_a_row_does_not_matter():
+def test_row_equilibration_removes_row_scale():
     (grad,) = random_tensors(3, [(8, 12)])
     scaled = grad * torch.logspace(-3, 3, 8)[:, None]
     for is_on in (True, False):
@@ -264,7 +264,7 @@ def test_with_row_equilibration_the_scale_of_a_row_does_not_matter():
 
 @pytest.mark.parametrize("num_zero_rows", [1, 8])
 @pytest.mark.parametrize("options", [{}, {"row_equilibration": True}, {"normuon_beta2": 0.9}, ALL_OPTIONS])
-def test_rows_without_a_gradient_stay_as_they_are(options, num_zero_rows):
+def test_rows_without_a_gradient_do_not_change(options, num_zero_rows):
     """Dead neurons have such rows. Nothing is divided by 0."""
     (param,), (before,) = parameters(shapes=[(8, 12)]), parameters(shapes=[(8, 12)])
     param.grad = torch.zeros(8, 12)
@@ -276,7 +276,7 @@ def test_rows_without_a_gradient_stay_as_they_are(options, num_zero_rows):
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw", "sgd"])
-def test_cautious_decay_takes_only_what_the_step_moves_towards_zero(rule):
+def test_cautious_decay_applies_only_if_the_update_shrinks_the_weight(rule):
     cautious, plain = parameters(), parameters()
     optimizer = Muon(cautious, rule=rule, lr=0.1, weight_decay=0.5, cautious_weight_decay=True)
     oracle = Muon(plain, rule=rule, lr=0.1)
@@ -292,7 +292,7 @@ def test_cautious_decay_takes_only_what_the_step_moves_towards_zero(rule):
             torch.testing.assert_close(param.data, moved - 0.1 * 0.5 * start * is_towards_zero)
 
 
-def test_learning_rate_and_decay_convert_between_the_scales_as_documented():
+def test_learning_rate_and_decay_convert_between_update_scales():
     cols = 10
     for rows in (4, 10, 25):
         original, adamw_like = parameters(shapes=[(rows, cols)]), parameters(shapes=[(rows, cols)])
@@ -307,7 +307,7 @@ def test_learning_rate_and_decay_convert_between_the_scales_as_documented():
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_each_matrix_is_in_one_bucket_and_no_bucket_is_too_large(ranks):
+def test_each_matrix_is_in_one_bucket_of_limited_size(ranks):
     shapes = [torch.Size(shape) for shape in [(4, 4), (4, 8), (4, 4), (8, 4), *[(4, 4)] * 9, (100, 100)]]
     device, max_elements = torch.device("cpu"), 4 * 4 * 2
     buckets = bucket_by_shape(tuple((shape, device) for shape in shapes), max_elements, ranks)
@@ -318,7 +318,7 @@ def test_each_matrix_is_in_one_bucket_and_no_bucket_is_too_large(ranks):
     assert len(buckets) == {1: 6, 3: 2}[ranks] + 3  # buckets of the 11 square matrices, and one for each other shape
 
 
-def test_the_bucket_size_changes_no_bit(monkeypatch):
+def test_bucket_size_does_not_change_results(monkeypatch):
     shapes = [(24, 24)] * 5 + [(24, 72)] * 3
     together, apart = parameters(shapes=shapes), parameters(shapes=shapes)
     optimizer, one_by_one = Muon(together), Muon(apart)
@@ -331,7 +331,7 @@ def test_the_bucket_size_changes_no_bit(monkeypatch):
 
 
 @pytest.mark.parametrize("fast", [torch.bfloat16, torch.float32])
-def test_the_products_have_the_dtype_that_is_asked_for(monkeypatch, fast):
+def test_products_use_the_configured_dtype(monkeypatch, fast):
     monkeypatch.setattr(muon_module, "fast_product_dtype", lambda device: fast)
     weights = {}
     for name in ("auto", "bf16", "fp32"):
@@ -343,14 +343,14 @@ def test_the_products_have_the_dtype_that_is_asked_for(monkeypatch, fast):
     assert not any(torch.equal(a, b) for a, b in zip(weights["auto"], weights[other], strict=True))
 
 
-def test_more_than_two_dimensions_are_flattened_to_out_by_rest():
+def test_higher_dimensions_are_flattened_to_two():
     deep, flat = parameters(shapes=[(6, 2, 5)]), parameters(shapes=[(6, 10)])
     step_with_gradients(Muon(deep), deep, 1)
     step_with_gradients(Muon(flat), flat, 1)
     torch.testing.assert_close(deep[0].data.view(6, 10), flat[0].data)
 
 
-def test_one_optimizer_holds_all_rules():
+def test_one_optimizer_applies_all_rules():
     params, alone = parameters(), parameters()
     rules = ["muon", "adamw", "sgd", "muon"]
     together = Muon([{"params": [p], "rule": rule} for p, rule in zip(params, rules, strict=True)])
@@ -365,7 +365,7 @@ def test_one_optimizer_holds_all_rules():
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw", "sgd"])
-def test_parameters_without_gradient_stay_and_have_state(rule):
+def test_parameters_without_gradient_do_not_change_but_have_state(rule):
     params = parameters()
     before = params[1].detach().clone()
     optimizer = Muon(params, rule=rule, weight_decay=0.5)
@@ -376,7 +376,7 @@ def test_parameters_without_gradient_stay_and_have_state(rule):
     assert all(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
 
 
-def test_running_out_of_memory_for_the_last_group_changes_no_weight_and_the_step_can_be_repeated(monkeypatch):
+def test_out_of_memory_in_a_step_changes_no_weight(monkeypatch):
     params, untroubled = parameters(), parameters()
     rules = ["muon", "sgd", "muon", "adamw"]
     optimizer, oracle = (
@@ -400,7 +400,7 @@ def test_running_out_of_memory_for_the_last_group_changes_no_weight_and_the_step
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw", "sgd"])
-def test_bf16_parameters_keep_fp32_state(rule):
+def test_bf16_parameters_have_fp32_state(rule):
     wide = parameters()
     narrow = [torch.nn.Parameter(param.detach().bfloat16()) for param in wide]
     wide = [torch.nn.Parameter(param.detach().float()) for param in narrow]
@@ -419,7 +419,7 @@ def test_bf16_parameters_keep_fp32_state(rule):
 
 
 @pytest.mark.parametrize(("rule", "lr"), [("muon", 0.02), ("adamw", 0.02), ("sgd", 0.1)])
-def test_a_regression_is_learnt(rule, lr):
+def test_learns_a_linear_regression(rule, lr):
     x, target = random_tensors(7, [(64, 8), (8, 3)])
     weight = torch.nn.Parameter(torch.zeros(8, 3))
     optimizer = Muon([weight], rule=rule, lr=lr, momentum=0.9)
@@ -437,7 +437,7 @@ def test_a_regression_is_learnt(rule, lr):
 
 
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
-def test_a_gradient_scaler_unscales_once_and_skips_overflow(rule):
+def test_gradient_scaler_unscales_once_and_skips_overflow(rule):
     params, plain = parameters(), parameters()
     optimizer, oracle = Muon(params, rule=rule), Muon(plain, rule=rule)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -472,6 +472,6 @@ def test_a_gradient_scaler_unscales_once_and_skips_overflow(rule):
         ({"params": [torch.nn.Parameter(torch.ones(3, 2, 2))], "in_out": True}, "shape"),
     ],
 )
-def test_a_group_that_can_not_work_is_refused(group, message):
+def test_invalid_groups_are_rejected(group, message):
     with pytest.raises(ValueError, match=message):
         Muon([{"params": parameters(shapes=[(12, 4)]), **group}])

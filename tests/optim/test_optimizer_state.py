@@ -52,7 +52,7 @@ def on_disk_and_back(state_dict: dict) -> dict:
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize("beta2", [None, 0.9])
-def test_a_reloaded_optimizer_goes_on_to_the_bit(steps_before, is_named, beta2):
+def test_reloaded_optimizer_continues_bitwise(steps_before, is_named, beta2):
     params = new_parameters()
     optimizer = new_optimizer(params, is_named=is_named, normuon_beta2=beta2)
     take_steps(optimizer, params, 0, steps_before)
@@ -67,7 +67,7 @@ def test_a_reloaded_optimizer_goes_on_to_the_bit(steps_before, is_named, beta2):
     assert all(torch.equal(params[name], resumed_params[name]) for name in params)
 
 
-def test_another_order_of_groups_and_parameters_loads_by_name():
+def test_state_loads_by_name_in_any_order():
     params = new_parameters()
     optimizer = new_optimizer(params)
     take_steps(optimizer, params, 0, 3)
@@ -125,7 +125,7 @@ def move_to_another_group(state_dict: dict) -> None:
         (move_to_another_group, r"has c in a different group"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, message):
+def test_mismatched_state_is_rejected_and_changes_nothing(spoil, message):
     params = new_parameters()
     optimizer = new_optimizer(params)
     take_steps(optimizer, params, 0, 2)
@@ -143,7 +143,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, message
 
 @pytest.mark.parametrize(("saved", "here"), [(None, 0.9), (0.9, None)])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_state_with_normuon_off_does_not_fit_normuon_on(saved, here, steps):
+def test_state_without_normuon_is_rejected_with_normuon(saved, here, steps):
     params = new_parameters()
     optimizer = new_optimizer(params, normuon_beta2=saved)
     take_steps(optimizer, params, 0, steps)
@@ -152,7 +152,7 @@ def test_a_state_with_normuon_off_does_not_fit_normuon_on(saved, here, steps):
         new_optimizer(params, normuon_beta2=here).load_state_dict(optimizer.state_dict())
 
 
-def test_another_rate_of_normuon_and_another_layout_fit():
+def test_state_loads_with_another_normuon_rate_or_layout():
     params = new_parameters()
     optimizer = new_optimizer(params, normuon_beta2=0.9)
     take_steps(optimizer, params, 0, 1)
@@ -165,7 +165,7 @@ def test_another_rate_of_normuon_and_another_layout_fit():
     assert [group["in_out"] for group in resumed.param_groups] == [False, False]
 
 
-def test_a_state_saved_before_there_were_these_options_fits():
+def test_state_from_before_these_options_loads():
     params = new_parameters()
     optimizer = new_optimizer(params)
     take_steps(optimizer, params, 0, 1)
@@ -178,7 +178,7 @@ def test_a_state_saved_before_there_were_these_options_fits():
     assert resumed.param_groups[0]["row_equilibration"] and not resumed.param_groups[0]["in_out"]
 
 
-def test_torch_adamw_state_is_refused():
+def test_torch_adamw_state_is_rejected():
     params = new_parameters()
     other = torch.optim.AdamW([{"params": [params[n] for n in MATRICES]}, {"params": [params[n] for n in VECTORS]}])
     with pytest.raises(UserError, match="here it is 'muon'"):
@@ -224,7 +224,7 @@ def train(accelerator: Accelerator, net: torch.nn.Module, optimizer: torch.optim
         optimizer.zero_grad()
 
 
-def test_accelerate_prepares_saves_and_loads_it(accelerator, tmp_path):
+def test_accelerate_prepares_saves_and_loads_the_optimizer(accelerator, tmp_path):
     net, optimizer = prepared(accelerator)
     assert [group["rule"] for group in optimizer.param_groups] == ["muon", "adamw"]
     train(accelerator, net, optimizer, 2)

@@ -31,7 +31,7 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("shape", [(32, 32), (32, 96), (96, 32), (64, 160), (160, 64)])
 @pytest.mark.parametrize("condition", [1.0, 10.0, 100.0])
 @pytest.mark.parametrize("coefficients", BANDS)
-def test_singular_values_and_distance_to_the_polar_factor_lie_in_the_band(coefficients, condition, shape, dtype):
+def test_singular_values_and_polar_distance_are_within_the_band(coefficients, condition, shape, dtype):
     smallest, largest, distance = BANDS[coefficients]
     matrices = matrices_of_condition(condition, 3, *shape)
     result = orthogonalize(matrices.to(dtype), coefficients=coefficients).float()
@@ -42,7 +42,7 @@ def test_singular_values_and_distance_to_the_polar_factor_lie_in_the_band(coeffi
         assert relative_distance(result, polar_factor(matrices)) <= distance
 
 
-def test_a_convergent_iteration_is_the_same_polar_factor():
+def test_convergent_iterations_reach_the_polar_factor():
     """Twelve iterations of (2, -1.5, 0.5), written out here, are nearly exact: they agree with the SVD."""
     matrices = matrices_of_condition(100.0, 2, 48, 96)
     exact = matrices / torch.linalg.matrix_norm(matrices, keepdim=True)
@@ -54,7 +54,7 @@ def test_a_convergent_iteration_is_the_same_polar_factor():
 
 
 @pytest.mark.parametrize("coefficients", BANDS)
-def test_diagonal_matrix_follows_the_scalar_polynomial(coefficients):
+def test_diagonal_matrix_matches_the_scalar_polynomial(coefficients):
     values = [3.0, 4.0]
     headroom = 1.02 if coefficients == "polar_express" else 1.0
     expected = []
@@ -67,7 +67,7 @@ def test_diagonal_matrix_follows_the_scalar_polynomial(coefficients):
     torch.testing.assert_close(result, torch.diag(torch.tensor(expected)), rtol=1e-5, atol=1e-6)
 
 
-def test_tall_is_the_transpose_of_wide():
+def test_tall_matches_the_transpose_of_wide():
     for rows, cols in ((24, 80), (64, 160)):
         wide = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(1))
         tall, expected = (orthogonalize(matrices) for matrices in (wide.mT, wide))
@@ -76,7 +76,7 @@ def test_tall_is_the_transpose_of_wide():
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5, 7])
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64)])
-def test_iterations_that_share_a_gram_matrix_are_the_plain_iterations(shape, steps):
+def test_sharing_a_gram_matrix_matches_plain_iterations(shape, steps):
     matrices = matrices_of_condition(100.0, 2, *shape)
     plain = matrices / torch.linalg.matrix_norm(matrices, keepdim=True)
     for a, b, c in newton_schulz_polynomials("classic", steps):
@@ -97,7 +97,7 @@ SPECTRA = {
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("coefficients", BANDS)
-def test_no_spectrum_makes_it_diverge_in_bf16(coefficients, spectrum):
+def test_bf16_never_diverges(coefficients, spectrum):
     """Three iterations per Gram matrix, or two for a smaller matrix, would reach 1e5 and more here."""
     generator = torch.Generator().manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(20, 64, 192, generator=generator), full_matrices=False)
@@ -108,7 +108,7 @@ def test_no_spectrum_makes_it_diverge_in_bf16(coefficients, spectrum):
 
 
 @pytest.mark.parametrize("shape", [(64, 640), (640, 64), (8, 40), (40, 8)])
-def test_the_long_side_is_multiplied_as_rarely_as_can_be(shape):
+def test_long_side_is_multiplied_as_rarely_as_possible(shape):
     """The long side's Gram matrix would give the same result at up to 100 times the cost."""
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.ones(1, *shape))
@@ -117,35 +117,35 @@ def test_the_long_side_is_multiplied_as_rarely_as_can_be(shape):
     assert counter.get_total_flops() == 2 * short**2 * (of_the_long_side * long + of_the_short_side * short)
 
 
-def test_a_batch_is_its_matrices_one_by_one():
+def test_batch_matches_one_matrix_at_a_time():
     batch = torch.randn(4, 32, 48, generator=torch.Generator().manual_seed(2))
     batch[1] *= 1e4  # each matrix is normalized by its own norm
     one_by_one = torch.stack([orthogonalize(matrix) for matrix in batch])
     torch.testing.assert_close(orthogonalize(batch), one_by_one, rtol=1e-5, atol=1e-5)
 
 
-def test_scale_of_the_input_does_not_matter_and_input_stays():
+def test_result_ignores_input_scale_and_input_is_unchanged():
     matrix = torch.randn(1, 16, 40, generator=torch.Generator().manual_seed(3))
     before = matrix.clone()
     torch.testing.assert_close(orthogonalize(matrix), orthogonalize(1024 * matrix), rtol=1e-5, atol=1e-5)
     assert torch.equal(matrix, before)
 
 
-def test_same_bits_on_every_call():
+def test_result_is_bitwise_reproducible():
     matrices = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(4))
     assert torch.equal(orthogonalize(matrices), orthogonalize(matrices))
 
 
-def test_zeros_stay_zeros():
+def test_zeros_map_to_zeros():
     assert torch.equal(orthogonalize(torch.zeros(2, 8, 12)), torch.zeros(2, 8, 12))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_dtype_is_that_of_the_matrices(dtype):
+def test_result_has_the_input_dtype(dtype):
     assert orthogonalize(torch.ones(1, 4, 6, dtype=dtype)).dtype == dtype
 
 
-def test_unknown_coefficients_and_a_sixth_polar_step_are_refused():
+def test_unknown_coefficients_and_too_many_polar_steps_are_rejected():
     with pytest.raises(ValueError, match="cubic"):
         orthogonalize(torch.ones(1, 2, 2), coefficients="cubic")
     with pytest.raises(ValueError, match="at most 5"):

@@ -75,7 +75,7 @@ def test_closed_forms(floor):
     assert multipliers(9, name="constant", floor=floor) == [1.0] * 9
 
 
-def test_wsd_falls_over_the_whole_run_or_not_at_all():
+def test_wsd_warmdown_may_cover_all_or_none_of_the_run():
     assert multipliers(20, name="wsd", warmdown_fraction=1.0) == pytest.approx(multipliers(20, name="linear"))
     for shape in ("linear", "1-sqrt"):
         assert multipliers(20, name="wsd", warmdown_fraction=0.0, warmdown_shape=shape) == [1.0] * 20
@@ -85,7 +85,7 @@ def test_wsd_falls_over_the_whole_run_or_not_at_all():
 @pytest.mark.parametrize("warmup_steps", [0, 7, 90, 500])
 @pytest.mark.parametrize("fraction", [0.1, 0.4, 1.0])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_rises_then_falls_without_a_jump_between_floor_and_peak(shape, warmup_steps, fraction, floor):
+def test_schedules_are_continuous_between_floor_and_peak(shape, warmup_steps, fraction, floor):
     settings = {**shape, "warmup_steps": warmup_steps, "warmdown_fraction": fraction, "floor": floor}
     total = 100
     values = multipliers(total, **settings)
@@ -108,14 +108,14 @@ def test_rises_then_falls_without_a_jump_between_floor_and_peak(shape, warmup_st
 
 
 @EVERY_SHAPE
-def test_past_the_end_it_stays_at_the_floor(shape):
+def test_learning_rate_stays_at_the_floor_past_the_end(shape):
     schedule = ScheduleConfig(**shape, warmup_steps=3, floor=0.2)
     expected = {"constant": 1.0, "cosine_warmdown": 0.0}.get(shape["name"], 0.2)
     assert [learning_rate_multiplier(step, 10, schedule) for step in (10, 11, 50)] == pytest.approx([expected] * 3)
 
 
 @EVERY_SHAPE
-def test_nothing_falls_while_the_end_is_unknown(shape):
+def test_no_decay_while_the_end_is_unknown(shape):
     schedule = ScheduleConfig(**shape, warmup_steps=10, weight_decay="linear")
     optim = OptimConfig(momentum_end=0.5, momentum_warmup_steps=10)
     assert learning_rate_multiplier(4, math.inf, schedule) == 0.5
@@ -125,18 +125,18 @@ def test_nothing_falls_while_the_end_is_unknown(shape):
 
 
 @EVERY_SHAPE
-def test_by_the_clock_it_is_the_same_when_the_clock_is_even(shape):
+def test_clock_schedule_matches_step_schedule_at_constant_speed(shape):
     schedule = ScheduleConfig(**shape, warmup_steps=5)
     by_steps = [learning_rate_multiplier(step, 40, schedule) for step in range(40)]
     by_clock = [learning_rate_multiplier(step, projected_steps(step, step / 40), schedule) for step in range(40)]
     assert by_clock == pytest.approx(by_steps)
 
 
-def test_steps_in_no_measurable_time_say_nothing_of_the_end():
+def test_zero_length_steps_do_not_predict_the_end():
     assert projected_steps(3, 0.0) == projected_steps(0, 0.5) == math.inf
 
 
-def test_the_warmdown_ends_with_the_clock_when_steps_slow_down():
+def test_warmdown_ends_on_time_if_steps_slow_down():
     """The remaining time decides, not the number of steps made."""
     schedule = ScheduleConfig(name="wsd", warmdown_fraction=0.5)
     for step, progress in ((10, 0.5), (11, 0.75), (12, 0.99)):
@@ -181,7 +181,7 @@ def updates_by_the_clock(schedule: ScheduleConfig, seed: int) -> list[SimpleName
 @EVERY_SHAPE
 @pytest.mark.parametrize("warmup_steps", [0, 12])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_by_the_clock_it_ends_at_the_floor_and_never_rises_again(shape, warmup_steps, floor):
+def test_clock_schedule_ends_at_the_floor_without_rising(shape, warmup_steps, floor):
     """However uneven the steps are and whatever comes between them.
 
     The last update begins less than its own time before the end, so that its fall is less than that share of the whole
@@ -210,7 +210,7 @@ def test_by_the_clock_it_ends_at_the_floor_and_never_rises_again(shape, warmup_s
             assert [u.multiplier < 1 for u in after_warmup] == [u.share > 1 - fraction for u in after_warmup]
 
 
-def test_a_run_ends_at_the_first_of_its_limits():
+def test_run_ends_at_its_first_limit():
     batch = BatchConfig(sequence_length=32, tokens_per_step=256)  # 8 blocks per step
 
     def steps(**limits) -> float:
@@ -255,7 +255,7 @@ def test_max_tokens_ends_the_run(run, tiny_run):
         (TrainConfig, {"max_tokens": 0}, "train.max_tokens: 0 is out of range; allowed: a number above 0."),
     ],
 )
-def test_a_value_out_of_range_is_one_line(config, options, message):
+def test_values_out_of_range_are_rejected(config, options, message):
     with pytest.raises(UserError) as error:
         config(**options)
     assert str(error.value) == message
@@ -274,7 +274,7 @@ def test_momentum_rises_from_its_start():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("end", [0.85, 0.99])
-def test_momentum_goes_to_its_end_over_the_warmdown_whatever_the_schedule(name, end):
+def test_momentum_moves_to_its_end_over_every_warmdown(name, end):
     optim = OptimConfig(momentum_warmup_steps=20, momentum_end=end)
     schedule = ScheduleConfig(name=name, warmdown_fraction=0.4, warmdown_shape="1-sqrt")
     steps = (0, 20, 60, 61, 80, 99, 100, 150)
@@ -283,14 +283,14 @@ def test_momentum_goes_to_its_end_over_the_warmdown_whatever_the_schedule(name, 
     assert [momentum(step, 100, optim, schedule) for step in steps] == pytest.approx(expected)
 
 
-def test_momentum_that_still_rises_in_the_warmdown_ends_at_its_end_without_a_jump():
+def test_momentum_warmup_may_overlap_the_warmdown():
     optim = OptimConfig(momentum_warmup_steps=300, momentum_end=0.8)
     values = [momentum(step, 100, optim, ScheduleConfig(warmdown_fraction=0.5)) for step in range(101)]
     assert values[0] == 0.85 and values[-1] == pytest.approx(0.8)
     assert max(abs(after - before) for before, after in pairwise(values)) < 0.005
 
 
-def test_weight_decay_stays_falls_or_follows_the_learning_rate():
+def test_weight_decay_schedules():
     def at(step: int, weight_decay: str) -> float:
         schedule = ScheduleConfig(
             name="wsd", warmup_steps=10, warmdown_fraction=0.4, floor=0.2, weight_decay=weight_decay
@@ -304,7 +304,7 @@ def test_weight_decay_stays_falls_or_follows_the_learning_rate():
 
 
 @pytest.mark.parametrize("weight_decay", ["constant", "linear", "learning_rate"])
-def test_apply_schedule_sets_the_groups_from_their_peaks(weight_decay):
+def test_apply_schedule_scales_each_group_from_its_peak(weight_decay):
     params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     optimizer = Muon(
         [
@@ -327,7 +327,7 @@ def test_apply_schedule_sets_the_groups_from_their_peaks(weight_decay):
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
-def test_a_step_shrinks_by_learning_rate_times_weight_decay(name):
+def test_weights_decay_by_learning_rate_times_weight_decay(name):
     """With zero gradients only the decay moves a weight: by the square of the multiplier, if decay follows the rate."""
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optim = OptimConfig(name=name, learning_rate=0.5, weight_decay=0.2)
@@ -343,7 +343,7 @@ def test_a_step_shrinks_by_learning_rate_times_weight_decay(name):
 
 
 @EVERY_SHAPE
-def test_a_resume_is_only_another_step_number(shape):
+def test_schedule_depends_only_on_the_step(shape):
     """An optimizer that makes every step and one that starts in the middle have bitwise equal numbers."""
     optim = OptimConfig(momentum_warmup_steps=20, momentum_end=0.9)
     schedule = ScheduleConfig(**shape, warmup_steps=5, floor=0.1, weight_decay="learning_rate")

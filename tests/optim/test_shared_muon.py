@@ -131,7 +131,7 @@ def of_both_ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", REPLICATED)
-def test_ranks_that_share_the_work_are_one_process_to_the_bit(of_both_ranks, case):
+def test_sharing_muon_over_ranks_matches_one_process_bitwise(of_both_ranks, case):
     expected, alone = train_replicated(case, None)
     for results in of_both_ranks:
         params, worked_on = results["replicated"][case]
@@ -140,7 +140,7 @@ def test_ranks_that_share_the_work_are_one_process_to_the_bit(of_both_ranks, cas
 
 
 @pytest.mark.parametrize("case", SHARDED)
-def test_sharded_parameters_train_as_whole_ones(of_both_ranks, case):
+def test_sharded_parameters_train_like_whole_ones(of_both_ranks, case):
     expected = train_sharded(case, 0, 1)
     for results in of_both_ranks:
         torch.testing.assert_close(results["sharded"][case], expected, rtol=1e-4, atol=1e-5)
