@@ -8,7 +8,7 @@ chunk is not trained on. legality.py tests any scorer, also one that goes around
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -76,7 +76,7 @@ def score_first(
     batch_size: int,
     device: torch.device | str = "cpu",
     adapter: Adapter | None = None,
-) -> Commits:
+) -> Generator[tuple[np.ndarray, Tensor], None, None]:
     """Yield (targets, log-probabilities) of each batch of windows, chunk by chunk; adapt after each chunk but the last.
 
     A document's last chunk is not trained on either: nothing of that document is left to score.

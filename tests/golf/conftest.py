@@ -1,58 +1,14 @@
-"""Tiny Golf models with random weights, and their artifacts."""
+"""A folder with a tiny artifact and all that scores it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from tiny_golf import VOCABULARY, build_model, encode_model
 
-from hfgolf.golf import artifact
-from hfgolf.golf.grid import round_nearest, row_codes_of
-from hfgolf.golf.script import config_differences, packed_script
-from hfgolf.model.configuration_golf import GolfConfig
-from hfgolf.model.layers_golf import GolfNetwork
-from hfgolf.model.modeling_golf import GolfForCausalLM
-
-VOCABULARY = 97
-
-
-def build_model(**changes: Any) -> GolfForCausalLM:
-    """Return a model whose every weight matters: output projections and head are not zero."""
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 16,
-        "eos_token_id": 0,
-    }
-    model = GolfForCausalLM(GolfConfig(**(shape | changes)))
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
-    return model.eval()
-
-
-def encode_model(model: GolfForCausalLM) -> bytes:
-    """Round a model's matrices to the nearest grid points of 0.2 standard deviations, load them back, and encode it."""
-    state = model.state_dict()
-    order = list(GolfNetwork(model.config).state_dict())
-    tensors: dict[str, Any] = {}
-    for name in order:
-        weight = state[name].numpy()
-        if weight.ndim == 2:
-            tensors[name] = round_nearest(weight, row_codes_of(np.full(len(weight), 0.2 * weight.std())))
-        else:
-            tensors[name] = weight
-    data = artifact.encode(config_differences(model.config), tensors, order).data
-    _, decoded = artifact.decode(data, {name: state[name].shape for name in order})
-    with torch.no_grad():
-        for name, tensor in decoded.items():
-            state[name].copy_(torch.from_numpy(getattr(tensor, "dequantized", lambda tensor=tensor: tensor)()))
-    return data
+from hfgolf.golf.script import packed_script
 
 
 @pytest.fixture

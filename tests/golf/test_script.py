@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import build_model, encode_model
+from tiny_golf import build_model, encode_model
 
 from hfgolf.command_line import load_config
 from hfgolf.golf import script
