@@ -76,6 +76,8 @@ def main() -> None:
         return
     print_plan(found, gains)
     print(f"loss: {scaling.source}")
+    if len(vocabularies) > 1:
+        print("vocabularies: told apart by their weights and their bytes per token only; train the best of each")
     if speed is not None:
         print(f"speed: {speed.source}")
     print(f"\n{found[0].shape.options()} --golf.budget_bytes {arguments.budget_bytes}")
