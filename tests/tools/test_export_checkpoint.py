@@ -61,7 +61,7 @@ def killed(run, tiny_run, monkeypatch, validation_losses):
 
 
 @pytest.mark.slow
-def test_every_checkpoint_loads_where_hfgolf_is_not(killed, tmp_path, run_script, reset_accelerate):
+def test_every_checkpoint_loads_without_hfgolf(killed, tmp_path, run_script, reset_accelerate):
     folder = killed()
     best = folder / "checkpoints" / "best"
     command = [sys.executable, "-I", "-c", USE, str(best), str(tmp_path / "logits.safetensors")]
@@ -85,7 +85,7 @@ def test_every_checkpoint_loads_where_hfgolf_is_not(killed, tmp_path, run_script
 
 @pytest.mark.slow
 @pytest.mark.parametrize("averaged", [False, True])
-def test_a_killed_run_gives_the_model_that_its_end_would_have_given(killed, run, tiny_run, run_script, averaged):
+def test_export_from_a_killed_run_matches_the_final_export(killed, run, tiny_run, run_script, averaged):
     """From the best checkpoint: the same files, and a card with the figures of that step."""
     options = {"optim__ema_decay": 0.9, "optim__ema_export": "true"} if averaged else {}
     folder = killed(**options)
@@ -107,7 +107,7 @@ def test_a_killed_run_gives_the_model_that_its_end_would_have_given(killed, run,
 
 
 @pytest.mark.parametrize("text", ["", None, "optim: {ema_decay: 0.9, ema_export: true}\ntrain: {max_steps: 1}"])
-def test_a_checkpoint_is_exported_as_it_was_saved_whatever_became_of_the_config_file(killed, run_script, text):
+def test_export_ignores_later_changes_to_the_config_file(killed, run_script, text):
     """It is empty after a power cut, deleted, or from a later start with other values."""
     folder = killed()
     (folder / "config.yaml").unlink()
@@ -118,7 +118,7 @@ def test_a_checkpoint_is_exported_as_it_was_saved_whatever_became_of_the_config_
     assert "# tiny" in (folder / "model" / "README.md").read_text()
 
 
-def test_any_checkpoint_can_be_exported_and_nothing_is_overwritten(killed, run_script, tmp_path):
+def test_any_checkpoint_exports_without_overwriting(killed, run_script, tmp_path):
     folder = killed()
     for which, step in (("latest", 6), (folder / "checkpoints" / "step-000003", 3)):
         output = tmp_path / f"model-{step}"

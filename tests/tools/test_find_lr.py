@@ -64,7 +64,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     ("options", "is_fp16"),
     [({"optim__ema_decay": 0.9, "batch__micro_batch_size": 4}, False), ({"optim__name": "adamw"}, True)],
 )
-def test_a_run_goes_on_as_if_it_had_not_been_called(run, tiny_run, fp16_on_cpu, monkeypatch, options, is_fp16):
+def test_sweep_does_not_affect_the_run(run, tiny_run, fp16_on_cpu, monkeypatch, options, is_fp16):
     """Bitwise: losses, weights, optimizer, averages, random generators of every library, sample ids."""
     if is_fp16:
         fp16_on_cpu(2.0**10)  # its scaler is part of the state
@@ -76,7 +76,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_called(run, tiny_run, fp16_on_cpu, 
 
     def train_step(run_: Any, total_steps: float) -> Any:
         if run_.state.step in (0, 3):
-            run_.checkpoints.wait()  # it writes files of its own
+            run_.checkpoints.wait()  # it also writes files
             files = {path: path.stat().st_mtime_ns for path in run_.folder.path.rglob("*")}
             sweeps.extend(sweep_run(run_, [1e-4, 1e-3, 1e-2]))
             assert {path: path.stat().st_mtime_ns for path in run_.folder.path.rglob("*")} == files
@@ -103,7 +103,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_called(run, tiny_run, fp16_on_cpu, 
         ({"optim__name": "adamw"}, {"learning_rate": {"matrix", "embedding", "vector"}}),
     ],
 )
-def test_each_sweep_begins_alike_and_moves_its_groups_only(temporary, tiny_run, steps, options, swept):
+def test_sweeps_start_from_the_same_state_and_change_only_their_groups(temporary, tiny_run, steps, options, swept):
     """Same batches and same first loss; other groups keep the config's rate, embeddings their ratio."""
     options |= {"optim__learning_rate": 0.02, "optim__adamw_learning_rate": 0.01, "train__max_steps": 3}
     resolved = load_config(tiny_run(optim__embedding_learning_rate=0.03, model__dropout=0.1, **options))
@@ -136,7 +136,7 @@ def test_each_sweep_begins_alike_and_moves_its_groups_only(temporary, tiny_run, 
     assert list(temporary.iterdir()) == []
 
 
-def test_the_suggestion_keeps_the_ratio_of_the_embeddings():
+def test_suggestion_preserves_the_embedding_learning_rate_ratio():
     optim = OptimConfig(learning_rate=0.02, adamw_learning_rate=0.01, embedding_learning_rate=0.03)
     losses = [5.0 - min(i, 40 - i) / 40 for i in range(41)]
     rates = sweep_rates(1e-4, 1.0, 41)
@@ -151,9 +151,7 @@ def test_the_suggestion_keeps_the_ratio_of_the_embeddings():
 
 
 @pytest.mark.slow
-def test_the_script_prints_what_the_config_takes_and_leaves_two_files(
-    temporary, tiny_run, tmp_path, monkeypatch, run_script
-):
+def test_script_prints_config_options_and_writes_two_files(temporary, tiny_run, tmp_path, monkeypatch, run_script):
     monkeypatch.chdir(temporary)
     before = sorted(tmp_path.rglob("*"))
     arguments = tiny_run(optim__embedding_learning_rate=0.02, train__cpu_threads=1)
@@ -183,7 +181,7 @@ def test_the_script_prints_what_the_config_takes_and_leaves_two_files(
         (["--optim.adamw_learning_rate", "1e30"], "train: the loss or the gradient is not finite even at"),
     ],
 )
-def test_a_sweep_that_can_say_nothing_is_one_line(temporary, tiny_run, monkeypatch, run_script, options, message):
+def test_inconclusive_sweep_is_one_line(temporary, tiny_run, monkeypatch, run_script, options, message):
     monkeypatch.chdir(temporary)
     status, _, error = run_script("find_lr.py", *tiny_run(), *options)
     assert (status, error.count("\n")) == (2, 1) and message in error
@@ -191,7 +189,7 @@ def test_a_sweep_that_can_say_nothing_is_one_line(temporary, tiny_run, monkeypat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_in_a_sweep_is_one_line_and_leaves_nothing(temporary, tiny_run, monkeypatch, run_script, number):
+def test_interrupted_sweep_is_one_line_and_leaves_no_files(temporary, tiny_run, monkeypatch, run_script, number):
     monkeypatch.chdir(temporary)
     real = find_lr_module.train_step
 
@@ -210,7 +208,7 @@ def test_a_signal_in_a_sweep_is_one_line_and_leaves_nothing(temporary, tiny_run,
     assert list(temporary.iterdir()) == []
 
 
-def test_help_needs_no_torch():
+def test_help_does_not_import_torch():
     program = (
         "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['find_lr.py', '--help'];"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"

@@ -58,7 +58,7 @@ def test_record_1019_against_record_549():
     assert nats["mean"] == pytest.approx(1.88217853, rel=1e-4)
 
 
-def test_the_margin_is_in_nats_per_token():
+def test_margin_is_in_nats_per_token():
     """0.005 nats per token are 0.0030 bits per byte with 1,024 entries and 0.0019 with 8,192."""
     for tokens, bits in ((TOKENS, 0.0030), (40_540_160, 0.0019), (47_851_520, 0.0023)):
         claim = judge(
@@ -72,7 +72,7 @@ def test_the_margin_is_in_nats_per_token():
         assert claim.figures()["nats_per_token"]["margin"] == pytest.approx(0.005)
 
 
-def test_what_three_seeds_need():
+def test_lead_needed_with_three_seeds():
     """t above 6.96; at a deviation of 0.0014 nats a lead of 0.0056 nats."""
     values = [1 - 0.0014, 1.0, 1 + 0.0014]
     assert statistics.stdev(values) == pytest.approx(0.0014)
@@ -86,7 +86,7 @@ def test_what_three_seeds_need():
 
 
 @pytest.mark.parametrize("reference", [[1.001], [1.0015, 1.0021, 1.0018]])
-def test_the_needed_seeds_are_enough_and_one_fewer_is_not(reference):
+def test_needed_seeds_are_the_fewest_that_suffice(reference):
     random = np.random.default_rng(0)
 
     def sample(seeds: int) -> list[float]:
@@ -101,7 +101,7 @@ def test_the_needed_seeds_are_enough_and_one_fewer_is_not(reference):
     assert welch_test(sample(needed - 1), reference, 0.0, 0.01).p >= 0.01
 
 
-def test_a_lead_that_is_not_there_needs_no_seeds():
+def test_no_number_of_seeds_proves_a_negative_lead():
     test = welch_test([1.0, 1.1], [1.0], 0.0, 0.01)
     assert test.p > 0.5 and test.needed_seeds is None
     same = welch_test([1.0, 1.0], [1.5], 0.0, 0.01)
@@ -120,13 +120,13 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("degrees_of_freedom", "tail", "t"), TABLE)
-def test_the_t_distribution_is_that_of_the_tables(degrees_of_freedom, tail, t):
+def test_t_distribution_matches_published_tables(degrees_of_freedom, tail, t):
     assert student_quantile(tail, degrees_of_freedom) == pytest.approx(t, abs=6e-4)
     assert student_tail(t, degrees_of_freedom) == pytest.approx(tail, rel=1e-3)
 
 
 @pytest.mark.parametrize("n", [0.7, 1, 2, 3.31, 8, 40, 500.5])
-def test_the_t_distribution_is_its_integral(n):
+def test_t_distribution_matches_its_integrated_density(n):
     scale = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi)
     for t in (0.0, 1e-3, 0.3, 1.0, 2.5, 6.0):
         x = np.linspace(0, t, 20001)
@@ -138,7 +138,7 @@ def test_the_t_distribution_is_its_integral(n):
         assert student_tail(t, 2) == pytest.approx(1 / (2 + t * t + t * math.sqrt(2 + t * t)), rel=1e-12)
 
 
-def test_the_incomplete_beta_function():
+def test_incomplete_beta_in_closed_form():
     for x in (0.0, 0.1, 0.5, 0.9, 1.0):
         assert incomplete_beta(x, 1, 1) == pytest.approx(x, abs=1e-15)
         assert incomplete_beta(x, 3, 1) == pytest.approx(x**3, abs=1e-15)
@@ -151,7 +151,7 @@ def record(run_script) -> Any:
     return partial(run_script, "golf_record.py")
 
 
-def test_the_script_says_whether_a_record_is_one(record):
+def test_script_decides_whether_a_record_holds(record):
     sizes = ("--tokens", TOKENS, "--bytes", BYTES)
     status, printed, error = record("--scores", *SEQ_2048, "--reference", 1.2243657, *sizes)
     assert (status, error) == (0, "")
@@ -169,7 +169,7 @@ def test_the_script_says_whether_a_record_is_one(record):
     assert [score["bits_per_byte"] for score in figures["references"]] == SEQ_4096
 
 
-def test_a_seed_is_left_out_only_with_a_reason_that_is_printed(record):
+def test_excluding_a_seed_needs_a_reason_and_prints_it(record):
     arguments = ("--scores", *SEQ_2048, "--reference", 1.22, "--margin_nats", 0)
     status, printed, _ = record(*arguments, "--leave_out", "seed 3=its disk was full")
     assert status == 0 and "left out: seed 3, because its disk was full" in printed
@@ -204,7 +204,7 @@ def run_folder(tmp_path):
     return write
 
 
-def test_runs_are_read_with_their_text_and_seconds(run_folder, record):
+def test_runs_are_read_with_their_validation_text_and_seconds(run_folder, record):
     runs = [run_folder(f"run-seed{seed}", seed, 1.5 + seed / 1000) for seed in (1, 2, 3)]
     status, printed, _ = record("--runs", *runs, "--reference", 1.6, "--json")
     figures = json.loads(printed)
@@ -224,7 +224,7 @@ def export(run: Path, bits: float, problems: tuple[str, ...] = ()) -> Path:
     return run
 
 
-def test_the_score_of_an_exported_run_is_that_of_its_files(run_folder, record):
+def test_exported_run_is_scored_from_its_files(run_folder, record):
     runs = [export(run_folder(f"run-seed{seed}", seed, 1.5), 1.52 + seed / 1000) for seed in (1, 2)]
     status, printed, _ = record("--runs", *runs, "--reference", 1.6, "--json")
     figures = json.loads(printed)
@@ -234,14 +234,14 @@ def test_the_score_of_an_exported_run_is_that_of_its_files(run_folder, record):
     assert "499,000" in printed
 
 
-def test_what_the_scoring_programs_print_can_be_read(tmp_path, record):
+def test_reads_the_output_of_the_scoring_programs(tmp_path, record):
     (tmp_path / "a.json").write_text('{"nats": 9.0, "tokens": 1000, "bytes": 4000, "bpb": 1.5, "sha256": "..."}')
     (tmp_path / "b.json").write_text('{"num_tokens": 1000, "num_bytes": 4000, "bits_per_byte": 1.501}')
     status, printed, _ = record("--runs", tmp_path / "a.json", tmp_path / "b.json", "--reference", 1.6)
     assert status == 0 and "1.50050" in printed
 
 
-def test_what_is_not_one_submission_is_one_line(run_folder, record, tmp_path):
+def test_invalid_submission_is_one_line(run_folder, record, tmp_path):
     first, second = run_folder("first", 1, 1.5), run_folder("second", 2, 1.51)
     twin, wider = run_folder("twin", 2, 1.51), run_folder("wider", 3, 1.4, width=128)
     other_text = run_folder("other_text", 4, 1.5, num_bytes=5000)
@@ -281,6 +281,6 @@ def test_what_is_not_one_submission_is_one_line(run_folder, record, tmp_path):
         assert error.startswith("error: ") and error.count("\n") == 1 and says in error, error
 
 
-def test_a_reason_is_needed_in_python_too():
+def test_excluding_a_seed_from_python_needs_a_reason():
     with pytest.raises(UserError, match="needs a reason"):
         judge(as_scores([1.0, 1.1]), [Score("r", 2.0)], margin_nats=0, significance=0.01, left_out={"seed 1": " "})

@@ -61,11 +61,11 @@ def test_every_parameter_is_in_one_part_and_under_one_rule(options):
     assert parameter_parts(whole) == planned.parameters
 
 
-def test_the_planned_model_takes_no_memory():
+def test_planned_model_uses_no_memory():
     assert all(parameter.device.type == "meta" for parameter in meta_model(config_of(), 4096, "cpu").parameters())
 
 
-def test_time_tokens_and_cost():
+def test_time_tokens_and_cost_in_closed_form():
     length = run_length(config_of(), DATA, FAST, 150, 36.0)
     assert length.tokens == 150 * 4096
     assert length.epochs == pytest.approx(0.2)
@@ -88,16 +88,16 @@ def test_time_tokens_and_cost():
         (["--train.eval_tokens=100000"], 150, 3 * 30_000 + 30_000),
     ],
 )
-def test_evaluations_cost_a_third_of_a_step_a_token(options, steps, tokens):
+def test_evaluation_costs_a_third_of_training_per_token(options, steps, tokens):
     seconds = evaluation_seconds(config_of(*options), DATA, FAST, steps)
     assert seconds == pytest.approx(tokens / FAST.tokens_per_second / 3)
 
 
-def test_evaluations_of_unknown_length_are_unknown():
+def test_evaluation_time_is_unknown_if_its_length_is():
     assert evaluation_seconds(config_of(), TokenCounts(4096), FAST, 150) is None
 
 
-def test_the_assumed_speed_is_a_share_of_the_peak():
+def test_assumed_speed_is_a_share_of_the_peak():
     flops = token_flops(meta_model(config_of(), 4096, "cpu"), 256)
     speed = assumed_speed(flops, CPU, 0.5, recomputes=False)
     assert speed.tokens_per_second * flops.useful == pytest.approx(0.5e12)
@@ -106,7 +106,7 @@ def test_the_assumed_speed_is_a_share_of_the_peak():
     assert "50%" in speed.source and "a CPU" in speed.source
 
 
-def test_several_processes_share_the_step():
+def test_processes_share_the_step():
     eight = machine_with(find_device("H100"), "bf16", 8)
     assert eight.peak_flops == 8 * 989e12
     planned = plan_of(config_of("--train.mixed_precision=bf16", "--batch.tokens_per_step=32768"), eight)
@@ -114,7 +114,7 @@ def test_several_processes_share_the_step():
     assert planned.memory.buckets == planned.memory.weights
 
 
-def test_it_says_which_micro_batch_would_fit():
+def test_plan_suggests_a_micro_batch_that_fits():
     config = config_of("--batch.micro_batch_size=16")
     roomy = plan_of(config, dataclasses.replace(CPU, device="cuda"))
     assert roomy.fits and roomy.largest_micro_batch == roomy.micro_batch_size == 16
@@ -126,7 +126,7 @@ def test_it_says_which_micro_batch_would_fit():
     assert not hopeless.fits and hopeless.largest_micro_batch is None
 
 
-def test_a_budget_pays_for_the_most_steps_that_it_can():
+def test_budget_buys_the_most_steps_it_covers():
     config = config_of()
     assert affordable_steps(config, TokenCounts(4096), FAST, 10.0, "") == 100
     assert affordable_steps(config, TokenCounts(4096), FAST, 0.3, "") == 3, "0.3 / 0.1 is less than 3 in binary"
@@ -136,14 +136,14 @@ def test_a_budget_pays_for_the_most_steps_that_it_can():
         assert lasting[0] <= seconds < lasting[1]
 
 
-def test_a_budget_of_less_than_a_step_is_refused():
+def test_budget_below_one_step_is_rejected():
     with pytest.raises(UserError, match=r"^--minutes 1: 0.05 s is too short for one step of 4,096 tokens") as error:
         affordable_steps(config_of(), DATA, FAST, 0.05, "--minutes 1")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_the_measured_speed_is_that_of_the_clock(monkeypatch, checkpointing):
+def test_measured_speed_is_wall_clock_speed(monkeypatch, checkpointing):
     """With a fake clock, a pass takes two seconds and an update three."""
     readings = list(itertools.accumulate([0.0, 2.0, 0.0, 3.0] * 6))  # before and after each
     monkeypatch.setattr(plan, "time", SimpleNamespace(perf_counter=lambda: readings.pop(0)))
@@ -157,7 +157,7 @@ def test_the_measured_speed_is_that_of_the_clock(monkeypatch, checkpointing):
     assert readings == []
 
 
-def test_small_text_is_counted_and_found_again(tiny_run, monkeypatch):
+def test_small_text_is_counted_and_cached(tiny_run, monkeypatch):
     config = load_config(tiny_run()).config
     counted = count_tokens(config)
     assert counted.vocabulary == 257 and counted.note == ""
@@ -166,7 +166,7 @@ def test_small_text_is_counted_and_found_again(tiny_run, monkeypatch):
     assert count_tokens(config) == counted
 
 
-def test_what_is_not_counted_says_why(tiny_run, monkeypatch):
+def test_uncounted_text_is_explained(tiny_run, monkeypatch):
     monkeypatch.setattr(plan, "MAX_CHEAP_BYTES", 0)
     assert count_tokens(load_config(tiny_run()).config) == TokenCounts(257, note="not tokenized yet: 0 MB of text")
     missing = count_tokens(load_config(tiny_run(data__files="nowhere.txt", tokenizer__kind="bpe")).config)
@@ -205,7 +205,7 @@ def test_every_shipped_config_has_a_plan(script, tiny_run, name):
     assert planned["memory"]["peak"] <= planned["usable_bytes"]
 
 
-def test_the_script_prints_what_it_says_in_json(script, tiny_run):
+def test_text_and_json_output_agree(script, tiny_run):
     options = [*tiny_run(run__price_per_hour=2), "--mfu", 0.5]
     said, planned = script(*options), numbers(script(*options, "--json"))
     total, length = sum(planned["parameters"].values()), planned["length"]
@@ -221,7 +221,7 @@ def test_the_script_prints_what_it_says_in_json(script, tiny_run):
     assert ("of heap fragmentation" in said) == (planned["machine"]["device"] == "cpu")
 
 
-def test_the_script_answers_a_budget(script, tiny_run):
+def test_script_plans_for_a_budget(script, tiny_run):
     options = [*tiny_run(train__eval_every_steps=10**6), "--tokens_per_second", 256]
     options += ["--dollars", 1, "--price_per_hour", 6]
     by_money = numbers(script(*options, "--json"))["budget"]
@@ -236,7 +236,7 @@ def test_the_script_answers_a_budget(script, tiny_run):
     assert "; the config's 1,000 steps do not fit, but --train.max_steps " in too_long
 
 
-def test_the_script_plans_for_a_gpu_that_is_not_here(script, tiny_run):
+def test_script_plans_for_an_absent_gpu(script, tiny_run):
     planned = numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "nvidia a100", "--json"))
     assert planned["precision"] == "bf16"
     assert planned["machine"]["peak_flops"] == 312e12
@@ -244,13 +244,13 @@ def test_the_script_plans_for_a_gpu_that_is_not_here(script, tiny_run):
     assert numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "T4", "--json"))["precision"] == "no"
 
 
-def test_the_script_measures(script, tiny_run):
+def test_script_can_measure_the_speed(script, tiny_run):
     planned = numbers(script(*tiny_run(), "--measure", "--json"))
     assert planned["speed"]["source"].startswith("measured: 5 steps on ")
     assert 10 < planned["speed"]["tokens_per_second"] < 1e7
 
 
-def test_the_clock_and_the_tokens_limit_the_steps(script, tiny_run):
+def test_max_minutes_and_max_tokens_limit_the_steps(script, tiny_run):
     by_clock = numbers(script(*tiny_run(train__max_minutes=1), "--tokens_per_second", 256 / 30, "--json"))
     assert by_clock["length"]["steps"] == 2
     by_epochs = script(*tiny_run(train__max_epochs=0.01), "--json")

@@ -71,14 +71,14 @@ BACKWARD_ON_CPU = [
 ]
 
 
-def test_phases_of_a_cpu_are_the_wall_clock():
+def test_cpu_phases_add_up_to_the_wall_clock():
     profile = profile_events(FORWARD + BACKWARD_ON_CPU)
     expected = {"data": 0.10, "forward": 0.28, "backward": 0.40, "optimizer": 0.20, "other": 0.02}
     assert profile.shares == pytest.approx(expected)
     assert profile.wall_seconds == pytest.approx(0.1)
 
 
-def test_a_backward_operation_has_the_kind_of_the_module_whose_node_it_is():
+def test_backward_operation_has_the_kind_of_its_module():
     kinds = profile_events(FORWARD + BACKWARD_ON_CPU).kinds
     computing = 28 + 40 + 20
     expected = {"attention": 6 + 9, "MLP": 14 + 20, "norm": 2, "optimizer": 20}
@@ -86,21 +86,21 @@ def test_a_backward_operation_has_the_kind_of_the_module_whose_node_it_is():
     assert kinds == pytest.approx(dict.fromkeys(KINDS, 0.0) | {k: ms / computing for k, ms in expected.items()})
 
 
-def test_the_last_operation_called_with_a_number_made_its_node():
+def test_autograd_node_belongs_to_the_last_operation_with_its_number():
     """The MLP called aten::view with number 6, too; then attention called an operation that has a node."""
     events = [*FORWARD, scope("attention", 36, 40), span("aten::mul", 37, 38, Sequence_number=6)]
     kinds = profile_events([*events, scope("backward", 40, 80), node(40, 80, 6)]).kinds
     assert kinds["attention"] == pytest.approx((6 + 4 + 40) / (28 + 40 + 20))
 
 
-def test_what_is_computed_again_in_the_backward_pass_has_the_kind_of_its_module():
+def test_recomputed_operation_has_the_kind_of_its_module():
     events = [*FORWARD, scope("backward", 40, 80), node(40, 80, 5), scope("MLP", 50, 60), span("aten::mm", 52, 58)]
     kinds = profile_events(events).kinds
     assert kinds["MLP"] == pytest.approx((14 + 10) / 88)
     assert kinds["attention"] == pytest.approx((6 + 30) / 88)
 
 
-def test_operations_are_listed_without_what_they_called():
+def test_operations_are_listed_without_their_callees():
     top = profile_events(FORWARD + BACKWARD_ON_CPU).top(limit=99)
     rows = {(row["operation"], row["phase"], row["kind"]): row for row in top}
     assert rows["aten::mm", "backward", "MLP"]["milliseconds_per_step"] == pytest.approx(18)
@@ -110,7 +110,7 @@ def test_operations_are_listed_without_what_they_called():
     assert sum(row["share"] for row in top) == pytest.approx(1)
 
 
-def test_two_steps_and_what_lies_between_them():
+def test_time_between_two_steps_is_counted():
     later = [event | {"ts": event["ts"] + 110e3} for event in FORWARD + BACKWARD_ON_CPU]
     profile = profile_events([*FORWARD, *BACKWARD_ON_CPU, *later])
     assert profile.wall_seconds == pytest.approx(0.21)
@@ -130,13 +130,13 @@ def kernel(name: str, launch: float, start: float, end: float, number: int, thre
 ON_GPU = [
     *FORWARD,
     scope("backward", 40, 50),
-    node(41, 45, 7, OTHER_THREAD),  # on a GPU another thread goes back
-    *kernel("copy", 5, 8, 10, 1),  # nothing to do until 8 but to wait for data
+    node(41, 45, 7, OTHER_THREAD),  # on a GPU, another thread runs the backward pass
+    *kernel("copy", 5, 8, 10, 1),  # idle until 8, waiting for data
     *kernel("sum_of_hashes", 11, 12, 13, 8),  # 5 ms idle around it
     *kernel("attention_gemm", 16, 16, 30, 2),
     *kernel("mlp_gemm", 25, 30, 50, 3),
     *kernel("mlp_gemm", 42, 50, 80, 4, OTHER_THREAD),
-    *kernel("other_stream", 43, 60, 85, 5, OTHER_THREAD),  # beside it, but for its last 5 ms
+    *kernel("other_stream", 43, 60, 85, 5, OTHER_THREAD),  # overlaps the previous one except for its last 5 ms
     *kernel("update", 90, 90, 98, 6),
     *kernel("last", 95, 99.5, 100.5, 9),  # by the GPU's clock
     *kernel("of_a_step_before", -5, -5, 1, 7),
@@ -144,14 +144,14 @@ ON_GPU = [
 ]
 
 
-def test_phases_of_a_gpu_are_of_what_was_launched_in_them():
+def test_gpu_phases_are_those_that_launched_the_kernels():
     profile = profile_events(ON_GPU)
     expected = {"data": 8 + 2, "forward": 1 + 14 + 20, "backward": 30 + 5, "optimizer": 8.5, "idle": 5 + 5 + 1.5}
     assert profile.shares == pytest.approx({phase: ms / 100 for phase, ms in expected.items()})
     assert profile.is_on_gpu and profile.overhead_share == 0
 
 
-def test_kinds_of_a_gpu_are_those_of_its_kernels():
+def test_gpu_time_is_grouped_by_kernel_kind():
     kinds = profile_events(ON_GPU).kinds
     computing = 1 + 14 + 20 + 30 + 25 + 9
     assert kinds["MLP"] == pytest.approx((20 + 30 + 25) / computing)
@@ -160,12 +160,12 @@ def test_kinds_of_a_gpu_are_those_of_its_kernels():
     assert sum(kinds.values()) == pytest.approx(1)
 
 
-def test_a_trace_without_a_step_is_none():
+def test_trace_without_a_step_gives_none():
     with pytest.raises(ValueError, match="no scope named step"):
         profile_events([event for event in FORWARD if event["name"] != "step"])
 
 
-def test_a_trace_is_read_from_its_file(tmp_path):
+def test_trace_is_read_from_a_file(tmp_path):
     with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
         json.dump({"traceEvents": FORWARD + BACKWARD_ON_CPU}, file)
     assert read_trace(tmp_path / "trace.json.gz") == profile_events(FORWARD + BACKWARD_ON_CPU)
@@ -176,7 +176,7 @@ def memory(moment: float, held: int, change: int, device: int = 0) -> dict:
     return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "tid": MAIN, "ts": 1e3 * moment, "args": args}
 
 
-def test_memory_is_what_the_step_adds_to_what_was_held():
+def test_memory_is_measured_above_the_start_of_the_step():
     changes = [memory(-1, 900, 900), memory(15, 1100, 100), memory(45, 1600, 500), memory(90, 1000, -600)]
     on_a_gpu = memory(50, 10**9, 10**9, device=1)
     record = profile_events([*FORWARD, *BACKWARD_ON_CPU, *changes, on_a_gpu]).memory_record()
@@ -185,7 +185,7 @@ def test_memory_is_what_the_step_adds_to_what_was_held():
     assert (record["peak_bytes"], record["peak_phase"]) == (600, "backward")
 
 
-def test_a_long_memory_curve_keeps_its_peak():
+def test_long_memory_curve_retains_its_peak():
     changes = [memory(i / 100, i if i != 1234 else 10**6, 0) for i in range(9999)]
     record = profile_events([*FORWARD, *BACKWARD_ON_CPU, *changes]).memory_record()
     assert len(record["bytes"]) <= MAX_POINTS
@@ -223,17 +223,17 @@ BALANCED = dict.fromkeys(KINDS, 0.0) | {"MLP": 0.6, "head and loss": 0.3, "atten
         (made_of(data=DATA_BOUND - 0.01), 0.3, 0.6, "Matrix products", "smaller model"),
     ],
 )
-def test_the_sentence_names_what_bounds_and_what_to_try(profile, head, mfu, begins, tries):
+def test_advice_names_the_bottleneck_and_a_remedy(profile, head, mfu, begins, tries):
     sentence = what_bounds(profile, BALANCED | {"head and loss": head}, mfu, is_compiled=False)
     assert sentence.startswith(begins) and tries in sentence.split("try" if "try" in sentence else "only")[1]
 
 
 @pytest.mark.parametrize("profile", [made_of(idle=0.2), made_of(SMALL + LARGE), made_of()])
-def test_nobody_is_told_to_compile_what_is_compiled(profile):
+def test_compiled_model_gets_no_advice_to_compile(profile):
     assert "train.compile" in what_bounds(profile, BALANCED, 0.1, is_compiled=False)
     assert "train.compile" not in what_bounds(profile, BALANCED, 0.1, is_compiled=True)
 
 
-def test_python_is_overhead_however_long_it_takes():
+def test_python_time_counts_as_overhead():
     python = dataclasses.replace(LARGE[0], name=PYTHON)
     assert made_of([python, *LARGE]).overhead_share == pytest.approx(0.5)

@@ -48,7 +48,7 @@ def attributes(run: Run) -> list[set[str]]:
     return [set(vars(owner)) for owner in (*run.raw_model.modules(), run.accelerator)]
 
 
-def test_the_profile_of_a_run(scratch, tmp_path):
+def test_profile_of_a_run_is_complete(scratch, tmp_path):
     run, straight = scratch(), scratch()
     before, batches = attributes(run), run.batches
     record = profile_run(run, STEPS, tmp_path / "trace.json.gz")
@@ -80,7 +80,7 @@ def test_the_profile_of_a_run(scratch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_slow_data_iterator_bounds_the_step(scratch, tmp_path):
+def test_slow_data_iterator_is_the_bottleneck(scratch, tmp_path):
     run = scratch()
 
     def slowly(batches: Iterator[Any]) -> Iterator[Any]:
@@ -96,13 +96,13 @@ def test_a_slow_data_iterator_bounds_the_step(scratch, tmp_path):
     assert sum(kinds.values()) == pytest.approx(1) and kinds["rest"] < 0.5  # waiting is no computing
 
 
-def test_a_huge_vocabulary_is_seen_in_head_and_loss(scratch, tmp_path, monkeypatch):
+def test_huge_vocabulary_shows_in_head_and_loss(scratch, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "GolfConfig", lambda **shape: GolfConfig(**shape | {"vocab_size": 20_000}))
     record = profile_run(scratch(), STEPS, tmp_path / "trace.json.gz")
     assert record["kinds"]["head and loss"] == max(record["kinds"].values())
 
 
-def test_kinds_of_a_compiled_model_are_of_the_uncompiled_one(scratch, tmp_path):
+def test_compiled_model_has_the_same_kinds_as_uncompiled(scratch, tmp_path):
     """Compiling itself is not tested: the model is called through the same attribute as a compiled one."""
     run = scratch()
     run.raw_model._compiled_call_impl = run.raw_model._call_impl
@@ -118,7 +118,7 @@ def test_kinds_of_a_compiled_model_are_of_the_uncompiled_one(scratch, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_on_a_gpu_the_shares_add_up_too(scratch, tmp_path, compiled):
+def test_gpu_shares_add_up(scratch, tmp_path, compiled):
     record = profile_run(scratch(train__compile=compiled), STEPS, tmp_path / "trace.json.gz")
     assert sum(record["shares"].values()) == pytest.approx(1)
     assert sum(record["kinds"].values()) == pytest.approx(1)
@@ -127,7 +127,7 @@ def test_on_a_gpu_the_shares_add_up_too(scratch, tmp_path, compiled):
     assert record["memory"]["peak_bytes"] > 0
 
 
-def test_the_script_writes_into_the_folder_of_the_run(tiny_run, tmp_path, monkeypatch, run_script):
+def test_script_writes_into_the_run_folder(tiny_run, tmp_path, monkeypatch, run_script):
     status, said, error = run_script("profile_step.py", "--steps", 2, *tiny_run())
     assert status == 0, error
     folder = tmp_path / "runs" / "tiny"

@@ -28,7 +28,7 @@ def operations(precision: str = "fp32", attention: str = "sdpa") -> dict[str, Op
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_products_compute_what_torch_counts(precision):
+def test_matmul_flops_match_torch(precision):
     found = operations(precision)
     for name in ("qkv projection", "MLP up", "MLP down", "head", "Newton-Schulz product"):
         with FlopCounterMode(display=False) as counter:
@@ -50,19 +50,19 @@ def test_intensities_in_closed_form():
         assert found["AdamW update"].intensity == 0.5
 
 
-def test_a_large_product_has_a_third_of_its_width_in_bf16():
+def test_large_bf16_matmul_intensity_is_a_third_of_its_width():
     width = 64
     config = GolfConfig(vocab_size=width, hidden_size=width, num_hidden_layers=1, num_attention_heads=2)
     head = step_operations(config, 4, width // 4, "bf16", CPU)[4]
     assert (head.name, head.intensity) == ("head", width / 3)
 
 
-def test_both_kinds_of_attention_are_the_same():
+def test_both_attention_kernels_agree():
     in_blocks, sdpa = (operations(attention=name)["attention"].run() for name in (CAUSAL_BLOCKS, "sdpa"))
     torch.testing.assert_close(in_blocks, sdpa)
 
 
-def test_the_roof_is_the_lower_of_two_lines_that_meet_at_the_ridge():
+def test_roof_is_the_minimum_of_two_lines_meeting_at_the_ridge():
     assert ROOFLINE.attainable_flops(1, "bf16") == ROOFLINE.attainable_flops(1, "fp32") == 20e9
     assert ROOFLINE.attainable_flops(5, "fp32") == ROOFLINE.attainable_flops(500, "fp32") == 100e9
     assert ROOFLINE.attainable_flops(20, "bf16") == ROOFLINE.attainable_flops(500, "bf16") == 400e9
@@ -70,14 +70,14 @@ def test_the_roof_is_the_lower_of_two_lines_that_meet_at_the_ridge():
 
 
 @pytest.mark.parametrize(("num_bytes", "bound_by", "reached"), [(1e9, "memory", 0.5), (1e6, "compute", 0.1)])
-def test_an_operation_lies_where_its_seconds_put_it(monkeypatch, num_bytes, bound_by, reached):
+def test_measured_operation_is_placed_under_the_roof(monkeypatch, num_bytes, bound_by, reached):
     monkeypatch.setattr(roofline_module, "best_seconds", lambda run: 0.1)
     row = place(Operation("product", "fp32", 1e9, num_bytes, lambda: None), ROOFLINE)
     assert row["flops_per_second"] == pytest.approx(1e10)
     assert (row["bound_by"], row["reached"]) == (bound_by, pytest.approx(reached))
 
 
-def test_bandwidth_counts_two_reads_and_a_write(monkeypatch):
+def test_bandwidth_counts_two_reads_and_one_write(monkeypatch):
     calls = []
     monkeypatch.setattr(roofline_module, "best_seconds", lambda run: calls.append(run()) or 2.0)
     assert measured_bandwidth(CPU, 1000) == 3 * 4 * 1000 / 2
@@ -86,7 +86,7 @@ def test_bandwidth_counts_two_reads_and_a_write(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_gpu_has_a_roof_and_no_large_product_is_above_it():
+def test_no_large_matmul_exceeds_the_roof_of_a_gpu():
     device = torch.device("cuda")
     roofline = measure_roofline(device)
     assert roofline.peak_flops["bf16"] > roofline.peak_flops["fp32"] > 1e12 and roofline.bytes_per_second > 1e11
@@ -96,7 +96,7 @@ def test_a_gpu_has_a_roof_and_no_large_product_is_above_it():
         assert 0 < row["reached"] < 1.3 or row["bound_by"] == "memory"
 
 
-def test_the_script_writes_a_picture_and_the_figures(tiny_run, tmp_path, monkeypatch, run_script):
+def test_script_writes_a_plot_and_its_figures(tiny_run, tmp_path, monkeypatch, run_script):
     monkeypatch.setattr(roofline_module, "PRODUCT_SIZES", {"cpu": (64,)})
     monkeypatch.setattr(roofline_module, "MAX_STREAM_ELEMENTS", 2**12)
     monkeypatch.setattr(roofline_module, "MIN_SECONDS", 0.01)

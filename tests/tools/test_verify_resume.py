@@ -148,7 +148,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str, bool]] = {
 }
 
 
-def test_whatever_differs_is_found(run, tiny_run, tmp_path):
+def test_every_difference_is_found(run, tiny_run, tmp_path):
     """Each single change in a copy of a run is named with its place; only rounding is tolerated."""
     options = {"optim__ema_decay": 0.9, "train__eval_every_steps": 2}
     straight = run(tiny_run(run__name="straight", **options))
@@ -165,7 +165,7 @@ def test_whatever_differs_is_found(run, tiny_run, tmp_path):
         assert text.startswith("equal within 1e-05" if is_tolerated else f"DIFFERENT {words}"), f"{what}: {text}"
 
 
-def test_what_is_of_the_clock_does_not_count(run, tiny_run, tmp_path):
+def test_timings_are_not_compared(run, tiny_run, tmp_path):
     straight = run(tiny_run())
     changed = tmp_path / "changed"
     shutil.copytree(straight, changed, symlinks=True)
@@ -175,7 +175,7 @@ def test_what_is_of_the_clock_does_not_count(run, tiny_run, tmp_path):
     assert judge(straight, changed) == (True, "bitwise identical")
 
 
-def test_another_seed_differs_from_the_first_step_on(run, tiny_run):
+def test_different_seeds_differ_from_the_first_step(run, tiny_run):
     one, other = run(tiny_run(run__name="one")), run(tiny_run(run__name="other", run__seed=3))
     for is_exact in (True, False):
         is_equal, text = judge(one, other, is_exact)
@@ -204,7 +204,7 @@ def test_relative_difference(a, b, expected):
 
 
 @pytest.mark.parametrize(("is_equal", "status"), [(True, 0), (False, 1)])
-def test_the_exit_status_is_the_verdict(tiny_run, monkeypatch, is_equal, status):
+def test_exit_status_is_the_verdict(tiny_run, monkeypatch, is_equal, status):
     monkeypatch.setattr(verify_resume_module, "verify_resume", lambda *arguments: is_equal)
     monkeypatch.setattr(sys, "argv", ["verify_resume.py", "--steps", "5", *tiny_run()])
     with pytest.raises(SystemExit) as exit_:
@@ -213,7 +213,7 @@ def test_the_exit_status_is_the_verdict(tiny_run, monkeypatch, is_equal, status)
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_a_signal_ends_the_run_under_way_and_leaves_nothing(tiny_run, tmp_path, monkeypatch, number):
+def test_signal_stops_the_current_run_and_leaves_no_files(tiny_run, tmp_path, monkeypatch, number):
     temporary, started = tmp_path / "temporary", tmp_path / "started"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -236,7 +236,7 @@ def test_a_signal_ends_the_run_under_way_and_leaves_nothing(tiny_run, tmp_path, 
 @pytest.mark.parametrize(
     ("num_processes", "kills"), [("1", "2"), pytest.param("2", "1", marks=pytest.mark.distributed)]
 )
-def test_a_run_survives_its_kills(tiny_run, num_processes, kills):
+def test_killed_run_resumes_bitwise(tiny_run, num_processes, kills):
     """Real processes, kill -9 between and inside saves, dropout and averages: bitwise equal on one process."""
     arguments = tiny_run(model__dropout=0.1, optim__ema_decay=0.9, batch__micro_batch_size=4)
     options = ["--steps", "10", "--kills", kills, "--num_processes", num_processes]
@@ -248,7 +248,7 @@ def test_a_run_survives_its_kills(tiny_run, num_processes, kills):
     assert ("\nbitwise identical" if num_processes == "1" else "random states 1") in answer.stdout
 
 
-def test_a_resume_that_forgets_is_found_out(tiny_run, tmp_path, monkeypatch, caplog):
+def test_resume_that_loses_state_is_detected(tiny_run, tmp_path, monkeypatch, caplog):
     """The same kills on a trainer that does not restore the random state: dropout reveals it."""
     script = tmp_path / "forgetful.py"
     script.write_text(
@@ -268,4 +268,4 @@ def test_a_resume_that_forgets_is_found_out(tiny_run, tmp_path, monkeypatch, cap
     caplog.set_level("INFO", "hfgolf")
     assert not verify_resume(script, arguments, load_config(arguments), KillPlan(12, 1, kill_seed=1, num_processes=1))
     assert "DIFFERENT at step" in caplog.text and "training losses" in caplog.text
-    assert list(tmp_path.glob("verify_resume-*/killed/metrics.jsonl"))  # kept, to look into
+    assert list(tmp_path.glob("verify_resume-*/killed/metrics.jsonl"))  # kept for inspection

@@ -42,7 +42,7 @@ def slices(sample: Sample) -> list[str]:
     return found
 
 
-def test_slices_of_everything_are_the_text_itself(tmp_path, monkeypatch):
+def test_uncapped_sample_is_the_whole_text(tmp_path, monkeypatch):
     """Wherever a slice ends within characters of 1 to 4 bytes, no character is cut, lost or repeated."""
     files = [write(tmp_path / "a", LINES), write(tmp_path / "b", "🌍" * 300 + "é"), write(tmp_path / "c", "漢")]
     for slice_bytes in (997, 1000, 1001, 1002, 1003):
@@ -55,7 +55,7 @@ def test_slices_of_everything_are_the_text_itself(tmp_path, monkeypatch):
         assert "".join(sorted(found, key=everything.index)) == everything
 
 
-def test_a_sample_within_a_cap_is_even_and_held_apart(tmp_path, monkeypatch):
+def test_capped_sample_is_even_and_disjoint_from_held_out_text(tmp_path, monkeypatch):
     monkeypatch.setattr(vocabulary_module, "SLICE_BYTES", 100)
     numbered = "".join(f"{number:06d}ü" for number in range(100_000))  # 8 bytes each
     cuts = [0, 25_100 * 7, 50_300 * 7, 75_200 * 7, 700_000]  # between two slices
@@ -71,10 +71,10 @@ def test_a_sample_within_a_cap_is_even_and_held_apart(tmp_path, monkeypatch):
     assert held_out == places[9::10]
 
 
-def test_no_more_of_a_file_is_read_than_the_sample(tmp_path):
+def test_only_the_sampled_part_of_a_file_is_read(tmp_path):
     path = tmp_path / "large.txt"
     with path.open("wb") as file:
-        file.truncate(10**11)  # sparse: takes no room, and would not fit into any memory
+        file.truncate(10**11)  # sparse: uses no disk space, and would not fit in memory
     sample = sample_of(tmp_path / "sample", path, max_bytes=200_000)
     assert sample.file_bytes == 10**11
     assert sum(map(len, slices(sample))) == 200_000
@@ -91,7 +91,7 @@ def test_bytes_in_closed_form(tmp_path):
     assert found.context_tokens == 202
 
 
-def test_figures_are_those_of_the_held_out_text_alone(tmp_path):
+def test_figures_come_only_from_held_out_text(tmp_path):
     """A tokenizer trained on one alphabet has no merges for text in other letters."""
     (tmp_path / "a").mkdir()
     seen = sample_of(tmp_path / "a", write(tmp_path / "seen", "hello world " * 500))
@@ -104,18 +104,18 @@ def test_figures_are_those_of_the_held_out_text_alone(tmp_path):
     assert unknown.tokens_per_character == pytest.approx(1)
 
 
-def test_a_larger_vocabulary_takes_fewer_tokens_and_more_of_the_model(tmp_path):
+def test_larger_vocabulary_means_fewer_tokens_and_a_larger_embedding_share(tmp_path):
     sample = sample_of(tmp_path / "sample", write(tmp_path / "text", LINES))
     found = [measure_vocabulary(size, sample, CONFIG, 1000, tmp_path) for size in (256, 300, 400)]
     assert all(isinstance(each, Vocabulary) and each.is_exact for each in found)
     assert [each.entries for each in found] == [257, 300, 400]
-    assert found[0].bytes_per_token == 1  # also of text that spells the end of text
+    assert found[0].bytes_per_token == 1  # even for text that contains the end-of-text marker
     for less, more in itertools.pairwise(found):
         assert more.context_tokens < less.context_tokens and more.embedding_share > less.embedding_share
         assert more.bytes_per_token > less.bytes_per_token
 
 
-def test_a_round_trip_that_fails_is_said(tmp_path, monkeypatch):
+def test_failed_round_trip_is_reported(tmp_path, monkeypatch):
     from tokenizers import decoders
 
     build = vocabulary_module.build_tokenizer
@@ -147,7 +147,7 @@ def script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(exit_.value.code or 0)
 
 
-def test_the_script_writes_tables_and_a_picture(tmp_path, monkeypatch, capsys):
+def test_script_writes_tables_and_a_plot(tmp_path, monkeypatch, capsys):
     text = write(tmp_path / "text.txt", LINES)
     options = ["--vocab_sizes", 300, 256, 50257, "--hidden_size", 64, "--context", 1000]
     assert script(monkeypatch, "--files", text, *options, "--output", tmp_path / "out") == 0

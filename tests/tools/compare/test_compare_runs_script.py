@@ -32,7 +32,7 @@ def final_loss(folder: Path) -> float:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["val_loss"]
 
 
-def test_a_definition_whose_runs_are_there(compare_runs, tiny_definition, run, tmp_path, monkeypatch):
+def test_existing_runs_are_compared_without_training(compare_runs, tiny_definition, run, tmp_path, monkeypatch):
     """With complete runs, nothing is trained and a second call writes the same; --runs finds the same arms."""
     monkeypatch.chdir(tmp_path)
     definition = tiny_definition(arms={"adamw": {"optim.name": "adamw"}, "muon": {}}, baseline="adamw")
@@ -61,7 +61,7 @@ def test_a_definition_whose_runs_are_there(compare_runs, tiny_definition, run, t
     assert read["settings"] == {"adamw": {"optim.name": "adamw"}, "muon": {"optim.name": "muon"}}
 
 
-def test_runs_are_made(tiny_definition, tmp_path):
+def test_script_trains_missing_runs(tiny_definition, tmp_path):
     """Two real arms at once, one of which diverges; a second call does nothing."""
     arms = {"muon": {}, "wild": {"optim.name": "sgd", "optim.learning_rate": "1e14", "train.max_rollbacks": 0}}
     command = [sys.executable, "scripts/compare_runs.py", str(tiny_definition(arms=arms, seeds=[1])), "--jobs", "2"]

@@ -45,7 +45,7 @@ def row(page: str, arm: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[2:-1]]
 
 
-def test_a_page_says_what_is_noise_and_what_is_not(experiment, outcomes):
+def test_page_marks_differences_within_noise(experiment, outcomes):
     failures = no_failures(outcomes) | {"muon[learning_rate=0.04]": {3: "it diverged"}}
     comparison = compare_experiment(experiment, "the command", outcomes, failures)
     page = to_markdown(comparison)
@@ -67,19 +67,19 @@ def test_a_page_says_what_is_noise_and_what_is_not(experiment, outcomes):
     assert "(the whole validation set); 3 seeds (1, 2, 3)" in page and "not comparable" not in page
 
 
-def test_a_best_at_the_edge_is_called_so(experiment, outcomes):
+def test_best_at_the_edge_of_a_grid_is_flagged(experiment, outcomes):
     page = to_markdown(compare_experiment(experiment, "", outcomes, no_failures(outcomes)))
     assert "best is `muon[learning_rate=0.04]`; bracketed: optim.learning_rate: no. If it is not" in page
 
 
-def test_the_baseline_may_be_the_best_of_a_grid(experiment, outcomes):
+def test_baseline_may_be_the_best_of_a_grid(experiment, outcomes):
     experiment = Experiment(**vars(experiment) | {"baseline": "muon"})
     comparison = compare_experiment(experiment, "", outcomes, no_failures(outcomes))
     assert comparison.baseline == "muon[learning_rate=0.04]"
     assert row(to_markdown(comparison), "adamw")[5:] == ["worse", "never", "never"]
 
 
-def test_one_seed_tells_nothing(experiment, outcomes):
+def test_one_seed_gives_no_verdict(experiment, outcomes):
     single = {arm: {1: runs[1]} for arm, runs in outcomes.items()}
     page = to_markdown(compare_experiment(experiment, "", single, no_failures(single)))
     assert row(page, "muon[learning_rate=0.02]")[1:6] == [
@@ -92,7 +92,7 @@ def test_one_seed_tells_nothing(experiment, outcomes):
     assert "t-test" not in page
 
 
-def test_arms_that_failed(experiment, outcomes):
+def test_failed_arms_are_reported(experiment, outcomes):
     failures = no_failures(outcomes) | {"adamw": {1: "no memory"}}
     page = to_markdown(compare_experiment(experiment, "", outcomes | {"adamw": {}}, failures))
     assert row(page, "adamw")[0] == "failed" and "No run of the baseline finished" in page
@@ -101,7 +101,7 @@ def test_arms_that_failed(experiment, outcomes):
         compare_experiment(experiment, "", nothing, all_failed)
 
 
-def test_what_a_reader_must_know(outcome):
+def test_page_lists_caveats(outcome):
     metadata = outcome(1, 2.0).metadata
     runs = {
         "one": {1: outcome(1, 2.0, is_whole=False)},
@@ -118,13 +118,13 @@ def test_what_a_reader_must_know(outcome):
     assert "Measured on an abacus, 2 cores and a GPU, 9 cores;" in page
 
 
-def test_other_validation_data_cannot_be_compared(outcome):
+def test_different_validation_data_is_rejected(outcome):
     runs = {"one": {1: outcome(1, 2.0)}, "two": {1: outcome(1, 2.0, evaluated_on=(4000, 5100))}}
     with pytest.raises(UserError, match=r"on 5,000 tokens of 5,100 bytes, .* on 4,000 tokens of 5,100 bytes; compare"):
         compare_outcomes("two", "", runs)
 
 
-def test_runs_that_are_read_are_told_apart_by_what_differs(outcome):
+def test_existing_runs_are_labeled_by_their_differing_settings(outcome):
     runs = {
         name: {1: outcome(1, 2.0, config={"optim.learning_rate": rate, "run.name": name, "optim.eps": 1})}
         for name, rate in (("slow", 0.01), ("fast", 0.02))
@@ -134,14 +134,14 @@ def test_runs_that_are_read_are_told_apart_by_what_differs(outcome):
     assert comparison.baseline == "slow"
 
 
-def test_the_json_holds_no_secret(outcome):
+def test_json_contains_no_secret(outcome):
     metadata = outcome(1, 2.0).metadata | {"commit": "hf_" + "x" * 34}
     comparison = compare_outcomes("one", f"--x {metadata['commit']}", {"one": {1: outcome(1, 2.0, metadata=metadata)}})
     assert metadata["commit"] not in comparison.to_json() + to_markdown(comparison)
     assert json.loads(comparison.to_json())["arms"]["one"]["final_losses"] == {"1": 2.0}
 
 
-def test_the_plot_shows_the_best_of_a_grid_with_its_band(experiment, outcomes, tmp_path, monkeypatch):
+def test_plot_shows_the_best_of_a_grid_with_its_band(experiment, outcomes, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     drawn = []

@@ -37,13 +37,13 @@ def curve(*losses: float, every: int = 10, seconds: float = 2.0) -> list[Point]:
 
 
 @pytest.mark.parametrize(("t", "degrees_of_freedom", "p_value"), TABLE)
-def test_the_p_value_is_that_of_the_tables(t, degrees_of_freedom, p_value):
+def test_p_value_matches_published_tables(t, degrees_of_freedom, p_value):
     assert student_p_value(t, degrees_of_freedom) == pytest.approx(p_value, rel=1e-3)
     assert student_p_value(-t, degrees_of_freedom) == student_p_value(t, degrees_of_freedom)
 
 
 @pytest.mark.parametrize("degrees_of_freedom", [1, 2, 3, 4, 5, 8, 19, 40])
-def test_the_p_value_is_the_integral_of_the_density(degrees_of_freedom):
+def test_p_value_matches_the_integrated_density(degrees_of_freedom):
     n = degrees_of_freedom
     scale = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi)
     for t in (0.0, 0.3, 1.0, 2.5, 6.0):
@@ -52,7 +52,7 @@ def test_the_p_value_is_the_integral_of_the_density(degrees_of_freedom):
         assert student_p_value(t, n) == pytest.approx(1 - within, abs=1e-6)
 
 
-def test_a_paired_difference_by_hand():
+def test_paired_difference_by_hand():
     """Differences 1, 2, 3: mean 2, deviation 1, t = 2 sqrt(3) with 2 degrees of freedom, p = 1 - t / sqrt(2 + t^2)."""
     difference = paired_difference({3: 8.0, 1: 2.0, 2: 6.0, 9: 100.0}, {1: 1.0, 2: 4.0, 3: 5.0, 7: -100.0})
     assert difference is not None
@@ -63,7 +63,7 @@ def test_a_paired_difference_by_hand():
     assert paired_difference({1: 2.0}, {2: 2.0}) is None
 
 
-def test_pairs_see_what_the_spread_over_seeds_hides():
+def test_pairing_removes_the_spread_over_seeds():
     """Seeds differ by 1, the arms by 0.1, nearly the same in each pair."""
     baseline = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
     better = paired_difference({1: 0.9, 2: 1.89, 3: 2.91, 4: 3.9}, baseline)
@@ -74,7 +74,7 @@ def test_pairs_see_what_the_spread_over_seeds_hides():
     ("differences", "p_value"),
     [([], None), ([0.5], None), ([0.0, 0.0], 1.0), ([0.5, 0.5, 0.5], 0.0), ([1.0, -1.0], 1.0)],
 )
-def test_the_p_value_at_its_corners(differences, p_value):
+def test_p_value_edge_cases(differences, p_value):
     assert paired_p_value(differences) == p_value
 
 
@@ -89,11 +89,11 @@ def test_the_p_value_at_its_corners(differences, p_value):
         (0.9, None),
     ],
 )
-def test_the_steps_to_a_loss(loss, reached):
+def test_steps_to_reach_a_loss(loss, reached):
     assert first_reach(curve(3.0, 2.0, 2.0, 1.0, 5.0), loss) == reached
 
 
-def test_an_arm_against_the_baseline():
+def test_arm_compared_with_the_baseline():
     baseline = {1: curve(4.0, 3.0, 2.0, 1.9), 2: curve(4.0, 3.0, 2.0, 2.1)}  # mean end: 2.0 at 40 steps, 8 s
     fast = {1: curve(3.0, 1.0, seconds=3.0), 2: curve(5.0, 2.0, seconds=3.0), 3: curve(5.0, 2.5, seconds=3.0)}
     results = compare({"slow": baseline, "fast": fast, "failed": {}}, "slow")
@@ -114,7 +114,7 @@ def test_an_arm_against_the_baseline():
     assert never is not None and never.share_of_steps is None
 
 
-def test_nothing_is_compared_with_a_baseline_that_failed():
+def test_failed_baseline_allows_no_comparison():
     results = compare({"failed": {}, "other": {1: curve(2.0)}}, "failed")
     assert results["other"].mean == 2.0 and results["other"].difference is None and results["other"].reach is None
 
@@ -129,7 +129,7 @@ def test_nothing_is_compared_with_a_baseline_that_failed():
         (("0.02", "0.3"), {"rate": True, "decay": False}),
     ],
 )
-def test_a_grid_brackets_its_best_or_not(best, bracketed):
+def test_grid_reports_whether_its_best_is_bracketed(best, bracketed):
     axes = {"rate": ["0.01", "0.02", "4e-2"], "decay": ["0.1", "0", "0.3"], "name": ["linear", "cosine"]}
     settings = {
         f"{rate} {decay} {name}": {"rate": rate, "decay": decay, "name": name}

@@ -36,7 +36,7 @@ def definition(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_becomes_of_a_definition(definition, tmp_path):
+def test_definition_expands_into_runs(definition, tmp_path):
     experiment = load_experiment(definition)
     muon = [f"muon[learning_rate={rate},weight_decay={decay}]" for rate in ("0.010", "2e-2") for decay in ("0", "0.1")]
     assert list(experiment.arms) == [*muon, "adamw"] and experiment.arms_of("muon") == muon
@@ -54,13 +54,13 @@ def test_what_becomes_of_a_definition(definition, tmp_path):
     assert adamw.resolved.config.optim.embedding_learning_rate is None
 
 
-def test_the_arguments_make_the_config(definition, tmp_path):
+def test_arguments_reproduce_the_planned_config(definition, tmp_path):
     """A run's command line gives exactly the planned config."""
     for run in plan_runs(load_experiment(definition), tmp_path / "out", []):
         assert load_config(run.arguments).config == run.resolved.config
 
 
-def test_an_axis_of_every_arm(definition):
+def test_grid_over_every_arm(definition):
     definition.write_text(
         "base: null\nbaseline:\nseeds: [1]\narms: {a: , b: {optim.nesterov: false}}\n"
         "grid: {optim.learning_rate: [1, 2]}\n"
@@ -77,7 +77,7 @@ def test_an_axis_of_every_arm(definition):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_what_ships_can_be_run(path, tmp_path, monkeypatch):
+def test_shipped_definitions_are_valid(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     experiment = load_experiment(path)
     runs = plan_runs(experiment, tmp_path, [])
@@ -85,7 +85,7 @@ def test_what_ships_can_be_run(path, tmp_path, monkeypatch):
     assert len({str(run.folder.path) for run in runs}) == len(runs)
 
 
-def test_the_definition_that_the_readme_shows_can_be_run(definition, tmp_path, monkeypatch):
+def test_readme_definition_is_valid(definition, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     readme = (ROOT / "benchmarks" / "experiments" / "README.md").read_text()
     definition.write_text(re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)[1])
@@ -135,7 +135,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line(mistake, definition, tmp_path):
+def test_mistake_in_a_definition_is_one_line(mistake, definition, tmp_path):
     text, message = MISTAKES[mistake]
     definition.write_text(text)
     with pytest.raises(UserError) as error:
@@ -155,12 +155,12 @@ def test_a_mistake_is_one_line(mistake, definition, tmp_path):
         ),
     ],
 )
-def test_what_the_command_line_cannot_say(definition, tmp_path, option, message):
+def test_command_line_cannot_override_the_arms(definition, tmp_path, option, message):
     with pytest.raises(UserError) as error:
         plan_runs(load_experiment(definition), tmp_path, [option])
     assert str(error.value).startswith(message)
 
 
-def test_a_definition_that_is_not_there(tmp_path):
+def test_missing_definition_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"there is no definition .*none\.yaml; name one, such as"):
         load_experiment(tmp_path / "none.yaml")

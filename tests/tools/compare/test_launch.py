@@ -22,7 +22,7 @@ def planned(tiny_definition, tmp_path):
     return lambda **parts: plan_runs(load_experiment(tiny_definition(**parts)), tmp_path / "out", [])
 
 
-def test_a_run_that_fails_is_a_line_and_the_others_go_on(planned, train_script, caplog):
+def test_failed_run_is_one_line_and_does_not_stop_the_others(planned, train_script, caplog):
     script = train_script(
         "if name.startswith('sick'):\n"
         "    print('step 1', flush=True)\n"
@@ -45,7 +45,7 @@ def test_a_run_that_fails_is_a_line_and_the_others_go_on(planned, train_script, 
     assert messages[-1].startswith("[3/3] well-seed1 is complete; ") and messages[-1].endswith(" so far")
 
 
-def test_a_run_that_failed_is_not_continued(planned, train_script, tmp_path, caplog):
+def test_failed_run_is_not_resumed(planned, train_script, tmp_path, caplog):
     """A failed run is not retried, because a resume could hide the failure; one that never began or was stopped is."""
     script = train_script(
         "if not name.startswith('unbegun'): (path / 'config.yaml').write_text('{}')\n"
@@ -68,7 +68,7 @@ def test_a_run_that_failed_is_not_continued(planned, train_script, tmp_path, cap
     assert run_missing(runs[1:2], train_script(""), jobs=1) == {}
 
 
-def test_jobs_run_at_once_and_share_the_cores(planned, train_script, tmp_path, monkeypatch):
+def test_jobs_run_in_parallel_and_share_the_cores(planned, train_script, tmp_path, monkeypatch):
     """Each run waits for the other to start, which works only if they run at once."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
     script = train_script(
@@ -81,7 +81,7 @@ def test_jobs_run_at_once_and_share_the_cores(planned, train_script, tmp_path, m
 
 
 @pytest.mark.slow
-def test_what_is_complete_is_not_made_again(planned, train_script, run, caplog):
+def test_completed_runs_are_skipped(planned, train_script, run, caplog):
     runs = planned(arms={"a": {}, "b": {"optim.learning_rate": 0.01}}, seeds=[1])
     for one in runs:
         run(one.arguments)
@@ -98,7 +98,7 @@ def test_what_is_complete_is_not_made_again(planned, train_script, run, caplog):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_whoever_stops_it_stops_the_runs_too_after_a_save(planned, train_script, tmp_path, capsys, number):
+def test_stopping_the_comparison_saves_and_stops_its_runs(planned, train_script, tmp_path, capsys, number):
     script = train_script(
         "def stop(*signal):\n"
         "    (path / 'saved').touch()\n"

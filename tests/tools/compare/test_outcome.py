@@ -22,7 +22,7 @@ def write_rows(folder: Path, rows: list[dict]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_finished_run(run, tiny_run):
+def test_reads_a_finished_run(run, tiny_run):
     folder = run(tiny_run(train__max_steps=7, train__log_every_steps=2))
     rows = rows_of(folder)
     rows[3]["compute_seconds"] += 1000.0  # the machine stood still
@@ -43,19 +43,19 @@ def test_a_finished_run(run, tiny_run):
     assert outcome.seed == 1337 and outcome.is_whole and outcome.evaluated_on[1] == judged[-1]["val_bytes"]
     assert not outcome.shared_the_machine
 
-    rows[-1] |= {"val_loss": 9.0, "val_tokens": 500}  # worse than before it, and of a part
+    rows[-1] |= {"val_loss": 9.0, "val_tokens": 500}  # worse than the one before, and on a part of the data
     write_rows(folder, rows)
     outcome = read_outcome(RunFolder(folder))
     assert outcome.curve[-1].loss == 9.0, "the best was chosen by the losses it would then be judged by"
     assert not outcome.is_whole and outcome.evaluated_on[0] == 500
 
-    rows[-1]["val_loss"] = None  # as a NaN is written
+    rows[-1]["val_loss"] = None  # how a NaN is logged
     write_rows(folder, rows)
     with pytest.raises(UserError, match="tiny ended with a validation loss that is not finite"):
         read_outcome(RunFolder(folder))
 
 
-def test_averaged_weights_are_judged_where_they_are_what_the_run_exports(run, tiny_run):
+def test_averaged_weights_are_compared_if_the_run_exports_them(run, tiny_run):
     folder = RunFolder(run(tiny_run(optim__ema_decay=0.9, optim__ema_export="true")))
     last = rows_of(folder.path)[-1]
     assert read_outcome(folder).curve[-1].loss == last["val_loss_ema"] != last["val_loss"]
@@ -63,12 +63,12 @@ def test_averaged_weights_are_judged_where_they_are_what_the_run_exports(run, ti
     assert read_outcome(folder).curve[-1].loss == last["val_loss"]
 
 
-def test_what_is_not_there(tmp_path):
+def test_missing_run_is_rejected(tmp_path):
     with pytest.raises(UserError, match="nowhere holds no complete run; finish its training, or leave it out"):
         read_outcome(RunFolder(tmp_path / "nowhere"))
 
 
-def test_an_arm_is_what_differs_in_the_seed_alone(outcome, tmp_path):
+def test_runs_that_differ_only_in_the_seed_form_an_arm(outcome, tmp_path):
     def named(name, seed, **config):
         sources = {"batch.micro_batch_size": "auto"}
         run = outcome(seed, 2.0, config={f"{key.replace('__', '.')}": value for key, value in config.items()})
