@@ -66,7 +66,7 @@ def test_every_key_has_a_rule_and_every_rule_has_keys():
         ({"optim__name": "adamw"}, {"auto", "latest"}),
     ],
 )
-def test_what_differs_goes_on_or_is_refused_as_the_readme_says(run, tiny_run, change, refused_under):
+def test_each_changed_key_is_accepted_or_rejected_as_documented(run, tiny_run, change, refused_under):
     """One case per row of the table; text and validation split have their own test."""
     folder = run(tiny_run(**CONSTANT, train__max_steps=1))
     for resume in ("auto", "latest"):
@@ -80,7 +80,7 @@ def test_what_differs_goes_on_or_is_refused_as_the_readme_says(run, tiny_run, ch
         assert (folder / "summary.json").exists() == (resume not in refused_under)
 
 
-def test_what_is_not_decided_yet_differs_from_nothing():
+def test_automatic_settings_match_any_saved_value():
     before = RunConfig().flat() | {"train.mixed_precision": "bf16", "train.compile": True, "train.cpu_threads": 7}
     assert changed_keys(before, load_config(["--train.max_steps=1000"])) == []
     assert changed_keys(before, load_config(["--train.max_steps=1000", "--train.mixed_precision=no"])) == [
@@ -90,7 +90,7 @@ def test_what_is_not_decided_yet_differs_from_nothing():
 
 @pytest.mark.parametrize("resume", ["auto", "latest"])
 @pytest.mark.parametrize("change", ["appended", "replaced", "split"])
-def test_other_text_under_a_resume_is_refused_before_anything_is_touched(run, tiny_run, text, resume, change):
+def test_changed_text_is_rejected_before_any_change(run, tiny_run, text, resume, change):
     """A tokenizer trained on other text would assign different ids."""
     options = {"data__files": text, "tokenizer__kind": "bpe", "tokenizer__vocab_size": 300}
     folder = run(tiny_run(**options, train__max_steps=3))
@@ -108,7 +108,7 @@ def test_other_text_under_a_resume_is_refused_before_anything_is_touched(run, ti
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_resume_may_go_on_with_other_text_and_keeps_the_tokenizer(run, tiny_run, text, caplog):
+def test_resume_with_new_text_keeps_the_tokenizer(run, tiny_run, text, caplog):
     options = {**CONSTANT, "data__files": text, "tokenizer__kind": "bpe", "tokenizer__vocab_size": 300}
     first = run(tiny_run(**options, train__max_steps=40, train__save_every_steps=20))
     tokenizer = (first / "model" / "tokenizer.json").read_bytes()
@@ -135,7 +135,7 @@ def test_a_resume_may_go_on_with_other_text_and_keeps_the_tokenizer(run, tiny_ru
     assert state_of(first, 45)["blocks"] == 5 * 8
 
 
-def test_a_text_of_many_files_is_kept_short_and_compared_all_the_same():
+def test_many_files_are_recorded_briefly_and_still_compared():
     resolved = load_config(["--train.max_steps=3"])
     corpus = {"source": "files", "files": [[f"{number}.txt", f"hash of {number}"] for number in range(2001)]}
     saved = run_identity(resolved, corpus, "0" * 64)["corpus"]
@@ -146,7 +146,7 @@ def test_a_text_of_many_files_is_kept_short_and_compared_all_the_same():
         check_text("step-000003", saved, corpus, resolved)
 
 
-def test_moved_text_is_the_same_text(run, tiny_run, text, tmp_path):
+def test_moved_text_is_accepted(run, tiny_run, text, tmp_path):
     folder = run(tiny_run(data__files=text, train__max_steps=3))
     (tmp_path / "elsewhere").mkdir()
     moved = text.rename(tmp_path / "elsewhere" / text.name)
@@ -155,7 +155,7 @@ def test_moved_text_is_the_same_text(run, tiny_run, text, tmp_path):
     assert rows(folder)[-1]["step"] == 4
 
 
-def test_another_number_of_tokens_a_step_goes_on_with_the_next_block(run, tiny_run):
+def test_changed_tokens_per_step_continues_with_the_next_block(run, tiny_run):
     options = {**CONSTANT, "train__save_every_steps": 3, "train__eval_every_steps": 100}
     first = run(tiny_run(**options, train__max_steps=3))
     run(tiny_run(**options, train__max_steps=6, batch__tokens_per_step=512, train__resume="latest"))
@@ -173,7 +173,7 @@ def test_another_number_of_tokens_a_step_goes_on_with_the_next_block(run, tiny_r
 
 
 @pytest.mark.parametrize("change", [{"run__seed": 7}, {"batch__sequence_length": 64, "batch__micro_batch_size": 4}])
-def test_another_order_of_the_data_needs_consent(run, tiny_run, change):
+def test_changed_data_order_needs_consent(run, tiny_run, change):
     folder = run(tiny_run(**CONSTANT, train__max_steps=3))
     with pytest.raises(UserError, match=r"step-000003 read the data in another order \(\w+\.\w+ \d+ -> \d+\); restore"):
         run(tiny_run(**CONSTANT, train__max_steps=4, train__resume="latest", **change))
@@ -183,7 +183,7 @@ def test_another_order_of_the_data_needs_consent(run, tiny_run, change):
     assert (state["tokens"], state["blocks"]) == (4 * 256, 256 // change.get("batch__sequence_length", 32))
 
 
-def test_auto_compares_with_the_checkpoint_whatever_became_of_config_yaml(run, tiny_run, monkeypatch):
+def test_auto_resume_compares_with_the_checkpoint_not_config_yaml(run, tiny_run, monkeypatch):
     """config.yaml edited by hand, emptied by a power failure, or missing."""
     folder = run(tiny_run(**CONSTANT, train__max_steps=3))
     (folder / "summary.json").unlink()
@@ -201,7 +201,7 @@ def test_auto_compares_with_the_checkpoint_whatever_became_of_config_yaml(run, t
         (folder / "summary.json").unlink()
 
 
-def test_what_changed_is_one_line_and_part_of_the_event(run, tiny_run, caplog):
+def test_changes_are_one_line_and_part_of_the_event(run, tiny_run, caplog):
     folder = run(tiny_run(**CONSTANT, train__max_steps=3))
     with caplog.at_level(logging.INFO, "hfgolf"):
         changes = {"train__max_steps": 4, "optim__learning_rate": 0.01, "train__log_every_steps": 2}
@@ -212,7 +212,7 @@ def test_what_changed_is_one_line_and_part_of_the_event(run, tiny_run, caplog):
     assert [event["changed"] for event in events] == [line.removeprefix("changed since then: ").split(", ")]
 
 
-def test_a_run_sticks_to_what_it_decided(run, tiny_run, monkeypatch, caplog):
+def test_resume_reuses_earlier_decisions(run, tiny_run, monkeypatch, caplog):
     """Precision, compilation, threads and micro-batch, although this machine would now decide differently."""
     undecided = {key.replace(".", "__"): value or "null" for key, value in UNDECIDED.items()}
     monkeypatch.setattr(compilation, "should_compile", lambda *a, **k: (True, "it pays"))
@@ -240,7 +240,7 @@ def test_a_run_sticks_to_what_it_decided(run, tiny_run, monkeypatch, caplog):
     assert said in caplog.messages and seen[1].config.batch.micro_batch_size == 3
 
 
-def test_each_start_keeps_its_config_metadata_and_patch(run, tiny_run, monkeypatch):
+def test_each_start_saves_its_config_metadata_and_patch(run, tiny_run, monkeypatch):
     patches = iter(["a patch", None, "another patch"])
     monkeypatch.setattr(setup, "uncommitted_changes", lambda: next(patches))
     commits = iter(["bbb", "aaa-dirty", "aaa-dirty"])
@@ -262,7 +262,7 @@ def test_each_start_keeps_its_config_metadata_and_patch(run, tiny_run, monkeypat
     assert json.loads((folder / "summary.json").read_text())["commits"] == ["bbb", "aaa-dirty"]
 
 
-def test_the_config_of_a_resumed_run_repeats_it(run, tiny_run):
+def test_config_of_a_resumed_run_reproduces_it(run, tiny_run):
     """Although the run was resumed, there is nothing to resume in a new folder."""
     straight = run(tiny_run(train__max_steps=3))
     run(tiny_run(train__max_steps=6, train__resume="latest"))

@@ -60,7 +60,7 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Exception]], Non
 
 @pytest.mark.parametrize("copy", [follow_links, drop_links, write_links_as_text])
 @pytest.mark.parametrize("resume", ["latest", "best"])
-def test_a_copied_run_goes_on(run, tiny_run, validation_losses, copy, resume):
+def test_copied_run_resumes(run, tiny_run, validation_losses, copy, resume):
     """The best is step 3, the latest step 6; the files decide which one is used, not the links."""
     validation_losses([2.0, 2.5])
     folder = run(tiny_run(**LENGTH | {"train__max_steps": 6}))
@@ -76,7 +76,7 @@ def test_a_copied_run_goes_on(run, tiny_run, validation_losses, copy, resume):
 
 
 @pytest.mark.parametrize("error", [PermissionError, NotImplementedError])
-def test_a_file_system_without_links_costs_nothing(run, tiny_run, validation_losses, no_links, caplog, error):
+def test_checkpoints_work_on_a_file_system_without_links(run, tiny_run, validation_losses, no_links, caplog, error):
     options = LENGTH | {"train__eval_every_steps": 2, "train__save_every_steps": 2}
     validation_losses([2.0, 1.5, 2.5])
     straight = run(tiny_run(**options, run__name="straight"))
@@ -92,7 +92,7 @@ def test_a_file_system_without_links_costs_nothing(run, tiny_run, validation_los
     assert len(losses(folder)) == 10
 
 
-def test_no_link_stays_that_cannot_follow(tmp_path, no_links):
+def test_outdated_link_is_removed_if_it_cannot_be_updated(tmp_path, no_links):
     """No link is better than a link to an older checkpoint."""
     for name in ("step-000003", "step-000006"):
         (tmp_path / name).mkdir()
@@ -102,7 +102,7 @@ def test_no_link_stays_that_cannot_follow(tmp_path, no_links):
     assert not (tmp_path / "latest").is_symlink()
 
 
-def test_a_folder_in_the_place_of_a_link_is_kept_under_another_name(run, tiny_run):
+def test_folder_in_place_of_a_link_is_renamed_not_deleted(run, tiny_run):
     checkpoints = run(tiny_run()) / "checkpoints"
     follow_links(checkpoints)
     (checkpoints / "best" / "notes.txt").write_text("mine")
@@ -111,7 +111,7 @@ def test_a_folder_in_the_place_of_a_link_is_kept_under_another_name(run, tiny_ru
     assert (checkpoints / "abandoned-best" / "notes.txt").read_text() == "mine"
 
 
-def test_a_best_that_was_never_saved_is_not_looked_for(run, tiny_run):
+def test_best_is_not_searched_if_none_was_saved(run, tiny_run):
     """The disk was full at the best step: the best is the best that exists."""
     checkpoints = run(tiny_run()) / "checkpoints"
     assert best_checkpoint(checkpoints) == checkpoints / "step-000006"
@@ -122,7 +122,7 @@ def test_a_best_that_was_never_saved_is_not_looked_for(run, tiny_run):
     assert best_checkpoint(checkpoints) is None and newest_first(checkpoints)
 
 
-def test_checkpoints_on_a_disk_that_is_not_mounted_are_waited_for(run, tiny_run, tmp_path):
+def test_unmounted_checkpoint_disk_is_an_error_not_a_fresh_start(run, tiny_run, tmp_path):
     """The run does not start over, and no row is erased."""
     folder = run(tiny_run())
     (folder / "summary.json").unlink()

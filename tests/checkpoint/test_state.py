@@ -27,7 +27,7 @@ def used_state() -> TrainState:
     )
 
 
-def test_other_data_keeps_what_is_of_the_weights_and_forgets_what_is_of_the_data():
+def test_new_data_resets_only_the_state_of_the_data():
     state, fresh = used_state(), TrainState()
     state.begin_data()
     kept = {"step", "tokens", "seconds", "skipped_steps", "rollbacks", "learning_rate_scale"}
@@ -35,7 +35,7 @@ def test_other_data_keeps_what_is_of_the_weights_and_forgets_what_is_of_the_data
     assert state.state_dict() == expected
 
 
-def test_the_first_of_equal_losses_is_the_best_and_an_improvement_undercuts_what_counted_last():
+def test_ties_keep_the_first_best_and_small_improvements_add_up():
     state, told = TrainState(), []
     for state.step, loss in ((2, 2.5), (4, 2.5), (6, 2.25), (8, 2.125)):
         state.judge(loss, min_improvement=0.25)
@@ -43,7 +43,7 @@ def test_the_first_of_equal_losses_is_the_best_and_an_improvement_undercuts_what
     assert told == [(2, 0), (2, 1), (6, 2), (8, 0)]
 
 
-def test_a_state_is_read_back_from_json():
+def test_state_survives_json():
     state = TrainState()
     state.load_state_dict(json.loads(json.dumps(used_state().state_dict())))
     assert state == used_state()
@@ -59,7 +59,7 @@ def test_a_state_is_read_back_from_json():
         {"excluded_blocks": [[None]]},
     ],
 )
-def test_a_state_with_a_wrong_value_is_refused_and_changes_nothing(damage: dict[str, Any]):
+def test_invalid_state_is_rejected_and_changes_nothing(damage: dict[str, Any]):
     state = TrainState()
     with pytest.raises(ValueError, match=f"^{next(iter(damage))} is "):
         state.load_state_dict(used_state().state_dict() | damage)

@@ -86,7 +86,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_save_that_lacks_only_its_name_is_finished_at_the_next_start(tmp_path):
+def test_complete_save_without_its_name_is_renamed_at_the_next_start(tmp_path):
     """The power failed between the two renames of a step that is saved again."""
     whole, half = (commit(tmp_path, step).rename(tmp_path / f".partial-step-{step:06d}") for step in (3, 6))
     truncate(half / "model")
@@ -95,7 +95,7 @@ def test_a_save_that_lacks_only_its_name_is_finished_at_the_next_start(tmp_path)
     assert choose(tmp_path, "auto") == tmp_path / "step-000003"
 
 
-def test_a_second_save_of_a_step_that_was_killed_gives_way_to_the_first(tmp_path):
+def test_killed_second_save_of_a_step_leaves_the_first(tmp_path):
     """The kill came before the old one was set aside: both are complete, and the old one has the name."""
     first = commit(tmp_path, 3, "first")
     again = commit(tmp_path / "elsewhere", 3, "again").rename(tmp_path / ".partial-step-000003")
@@ -104,7 +104,7 @@ def test_a_second_save_of_a_step_that_was_killed_gives_way_to_the_first(tmp_path
 
 
 @pytest.mark.parametrize("damage", [truncate, remove])
-def test_the_newest_step_that_is_said_to_be_saved_has_all_its_files(tmp_path, damage):
+def test_newest_reported_checkpoint_is_complete(tmp_path, damage):
     commit(tmp_path, 3)
     newest = commit(tmp_path, 6)
     assert saved_step(tmp_path) == 6
@@ -120,7 +120,7 @@ def test_the_newest_step_that_is_said_to_be_saved_has_all_its_files(tmp_path, da
         (flip_a_bit, "sha256|manifest"),
     ],
 )
-def test_every_damaged_file_is_named_and_the_checkpoint_before_is_taken(
+def test_damaged_checkpoint_is_named_and_the_previous_one_used(
     run, tiny_run, tmp_path, caplog, reset_accelerate, damage, reason
 ):
     options = {"optim__ema_decay": 0.9, "model__dropout": 0.1}
@@ -166,7 +166,7 @@ def test_every_damaged_file_is_named_and_the_checkpoint_before_is_taken(
         ({"files": {}}, "model is not in manifest.json"),
     ],
 )
-def test_a_manifest_that_says_something_else_is_rejected(tmp_path, changes, reason):
+def test_mismatched_manifest_is_rejected(tmp_path, changes, reason):
     checkpoint = commit(tmp_path / "checkpoints", 6)
     (tmp_path / "checkpoints" / "secret").write_text("secret!")
     rewrite_manifest(checkpoint, **changes)
@@ -176,14 +176,14 @@ def test_a_manifest_that_says_something_else_is_rejected(tmp_path, changes, reas
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "6", "{", "{}", "[" * 100_000, "\xff"])
-def test_a_manifest_that_is_none_is_rejected(tmp_path, text):
+def test_malformed_manifest_is_rejected(tmp_path, text):
     checkpoint = commit(tmp_path, 6)
     (checkpoint / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(Rejected, match=r"manifest.json is (missing or not readable|not valid)"):
         verify(checkpoint)
 
 
-def test_links_are_rejected_where_they_lead_out_or_nowhere(tmp_path):
+def test_links_that_leave_the_checkpoint_or_dangle_are_rejected(tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "model").write_text("weights")
     checkpoint = commit(tmp_path / "checkpoints", 6)
@@ -205,14 +205,14 @@ def test_links_are_rejected_where_they_lead_out_or_nowhere(tmp_path):
         verify(checkpoint)
 
 
-def test_a_file_that_nobody_listed_is_rejected(tmp_path):
+def test_unlisted_file_is_rejected(tmp_path):
     checkpoint = commit(tmp_path, 6)
     (checkpoint / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(0))
     with pytest.raises(Rejected, match=r"^custom_checkpoint_0.pkl is not in manifest.json$"):
         verify(checkpoint)
 
 
-def test_a_file_that_the_disk_does_not_give_back_is_rejected(tmp_path, monkeypatch):
+def test_unreadable_file_is_rejected(tmp_path, monkeypatch):
     checkpoint = commit(tmp_path, 6)
 
     def bad_sector(path: Path) -> str:
@@ -237,7 +237,7 @@ def test_one_line_names_every_rejected_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("which", ["best", "a path"])
-def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(tmp_path, which):
+def test_named_checkpoint_is_never_replaced_by_another(tmp_path, which):
     for step in (3, 6, 9):
         commit(tmp_path, step, best_step=min(step, 6))
     replace_link(tmp_path / "best", tmp_path / "step-000006")
@@ -253,7 +253,7 @@ def test_a_named_checkpoint_is_taken_or_refused_never_replaced_by_another(tmp_pa
     assert (tmp_path / "latest").resolve() == tmp_path / "step-000006"
 
 
-def test_an_abandoned_checkpoint_can_be_gone_back_to(tmp_path):
+def test_abandoned_checkpoint_can_be_resumed(tmp_path):
     """A later checkpoint of that step is set aside under another name, without overwriting it."""
     set_aside(commit(tmp_path, 6, "first"))
     commit(tmp_path, 6, "second")
@@ -262,7 +262,7 @@ def test_an_abandoned_checkpoint_can_be_gone_back_to(tmp_path):
     assert (tmp_path / "abandoned-step-000006-2" / "model").read_text() == "second"
 
 
-def test_auto_begins_anew_only_where_there_is_nothing(tmp_path):
+def test_auto_starts_over_only_without_checkpoints(tmp_path):
     assert choose(tmp_path, "auto") is None
     with pytest.raises(UserError, match=r"no valid checkpoint in .* \(it has none\)"):
         choose(tmp_path, "latest")
@@ -279,7 +279,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert names(tmp_path) == ["best", "latest", "step-000002", "step-000005", "step-1000000"]
 
 
-def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplog):
+def test_failed_commit_deletes_nothing(run, tiny_run, monkeypatch, caplog):
     """Whichever disk operation fails, nothing is deleted before the new checkpoint is complete."""
     real_sync, seen = durable.sync, {}
 
@@ -310,7 +310,7 @@ def test_a_commit_that_fails_leaves_everything(run, tiny_run, monkeypatch, caplo
 
 
 @pytest.mark.slow
-def test_a_reader_never_sees_half_a_checkpoint(run, tiny_run, tmp_path):
+def test_readers_never_see_a_partial_checkpoint(run, tiny_run, tmp_path):
     folder = tmp_path / "runs" / "tiny" / "checkpoints"
     over, halves, looks = threading.Event(), [], 0
 
@@ -337,7 +337,7 @@ def test_a_reader_never_sees_half_a_checkpoint(run, tiny_run, tmp_path):
     assert looks > 40
 
 
-def test_the_files_are_those_of_accelerate(run, tiny_run, tmp_path, monkeypatch, reset_accelerate):
+def test_checkpoint_has_the_files_of_accelerate(run, tiny_run, tmp_path, monkeypatch, reset_accelerate):
     """Same names and contents as save_state writes and load_state reads."""
     real_save = loop.save
 
@@ -380,7 +380,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("is_zipped", [True, False])
-def test_nothing_in_a_checkpoint_is_executed(run, tiny_run, tmp_path, monkeypatch, is_zipped):
+def test_checkpoint_code_is_never_executed(run, tiny_run, tmp_path, monkeypatch, is_zipped):
     """By an attacker who also fixes the manifest; with a scaler, so that its file is read."""
     folder, mark = run(tiny_run()), tmp_path / "executed"
     pickle.loads(pickle.dumps(Bomb(mark)))
@@ -417,7 +417,7 @@ def test_nothing_in_a_checkpoint_is_executed(run, tiny_run, tmp_path, monkeypatc
         assert not mark.exists(), f"{name} was executed"
 
 
-def test_a_file_that_holds_something_else_is_one_line(run, tiny_run, reset_accelerate):
+def test_wrong_file_content_is_one_line(run, tiny_run, reset_accelerate):
     """With a matching manifest, unlike damage by a disk: still no traceback."""
     arguments = tiny_run(optim__ema_decay=0.9)
     folder = run(arguments)
@@ -444,7 +444,7 @@ def test_a_file_that_holds_something_else_is_one_line(run, tiny_run, reset_accel
     assert accepted == []
 
 
-def test_a_checkpoint_of_another_tokenizer_or_without_its_generators_is_refused(run, tiny_run):
+def test_checkpoint_of_another_tokenizer_or_without_random_state_is_rejected(run, tiny_run):
     """With a matching manifest."""
     checkpoint = run(tiny_run()) / "checkpoints" / "step-000006"
     whole = json.loads((checkpoint / "run.json").read_text())
@@ -459,7 +459,7 @@ def test_a_checkpoint_of_another_tokenizer_or_without_its_generators_is_refused(
         run(tiny_run(train__resume="latest"))
 
 
-def test_best_goes_back_with_the_run(run, tiny_run, tmp_path, reset_accelerate):
+def test_best_follows_the_run_back(run, tiny_run, tmp_path, reset_accelerate):
     """It is the best of the valid steps, and retention must not delete it in favor of an abandoned one."""
     folder = run(tiny_run())
     best = folder / "checkpoints" / "best"
@@ -477,7 +477,7 @@ def test_best_goes_back_with_the_run(run, tiny_run, tmp_path, reset_accelerate):
 
 
 @pytest.mark.slow
-def test_an_update_waits_until_a_save_has_read_what_it_changes(run, tiny_run, monkeypatch):
+def test_update_waits_until_a_save_has_read_the_weights(run, tiny_run, monkeypatch):
     """The thread writes the weights and the optimizer's state themselves, not copies."""
     straight = run(tiny_run(run__name="straight"))
     write = contents.save_file
@@ -492,7 +492,7 @@ def test_an_update_waits_until_a_save_has_read_what_it_changes(run, tiny_run, mo
         assert differences(late / "checkpoints" / name, straight / "checkpoints" / name) == []
 
 
-def test_without_room_a_gpus_tensors_are_not_copied(tiny_run, monkeypatch):
+def test_gpu_tensors_are_not_copied_without_free_memory(tiny_run, monkeypatch):
     """They are then written like a CPU's tensors, while the next update waits."""
     checkpoints = setup.set_up(load_config(tiny_run())).checkpoints
     empty = torch.empty
@@ -507,7 +507,7 @@ def test_without_room_a_gpus_tensors_are_not_copied(tiny_run, monkeypatch):
     assert checkpoints._copy_to_host(tensors) is None
 
 
-def test_a_save_that_fails_lets_the_updates_go_on(run, tiny_run, monkeypatch):
+def test_failed_save_does_not_stop_training(run, tiny_run, monkeypatch):
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -529,7 +529,7 @@ def test_a_save_that_fails_lets_the_updates_go_on(run, tiny_run, monkeypatch):
         "less",
     ],
 )
-def test_an_odd_train_state_with_a_manifest_that_fits_is_rejected(tmp_path, change):
+def test_invalid_train_state_with_a_matching_manifest_is_rejected(tmp_path, change):
     """The previous checkpoint is used, as for any other damage."""
     for step in (3, 6):
         commit(tmp_path, step, best_step=3)
@@ -543,7 +543,7 @@ def test_an_odd_train_state_with_a_manifest_that_fits_is_rejected(tmp_path, chan
     assert choose(tmp_path, "latest") == tmp_path / "step-000003"
 
 
-def test_the_generator_of_every_gpu_is_saved_and_compared(monkeypatch, tmp_path):
+def test_random_state_of_every_gpu_is_saved_and_compared(monkeypatch, tmp_path):
     states = [torch.tensor([1], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
