@@ -90,38 +90,38 @@ def test_each_epoch_reads_each_block_once_in_a_new_order():
     assert not np.array_equal(block_starts(2, np.arange(10), 67, T), block_starts(1, np.arange(10), 67, T))
 
 
-def test_each_epoch_but_the_first_cuts_the_stream_elsewhere():
+def test_each_later_epoch_cuts_the_stream_at_new_offsets():
     offsets = [set(block_starts(1, 67 * epoch + np.arange(67), 67, 1000) % 1000) for epoch in range(20)]
     assert offsets[0] == {0} and all(len(of_epoch) == 1 for of_epoch in offsets)
     assert len(set.union(*offsets)) > 15
 
 
-def test_the_last_block_goes_around_the_end_of_the_stream():
+def test_last_block_wraps_around_the_stream():
     stream = stream_of(np.array([20]))
     assert gather(stream, np.array([0, 15]), 8).tolist() == [[*range(9)], [15, 16, 17, 18, 19, 0, 1, 2, 3]]
     starts = block_starts(seed=3, positions=np.array([8, 9]), num_blocks=2, sequence_length=8)  # the fifth epoch
     assert sorted(gather(stream, starts, 8)[:, 1:].flatten().tolist()) == sorted((min(starts) + 1 + np.arange(16)) % 20)
 
 
-def test_a_step_may_hold_several_epochs():
+def test_step_may_span_several_epochs():
     assert sorted(block_starts(1, np.arange(9), 3, T) // T) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_order_is_the_same_in_every_version_of_hfgolf():
+def test_order_never_changes_between_versions():
     starts = block_starts(1337, 18 + np.arange(6), 20, T)
     assert starts.tolist() == block_starts(1337, np.arange(24), 20, T)[18:].tolist() == STARTS
 
 
-def test_a_hash_is_the_same_in_every_version_of_hfgolf():
+def test_sample_hash_never_changes_between_versions():
     assert sample_hash(np.array([0, 8, 16])) == -7048235507364828473
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(9, 1), (16, 1), (17, 2), (24, 2), (25, 3)])
-def test_a_block_needs_its_inputs_and_one_token_more(num_tokens, blocks):
+def test_block_needs_one_more_token_than_its_inputs(num_tokens, blocks):
     assert num_blocks(num_tokens, 8) == blocks
 
 
-def test_excluded_blocks_are_passed_over_and_all_others_come_once_in_order():
+def test_excluded_blocks_are_skipped_and_all_others_read_once_in_order():
     excluded = [[3, 5], [5, 6], [9, 11]]
     assert stream_positions(0, 8, excluded).tolist() == [0, 1, 2, 6, 7, 8, 11, 12]
     assert stream_positions(4, 3, excluded).tolist() == [7, 8, 11]
@@ -129,7 +129,7 @@ def test_excluded_blocks_are_passed_over_and_all_others_come_once_in_order():
     assert as_ranges(np.array([], np.int64)) == []
 
 
-def test_a_loader_goes_on_after_the_blocks_read_whatever_the_batch_was(stream):
+def test_loader_continues_after_the_last_block_read_with_another_batch_size(stream):
     """Two steps of 36 blocks, then steps of 12: no block is read twice or skipped."""
     small = build_loader(
         stream, sequence_length=T, micro_batch_size=6, accumulation=2, rank=0, world=1, seed=7, num_steps=6,
@@ -160,7 +160,7 @@ def test_targets_are_the_inputs_one_token_ahead(stream):
         assert torch.equal(batch["shift_labels"], (batch["input_ids"] + 1) % len(stream.tokens))  # token i is i
 
 
-def test_a_batch_of_one_sequence_has_the_strides_of_any_other(stream):
+def test_single_sequence_batch_has_the_usual_strides(stream):
     batch = MicroBatches(stream, T, seed=7)[np.array([0])]
     assert {batch[name].stride() for name in ("input_ids", "shift_labels")} == {
         (T, 1)
@@ -173,7 +173,7 @@ def test_global_batches_do_not_depend_on_processes_or_accumulation(stream, world
     assert torch.equal(load(stream, world=world, accumulation=accumulation), load(stream))
 
 
-def test_resume_is_setting_the_step(stream):
+def test_resuming_only_sets_the_step(stream):
     whole = load(stream, accumulation=2, end_step=17)
     assert torch.equal(load(stream, accumulation=2, start_step=11, end_step=17), whole[11:])
 
@@ -199,14 +199,14 @@ raise ValueError("a mistake in a step")
 
 
 @pytest.mark.distributed
-def test_a_process_that_fails_is_not_kept_alive_by_its_workers():
+def test_workers_do_not_keep_a_failed_process_alive():
     command = [sys.executable, "-c", _END_WITHOUT_CLOSING]
     process = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
     assert process.returncode == 1
     assert process.stderr.splitlines()[-1] == "ValueError: a mistake in a step"
 
 
-def test_prefetch_keeps_order_and_count(stream):
+def test_prefetch_preserves_order_and_count(stream):
     loader = build_loader(
         stream, sequence_length=T, micro_batch_size=2, accumulation=1, rank=0, world=1, seed=0, num_steps=5
     )
@@ -214,7 +214,7 @@ def test_prefetch_keeps_order_and_count(stream):
     assert torch.equal(
         torch.stack([batch["input_ids"] for batch in device_prefetch(loader, "cpu")]), torch.stack(plain)
     )
-    moved = list(device_prefetch(loader, "meta"))  # takes the path of an accelerator
+    moved = list(device_prefetch(loader, "meta"))  # uses the accelerator's path
     assert len(moved) == 5 and all(batch["input_ids"].device.type == "meta" for batch in moved)
     assert list(device_prefetch([], "meta")) == []
 
@@ -237,7 +237,7 @@ def test_batches_for_a_gpu_are_pinned_and_copied_without_waiting(stream, monkeyp
     assert waits == ([False] if is_pinned else [])
 
 
-def test_a_run_says_for_which_device_its_batches_are_and_how_many_are_fetched(tiny_run, monkeypatch):
+def test_run_passes_its_device_and_prefetch_factor_to_the_loader(tiny_run, monkeypatch):
     options = {"data__num_workers": 2, "data__prefetch_factor": 5}
     asked = {}
     monkeypatch.setattr(feed, "build_loader", lambda *_, **settings: asked.update(settings) or [])
@@ -256,14 +256,14 @@ def test_a_run_says_for_which_device_its_batches_are_and_how_many_are_fetched(ti
     assert (asked["num_workers"], asked["prefetch_factor"]) == (2, 5)
 
 
-def test_prefetch_factor_reaches_the_workers_and_needs_them(stream):
+def test_prefetch_factor_needs_workers(stream):
     assert build_loader(stream, **SHAPE, num_steps=2, num_workers=1, prefetch_factor=5).prefetch_factor == 5
     assert build_loader(stream, **SHAPE, num_steps=2, num_workers=1).prefetch_factor == 2
     with pytest.raises(UserError, match=r"data.prefetch_factor: 5 needs worker processes; set data.num_workers"):
         DataConfig(prefetch_factor=5)
 
 
-def test_workers_live_over_all_epochs(stream):
+def test_workers_survive_epoch_boundaries(stream):
     batches = iter(build_loader(stream, **SHAPE, num_steps=200, num_workers=1))  # six epochs
     next(batches)
     workers = multiprocessing.active_children()
@@ -290,7 +290,7 @@ def test_a_killed_worker_is_one_line(stream):
     assert "Set data.num_workers 0" in str(error) and "shm" in str(error)
 
 
-def test_a_worker_that_hands_over_nothing_is_waited_for_in_bounds(stream):
+def test_waiting_for_a_stuck_worker_is_bounded(stream):
     loader = build_loader(stream, **SHAPE, num_steps=5, num_workers=1)
     assert 60 <= loader.timeout <= 300
     loader.timeout = 0.1
@@ -302,7 +302,7 @@ def test_a_worker_that_hands_over_nothing_is_waited_for_in_bounds(stream):
     del raised, batches  # ends the worker now, not in a later test
 
 
-def test_other_errors_stay_what_they_are():
+def test_other_errors_are_not_translated():
     for error in (RuntimeError("CUDA error"), ValueError("DataLoader"), UserError("one line"), KeyboardInterrupt()):
         assert explain_worker(error) is error
 
@@ -325,13 +325,13 @@ def test_prefetch_to_a_gpu(stream):
         assert there["input_ids"].is_cuda and torch.equal(there["input_ids"].cpu(), here["input_ids"])
 
 
-def test_a_stream_shorter_than_a_block_is_refused():
+def test_stream_shorter_than_a_block_is_rejected():
     assert num_blocks(T + 1, T) == 1
     with pytest.raises(UserError, match=r"8 tokens.*sequence_length 8"):
         num_blocks(T, T)
 
 
-def test_evaluation_extent_takes_the_whole_pieces_within_the_budget(stream):
+def test_evaluation_covers_whole_pieces_within_the_budget(stream):
     extents = {budget: evaluation_extent(stream, budget) for budget in (1, 99, 100, 149, 348, 349, 539, None)}
     pieces = {1: 1, 99: 1, 100: 2, 149: 3, 348: 3, 349: 4, 539: 5, None: 5}
     num_tokens, num_bytes = np.cumsum(stream.piece_tokens), np.cumsum(stream.piece_bytes)

@@ -59,7 +59,7 @@ def fails(data: DataConfig, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("ending", CODECS)
-def test_text_files_are_documents_byte_for_byte(tmp_path, write, files_config, ending, awkward):
+def test_text_files_are_read_byte_for_byte(tmp_path, write, files_config, ending, awkward):
     for name in ("a.txt", "b.md", "c.log"):
         write(name + ending, CODECS[ending]((name + awkward).encode()))
     val = write("deep/val.txt" + ending, CODECS[ending](awkward.encode()))
@@ -102,7 +102,7 @@ def serving(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-def test_a_glob_leaves_empty_files_out(tmp_path, write, files_config):
+def test_glob_skips_empty_files(tmp_path, write, files_config):
     write("a.txt", "some text")
     write("b.txt", "")
     documents = read(files_config(f"{tmp_path}/text/*", split="contiguous", val_fraction=0.3), tmp_path)
@@ -146,7 +146,7 @@ class ShortAnswer(http.server.BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("trickles", "reason"), [(False, "ended 600 bytes before the end"), (True, "only .* bytes arrived in 0.05 s")]
 )
-def test_a_download_cut_short_is_not_kept(tmp_path, write, files_config, monkeypatch, trickles, reason):
+def test_truncated_download_is_discarded(tmp_path, write, files_config, monkeypatch, trickles, reason):
     monkeypatch.setattr(ShortAnswer, "trickles", trickles)
     monkeypatch.setattr(corpus_module, "DOWNLOAD_TIMEOUT_SECONDS", 0.05 if trickles else 5)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ShortAnswer) as server:
@@ -162,7 +162,7 @@ def test_a_download_cut_short_is_not_kept(tmp_path, write, files_config, monkeyp
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_zst_is_read_whole_or_refused(tmp_path, write, files_config, name):
+def test_zst_is_read_whole_or_rejected(tmp_path, write, files_config, name):
     texts = [f"{number}: {hashlib.sha256(bytes([number])).hexdigest()}" for number in range(200)]
     lines = [json.dumps({"text": text}) + "\n" for text in texts] if name == "a.jsonl" else texts
     first, second = "".join(lines[:100]).encode(), "".join(lines[100:]).encode()
@@ -176,16 +176,16 @@ def test_zst_is_read_whole_or_refused(tmp_path, write, files_config, name):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, write, files_config, name):
+def test_file_changed_while_read_is_rejected(tmp_path, write, files_config, name):
     content = json.dumps({"text": "one"}) + "\n"
     corpus = load_corpus(files_config(write(name, content), val_files=[write("val.txt", "v")]))
     time.sleep(0.02)  # longer than the resolution of the file system's clock
-    write(name, content.replace("one", "two"))  # after it was hashed
+    write(name, content.replace("one", "two"))  # after hashing
     with pytest.raises(UserError, match=rf"{name} changed while it was being read"):
         corpus.write_pieces(tmp_path / "pieces")
 
 
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path, write, files_config, monkeypatch):
+def test_unreadable_file_is_one_line(tmp_path, write, files_config, monkeypatch):
     path = write("a.txt", "text")
 
     def refuse(*_):
@@ -203,7 +203,7 @@ def test_hub_name_may_be_a_folder(tmp_path, write):
     assert documents["train"] and documents["val"]
 
 
-def test_a_streamed_dataset_has_the_documents_of_a_downloaded_one(tmp_path, write, monkeypatch):
+def test_streamed_and_downloaded_datasets_have_the_same_documents(tmp_path, write, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "copies")
     write("data.jsonl", "".join(json.dumps({"text": f"document {row}"}) + "\n" for row in range(40)))
     for settings in ({}, {"max_documents": 20}, {"split": "contiguous"}):
@@ -241,7 +241,7 @@ def test_the_hub_client_streams_from_a_hub(tmp_path):
     assert json.loads(process.stdout.splitlines()[-1]) == [sum(map(len, texts)) + len(texts), []]
 
 
-def test_an_interrupted_stream_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+def test_interrupted_stream_is_one_line_and_leaves_no_files(tmp_path, monkeypatch):
     def rows() -> Iterator[dict[str, str]]:
         yield from ({"text": f"document {row}"} for row in range(1500))
         raise ConnectionError("the server hung up\nwithout a word")
@@ -258,14 +258,14 @@ def test_an_interrupted_stream_is_one_line_and_leaves_nothing(tmp_path, monkeypa
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [tmp_path / "cache" / "build.lock"]
 
 
-def test_hub_name_out_of_reach_is_one_line(tmp_path, monkeypatch):
+def test_unreachable_hub_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     message = fails(DataConfig(source="hub", hub_name="nobody/nothing", cache_dir=str(tmp_path)), tmp_path)
     assert "nobody/nothing" in message
 
 
-def test_split_by_hash_keeps_each_document_in_its_place(tmp_path, write, files_config):
+def test_hash_split_of_a_document_does_not_depend_on_the_others(tmp_path, write, files_config):
     for number in range(60):
         write(f"{number}.txt", f"document {number}")
     config = functools.partial(files_config, f"{tmp_path}/text/*", val_fraction=0.3)
@@ -280,7 +280,7 @@ def test_split_by_hash_keeps_each_document_in_its_place(tmp_path, write, files_c
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.25])
-def test_contiguous_split_validates_on_the_last_characters(tmp_path, write, files_config, fraction):
+def test_contiguous_split_holds_out_the_last_characters(tmp_path, write, files_config, fraction):
     text = "".join(f"{number} 你好\r\n" for number in range(9000))
     path = write("a.txt", text)
     cut = int(len(text) * (1 - fraction))
@@ -294,7 +294,7 @@ def test_contiguous_split_cuts_inside_a_document(tmp_path, write, files_config):
     assert documents == {"train": ["a" * 50, "b" * 25], "val": ["b" * 25]}
 
 
-def test_pieces_do_not_depend_on_how_the_file_is_read(tmp_path, write, files_config, monkeypatch):
+def test_pieces_do_not_depend_on_read_chunks(tmp_path, write, files_config, monkeypatch):
     path = write("a.txt", ("long " * 3000 + "\n" + "x" * 20000 + "\n" + "line\n" * 5000) * 2)
     data = files_config(path, val_files=[write("val.txt", "v")])
     whole = load_corpus(data).write_pieces(tmp_path / "whole")["train"]["text"][:]
@@ -320,7 +320,7 @@ def test_python_stdlib_is_real_text_and_split_by_file(tmp_path):
     assert load_corpus(DataConfig(cache_dir=str(tmp_path))).identity == corpus.identity
 
 
-def test_identity_names_what_the_documents_depend_on(write, files_config):
+def test_identity_covers_everything_the_documents_depend_on(write, files_config):
     path = write("a.txt", "one")
     before = load_corpus(files_config(path)).identity
     assert json.loads(json.dumps(before)) == before
@@ -352,7 +352,7 @@ def test_bad_input_is_one_clear_line(tmp_path, write, files_config):
     assert "train" in fails(files_config(one, val_files=[one]), tmp_path)
 
 
-def test_cache_folder_that_cannot_be_made(write, files_config):
+def test_uncreatable_cache_folder_is_one_line(write, files_config):
     path = write("a.txt", "text")
     with pytest.raises(UserError, match="cache_dir"):
         corpus_module.cache_folder(files_config(path, cache_dir=path + "/below"))

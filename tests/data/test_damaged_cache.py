@@ -43,7 +43,7 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("name", "offset"), [("train.arrow", 4000), ("val.arrow", 4000), ("val-pieces.arrow", -20), ("train.arrow", 8)]
 )
-def test_a_file_overwritten_in_place_is_built_again(data, caplog, name, offset):
+def test_overwritten_cache_is_rebuilt(data, caplog, name, offset):
     caplog.set_level("INFO", logger="hfgolf")
     first = load_tokens(data, BYTE)
     tokens = first.train.tokens.copy()
@@ -54,7 +54,7 @@ def test_a_file_overwritten_in_place_is_built_again(data, caplog, name, offset):
     assert np.array_equal(again.train.tokens, tokens) and load_tokens(data, BYTE).is_hit
 
 
-def test_tokens_outlive_the_tokenizer_that_is_trained_again(data, caplog):
+def test_tokens_are_reused_after_the_tokenizer_is_retrained(data, caplog):
     caplog.set_level("INFO", logger="hfgolf")
     bpe = TokenizerConfig(kind="bpe", vocab_size=260)
     first = load_tokens(data, bpe)
@@ -68,7 +68,7 @@ def test_tokens_outlive_the_tokenizer_that_is_trained_again(data, caplog):
 
 @pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("name", ["train.arrow", "val.arrow"])
-def test_a_large_cache_is_hashed_while_training_begins(data, large, caplog, name, in_memory):
+def test_large_cache_is_verified_in_the_background(data, large, caplog, name, in_memory):
     caplog.set_level("INFO", logger="hfgolf")
     data = data.__class__(**{**vars(data), "in_memory": in_memory})
     load_tokens(data, BYTE).check(wait=True)
@@ -82,7 +82,7 @@ def test_a_large_cache_is_hashed_while_training_begins(data, large, caplog, name
     again.check(wait=True)
 
 
-def test_hashes_are_compared_in_a_thread_of_their_own(data, large, monkeypatch):
+def test_hashes_are_compared_in_a_separate_thread(data, large, monkeypatch):
     load_tokens(data, BYTE)
     may_go_on = threading.Event()
     hashes = token_cache.TokenStream.hashes
@@ -98,7 +98,7 @@ def test_hashes_are_compared_in_a_thread_of_their_own(data, large, monkeypatch):
 
 
 @pytest.mark.parametrize("offset", [0, 8, 100, 300])
-def test_a_damaged_header_of_a_large_cache_is_no_traceback(data, large, offset):
+def test_damaged_header_of_a_large_cache_is_one_line(data, large, offset):
     overwrite(load_tokens(data, BYTE).path / "train.arrow", offset, b"\xff" * 40)
     tokens = load_tokens(data, BYTE)
     if tokens.is_hit:
@@ -106,17 +106,17 @@ def test_a_damaged_header_of_a_large_cache_is_no_traceback(data, large, offset):
             tokens.check(wait=True)
 
 
-def test_an_id_that_the_vocabulary_does_not_have_is_one_line(data):
+def test_id_outside_the_vocabulary_is_one_line(data):
     tokens = load_tokens(data, BYTE)
     assert tokens.train.read(np.array([[0, 1], [2, len(tokens.train)]])).shape == (2, 2)
-    overwrite(tokens.train.path, 4000, b"\xff\xff" * 5)  # under the map
+    overwrite(tokens.train.path, 4000, b"\xff\xff" * 5)  # while it is mapped
     with pytest.raises(DamagedCacheError, match="contains id 65535, but the vocabulary has 257 entries") as caught:
         tokens.train.read(np.arange(len(tokens.train)))
     assert "\n" not in str(caught.value)
     assert not load_tokens(data, BYTE).is_hit
 
 
-def test_a_file_cut_short_under_the_map_is_one_line(data):
+def test_file_truncated_while_mapped_is_one_line(data):
     tokens = load_tokens(data, BYTE)
     os.truncate(tokens.train.path, 2000)
     with pytest.raises(DamagedCacheError, match="truncated"):
@@ -124,7 +124,7 @@ def test_a_file_cut_short_under_the_map_is_one_line(data):
     assert not load_tokens(data, BYTE).is_hit
 
 
-def test_a_cache_without_hashes_is_built_again(data, caplog):
+def test_cache_without_hashes_is_rebuilt(data, caplog):
     caplog.set_level("INFO", logger="hfgolf")
     path = load_tokens(data, BYTE).path / "cache.json"
     note = json.loads(path.read_text())
@@ -135,7 +135,7 @@ def test_a_cache_without_hashes_is_built_again(data, caplog):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_training_on_damaged_tokens_ends_with_a_line_and_an_event(
+def test_training_on_damaged_tokens_ends_with_one_line_and_an_event(
     run, tiny_run, tmp_path, large, monkeypatch, num_workers
 ):
     monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: iter(()))  # training reads the ids first
@@ -153,7 +153,7 @@ def test_training_on_damaged_tokens_ends_with_a_line_and_an_event(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("known", ["at the first row", "after the last step"])
-def test_training_on_tokens_with_a_wrong_hash_ends_before_it_saves_and_the_doctor_knows_why(
+def test_training_on_tokens_with_a_wrong_hash_ends_without_saving(
     run, tiny_run, tmp_path, large, monkeypatch, caplog, known
 ):
     arguments = tiny_run(data__in_memory="false")
@@ -186,7 +186,7 @@ def test_training_on_tokens_with_a_wrong_hash_ends_before_it_saves_and_the_docto
     assert finding.saw in str(caught.value) and "SHA-256" in finding.saw
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(write, files_config):
+def test_full_disk_is_one_line_and_leaves_no_files(write, files_config):
     text = "".join(f"line {number}\n" for number in range(200_000))
     data = files_config(write("a.txt", text), val_files=[write("val.txt", text[:5000])])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -200,7 +200,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(write, files_config):
     assert [path for path in Path(data.cache_dir).rglob("*") if path.is_file()] == [Path(data.cache_dir, "build.lock")]
 
 
-def test_a_cache_that_cannot_be_written_is_read(data, monkeypatch):
+def test_read_only_cache_can_be_read(data, monkeypatch):
     load_tokens(data, BYTE)
 
     def refuse(*_):
@@ -214,7 +214,7 @@ def test_a_cache_that_cannot_be_written_is_read(data, monkeypatch):
         load_tokens(data, TokenizerConfig(kind="char"))
 
 
-def test_waiting_says_for_whom(data, caplog, monkeypatch):
+def test_waiting_names_the_building_process(data, caplog, monkeypatch):
     caplog.set_level("INFO", logger="hfgolf")
     monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.05)
     path = Path(data.cache_dir) / "build.lock"

@@ -38,13 +38,13 @@ def is_read(path: Path, note: Path, monkeypatch) -> bool:
     return bool(read)
 
 
-def test_a_file_is_read_once(text, note, monkeypatch):
+def test_unchanged_file_is_hashed_once(text, note, monkeypatch):
     assert [is_read(text, note, monkeypatch) for _ in range(3)] == [True, False, False]
     assert [path.name for path in sorted(note.parent.iterdir())] == ["hashes.json", "text.txt"]
 
 
 @pytest.mark.parametrize("change", ["longer", "same size", "mtime set back", "replaced, mtime set back", "touched"])
-def test_a_file_that_changed_is_hashed_anew(text, note, monkeypatch, change):
+def test_changed_file_is_rehashed(text, note, monkeypatch, change):
     is_read(text, note, monkeypatch)
     before = text.stat()
     time.sleep(0.02)  # longer than the resolution of the file system's clock
@@ -61,20 +61,20 @@ def test_a_file_that_changed_is_hashed_anew(text, note, monkeypatch, change):
     assert not is_read(text, note, monkeypatch)
 
 
-def test_a_file_just_written_is_not_noted(text, note, monkeypatch):
+def test_just_written_file_is_not_cached(text, note, monkeypatch):
     monkeypatch.setattr(module, "SETTLED_SECONDS", 60.0)
     assert is_read(text, note, monkeypatch) and is_read(text, note, monkeypatch)
 
 
 @pytest.mark.parametrize("damage", ["", '{"a": ', "[1, 2]", "\udcff", "null", "entries"])
-def test_a_damaged_note_is_written_anew(text, note, monkeypatch, damage):
+def test_damaged_cache_of_hashes_is_rewritten(text, note, monkeypatch, damage):
     is_read(text, note, monkeypatch)
     entries = json.dumps({str(text): {"sha256": "none"}, "other": None})
     note.write_text(entries if damage == "entries" else damage, errors="surrogateescape")
     assert [is_read(text, note, monkeypatch) for _ in range(2)] == [True, False]
 
 
-def test_files_of_other_corpora_stay_noted_and_a_note_that_cannot_be_written_stops_nothing(text, note, monkeypatch):
+def test_hashes_of_other_corpora_are_kept_and_an_unwritable_cache_is_ignored(text, note, monkeypatch):
     is_read(text, note, monkeypatch)
     other = text.with_name("other.txt")
     other.write_text("other")

@@ -51,7 +51,7 @@ def shard_options(folder: Path, tokens: TokenCache, header: bool) -> dict[str, A
 
 
 @pytest.mark.parametrize("header", [True, False], ids=["with header", "nanoGPT's"])
-def test_shards_of_a_text_train_as_the_text_does(run, tiny_run, text_tokens, tmp_path, header):
+def test_training_on_shards_matches_training_on_text(run, tiny_run, text_tokens, tmp_path, header):
     folders = [
         run(tiny_run(run__name="text")),
         run(tiny_run(run__name="shards", **shard_options(tmp_path, text_tokens, header))),
@@ -66,7 +66,7 @@ def options(folder: Path, **changes: Any) -> DataConfig:
     return DataConfig(source="shards", cache_dir=str(folder / "cache"), **files | changes)
 
 
-def test_a_stream_of_shards_reads_across_them_and_wraps(tmp_path):
+def test_stream_reads_across_shards_and_wraps(tmp_path):
     ids = np.random.default_rng(0).integers(0, END, 50)
     for number, part in enumerate(np.split(ids, [7, 8, 30])):
         write_shard(tmp_path / f"train{number}.bin", part)
@@ -82,14 +82,14 @@ def test_a_stream_of_shards_reads_across_them_and_wraps(tmp_path):
     assert bytes_per_token(tokens.val, tokens.tokenizer).tolist() == [0, 1, 1, 0, 1]
 
 
-def test_tokens_before_the_first_separator_are_a_document_whose_first_token_is_context(tmp_path):
+def test_tokens_before_the_first_separator_are_a_document(tmp_path):
     write_shard(tmp_path / "train.bin", [65] * 9)
     write_shard(tmp_path / "val.bin", [65, 66, END, 67], header=False)
     val = load_tokens(options(tmp_path), BYTE).val
     assert (val.piece_tokens.tolist(), val.piece_bytes.tolist()) == ([2, 2], [1, 1])
 
 
-def test_sidecars_say_the_bytes_and_another_separator_the_documents(tmp_path):
+def test_sidecars_give_bytes_and_the_separator_gives_documents(tmp_path):
     write_shard(tmp_path / "train.bin", [65] * 9)
     write_shard(tmp_path / "val0.bin", [1, 66, 67])
     write_shard(tmp_path / "val1.bin", [1, 68])
@@ -110,7 +110,7 @@ def test_sidecars_say_the_bytes_and_another_separator_the_documents(tmp_path):
         load_tokens(options(tmp_path, **sidecars), BYTE)
 
 
-def test_a_sentencepiece_vocabulary_counts_by_the_challenges_rule(tmp_path):
+def test_sentencepiece_bytes_follow_the_challenge_rule(tmp_path):
     """A byte entry is 1; a space in front of a piece is 1, but not after a separator; control entries are 0."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "\u2581": 3, "\u2581the": 4, "é": 5, "<0x0A>": 6, "\u2581日本": 7}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -135,21 +135,21 @@ def test_a_sentencepiece_vocabulary_counts_by_the_challenges_rule(tmp_path):
         ({"ids": [], "count": 0}, "states 0 tokens"),
     ],
 )
-def test_a_wrong_header_is_one_line(tmp_path, content, message):
+def test_wrong_header_is_one_line(tmp_path, content, message):
     path = write_shard(tmp_path / "train.bin", **content)
     with pytest.raises(UserError) as caught:
         open_shard(path)
     assert str(path) in str(caught.value) and message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_half_a_token_is_refused(tmp_path):
+def test_partial_token_is_rejected(tmp_path):
     path = tmp_path / "train.bin"
     path.write_bytes(b"abc")
     with pytest.raises(UserError, match="has 3 bytes, not a whole number of 16-bit ids"):
         open_shard(path)
 
 
-def test_ids_outside_the_vocabulary_are_refused_when_they_are_read(tmp_path):
+def test_ids_outside_the_vocabulary_are_rejected_when_read(tmp_path):
     write_shard(tmp_path / "train.bin", [65, 66, 300, 67])
     write_shard(tmp_path / "val.bin", [END, 65])
     tokens = load_tokens(options(tmp_path), BYTE)
@@ -164,7 +164,7 @@ def test_ids_outside_the_vocabulary_are_refused_when_they_are_read(tmp_path):
         load_tokens(options(tmp_path, separator_id=257), BYTE)
 
 
-def test_a_shard_that_shrinks_is_one_line(tmp_path):
+def test_truncated_shard_is_one_line(tmp_path):
     path = write_shard(tmp_path / "train.bin", [65] * 40_000)
     write_shard(tmp_path / "val.bin", [END, 65])
     stream = load_tokens(options(tmp_path), BYTE).train
@@ -174,11 +174,11 @@ def test_a_shard_that_shrinks_is_one_line(tmp_path):
         stream.read(np.array([39_999]))
 
 
-def test_a_sequential_order_reads_the_blocks_as_they_lie():
+def test_sequential_order_reads_blocks_in_place():
     assert block_starts(None, np.arange(12), 5, 8).tolist() == [0, 8, 16, 24, 32, 0, 8, 16, 24, 32, 0, 8]
 
 
-def test_a_run_can_read_in_sequence(run, tiny_run, text_tokens, tmp_path):
+def test_run_can_read_sequentially(run, tiny_run, text_tokens, tmp_path):
     folder = run(tiny_run(**shard_options(tmp_path, text_tokens, True), data__order="sequential"))
     shuffled = run(tiny_run(run__name="shuffled", **shard_options(tmp_path, text_tokens, True)))
     hashes = [[h for row in read_rows(f / "metrics.jsonl") for h in row["sample_hashes"]] for f in (folder, shuffled)]
@@ -197,13 +197,13 @@ def test_a_run_can_read_in_sequence(run, tiny_run, text_tokens, tmp_path):
         ),
     ],
 )
-def test_what_shards_need_is_said_before_anything_is_read(arguments, message):
+def test_missing_shard_options_are_reported_before_reading(arguments, message):
     with pytest.raises(UserError) as caught:
         load_config(arguments)
     assert message in str(caught.value)
 
 
-def test_what_needs_the_text_is_refused(tmp_path):
+def test_options_that_need_text_are_rejected(tmp_path):
     from hfgolf.data.corpus import load_corpus
 
     write_shard(tmp_path / "train.bin", [65] * 9)

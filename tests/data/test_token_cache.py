@@ -39,7 +39,7 @@ def data(write, files_config, awkward):
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
-def test_stream_is_the_documents_after_an_end_of_text_each(data, kind, awkward):
+def test_stream_has_an_end_of_text_before_each_document(data, kind, awkward):
     cache = load_tokens(data, TokenizerConfig(kind=kind, vocab_size=300))
     documents = {cache.train: [f"first {awkward}" * 300, f"second {awkward}"], cache.val: [awkward, "so short"]}
     for stream, texts in documents.items():
@@ -56,21 +56,21 @@ def test_stream_is_the_documents_after_an_end_of_text_each(data, kind, awkward):
             assert isinstance(text, str) and len(text.encode()) == num_bytes
 
 
-def test_bytes_are_those_of_the_text_not_of_single_tokens(write, files_config):
+def test_bytes_are_counted_from_the_text(write, files_config):
     text = "naïve café 你好 🌍"
     val = write("val.txt", text)
     cache = load_tokens(files_config(write("a.txt", "text"), val_files=[val]), BYTE)
     assert cache.val.num_bytes == Path(val).stat().st_size == 24
 
 
-def test_cutting_a_document_leaves_its_tokens_alone(write, files_config):
+def test_splitting_a_document_does_not_change_its_tokens(write, files_config):
     text = "".join(f"def name_{n}(a, b):\n    return a + {n}\n\n" for n in range(1500))
     cache = load_tokens(files_config(write("a.py", text), val_files=[write("val.txt", "v")]), bpe())
     assert len(cache.train.piece_tokens) > 3
     assert cache.train.tokens[1:].tolist() == cache.tokenizer(text)["input_ids"]
 
 
-def test_batches_are_written_in_order_and_few_are_in_memory(write, files_config, monkeypatch):
+def test_batches_are_written_in_order_with_bounded_memory(write, files_config, monkeypatch):
     text = "".join(f"line {number}: naïve {number**3}\n" for number in range(12_000))
     val = write("val.txt", "v")
     whole = load_tokens(files_config(write("a.txt", text), val_files=[val]), BYTE)
@@ -103,7 +103,7 @@ def test_batches_are_written_in_order_and_few_are_in_memory(write, files_config,
     batches.close()
 
 
-def test_second_start_tokenises_nothing(data, caplog, monkeypatch):
+def test_second_start_reuses_the_cache(data, caplog, monkeypatch):
     caplog.set_level("INFO", logger="hfgolf")
     first = load_tokens(data, bpe())
     assert not first.is_hit and "cache miss: no cache in" in caplog.text
@@ -112,11 +112,13 @@ def test_second_start_tokenises_nothing(data, caplog, monkeypatch):
     second = load_tokens(data, bpe())
     assert second.is_hit and second.path == first.path and np.array_equal(second.train.tokens, first.train.tokens)
     assert f"cache hit: {first.path} ({len(first.train):,} train tokens" in caplog.text
-    left = {path.name for path in second.path.parents[1].iterdir()} - {"hashes.json"}  # not of files just written
+    left = {path.name for path in second.path.parents[1].iterdir()} - {
+        "hashes.json"
+    }  # those of just-written files are not cached
     assert left == {"build.lock", "tokenizers", "tokens"}
 
 
-def test_a_miss_says_what_changed(data, write, files_config, caplog):
+def test_cache_miss_names_what_changed(data, write, files_config, caplog):
     caplog.set_level("INFO", logger="hfgolf")
     load_tokens(data, BYTE)
 
@@ -135,7 +137,7 @@ def test_a_miss_says_what_changed(data, write, files_config, caplog):
 
 
 @pytest.mark.parametrize("name", ["train.arrow", "val-pieces.arrow", "cache.json"])
-def test_a_damaged_cache_is_built_again(data, caplog, name):
+def test_damaged_cache_is_rebuilt(data, caplog, name):
     caplog.set_level("INFO", logger="hfgolf")
     first = load_tokens(data, BYTE)
     tokens = first.train.tokens.copy()
@@ -148,7 +150,7 @@ def test_a_damaged_cache_is_built_again(data, caplog, name):
     assert np.array_equal(again.train.tokens, tokens) and load_tokens(data, BYTE).is_hit
 
 
-def test_a_killed_build_leaves_nothing_behind(data, monkeypatch):
+def test_killed_build_leaves_no_files(data, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(token_cache.shutil, "rmtree", lambda *_, **__: None)  # as kill -9 would
         patch.setattr(token_cache, "write_arrow", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
@@ -171,7 +173,7 @@ load_tokens(DataConfig(**json.loads(sys.argv[1])), TokenizerConfig(vocab_size=30
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_build_it_once(data):
+def test_two_processes_build_the_cache_once(data):
     settings = json.dumps(
         {"source": "files", "files": data.files, "val_files": data.val_files} | {"cache_dir": data.cache_dir}
     )
@@ -191,7 +193,7 @@ def test_two_processes_build_it_once(data):
     assert sum(text.count("tokenizing train") for text in output) == 1
 
 
-def test_view_is_zero_copy_and_two_bytes_a_token(data):
+def test_view_is_zero_copy_with_two_bytes_per_token(data):
     stream = load_tokens(data.__class__(**{**vars(data), "in_memory": False}), BYTE).train
     assert stream.tokens.dtype == np.uint16 and not stream.tokens.flags.writeable and not stream.tokens.flags.owndata
     address = stream.tokens.__array_interface__["data"][0]
@@ -203,7 +205,7 @@ def test_view_is_zero_copy_and_two_bytes_a_token(data):
 
 
 @pytest.mark.parametrize("in_memory", [True, False, "auto"])
-def test_in_memory_is_equal_and_said_where_it_was_decided(data, caplog, in_memory):
+def test_in_memory_copy_is_equal_and_logged_if_automatic(data, caplog, in_memory):
     caplog.set_level("INFO", logger="hfgolf")
     stream = load_tokens(data.__class__(**{**vars(data), "in_memory": in_memory}), BYTE).train
     assert stream.is_in_memory == (in_memory is not False)  # auto: this corpus fits
@@ -217,12 +219,12 @@ def test_in_memory_is_equal_and_said_where_it_was_decided(data, caplog, in_memor
     assert (stream.tokens[0] == first) == stream.is_in_memory
 
 
-def test_tokens_stay_on_the_disk_if_the_container_has_no_room_for_them(data, monkeypatch):
+def test_tokens_stay_on_disk_if_the_container_lacks_memory(data, monkeypatch):
     monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 100)
     assert not load_tokens(data, BYTE).train.is_in_memory
 
 
-def test_a_pretrained_tokenizer_is_loaded_once(data, tmp_path, monkeypatch):
+def test_pretrained_tokenizer_is_loaded_once(data, tmp_path, monkeypatch):
     load_tokens(data, BYTE).tokenizer.save_pretrained(tmp_path / "saved")
     loaded = []
     load = AutoTokenizer.from_pretrained
@@ -232,7 +234,7 @@ def test_a_pretrained_tokenizer_is_loaded_once(data, tmp_path, monkeypatch):
     assert len(loaded) == 1
 
 
-def test_a_tokenizer_that_drops_whitespace_may_leave_nothing(write, files_config, tmp_path, monkeypatch):
+def test_tokenizer_may_drop_all_whitespace(write, files_config, tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "ROWS_PER_BATCH", 1)
     blank = write("a.txt", "first" + " " * 30_000 + "first")
     stream = load_tokens(
@@ -276,7 +278,7 @@ def build_unigram() -> Tokenizer:
         (lambda: tokenizer_module.byte_level_tokenizer([]), "The ﬁrst cat 你 \0\r\n", None),
     ],
 )
-def test_a_tokenizer_that_loses_text_is_told(write, files_config, tmp_path, caplog, build, text, share):
+def test_lossy_tokenizer_is_reported(write, files_config, tmp_path, caplog, build, text, share):
     PreTrainedTokenizerFast(tokenizer_object=build()).save_pretrained(tmp_path / "saved")
     config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "saved"))
     data = files_config(write("a.txt", "text"), val_files=[write("v.txt", text)])
@@ -291,7 +293,7 @@ def test_a_tokenizer_that_loses_text_is_told(write, files_config, tmp_path, capl
             assert warnings[0].endswith("bits per byte is not comparable")
 
 
-def test_a_run_that_loses_text_says_so_where_its_figures_are(run, tiny_run, tmp_path, caplog):
+def test_run_with_a_lossy_tokenizer_says_so_with_its_results(run, tiny_run, tmp_path, caplog):
     tokenizer = tokenizer_module.byte_level_tokenizer([])
     tokenizer.normalizer = normalizers.Lowercase()
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
@@ -306,12 +308,12 @@ def test_a_run_that_loses_text_says_so_where_its_figures_are(run, tiny_run, tmp_
     assert [line.strip() for line in caplog.messages].count(loss) == 2  # from the cache, and below bits per byte
 
 
-def test_ids_out_of_range_of_a_pretrained_tokenizer(data, tmp_path):
+def test_pretrained_tokenizer_with_ids_out_of_range_is_rejected(data, tmp_path):
     with pytest.raises(UserError, match=r"id 90000, .* only 3 entries"):
         load_tokens(data, save_word_tokenizer(tmp_path / "saved", {"first": 90_000}))
 
 
-def test_large_vocabularies_take_four_bytes(data, tmp_path):
+def test_large_vocabularies_use_four_bytes_per_token(data, tmp_path):
     config = save_word_tokenizer(tmp_path / "saved", {f"w{n}": n for n in range(2, 70_000)} | {"first": 70_000})
     stream = load_tokens(data, config).train
     assert stream.tokens.dtype == np.uint32 and stream.tokens.max() == 70_000

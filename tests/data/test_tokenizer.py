@@ -38,7 +38,7 @@ def random_text(rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_unicode_decodes_to_exactly_itself(tmp_path, kind, awkward):
+def test_any_unicode_round_trips(tmp_path, kind, awkward):
     tokenizer = build(kind, tmp_path)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     rng = random.Random(0)
@@ -51,7 +51,7 @@ def test_any_unicode_decodes_to_exactly_itself(tmp_path, kind, awkward):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_tokenizer_loads_with_auto_tokenizer_alone(tmp_path, kind, awkward):
+def test_saved_tokenizer_loads_with_auto_tokenizer(tmp_path, kind, awkward):
     tokenizer = build(kind, tmp_path / "cache")
     tokenizer.save_pretrained(tmp_path / "saved")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -68,7 +68,7 @@ def test_byte_ids_are_the_bytes(tmp_path, awkward):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_encoder_gives_what_the_tokenizer_gives(tmp_path, kind, awkward):
+def test_encoder_matches_the_tokenizer(tmp_path, kind, awkward):
     tokenizer = build(kind, tmp_path)
     rng = random.Random(1)
     texts = [awkward, END_OF_TEXT, "\0", "plain ASCII", TEXT, *(random_text(rng) for _ in range(100))]
@@ -78,7 +78,7 @@ def test_an_encoder_gives_what_the_tokenizer_gives(tmp_path, kind, awkward):
     assert ids.tolist() == list(itertools.chain.from_iterable(rows))
 
 
-def test_an_encoder_leaves_the_tokenizer_as_it_is(tmp_path):
+def test_encoder_does_not_change_the_tokenizer(tmp_path):
     tokenizer = build("bpe", tmp_path)
     tokenizer.split_special_tokens = False  # like a pretrained one
     backend = tokenizer.backend_tokenizer
@@ -111,7 +111,7 @@ def test_bpe_reaches_its_size_and_compresses(tmp_path):
     assert tokenizer_sha256(build("bpe", tmp_path / "again")) == tokenizer_sha256(tokenizer)
 
 
-def test_trained_once_for_a_corpus_and_a_size(tmp_path, monkeypatch):
+def test_trains_once_per_corpus_and_size(tmp_path, monkeypatch):
     first = build("bpe", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer_module, "_train_bpe", None)  # training again would fail
@@ -120,14 +120,14 @@ def test_trained_once_for_a_corpus_and_a_size(tmp_path, monkeypatch):
     assert tokenizer_sha256(build("bpe", tmp_path, text=TEXT.upper())) != tokenizer_sha256(first)
 
 
-def test_vocabulary_larger_than_the_corpus_allows_names_what_it_allows(tmp_path):
+def test_vocabulary_too_large_for_the_corpus_names_the_limit(tmp_path):
     with pytest.raises(UserError, match=r"vocab_size: 5000 .* (\d+) entries") as caught:
         build("bpe", tmp_path, vocab_size=5000)
     reached = int(str(caught.value).split(" entries")[0].split()[-1])
     assert len(build("bpe", tmp_path, vocab_size=reached)) == reached
 
 
-def test_sample_is_even_and_within_its_cap():
+def test_sample_is_evenly_spaced_and_within_its_cap():
     pieces = Dataset.from_dict({"text": [str(number % 10) * 100 for number in range(1000)]})
     sample = sample_evenly(pieces, 10_000)
     assert 5_000 < num_text_bytes(sample) <= 10_000
@@ -135,7 +135,7 @@ def test_sample_is_even_and_within_its_cap():
     assert len(sample_evenly(pieces, 100_000)) == 1000
 
 
-def test_pretrained_is_taken_as_it_is(tmp_path):
+def test_pretrained_tokenizer_is_used_unchanged(tmp_path):
     build("bpe", tmp_path / "cache").save_pretrained(tmp_path / "saved")
     config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "saved"))
     loaded = build_tokenizer(config, {}, lambda: pytest.fail("read the corpus"), tmp_path)
@@ -156,7 +156,7 @@ def load_pretrained(path: Path) -> PreTrainedTokenizerFast:
     return build_tokenizer(config, {}, lambda: pytest.fail("read the corpus"), path.parent)
 
 
-def test_a_tokenizer_without_an_end_of_text_gets_one(tmp_path, caplog):
+def test_missing_end_of_text_token_is_added(tmp_path, caplog):
     caplog.set_level("INFO", logger="hfgolf")
     bare = Tokenizer(models.WordLevel({"one": 0, "two": 1, "[UNK]": 2}, unk_token="[UNK]"))
     bare.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -179,7 +179,7 @@ def test_a_tokenizer_without_an_end_of_text_gets_one(tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["bpe", "char"])
 @pytest.mark.parametrize("damage", ["empty", "cut", "swapped ids", "no tokenizer.json", "no hashes"])
-def test_a_damaged_tokenizer_is_trained_again(tmp_path, caplog, kind, damage):
+def test_damaged_tokenizer_is_retrained(tmp_path, caplog, kind, damage):
     caplog.set_level("INFO", logger="hfgolf")
     first = build(kind, tmp_path)
     (folder,) = tmp_path.iterdir()
@@ -201,7 +201,7 @@ def test_a_damaged_tokenizer_is_trained_again(tmp_path, caplog, kind, damage):
     assert "tokenizer" not in caplog.text and [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def test_code_of_a_tokenizers_folder_is_never_run(tmp_path, monkeypatch):
+def test_tokenizer_code_is_never_executed(tmp_path, monkeypatch):
     ran = tmp_path / "ran"
     folder = tmp_path / "custom"
     folder.mkdir()
