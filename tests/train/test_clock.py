@@ -30,7 +30,7 @@ def is_due(of_run, at_seconds):
     return of_run.clock.save_is_due
 
 
-def test_by_default_no_more_than_ten_minutes_lie_between_two_saves(of_run):
+def test_saves_every_ten_minutes_by_default(of_run):
     assert not is_due(of_run, 599)
     assert is_due(of_run, 600)
     of_run.clock.note_save()
@@ -40,14 +40,14 @@ def test_by_default_no_more_than_ten_minutes_lie_between_two_saves(of_run):
     assert is_due(of_run, 1799)
 
 
-def test_who_asks_gets_one_checkpoint(of_run):
+def test_one_request_gives_one_checkpoint(of_run):
     of_run.signals.save = 1
     assert is_due(of_run, 1)
     of_run.clock.note_save()
     assert not is_due(of_run, 2)
 
 
-def test_a_run_that_minutes_may_end_is_as_long_as_its_speed_says_now_and_no_longer_than_its_steps():
+def test_expected_steps_follow_current_speed_up_to_max_steps():
     """Including the seconds of an evaluation since the last step."""
     spent = [0.0]
     stopwatch = SimpleNamespace(training_seconds=lambda: spent[0])
@@ -59,7 +59,7 @@ def test_a_run_that_minutes_may_end_is_as_long_as_its_speed_says_now_and_no_long
 
 
 @pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3, 4]), ("null", [4])])
-def test_a_run_saves_when_the_minutes_have_passed(run, tiny_run, monkeypatch, minutes, steps):
+def test_run_saves_after_the_configured_minutes(run, tiny_run, monkeypatch, minutes, steps):
     saved = []
     real = Checkpointer.save
 

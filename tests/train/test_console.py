@@ -26,7 +26,7 @@ def closed_pipe():
         yield stream
 
 
-def test_the_log_falls_silent(closed_pipe, monkeypatch, capsys):
+def test_closed_stdout_silences_the_log(closed_pipe, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", closed_pipe)
     show_log(is_main_process=True)
     for step in range(3):
@@ -36,7 +36,7 @@ def test_the_log_falls_silent(closed_pipe, monkeypatch, capsys):
     closed_pipe.flush()
 
 
-def test_a_run_whose_output_nobody_reads_trains_on(closed_pipe, tiny_run, tmp_path, monkeypatch, capsys):
+def test_run_continues_after_its_output_is_closed(closed_pipe, tiny_run, tmp_path, monkeypatch, capsys):
     """Like stdout in `| head -1` after head has ended."""
     monkeypatch.setattr(sys, "stdout", closed_pipe)
     monkeypatch.setattr(sys, "argv", ["scripts/train.py", *tiny_run()])
@@ -48,7 +48,7 @@ def test_a_run_whose_output_nobody_reads_trains_on(closed_pipe, tiny_run, tmp_pa
     assert (ended.value.code or 0, capsys.readouterr().err) == (0, "")
 
 
-def test_a_script_ends_quietly(closed_pipe, monkeypatch, capsys):
+def test_script_ends_quietly_on_a_closed_pipe(closed_pipe, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", closed_pipe)
 
     def main():
@@ -60,7 +60,7 @@ def test_a_script_ends_quietly(closed_pipe, monkeypatch, capsys):
     assert (ended.value.code, capsys.readouterr().err) == (141, "")
 
 
-def test_control_characters_of_a_sample_reach_no_terminal(capsys):
+def test_control_characters_are_escaped(capsys):
     show_log(is_main_process=True)
     logging.getLogger("hfgolf").info("sample  %s", "a\tb\n\x1b]0;owned\x07 \x9b2J \rnaïve \u202e🌍")
     assert capsys.readouterr().out == "sample  a\tb\n\\x1b]0;owned\\x07 \\x9b2J \\rnaïve \\u202e🌍\n"

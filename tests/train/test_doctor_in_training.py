@@ -74,14 +74,14 @@ def with_batches(edit_run: Install, change: Callable[[Iterator[Any]], Iterator[A
     edit_run(edit)
 
 
-def test_a_healthy_run_is_told_nothing(run, tiny_run, caplog):
+def test_healthy_run_has_no_finding(run, tiny_run, caplog):
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(train__max_steps=120, train__eval_every_steps=20, train__log_every_steps=5))
     assert findings(folder) == []
     assert not [line for line in caplog.messages if line.startswith("doctor")]
 
 
-def test_a_learning_rate_that_explodes_at_once(run, tiny_run, caplog):
+def test_exploding_learning_rate(run, tiny_run, caplog):
     """The run fails before a row is due, and the finding is still reported."""
     options = {"optim__name": "adamw", "optim__learning_rate": 1e15, "optim__weight_decay": 0}
     arguments = tiny_run(train__max_steps=20, train__log_every_steps=10, **options, **AT_THE_END)
@@ -96,7 +96,7 @@ def test_a_learning_rate_that_explodes_at_once(run, tiny_run, caplog):
     assert "\n" not in str(finding)
 
 
-def test_a_clip_that_no_gradient_stays_below(run, tiny_run):
+def test_gradient_always_clipped(run, tiny_run):
     folder = run(tiny_run(train__max_steps=110, train__max_grad_norm=0.01, **AT_THE_END))
     finding = the_finding(folder)
     assert (finding.symptom, finding.step) == ("gradient constantly clipped", 99)
@@ -115,7 +115,7 @@ def test_one_bad_batch(run, tiny_run, edit_run):
     assert "back after 1 step; spike number 1" in finding.saw and "unusual batch" in finding.causes[0]
 
 
-def test_a_learning_rate_that_teaches_nothing(run, tiny_run):
+def test_learning_rate_too_low_to_learn(run, tiny_run):
     rates = {"optim__learning_rate": 1e-6, "optim__adamw_learning_rate": 1e-6}
     finding = the_finding(run(tiny_run(train__max_steps=105, train__log_every_steps=5, **rates, **AT_THE_END)))
     assert (finding.symptom, finding.step) == ("early plateau", 100)
@@ -123,7 +123,7 @@ def test_a_learning_rate_that_teaches_nothing(run, tiny_run):
     assert finding.fix == {"optim.learning_rate": 1e-5, "optim.adamw_learning_rate": 1e-5}
 
 
-def test_an_order_of_the_data_that_begins_anew(run, tiny_run, edit_run):
+def test_restarted_data_order(run, tiny_run, edit_run):
     with_batches(edit_run, lambda batches: map(dict, itertools.cycle(list(itertools.islice(batches, 5)))))
     folder = run(tiny_run(train__max_steps=20, train__log_every_steps=5, **AT_THE_END))
     finding = the_finding(folder)
@@ -135,7 +135,7 @@ def test_an_order_of_the_data_that_begins_anew(run, tiny_run, edit_run):
     assert "restarts instead of continuing" in finding.causes[0]
 
 
-def test_a_text_that_is_learned_by_heart(run, tiny_run, tmp_path):
+def test_overfitted_text(run, tiny_run, tmp_path):
     noise = random.Random(0)
     text = tmp_path / "noise.txt"
     text.write_text("".join(noise.choices("abcdefghijklmnop", k=600)))
@@ -146,7 +146,7 @@ def test_a_text_that_is_learned_by_heart(run, tiny_run, tmp_path):
     assert finding.fix == {"train.patience_evals": 3, "model.dropout": 0.1, "optim.weight_decay": 0.2}
 
 
-def test_a_restore_that_brings_back_something_else(run, tiny_run, edit_run):
+def test_wrong_weights_restored(run, tiny_run, edit_run):
     def disturb(run_: Any) -> None:
         with torch.no_grad():
             for parameter in run_.raw_model.parameters() if run_.state.step else ():
@@ -161,7 +161,7 @@ def test_a_restore_that_brings_back_something_else(run, tiny_run, edit_run):
     assert "state that does not match the weights" in finding.causes[0] and finding.fix == {"train.resume": "best"}
 
 
-def test_a_block_that_no_step_survives(run, tiny_run, spoil_gradients, tmp_path):
+def test_nan_on_the_same_block_every_time(run, tiny_run, spoil_gradients, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("it is the same block that goes wrong in each of the epochs. " * 200)
     runs: list[Any] = []
@@ -180,7 +180,7 @@ def test_a_block_that_no_step_survives(run, tiny_run, spoil_gradients, tmp_path)
     assert first <= 550 <= last < first + 32 and "ids outside its embedding" in finding.causes[0]
 
 
-def test_targets_that_are_the_inputs(run, tiny_run, monkeypatch):
+def test_unshifted_targets(run, tiny_run, monkeypatch):
     real = MicroBatches.__getitem__
 
     def not_shifted(dataset: MicroBatches, item: int) -> Any:
@@ -232,7 +232,7 @@ def slow_clock(edit_run, monkeypatch) -> Callable[[Callable[[int], tuple[float, 
     ("data", "compute", "cause"),
     [(0.01, 6.0, "other programs on this machine"), (12.0, 6.0, "a data loader that falls behind")],
 )
-def test_steps_that_become_slow(run, tiny_run, slow_clock, data, compute, cause):
+def test_slowing_steps(run, tiny_run, slow_clock, data, compute, cause):
     slow_clock(lambda step: (0.01, 1.0) if step <= 20 else (data, compute if data < 1 else 1.0))
     folder = run(tiny_run(train__max_steps=48, train__log_every_steps=1, **AT_THE_END))
     told = [finding for finding in findings(folder) if finding.symptom != "data-bound"]
@@ -242,7 +242,7 @@ def test_steps_that_become_slow(run, tiny_run, slow_clock, data, compute, cause)
 
 
 @pytest.mark.parametrize(("data", "is_told"), [(0.11, True), (0.09, False)])
-def test_steps_that_wait_for_their_data(run, tiny_run, slow_clock, data, is_told):
+def test_steps_waiting_for_data(run, tiny_run, slow_clock, data, is_told):
     slow_clock(lambda step: (data, 1.0))
     folder = run(tiny_run(train__max_steps=60, train__log_every_steps=10, **AT_THE_END))
     told = findings(folder)

@@ -54,7 +54,7 @@ def wait_for_a_save(checkpoints: Path, known: set[tuple[str, int]]) -> None:
     wait_until(lambda: bool(partial_folders(checkpoints) - known))
 
 
-def test_fifty_kills_leave_no_trace(tiny_run, tmp_path):
+def test_run_killed_fifty_times_matches_a_straight_run(tiny_run, tmp_path):
     """kill -9 at random moments, every second time during a save: bitwise equal to a straight run."""
     options = {
         "train__max_steps": 200,
@@ -76,7 +76,7 @@ def test_fifty_kills_leave_no_trace(tiny_run, tmp_path):
     for kill in range(50):
         left_over = partial_folders(checkpoints)
         process = start(killed, tmp_path / "killed.txt", pause_seconds=0.03)
-        if kill % 4:  # else in setting up, perhaps
+        if kill % 4:  # otherwise possibly during setup
             wait_for_a_save(checkpoints, left_over)
         delay = moments.uniform(0, 0.01 if kill % 2 else 0.4)
         time.sleep(delay)
@@ -150,7 +150,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("fault", "reason"), [(no_larger_files, "File too large"), (no_more_room, "No space left on device")]
 )
-def test_a_full_disk_costs_one_line_a_save_and_nothing_else(run, tiny_run, tmp_path, request, fault, reason):
+def test_full_disk_gives_one_warning_per_save_and_training_continues(run, tiny_run, tmp_path, request, fault, reason):
     options = {"train__max_steps": 12, "train__eval_every_steps": 99}
     straight = run(tiny_run(run__name="straight", **options))
     if fault is no_more_room:
@@ -233,7 +233,7 @@ def unblock(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         block_folder,
     ],
 )
-def test_a_folder_that_takes_nothing_stops_no_training(run, tiny_run, caplog, fault):
+def test_unwritable_folder_does_not_stop_training(run, tiny_run, caplog, fault):
     options = {"train__max_steps": 12, "train__eval_every_steps": 99}
     straight = run(tiny_run(run__name="straight", **options))
     fault_patch, patch = pytest.MonkeyPatch(), pytest.MonkeyPatch()
@@ -254,7 +254,7 @@ def test_a_folder_that_takes_nothing_stops_no_training(run, tiny_run, caplog, fa
 
 
 @pytest.mark.parametrize("what", ["path", "metrics", "checkpoints", "config"])
-def test_a_run_outlives_what_is_deleted_under_it(run, tiny_run, monkeypatch, what):
+def test_run_survives_deleted_files(run, tiny_run, monkeypatch, what):
     options = {"train__max_steps": 9, "train__eval_every_steps": 99}
     straight = run(tiny_run(run__name="straight", **options))
 
@@ -272,7 +272,7 @@ def test_a_run_outlives_what_is_deleted_under_it(run, tiny_run, monkeypatch, wha
     assert json.loads((folder / "summary.json").read_text())["steps"] == 9
 
 
-def test_checkpoints_without_their_config_are_not_written_over(run, tiny_run):
+def test_checkpoints_without_config_yaml_are_not_overwritten(run, tiny_run):
     folder = run(tiny_run())
     folder.joinpath("config.yaml").unlink()
     with pytest.raises(UserError, match=r"holds a complete run; choose another --run.name"):
@@ -286,7 +286,7 @@ def test_checkpoints_without_their_config_are_not_written_over(run, tiny_run):
     ]
 
 
-def test_a_folder_belongs_to_one_process_as_long_as_that_lives(run, tiny_run, tmp_path):
+def test_folder_is_locked_by_one_live_process(run, tiny_run, tmp_path):
     options = {"train__save_every_steps": 1, "train__eval_every_steps": 99, "train__resume": "auto"}
     straight = run(tiny_run(run__name="straight", **options))
     # loader workers may outlive their parent for seconds: they must not hold on to the folder
@@ -313,7 +313,7 @@ def test_a_folder_belongs_to_one_process_as_long_as_that_lives(run, tiny_run, tm
     assert losses(folder) == losses(straight)
 
 
-def test_the_clock_may_run_backwards(run, tiny_run, monkeypatch):
+def test_clock_may_run_backwards(run, tiny_run, monkeypatch):
     """If the clock jumps, the newest checkpoint is still that of the last step, not the one with the newest files."""
     options = {"train__eval_every_steps": 99, "train__save_every_steps": 2, "schedule__name": "constant"}
     straight = run(tiny_run(run__name="straight", train__max_steps=9, **options))
@@ -330,7 +330,7 @@ def test_the_clock_may_run_backwards(run, tiny_run, monkeypatch):
     assert elapsed == sorted(elapsed) and elapsed[0] > 0
 
 
-def test_no_room_for_the_model_loses_nothing(run, tiny_run, monkeypatch):
+def test_failed_export_on_a_full_disk_can_be_repeated(run, tiny_run, monkeypatch):
     def export_model(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -343,7 +343,7 @@ def test_no_room_for_the_model_loses_nothing(run, tiny_run, monkeypatch):
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatch, caplog):
+def test_lost_rows_are_counted(run, tiny_run, monkeypatch, caplog):
     def append_lines(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -357,7 +357,7 @@ def test_rows_that_find_no_room_to_the_end_are_counted(run, tiny_run, monkeypatc
     assert (folder / "model" / "model.safetensors").is_file()
 
 
-def test_a_folder_deleted_under_a_run_is_given_to_one_of_two(tiny_run, tmp_path):
+def test_deleted_folder_goes_to_only_one_of_two_runs(tiny_run, tmp_path):
     """The first run locks it again; the other ends with one line and writes nothing more."""
     resolved = load_config(tiny_run(train__max_steps=12, train__save_every_steps=1, train__eval_every_steps=99))
     folder = tmp_path / "runs" / "tiny"
@@ -378,7 +378,7 @@ def test_a_folder_deleted_under_a_run_is_given_to_one_of_two(tiny_run, tmp_path)
     assert steps == list(range(steps[0], steps[0] + len(steps))), "two runs wrote here"
 
 
-def test_who_finds_another_run_in_its_folder_leaves_that_alone(run, tiny_run, tmp_path, monkeypatch):
+def test_run_does_not_touch_another_run_in_its_folder(run, tiny_run, tmp_path, monkeypatch):
     folder = tmp_path / "runs" / "tiny"
     theirs = {".lock": b"1 on another machine\n", "metrics.jsonl": b'{"step": 1}\n', "report.html": b"their report"}
 
@@ -394,7 +394,7 @@ def test_who_finds_another_run_in_its_folder_leaves_that_alone(run, tiny_run, tm
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == theirs
 
 
-def test_another_users_lock_is_one_line(run, tiny_run, monkeypatch):
+def test_lock_of_another_user_is_one_line(run, tiny_run, monkeypatch):
     real_open = os.open
 
     def refuse_lock(path: Any, *arguments: Any, **options: Any) -> int:
@@ -409,7 +409,7 @@ def test_another_users_lock_is_one_line(run, tiny_run, monkeypatch):
         run(tiny_run())
 
 
-def test_a_file_system_without_locks_is_trained_on(tiny_run, monkeypatch):
+def test_training_works_without_file_locks(tiny_run, monkeypatch):
     def refuse(*arguments: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -421,7 +421,7 @@ def test_a_file_system_without_locks_is_trained_on(tiny_run, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["size=4k", "size=12k", "nr_inodes=4"])
-def test_a_disk_with_next_to_no_room_is_one_line(run, tiny_run, tmp_path, option):
+def test_nearly_full_disk_is_one_line(run, tiny_run, tmp_path, option):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(disk)]

@@ -57,7 +57,7 @@ def test_damaged_best_weights_are_not_exported(run, tiny_run, monkeypatch, valid
 
 
 @pytest.mark.parametrize("damaged", [(4,), (2, 4)])
-def test_weights_that_are_not_finite_are_replaced_by_the_newest_whole_ones(run, tiny_run, monkeypatch, caplog, damaged):
+def test_nonfinite_weights_are_replaced_by_the_newest_finite_ones(run, tiny_run, monkeypatch, caplog, damaged):
     def spoil(run_: Any) -> None:
         run_.raw_model.get_parameter("model.layers.0.mlp.up_proj.weight").data.fill_(float("nan"))
         for step in damaged:
@@ -77,7 +77,7 @@ def test_weights_that_are_not_finite_are_replaced_by_the_newest_whole_ones(run, 
 
 
 @pytest.mark.slow
-def test_a_run_is_complete_only_if_its_summary_and_its_model_are_whole(run, tiny_run, run_script, reset_accelerate):
+def test_run_is_complete_only_with_valid_summary_and_model(run, tiny_run, run_script, reset_accelerate):
     """The same command rebuilds only what is damaged, from the checkpoints."""
     folder = run(tiny_run())
 
@@ -121,7 +121,7 @@ def test_a_run_is_complete_only_if_its_summary_and_its_model_are_whole(run, tiny
     assert model() == before and rows(folder) == steps
 
 
-def test_a_run_whose_sample_could_not_be_drawn_is_complete(run, tiny_run, run_script, monkeypatch, reset_accelerate):
+def test_run_without_a_sample_is_complete(run, tiny_run, run_script, monkeypatch, reset_accelerate):
     def no_text(*arguments: Any, **options: Any) -> str:
         raise RuntimeError("no text today")
 
@@ -136,7 +136,7 @@ def test_a_run_whose_sample_could_not_be_drawn_is_complete(run, tiny_run, run_sc
     assert (folder / "summary.json").read_bytes() == before
 
 
-def test_a_complete_run_says_that_its_text_has_changed_since(run, tiny_run, run_script, tmp_path, reset_accelerate):
+def test_complete_run_warns_if_its_text_changed(run, tiny_run, run_script, tmp_path, reset_accelerate):
     text = tmp_path / "text.txt"
     text.write_text("one line and another\n" * 500)
     arguments = tiny_run(data__files=text)
@@ -157,7 +157,7 @@ def test_a_complete_run_says_that_its_text_has_changed_since(run, tiny_run, run_
     assert "other text" not in again()
 
 
-def test_the_peak_is_read_when_everything_is_made(run, tiny_run, monkeypatch):
+def test_peak_memory_is_read_last(run, tiny_run, monkeypatch):
     """The report and the export need memory, too."""
     made = ["training"]
     real = finish.export_model
@@ -169,7 +169,7 @@ def test_the_peak_is_read_when_everything_is_made(run, tiny_run, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its heap is what the prediction knows")
-def test_the_memory_of_a_run_is_as_predicted_and_as_top_shows_it(tiny_run, tmp_path):
+def test_memory_of_a_run_matches_the_prediction_and_top(tiny_run, tmp_path):
     """Without heap fragmentation, the prediction was 0.7 of the peak."""
     shape = {"model__hidden_size": 128, "model__num_hidden_layers": 6, "batch__sequence_length": 512}
     steps = {"batch__tokens_per_step": 4096, "batch__micro_batch_size": 8, "train__max_steps": 2}
@@ -205,7 +205,7 @@ def full_disk(*arguments: Any, **options: Any) -> None:
         ("none", "no checkpoint could be written either, so the weights are lost; free disk space and train again."),
     ],
 )
-def test_what_is_said_of_checkpoints_is_read_from_the_disk(run, tiny_run, monkeypatch, tmp_path, caplog, saved, advice):
+def test_checkpoint_advice_reflects_the_disk(run, tiny_run, monkeypatch, tmp_path, caplog, saved, advice):
     def fill(run_: Any) -> None:
         monkeypatch.setattr(contents, "save_file", full_disk)
 

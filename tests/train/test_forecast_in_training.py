@@ -26,7 +26,7 @@ def log(folder):
 
 
 @pytest.mark.slow
-def test_training_is_the_same_with_forecasts(run, tiny_run):
+def test_forecasts_do_not_change_training(run, tiny_run):
     plain = run(tiny_run(model__dropout=0.1, train__log_every_steps=2))
     options = {"golf__forecast_every_steps": 4, "golf__budget_bytes": 30_000, "model__dropout": 0.1}
     with_forecasts = run(tiny_run(**options, run__name="with", train__log_every_steps=2))
@@ -40,7 +40,7 @@ def test_training_is_the_same_with_forecasts(run, tiny_run):
 
 
 @pytest.mark.slow
-def test_the_last_forecast_is_what_an_export_takes(run, tiny_run, monkeypatch):
+def test_last_forecast_matches_the_export(run, tiny_run, monkeypatch):
     monkeypatch.setattr(forecast, "TOLERATED_NATS", 1e-4)  # so small a model needs less than 1 bit per weight for 0.01
     folder = run(tiny_run(train__max_steps=60, train__eval_every_steps=60, golf__forecast_every_steps=30))
     row = read_rows(folder / "metrics.jsonl")[-1]
@@ -67,7 +67,7 @@ def test_the_last_forecast_is_what_an_export_takes(run, tiny_run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_nonfinite_weights_have_no_forecast(run, tiny_run, edit_run, tmp_path):
+def test_nonfinite_weights_get_no_forecast(run, tiny_run, edit_run, tmp_path):
     def spoil(run_):
         real = run_.optimizer.step
 

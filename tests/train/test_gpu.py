@@ -30,14 +30,14 @@ def test_every_precision_learns(run, tiny_run, precision, compiled):
     assert table[-1]["data_seconds"] < table[-1]["compute_seconds"]
 
 
-def test_fp32_on_the_gpu_is_fp32_on_the_cpu(run, tiny_run, monkeypatch):
+def test_gpu_matches_cpu_in_fp32(run, tiny_run, monkeypatch):
     on_gpu = [row["train_loss"] for row in rows(run(tiny_run(run__name="gpu")))]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     on_cpu = [row["train_loss"] for row in rows(run(tiny_run(run__name="cpu")))]
     assert on_gpu == pytest.approx(on_cpu, rel=1e-3)
 
 
-def test_a_resume_on_the_gpu_is_the_run(run, tiny_run):
+def test_resume_on_the_gpu_matches_a_straight_run(run, tiny_run):
     options = {"train__deterministic": "true", "model__dropout": 0.1, "schedule__name": "constant"}
     straight = rows(run(tiny_run(run__name="straight", **options, train__max_steps=8)))
     run(tiny_run(run__name="broken", **options, train__max_steps=5))
@@ -45,7 +45,7 @@ def test_a_resume_on_the_gpu_is_the_run(run, tiny_run):
     assert [row["train_losses"] for row in resumed] == [row["train_losses"] for row in straight]
 
 
-def test_a_micro_batch_that_is_too_much_is_halved_until_it_trains(run, tiny_run):
+def test_oversized_micro_batch_is_halved_until_it_fits(run, tiny_run):
     """The allocator is limited to 2 GiB on any GPU; half a million tokens at once need more."""
     limit_bytes = 2 * 2**30
     torch.cuda.empty_cache()
@@ -73,7 +73,7 @@ def test_a_micro_batch_that_is_too_much_is_halved_until_it_trains(run, tiny_run)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_nan_is_skipped_on_the_gpu(run, tiny_run, spoil_gradients, precision):
+def test_nan_step_is_skipped_on_the_gpu(run, tiny_run, spoil_gradients, precision):
     spoil_gradients(lambda step: step == 2)
     folder = run(tiny_run(train__mixed_precision=precision))
     assert [row["step"] for row in rows(folder) if row.get("event") == "skipped_step"] == [3]

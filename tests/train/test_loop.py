@@ -58,7 +58,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
-def test_a_run_writes_what_it_promises(run, tiny_run, capsys):
+def test_run_writes_all_documented_files(run, tiny_run, capsys):
     folder = run(
         tiny_run(train__max_steps=60, train__eval_every_steps=30, train__log_every_steps=7, train__save_every_steps=25)
     )
@@ -98,7 +98,7 @@ def test_training_from_python(tiny_run):
 @pytest.mark.slow
 def test_accumulation_is_exact(run, tiny_run, monkeypatch):
     """1x8 = 2x4 = 8x1: only tokens_per_step matters, not the micro-batches."""
-    # where products are in bf16, a rounding of the last bit of a gradient becomes one of the third digit of an update
+    # in fp32: with bf16 products, rounding the last bit of a gradient would change the third digit of an update
     monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
     first, *others = (
         run(tiny_run(run__name=f"micro{size}", batch__micro_batch_size=size, train__max_steps=4)) for size in (8, 4, 1)
@@ -124,7 +124,7 @@ def test_every_optimizer_and_schedule_learns(run, tiny_run, options):
 
 
 @pytest.mark.parametrize(("options", "clip"), [({}, 1.0), ({"train__max_grad_norm": 0.25}, 0.25)])
-def test_an_update_is_that_of_the_textbook(run, tiny_run, monkeypatch, options, clip):
+def test_update_matches_sgd_by_hand(run, tiny_run, monkeypatch, options, clip):
     """SGD computed by hand: mean gradient of two micro-batches, clipped, warmup's rate; only matrices decay."""
     real_step = loop.train_step
     norms = []
@@ -159,13 +159,13 @@ def test_an_update_is_that_of_the_textbook(run, tiny_run, monkeypatch, options, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"model__gradient_checkpointing": "true"}, {"data__num_workers": 2}])
-def test_what_only_saves_memory_or_time_changes_no_loss(run, tiny_run, options):
+def test_memory_and_speed_options_do_not_change_losses(run, tiny_run, options):
     plain, other = run(tiny_run(run__name="plain")), run(tiny_run(run__name="other", **options))
     assert losses(other) == pytest.approx(losses(plain), rel=1e-6)
 
 
 @pytest.mark.slow
-def test_a_compiled_model_compiles_once(run, tiny_run, monkeypatch):
+def test_compiled_model_compiles_once(run, tiny_run, monkeypatch):
     """The warm-up pass must look like a training step, or the first step recompiles."""
     from torch._dynamo.utils import counters
 
@@ -179,12 +179,12 @@ def test_a_compiled_model_compiles_once(run, tiny_run, monkeypatch):
     assert len(losses(folder)) == 6
     assert rows(folder)[0]["seconds_compile"] > 0
     plain = run(tiny_run(run__name="plain", train__compile="false", **options))
-    assert losses(folder) == pytest.approx(losses(plain), rel=1e-5), "the pass that compiles left a trace"
+    assert losses(folder) == pytest.approx(losses(plain), rel=1e-5), "the compiling pass changed the result"
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_train_as_one(run, tiny_run, tmp_path):
+def test_two_processes_match_one(run, tiny_run, tmp_path):
     one = run(tiny_run(run__name="one", batch__micro_batch_size=4))
     train_on_two(tiny_run(run__name="two", batch__micro_batch_size=4), tmp_path / "output")
     assert "2 processes" in (tmp_path / "output").read_text()
@@ -219,7 +219,7 @@ def test_fp16_scales_unscales_and_skips_an_overflow(run, tiny_run, monkeypatch, 
     assert losses(half)[-1] < losses(half)[0] - 0.5
 
 
-def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
+def test_best_checkpoint_is_retained_and_exported(run, tiny_run, monkeypatch):
     """Validation gets worse after step 4: `best` stays, retention deletes others, and step 4 is exported."""
     real = validation.evaluate_loss
 
@@ -245,7 +245,7 @@ def test_best_is_kept_and_exported(run, tiny_run, monkeypatch):
     assert all(torch.equal(exported[name], best[name]) for name in best)
 
 
-def test_evaluations_read_eval_tokens_and_the_last_one_reads_all(run, tiny_run):
+def test_only_the_last_evaluation_reads_all_tokens(run, tiny_run):
     folder = run(tiny_run(data__val_fraction=0.5, train__eval_tokens=9000, train__max_steps=2))
     (row,) = (row for row in rows(folder) if row["val_loss"] is not None)
     summary = json.loads((folder / "summary.json").read_text())
@@ -255,7 +255,7 @@ def test_evaluations_read_eval_tokens_and_the_last_one_reads_all(run, tiny_run):
     )
 
 
-def test_an_evaluation_of_all_is_not_repeated_at_the_end(run, tiny_run, monkeypatch):
+def test_full_evaluation_is_not_repeated_at_the_end(run, tiny_run, monkeypatch):
     real = validation.evaluate_loss
     budgets = []
 
@@ -290,7 +290,7 @@ def test_max_epochs_counts_passes_over_the_blocks(run, tiny_run):
     assert 0.1 <= last["epoch"] < 0.1 + 256 / 32 / 1000
 
 
-def test_another_config_does_not_touch_a_finished_run(run, tiny_run):
+def test_finished_run_is_not_overwritten_by_another_config(run, tiny_run):
     folder = run(tiny_run())
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(
@@ -300,7 +300,7 @@ def test_another_config_does_not_touch_a_finished_run(run, tiny_run):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_key_that_is_younger_than_a_run_had_its_default(run, tiny_run):
+def test_missing_new_key_counts_as_its_default(run, tiny_run):
     """Removes two keys, one of them a tuple, from the config of a complete run."""
     folder = run(tiny_run(train__max_steps=3))
     lines = (folder / "config.yaml").read_text().splitlines()
@@ -313,27 +313,27 @@ def test_a_key_that_is_younger_than_a_run_had_its_default(run, tiny_run):
         run(tiny_run(train__max_steps=3, model__attention_dropout=0.1))
 
 
-def test_an_unfinished_run_says_how_to_continue(run, tiny_run):
+def test_unfinished_run_says_how_to_resume(run, tiny_run):
     folder = run(tiny_run())
     (folder / "summary.json").unlink()
     with pytest.raises(UserError, match=r"continue it with --train.resume auto"):
         run(tiny_run())
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(run, tiny_run, tmp_path):
+def test_unwritable_output_folder_is_one_line(run, tiny_run, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match=r"run.output_dir: cannot write to .*; choose another --run.output_dir"):
         run(tiny_run(run__output_dir=tmp_path / "file"))
 
 
-def test_due():
+def test_due_every_n_steps_and_at_the_end():
     assert [step for step in range(1, 11) if due(step, 4, step == 10)] == [4, 8, 10]
     assert not due(7, None, False)
     assert due(7, None, True)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, "auto"])
-def test_a_model_without_room_is_refused_before_it_is_built(micro_batch_size, tiny_run, monkeypatch):
+def test_model_too_large_for_memory_is_rejected_before_it_is_built(micro_batch_size, tiny_run, monkeypatch):
     monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 1000)  # what a container leaves
     build = setup.build_golf
 

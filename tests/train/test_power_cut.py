@@ -152,7 +152,7 @@ def is_json(content: bytes) -> bool:
         return False
 
 
-def test_a_power_cut_leaves_nothing_half_and_loses_nothing_finished(life, tmp_path):
+def test_power_cut_leaves_no_partial_files_and_loses_no_finished_ones(life, tmp_path):
     reader, found = Reader(life, tmp_path), {}
     for tree, moment in life.states.items():
         for complaint in reader.complaints(tree, moment.saved_step):
@@ -174,9 +174,9 @@ def figures(folder: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[key] for key in keys) for row in rows(folder) if "event" not in row]
 
 
-def test_the_same_command_goes_on_after_a_power_cut(life, run, tiny_run, tmp_path, monkeypatch):
+def test_same_command_resumes_after_a_power_cut(life, run, tiny_run, tmp_path, monkeypatch):
     """Bitwise equal to an undisturbed run."""
-    monkeypatch.setattr(finish, "report_run", lambda *arguments: None)  # drawing takes longer than all the rest
+    monkeypatch.setattr(finish, "report_run", lambda *arguments: None)  # drawing takes longer than everything else
     straight = run(tiny_run(**OPTIONS))
     for number, tree in enumerate(kinds(life)):
         disk = write_tree(tree, tmp_path / str(number), life.contents)

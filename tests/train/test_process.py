@@ -58,7 +58,7 @@ def launched_by(monkeypatch, tmp_path):
         ("no", (), "bf16", "auto"),
     ],
 )
-def test_what_accelerate_was_told_wins_over_the_hardware(launched_by, monkeypatch, precision, words, outcome, source):
+def test_accelerate_setting_overrides_the_hardware_default(launched_by, monkeypatch, precision, words, outcome, source):
     monkeypatch.setattr(process, "fast_product_dtype", lambda device: torch.bfloat16)
     launched_by(precision, *words)
     answer = resolved()
@@ -66,26 +66,26 @@ def test_what_accelerate_was_told_wins_over_the_hardware(launched_by, monkeypatc
     assert answer.sources["train.mixed_precision"] == source
 
 
-def test_the_config_wins_over_accelerate(launched_by):
+def test_config_overrides_accelerate(launched_by):
     launched_by("no", "--mixed_precision", "no")
     answer = resolved("--train.mixed_precision=bf16")
     assert (answer.config.train.mixed_precision, answer.sources["train.mixed_precision"]) == ("bf16", "command line")
 
 
 @pytest.mark.parametrize(("fast", "outcome"), [(torch.bfloat16, "bf16"), (torch.float32, "no")])
-def test_without_a_word_the_hardware_decides(monkeypatch, fast, outcome):
+def test_precision_defaults_to_the_hardware(monkeypatch, fast, outcome):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(process, "fast_product_dtype", lambda device: fast)
     assert resolved().config.train.mixed_precision == outcome
 
 
-def test_a_precision_from_accelerate_that_does_not_exist_here_is_one_line(launched_by):
+def test_unsupported_accelerate_precision_is_one_line(launched_by):
     launched_by("fp8")
     with pytest.raises(UserError, match=r"train.mixed_precision: fp8 \(from accelerate\) does not run on this device"):
         resolved()
 
 
-def test_cores_are_shared_over_processes(monkeypatch):
+def test_cores_are_split_between_processes(monkeypatch):
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
     before = torch.get_num_threads()
     try:
@@ -95,7 +95,7 @@ def test_cores_are_shared_over_processes(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_seeds_reach_every_generator(monkeypatch):
+def test_every_generator_is_seeded(monkeypatch):
     import random
 
     import numpy as np
@@ -115,12 +115,12 @@ def test_seeds_reach_every_generator(monkeypatch):
     assert of_gpus == [7]
 
 
-def test_fp32_is_no_tf32(run, tiny_run):
+def test_fp32_does_not_use_tf32(run, tiny_run):
     run(tiny_run(train__max_steps=1))
     assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
 
 
-def test_compiling_must_pay(monkeypatch):
+def test_compiles_only_if_it_saves_time(monkeypatch):
     monkeypatch.setattr("hfgolf.train.compilation.has_compiler", lambda device: True)
     assert should_compile(CPU, "no", 3600.0)[0]
     assert not should_compile(CPU, "no", 60.0)[0]
@@ -132,7 +132,7 @@ def test_compiling_must_pay(monkeypatch):
 
 
 @pytest.mark.slow
-def test_accelerate_launch_trains_with_what_it_was_told_and_with_all_cores(tiny_run, tmp_path):
+def test_accelerate_launch_uses_its_precision_and_all_cores(tiny_run, tmp_path):
     options = [option for option in tiny_run() if "mixed_precision" not in option and "cpu_threads" not in option]
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "bf16", "scripts/train.py"]
     variables = {"HF_HOME": str(tmp_path)}
@@ -148,11 +148,11 @@ def test_accelerate_launch_trains_with_what_it_was_told_and_with_all_cores(tiny_
 
 
 @pytest.mark.slow
-def test_a_failing_compiler_falls_back_with_one_line(run, tiny_run, caplog):
+def test_broken_compiler_falls_back_with_one_line(run, tiny_run, caplog):
     import torch._inductor.config
 
     eager = run(tiny_run(run__name="eager", train__max_steps=3))
-    # not by monkeypatch: it would end by deleting the settings, for the tests that follow, too
+    # not monkeypatch: its cleanup would delete the settings for later tests
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
         compiled = run(tiny_run(run__name="compiled", train__max_steps=3, train__compile="true"))
     lines = [line for line in caplog.messages if line.startswith("compile: failed, continuing without")]
@@ -163,7 +163,7 @@ def test_a_failing_compiler_falls_back_with_one_line(run, tiny_run, caplog):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_asking_for_the_precision_does_not_part_the_processes():
+def test_reading_the_precision_does_not_split_the_process_group():
     """The first PartialState decides for the whole process whether it is one of several; this call makes the first."""
     program = (
         "from accelerate import Accelerator, PartialState; from hfgolf.command_line import load_config;"
@@ -184,7 +184,7 @@ def test_asking_for_the_precision_does_not_part_the_processes():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to")
-def test_freed_memory_is_there_for_the_next_step():
+def test_freed_memory_is_reused_by_the_next_step():
     """Without it, each round would page-fault 50 MB again: 12,000 pages."""
     program = (
         "import resource, sys, torch\n"
@@ -215,10 +215,10 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
-def test_large_tensors_lie_in_large_pages():
+def test_large_tensors_use_huge_pages():
     program = (
         "import torch\n"
-        "import hfgolf.train.loop\n"  # whose imports must not have torch decide before
+        "import hfgolf.train.loop\n"  # its imports must not make torch decide earlier
         "from pathlib import Path\n"
         "from hfgolf.train.process import tune_memory\n"
         "tune_memory()\n"
@@ -236,7 +236,7 @@ def test_large_tensors_lie_in_large_pages():
     ("dropout", "words"),
     [(0.0, "sdpa, SDPA's flash kernel, q, k and v in "), (0.1, "sdpa, SDPA's math kernel, q, k and v in ")],
 )
-def test_the_log_says_what_attention_got(run, tiny_run, monkeypatch, caplog, dropout, words):
+def test_log_reports_the_attention_dtype(run, tiny_run, monkeypatch, caplog, dropout, words):
     """Even if the model itself casts q, k and v, after autocast and the projection."""
     options = {"model__attention_dropout": dropout, "train__max_steps": 1}
     with caplog.at_level(logging.INFO, "hfgolf"):
@@ -254,7 +254,7 @@ def test_the_log_says_what_attention_got(run, tiny_run, monkeypatch, caplog, dro
         assert f"attention: {words}torch.float64" in caplog.messages
 
 
-def test_a_cast_to_fp32_inside_attention_shows_under_bf16(run, tiny_run, monkeypatch, caplog):
+def test_fp32_cast_inside_attention_is_reported_under_bf16(run, tiny_run, monkeypatch, caplog):
     def in_fp32(query, key, value, *arguments):
         with torch.autocast("cpu", enabled=False):
             return real(query.float(), key.float(), value.float(), *arguments).to(query.dtype)

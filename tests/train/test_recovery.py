@@ -31,7 +31,9 @@ from hfgolf.train.loss_watch import LossWatch
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-NO_EVALUATION = {"train__eval_every_steps": 100}  # but at the end: it would save a checkpoint if it was the best
+NO_EVALUATION = {
+    "train__eval_every_steps": 100
+}  # except at the end; an evaluation would save a checkpoint if it was the best
 BAD = "model.layers.0.mlp.up_proj.weight"  # what conftest.py spoils
 
 
@@ -80,7 +82,7 @@ def copy_of(run: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in (*run.raw_model.parameters(), *state, *averages)]
 
 
-def test_a_step_with_a_nan_changes_nothing_and_is_named(run, tiny_run, spoil_gradients, monkeypatch, caplog):
+def test_nan_step_is_skipped_and_reported(run, tiny_run, spoil_gradients, monkeypatch, caplog):
     """Two bad steps, not in a row, so that max_skipped_steps 2 is not reached."""
     runs = spoil_gradients(lambda step: step in (1, 3))
     real_step = loop.train_step
@@ -96,7 +98,7 @@ def test_a_step_with_a_nan_changes_nothing_and_is_named(run, tiny_run, spoil_gra
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(optim__ema_decay=0.9, train__max_skipped_steps=2, batch__micro_batch_size=4))
     assert [any(step) for step in changed] == [True, False, True, False, True, True]
-    assert all(changed[-1]), "a step without one changes all of it"
+    assert all(changed[-1]), "a good step changes every weight"
     assert [row["skipped_steps"] for row in rows(folder)] == [0, 1, 1, 2, 2, 2]
     assert [row["grad_norm"] is None for row in rows(folder)] == [False, True, False, True, False, False]
     assert [(row["event"], row["step"]) for row in events(folder)] == [("skipped_step", 2), ("skipped_step", 4)]
@@ -119,7 +121,7 @@ def test_a_step_with_a_nan_changes_nothing_and_is_named(run, tiny_run, spoil_gra
         pytest.param(3, 6, [6], id="checkpoint-between-the-bad-ones"),
     ],
 )
-def test_too_many_in_a_row_go_back_and_are_left_out(
+def test_repeated_nan_steps_roll_back_and_exclude_their_blocks(
     run, tiny_run, spoil_gradients, caplog, save_every, back_at, left_out
 ):
     """Every other batch is read once and in order, also after a resume, which remembers the exclusions."""
@@ -153,22 +155,22 @@ def test_too_many_in_a_row_go_back_and_are_left_out(
     assert {key: saved_state(broken)[key] for key in expected} == expected
 
 
-def test_a_nan_at_every_step_ends_after_the_last_rollback_with_a_diagnosis(run, tiny_run, spoil_gradients):
+def test_permanent_nan_ends_with_a_diagnosis_after_the_last_rollback(run, tiny_run, spoil_gradients):
     runs = spoil_gradients(lambda step: step >= 2)
     with pytest.raises(UserError) as error:
         run(tiny_run(train__max_skipped_steps=2, train__max_rollbacks=2, train__save_every_steps=2, **NO_EVALUATION))
     message = str(error.value)
     assert "\n" not in message
-    starts = block_starts(1337, 56 + np.arange(8), blocks_per_epoch(runs[0]), 32)[:6]  # 2 to 5 have been left out
+    starts = block_starts(1337, 56 + np.arange(8), blocks_per_epoch(runs[0]), 32)[:6]  # 2 to 5 were excluded
     blocks = ", ".join(map(str, starts))
     assert message.startswith("train: step 4: the gradient is not finite")
     assert f"first in {BAD}, blocks from tokens {blocks} and 2 more; 2 rollbacks did not help; lower optim" in message
     assert runs[0].state.excluded_blocks == [[16, 32], [32, 48]]
     assert runs[0].state.learning_rate_scale == 0.25
-    assert runs[0].folder.report.is_file(), "a run that died has a report, too"
+    assert runs[0].folder.report.is_file(), "a failed run has a report too"
 
 
-def test_without_a_checkpoint_there_is_nothing_to_go_back_to(run, tiny_run, spoil_gradients):
+def test_rollback_without_a_checkpoint_is_one_line(run, tiny_run, spoil_gradients):
     spoil_gradients(lambda step: True)
     with pytest.raises(
         UserError, match=rf"^train: step 2: .* first in {BAD}.*; there is no checkpoint to roll back to"
@@ -176,7 +178,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(run, tiny_run, spoi
         run(tiny_run(train__max_skipped_steps=2))
 
 
-def test_the_scalers_search_for_its_scale_is_told_and_rolls_nothing_back(run, tiny_run, fp16_on_cpu, caplog):
+def test_fp16_scale_search_is_reported_without_a_rollback(run, tiny_run, fp16_on_cpu, caplog):
     fp16_on_cpu(2.0**24)
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(train__max_steps=20, train__mixed_precision="fp16", train__max_skipped_steps=1))
@@ -191,7 +193,7 @@ def test_the_scalers_search_for_its_scale_is_told_and_rolls_nothing_back(run, ti
     assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == len(skipped)
 
 
-def test_a_nan_that_no_scale_helps_is_counted_in_fp16_too(run, tiny_run, fp16_on_cpu, spoil_gradients):
+def test_fp16_nan_at_any_scale_counts_as_a_bad_step(run, tiny_run, fp16_on_cpu, spoil_gradients):
     fp16_on_cpu(8.0)
     spoil_gradients(lambda step: True)
     options = {"train__max_steps": 20, "train__save_every_steps": 20, "train__max_skipped_steps": 2, **NO_EVALUATION}
@@ -211,7 +213,7 @@ def break_weights(monkeypatch):
             if run_.state.step == at_step and not broken:
                 broken.append(at_step)
                 weight = run_.raw_model.get_parameter(BAD).data
-                weight[0, 0], weight[1, 0] = value, -value  # one of the two is positive, whatever the token
+                weight[0, 0], weight[1, 0] = value, -value  # one of the two is positive for any token
             real_save(run_)
 
         monkeypatch.setattr(loop, "save", save)
@@ -219,14 +221,14 @@ def break_weights(monkeypatch):
     return install
 
 
-def test_weights_that_are_not_finite_are_not_saved(run, tiny_run, break_weights, caplog):
+def test_nonfinite_weights_are_not_saved(run, tiny_run, break_weights, caplog):
     break_weights(4)
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(train__save_every_steps=2, train__eval_every_steps=2, train__max_skipped_steps=9))
     checkpoints = folder / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "latest", "step-000002"]
     assert (checkpoints / "latest").resolve().name == "step-000002"
-    for step in (4, 6):  # the last save is spoken of too
+    for step in (4, 6):  # the failed last save is reported too
         reason = f"checkpoint of step {step} not written: {BAD} holds nonfinite values"
         assert len([line for line in caplog.messages if line.startswith(reason)]) == 1
     failed = [event for event in events(folder) if event["event"] == "save_failed"]
@@ -237,7 +239,7 @@ def test_weights_that_are_not_finite_are_not_saved(run, tiny_run, break_weights,
     assert json.loads((folder / "summary.json").read_text())["step"] == 2
 
 
-def test_weights_that_end_not_finite_are_not_exported(run, tiny_run, break_weights):
+def test_nonfinite_final_weights_are_not_exported(run, tiny_run, break_weights):
     break_weights(6)
     folder = run(tiny_run())
     assert json.loads((folder / "summary.json").read_text())["step"] == 3
@@ -246,18 +248,18 @@ def test_weights_that_end_not_finite_are_not_exported(run, tiny_run, break_weigh
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
 
 
-def test_weights_that_end_not_finite_without_a_checkpoint_are_one_line(run, tiny_run, break_weights):
+def test_nonfinite_final_weights_without_a_checkpoint_are_one_line(run, tiny_run, break_weights):
     break_weights(6)
     with pytest.raises(UserError, match=rf"^train: {BAD} holds nonfinite values, and there is no undamaged"):
         run(tiny_run(train__save_every_steps="null", **NO_EVALUATION))
 
 
-def test_a_last_save_that_fails_in_the_background_is_spoken_of(run, tiny_run, monkeypatch, caplog):
+def test_failed_last_background_save_is_reported(run, tiny_run, monkeypatch, caplog):
     real = contents.commit_checkpoint
 
     def commit(partial: Path, step: int, *arguments: Any) -> Path:
         if step == 6:
-            time.sleep(0.3)  # the loop has gone on by then
+            time.sleep(0.3)  # the loop has continued by then
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(partial, step, *arguments)
 
@@ -269,7 +271,7 @@ def test_a_last_save_that_fails_in_the_background_is_spoken_of(run, tiny_run, mo
     assert [(event["event"], event["step"]) for event in events(folder)] == [("save_failed", 6)]
 
 
-def test_going_back_mends_weights_that_are_not_finite(run, tiny_run, break_weights):
+def test_rollback_repairs_nonfinite_weights(run, tiny_run, break_weights):
     break_weights(4)
     folder = run(tiny_run(train__save_every_steps=2, train__max_skipped_steps=2, train__max_steps=8))
     assert [event["event"] for event in events(folder)].count("rollback") == 1
@@ -278,7 +280,7 @@ def test_going_back_mends_weights_that_are_not_finite(run, tiny_run, break_weigh
     assert (folder / "checkpoints" / "latest").resolve().name == "step-000008"
 
 
-def test_a_checkpoint_that_no_good_step_comes_of_is_left_for_an_earlier_one(run, tiny_run, break_weights, caplog):
+def test_rollback_skips_a_checkpoint_that_yields_no_good_step(run, tiny_run, break_weights, caplog):
     break_weights(4, 1e38)  # finite, so it is saved; any pass through it overflows
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(
@@ -291,7 +293,7 @@ def test_a_checkpoint_that_no_good_step_comes_of_is_left_for_an_earlier_one(run,
     assert all(row["grad_norm"] is not None for row in rows(folder))
 
 
-def test_a_checkpoint_that_good_steps_came_of_is_gone_back_to_again(run, tiny_run, spoil_gradients):
+def test_rollback_may_reuse_a_checkpoint_that_yielded_good_steps(run, tiny_run, spoil_gradients):
     spoil_gradients(lambda step: step in (6, 7, 9, 10))
     folder = run(tiny_run(train__max_skipped_steps=2, train__max_steps=9, **NO_EVALUATION))
     rollbacks = [event for event in events(folder) if event["event"] == "rollback"]
@@ -299,7 +301,7 @@ def test_a_checkpoint_that_good_steps_came_of_is_gone_back_to_again(run, tiny_ru
     assert rollbacks[-1]["excluded_blocks"] == [[48, 64], [72, 88]]
 
 
-def test_blocks_that_are_excluded_after_later_ones_are_not_read_again(run, tiny_run, spoil_gradients):
+def test_excluded_blocks_stay_excluded_after_an_earlier_rollback(run, tiny_run, spoil_gradients):
     """The second rollback goes further back, where another two batches are bad."""
 
     def is_bad(step: int) -> bool:
@@ -311,7 +313,7 @@ def test_blocks_that_are_excluded_after_later_ones_are_not_read_again(run, tiny_
     assert saved_state(folder)["excluded_blocks"] == [[32, 48], [48, 64], [64, 80]]
 
 
-def test_no_sample_stops_a_run(run, tiny_run, break_weights, caplog):
+def test_failed_sample_does_not_stop_a_run(run, tiny_run, break_weights, caplog):
     """If weights overflow, the run rolls back, and each failed sample is one line."""
     break_weights(4, 1e38)
     options = {"train__save_every_steps": 4, "train__max_skipped_steps": 3, "train__max_steps": 8}
@@ -324,7 +326,7 @@ def test_no_sample_stops_a_run(run, tiny_run, break_weights, caplog):
     assert "sample" in json.loads((folder / "summary.json").read_text())
 
 
-def test_no_sample_stops_the_end_of_a_run(run, tiny_run, break_weights):
+def test_failed_sample_does_not_stop_the_end_of_a_run(run, tiny_run, break_weights):
     break_weights(6, 1e38)
     folder = run(tiny_run())
     assert events(folder)[-1]["event"] == "sample_failed"
@@ -362,7 +364,7 @@ LONGER = {"train__max_steps": 80, "train__keep_last": 9}
 LOSSES = {"optim__adamw_learning_rate": 0.001, "train__max_steps": 60, "train__save_every_steps": 10, **NO_EVALUATION}
 
 
-def test_a_spike_that_stays_rolls_back_if_the_run_says_so(run, tiny_run, shake_weights, caplog):
+def test_lasting_spike_rolls_back_if_configured(run, tiny_run, shake_weights, caplog):
     shake_weights(39)
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(**LOSSES, train__rollback_on="[nonfinite, spike]"))
@@ -376,7 +378,7 @@ def test_a_spike_that_stays_rolls_back_if_the_run_says_so(run, tiny_run, shake_w
     assert json.loads((folder / "summary.json").read_text())["rollbacks"] == 1
 
 
-def test_a_divergence_goes_back_to_where_the_loss_was_lowest(run, tiny_run, shake_weights, caplog):
+def test_divergence_rolls_back_to_the_lowest_loss(run, tiny_run, shake_weights, caplog):
     shake_weights(39, until_rollback=True)
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(**LOSSES | LONGER, train__rollback_on="[nonfinite, divergence]"))
@@ -389,14 +391,14 @@ def test_a_divergence_goes_back_to_where_the_loss_was_lowest(run, tiny_run, shak
     assert len(after) == 80 and max(after[30:]) < 1.2 * after[29]
 
 
-def test_a_spike_rolls_nothing_back_by_default(run, tiny_run, shake_weights):
+def test_spike_does_not_roll_back_by_default(run, tiny_run, shake_weights):
     shake_weights(39)
     folder = run(tiny_run(**LOSSES))
     assert "rollback" not in [event["event"] for event in events(folder)]
     assert losses(folder)[38] > 1.5 * losses(folder)[37]
 
 
-def test_the_loss_watch_tells_spikes_and_divergence():
+def test_loss_watch_distinguishes_spikes_from_divergence():
     def verdicts(looks_for: str, loss: Any) -> list[tuple[int, str]]:
         watch = LossWatch({looks_for})
         told = [(step, watch.verdict(step, loss(step))) for step in range(1, 201)]
@@ -412,7 +414,7 @@ def test_the_loss_watch_tells_spikes_and_divergence():
     assert verdicts("divergence", lambda step: 5.5 + step / 20)[0][0] < 60, "from the start"
 
 
-def test_a_run_that_may_not_roll_back_on_nan_ends_with_a_diagnosis(run, tiny_run, spoil_gradients):
+def test_nan_without_rollback_ends_with_a_diagnosis(run, tiny_run, spoil_gradients):
     spoil_gradients(lambda step: step >= 3)
     with pytest.raises(
         UserError, match=r"^train: step 5: .*; train.rollback_on does not include nonfinite; lower optim"
@@ -442,7 +444,7 @@ def spoil_the_second_rank() -> None:
 
 
 @pytest.mark.distributed
-def test_a_nan_on_one_rank_is_skipped_and_undone_on_all(run, tiny_run, tmp_path, spoil_gradients):
+def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients):
     options = {
         "batch__micro_batch_size": 4,
         "train__max_skipped_steps": 2,
@@ -500,7 +502,7 @@ def lack_memory(monkeypatch):
 def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
     run, tiny_run, monkeypatch, lack_memory, caplog, error, size, spared, sizes, at_step
 ):
-    # where products are in bf16, a rounding of the last bit of a gradient becomes one of the third digit of an update
+    # in fp32: with bf16 products, rounding the last bit of a gradient would change the third digit of an update
     monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
     small = run(tiny_run(run__name="small", batch__micro_batch_size=2))
     lack_memory(error, most=2, spared=spared)
@@ -517,13 +519,13 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
     assert "continuing with 2 and 4 accumulation steps" in lines[-1]
 
 
-def test_one_sequence_too_much_is_one_line(run, tiny_run, lack_memory):
+def test_out_of_memory_with_one_sequence_is_one_line(run, tiny_run, lack_memory):
     lack_memory(OUT_OF_MEMORY[0], most=0)
     with pytest.raises(UserError, match=r"^train: out of memory with a micro-batch of 1 \(CUDA out of .*[^\n]*$"):
         run(tiny_run(batch__micro_batch_size=2))
 
 
-def test_too_much_for_one_of_two_processes_in_mid_step_ends_with_the_setting_that_continues(run, tiny_run, edit_run):
+def test_out_of_memory_on_one_rank_ends_with_the_setting_to_resume(run, tiny_run, edit_run):
     """The other process waits with micro-batches of the old size."""
     runs: list[Any] = []
     edit_run(runs.append)
@@ -534,13 +536,13 @@ def test_too_much_for_one_of_two_processes_in_mid_step_ends_with_the_setting_tha
         halve_micro_batch(runs[0], "no room")
 
 
-def test_any_other_error_is_not_taken_for_a_lack_of_memory(run, tiny_run, lack_memory):
+def test_other_errors_are_not_treated_as_out_of_memory(run, tiny_run, lack_memory):
     lack_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), most=0)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         run(tiny_run())
 
 
-def test_a_loss_that_no_longer_improves_ends_the_run(run, tiny_run, validation_losses):
+def test_early_stopping_ends_the_run(run, tiny_run, validation_losses):
     """2.45 is the best, although it is not an improvement by min_improvement."""
     validation_losses([3.0, 2.5, 2.45, 2.6, 2.45])
     options = {"train__patience_evals": 2, "train__min_improvement": 0.1}
@@ -558,7 +560,9 @@ def test_a_loss_that_no_longer_improves_ends_the_run(run, tiny_run, validation_l
 
 
 @pytest.mark.parametrize(("patience", "min_improvement", "last"), [(3, 0.1, 10), (2, 0.0, 20), ("null", 0.1, 20)])
-def test_patience_and_min_improvement_say_when(run, tiny_run, validation_losses, patience, min_improvement, last):
+def test_patience_and_min_improvement_set_the_stopping_step(
+    run, tiny_run, validation_losses, patience, min_improvement, last
+):
     """Each evaluation after the second is 0.01 better than the one before."""
     validation_losses([3.0, 2.5, *(2.5 - 0.01 * n for n in range(1, 20))])
     folder = run(
@@ -573,7 +577,7 @@ def test_patience_and_min_improvement_say_when(run, tiny_run, validation_losses,
     assert rows(folder)[-1]["step"] == last
 
 
-def test_the_averages_are_kept_evaluated_and_exported(run, tiny_run, edit_run, monkeypatch):
+def test_averages_are_saved_evaluated_and_exported(run, tiny_run, edit_run, monkeypatch):
     """Checked against the recurrence in fp64 over the weights of every step; the averages' own loss selects them."""
     real_step = loop.train_step
     trajectory: list[dict[str, Tensor]] = []
@@ -610,7 +614,7 @@ def test_the_averages_are_kept_evaluated_and_exported(run, tiny_run, edit_run, m
     assert "the moving-average weights" in (folder / "model" / "README.md").read_text()
 
 
-def test_the_best_averages_are_exported_where_an_earlier_step_had_them(run, tiny_run, validation_losses):
+def test_best_averages_of_an_earlier_step_are_exported(run, tiny_run, validation_losses):
     """The raw weights are best at step 2, the averages at step 4."""
     validation_losses([1.0, 3.0, 2.0, 2.0, 2.5, 2.5, 2.0])
     folder = run(tiny_run(optim__ema_decay=0.9, optim__ema_export="true", train__eval_every_steps=2))
@@ -620,7 +624,7 @@ def test_the_best_averages_are_exported_where_an_earlier_step_had_them(run, tiny
     assert all(torch.equal(exported[name], averages[name]) for name in averages)
 
 
-def test_without_ema_export_the_raw_weights_are_judged_and_exported(run, tiny_run):
+def test_without_ema_export_raw_weights_are_selected_and_exported(run, tiny_run):
     folder = run(tiny_run(optim__ema_decay=0.9))
     evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
     assert saved_state(folder)["best_val_loss"] == min(row["val_loss"] for row in evaluated)
@@ -629,7 +633,7 @@ def test_without_ema_export_the_raw_weights_are_judged_and_exported(run, tiny_ru
     assert all(torch.equal(exported[name], raw[name]) for name in raw)
 
 
-def test_a_half_life_far_shorter_than_a_step_still_keeps_averages(run, tiny_run):
+def test_half_life_shorter_than_a_step_still_averages(run, tiny_run):
     """0.5^2048 is 0 in floating point, a valid decay: the average equals the weights."""
     folder = run(tiny_run(batch__tokens_per_step=2048, optim__ema_half_life_tokens=1, optim__ema_export="true"))
     evaluated = [row for row in rows(folder) if row["val_loss"] is not None]

@@ -14,7 +14,7 @@ from hfgolf.train import loop
 LOOP = {"model__loop": "[0, 1, 3]", "train__max_steps": 6}
 
 
-def test_the_loop_begins_at_its_share_of_the_run(run, tiny_run, edit_run, monkeypatch):
+def test_recurrence_starts_at_its_share_of_the_run(run, tiny_run, edit_run, monkeypatch):
     seen, real = [], loop.accumulate_gradients
 
     def spy(run_):
@@ -40,7 +40,7 @@ def test_the_loop_begins_at_its_share_of_the_run(run, tiny_run, edit_run, monkey
     assert GolfForCausalLM.from_pretrained(folder / "model").config.loop_active
 
 
-def test_best_weights_from_before_the_loop_are_exported_without_it(run, tiny_run, validation_losses):
+def test_best_weights_from_before_the_recurrence_are_exported_without_it(run, tiny_run, validation_losses):
     validation_losses([1.0, 2.0])
     folder = run(tiny_run(**LOOP, schedule__loop_start=0.5))
     assert json.loads((folder / "summary.json").read_text())["step"] == 3
@@ -48,7 +48,7 @@ def test_best_weights_from_before_the_loop_are_exported_without_it(run, tiny_run
 
 
 @pytest.mark.slow
-def test_a_compiled_run_loops_when_it_should(run, tiny_run):
+def test_compiled_run_starts_the_recurrence_on_time(run, tiny_run):
     losses = []
     for name, compile_ in (("eager", "false"), ("compiled", "true")):
         folder = run(tiny_run(**LOOP, schedule__loop_start=0.5, train__compile=compile_, run__name=name))

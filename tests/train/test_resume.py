@@ -35,7 +35,7 @@ TIMINGS = {
     "gpu_memory_bytes",
     "gpu_utilization",
 }
-CONSTANT = {"schedule__name": "constant"}  # so that the length of a part says nothing about its learning rates
+CONSTANT = {"schedule__name": "constant"}  # so that learning rates do not depend on the number of steps
 
 
 class Interrupted(Exception):
@@ -92,10 +92,10 @@ def saved(folder: Path) -> dict[str, Any]:
         pytest.param({"train__save_every_steps": 3, "optim__name": "adamw"}, id="odd-saves-adamw"),
     ],
 )
-def test_three_interruptions_leave_no_trace(run, tiny_run, monkeypatch, fp16_on_cpu, options):
+def test_run_resumed_three_times_matches_a_straight_run_bitwise(run, tiny_run, monkeypatch, fp16_on_cpu, options):
     """Rows and last checkpoint are bitwise equal after three resumes, each of which repeats steps."""
     if options.get("train__mixed_precision") == "fp16":
-        fp16_on_cpu(2.0**18)  # overflows at first, and is doubled by and by
+        fp16_on_cpu(2.0**18)  # overflows at first, then doubles gradually
     options = {"train__max_steps": 11, "train__save_every_steps": 2, "train__eval_every_steps": 4} | options
     if "data__val_fraction" in options:
         options["batch__tokens_per_step"] = 1024
@@ -126,9 +126,9 @@ def test_three_interruptions_leave_no_trace(run, tiny_run, monkeypatch, fp16_on_
     assert_same_bits(*exported)
 
 
-def test_a_resume_with_another_micro_batch_goes_on_in_step(run, tiny_run, monkeypatch):
+def test_resume_with_another_micro_batch_size_matches(run, tiny_run, monkeypatch):
     """After three micro-batches, two per step: accelerate's own counter would step too early."""
-    # where products are in bf16, a rounding of the last bit of a gradient becomes one of the third digit of an update
+    # in fp32: with bf16 products, rounding the last bit of a gradient would change the third digit of an update
     monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
     straight = run(tiny_run(run__name="straight", **CONSTANT))
     run(tiny_run(run__name="other", **CONSTANT, train__max_steps=3))
@@ -145,9 +145,9 @@ def moved(folder: Path, name: str) -> str:
 
 
 @pytest.mark.distributed
-def test_one_process_two_and_one_again_are_one_run(run, tiny_run, tmp_path):
+def test_changing_the_number_of_processes_matches_a_straight_run(run, tiny_run, tmp_path):
     """Odd numbers of steps and micro-batches at each change."""
-    # AdamW: Muon's products, in bf16 where that is fast, make of a last bit a third digit
+    # AdamW: Muon's bf16 products would turn a difference in the last bit into one in the third digit
     options = {**CONSTANT, "optim__name": "adamw", "optim__learning_rate": 0.003, "batch__micro_batch_size": 4}
     straight = run(tiny_run(run__name="straight", **options, train__max_steps=9))
     first = run(tiny_run(run__name="first", **options, train__max_steps=3))
@@ -165,7 +165,7 @@ def test_one_process_two_and_one_again_are_one_run(run, tiny_run, tmp_path):
     assert val_losses[0] == pytest.approx(val_losses[1], rel=1e-5)
 
 
-def test_averages_begin_at_a_checkpoint_that_has_none(run, tiny_run, caplog):
+def test_averages_can_start_at_a_resume(run, tiny_run, caplog):
     folder = run(tiny_run(**CONSTANT))
     before = saved(folder)["model.safetensors"]
     with caplog.at_level(logging.INFO, "hfgolf"):
@@ -177,7 +177,7 @@ def test_averages_begin_at_a_checkpoint_that_has_none(run, tiny_run, caplog):
     assert rows(folder)[-1]["val_loss_ema"] is not None
 
 
-def test_averages_may_be_given_up(run, tiny_run):
+def test_averages_can_be_dropped_at_a_resume(run, tiny_run):
     straight = run(tiny_run(run__name="straight", **CONSTANT, train__max_steps=8))
     run(tiny_run(run__name="other", **CONSTANT, optim__ema_decay=0.9))
     other = run(tiny_run(run__name="other", **CONSTANT, train__resume="latest", train__max_steps=8))
@@ -187,9 +187,7 @@ def test_averages_may_be_given_up(run, tiny_run):
     assert "val_loss_ema" not in rows(other)[-1]
 
 
-def test_a_run_that_stopped_early_has_no_steps_left_until_it_may_be_more_patient(
-    run, tiny_run, validation_losses, monkeypatch
-):
+def test_early_stopped_run_resumes_only_with_more_patience(run, tiny_run, validation_losses, monkeypatch):
     def no_step(run_: Any, total_steps: float) -> Any:
         raise AssertionError("the run was over")
 
@@ -210,18 +208,18 @@ def test_a_run_that_stopped_early_has_no_steps_left_until_it_may_be_more_patient
     assert [row["step"] for row in rows(folder)] == list(range(1, 11))
 
 
-def test_resume_from_nothing_is_refused(run, tiny_run):
+def test_resume_without_checkpoints_is_rejected(run, tiny_run):
     with pytest.raises(UserError, match=r"there is no checkpoint .*latest \(checkpoints in .*: none\)"):
         run(tiny_run(train__resume="latest"))
 
 
-def test_resume_with_another_model_is_refused(run, tiny_run):
+def test_resume_with_another_model_is_rejected(run, tiny_run):
     run(tiny_run())
     with pytest.raises(UserError, match=r"does not fit this config .*hidden_size 32 -> 64.*; restore these keys"):
         run(tiny_run(train__resume="latest", model__hidden_size=64))
 
 
-def test_a_resume_may_go_on_longer_and_at_another_rate(run, tiny_run):
+def test_resume_accepts_more_steps_and_another_learning_rate(run, tiny_run):
     folder = run(tiny_run(schedule__name="constant"))
     shutil.rmtree(folder / "model")
     run(tiny_run(schedule__name="constant", train__resume="latest", train__max_steps=9, optim__learning_rate=0.001))

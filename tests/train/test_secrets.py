@@ -30,7 +30,7 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_no_secret_is_written(tiny_run, corpus_file, tmp_path):
+def test_no_secret_is_written_by_a_run(tiny_run, corpus_file, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=corpus_file.parent))
     Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/{corpus_file.name}?token={IN_URL}"
@@ -58,7 +58,7 @@ def test_no_secret_is_written(tiny_run, corpus_file, tmp_path):
     )
 
 
-def test_a_secret_that_the_model_has_learned_is_in_no_file(run, tiny_run, monkeypatch, caplog, tmp_path):
+def test_memorized_secret_is_in_no_file(run, tiny_run, monkeypatch, caplog, tmp_path):
     token = "ghp_" + "x7" * 18
     monkeypatch.setattr(validation, "generate_text", lambda *arguments, **options: f"password = '{token}'")
     options = {"track__trackers": "[tensorboard]", "hub__push": "false"}
@@ -71,7 +71,7 @@ def test_a_secret_that_the_model_has_learned_is_in_no_file(run, tiny_run, monkey
     assert token not in caplog.text
 
 
-def test_no_secret_is_in_an_error(tiny_run):
+def test_errors_contain_no_secret(tiny_run):
     command = [sys.executable, "scripts/train.py", *tiny_run(data__files=f"http://127.0.0.1:9/a.txt?token={IN_URL}")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -31,21 +31,21 @@ def build(tiny_run, reset_accelerate) -> Callable[..., Run]:
 
 @pytest.fixture
 def own_determinism(monkeypatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what a run sets is undone
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that the run's setting is undone
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_kernels_are_on_if_asked_for(build, own_determinism, deterministic):
+def test_deterministic_kernels_follow_the_config(build, own_determinism, deterministic):
     build(train__deterministic=str(deterministic).lower())
     assert torch.are_deterministic_algorithms_enabled() is deterministic
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
 
 
 @pytest.mark.parametrize("seed", [7, 8])
-def test_the_seed_of_the_run_decides_the_order_of_its_data(build, seed):
+def test_run_seed_sets_the_data_order(build, seed):
     run = build(run__seed=seed)
     starts = block_starts(seed, np.arange(8), blocks_per_epoch(run), 32)
     assert next(run.batches)["sample_hash"] == sample_hash(starts)
@@ -53,14 +53,14 @@ def test_the_seed_of_the_run_decides_the_order_of_its_data(build, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_has_dropout_of_its_own(build, monkeypatch, rank):
+def test_each_rank_has_its_own_dropout(build, monkeypatch, rank):
     monkeypatch.setattr(Accelerator, "process_index", rank)
     build(run__seed=7)
     assert torch.initial_seed() == 7 + rank
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [("false", 1), ("true", 2)])
-def test_gradient_checkpointing_computes_each_layer_again(build, checkpointing, passes):
+def test_gradient_checkpointing_recomputes_each_layer(build, checkpointing, passes):
     run = build(model__gradient_checkpointing=checkpointing)
     layers = run.raw_model.model.layers
     calls: list[int] = []
@@ -73,7 +73,7 @@ def test_gradient_checkpointing_computes_each_layer_again(build, checkpointing, 
     assert sorted(calls) == sorted([*range(len(layers))] * passes)
 
 
-def test_muon_orthogonalizes_q_k_and_v_apart(build):
+def test_muon_orthogonalizes_q_k_and_v_separately(build):
     groups = build().optimizer.param_groups
     splits = {name: rows for group in groups for name, rows in zip(group["param_names"], group["splits"], strict=True)}
     assert {name: rows for name, rows in splits.items() if rows} == {
@@ -81,7 +81,7 @@ def test_muon_orthogonalizes_q_k_and_v_apart(build):
     }
 
 
-def test_what_a_run_takes_is_taken_before_its_first_step(build, monkeypatch):
+def test_memory_is_allocated_before_the_first_step(build, monkeypatch):
     """Freed memory is kept, the optimizer has its state, and the tokenizer knows the maximal length."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
@@ -92,7 +92,7 @@ def test_what_a_run_takes_is_taken_before_its_first_step(build, monkeypatch):
 
 
 @pytest.mark.parametrize("is_averaged", [False, True])
-def test_samples_and_pushes_in_training_are_of_the_weights_to_export(build, monkeypatch, is_averaged):
+def test_samples_and_pushes_use_the_exported_weights(build, monkeypatch, is_averaged):
     run = build(optim__ema_decay=0.9, optim__ema_export=str(is_averaged).lower())
     weight = run.raw_model.lm_head.weight
     initial = weight.detach().clone()

@@ -35,7 +35,7 @@ ACCELERATE = [
     *(str(Path(sys.executable).with_name("accelerate")), "launch", "--cpu", "--num_processes=1", "--num_machines=1"),
     *("--mixed_precision=no", "--dynamo_backend=no", "scripts/train.py"),
 ]
-# nothing is saved but what a signal asks for, and the last step
+# saves only on a signal and at the last step
 UNSAVED = {"train__save_every_steps": 10**6, "train__eval_every_steps": 10**6, "model__dropout": 0.1}
 
 
@@ -83,7 +83,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
     yield start_
     for started in all_started:
         if started.process.poll() is None:
-            os.killpg(started.process.pid, signal.SIGKILL)  # a session of its own
+            os.killpg(started.process.pid, signal.SIGKILL)  # it has its own session
             started.process.wait()
 
 
@@ -115,7 +115,7 @@ def assert_stopped_at_its_last_row(folder: Path, output: str, name: str) -> None
     assert not (folder / "summary.json").exists()
 
 
-def test_stopped_by_sigterm_and_by_sigint_and_continued_it_is_the_run(run, tiny_run, start):
+def test_run_stopped_by_signals_and_resumed_matches_a_straight_run(run, tiny_run, start):
     options = {**UNSAVED, "train__max_steps": 60}
     straight = run(tiny_run(run__name="straight", **options))
     folder = straight.with_name("stopped")
@@ -137,7 +137,7 @@ def test_stopped_by_sigterm_and_by_sigint_and_continued_it_is_the_run(run, tiny_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="opens a terminal as Linux does")
-def test_a_closed_terminal_saves_and_ends_with_129(tiny_run, tmp_path):
+def test_closed_terminal_saves_and_exits_with_129(tiny_run, tmp_path):
     """Like a lost ssh connection: SIGHUP arrives, and every write to the terminal fails afterwards."""
     folder = tmp_path / "runs" / "tiny"
     ours, theirs = os.openpty()
@@ -159,7 +159,7 @@ def test_a_closed_terminal_saves_and_ends_with_129(tiny_run, tmp_path):
     assert (stopped["signal"], stopped["step"]) == ("SIGHUP", step)
 
 
-def test_sigusr1_saves_the_next_step_and_training_goes_on(tiny_run, tmp_path, start):
+def test_sigusr1_saves_without_stopping(tiny_run, tmp_path, start):
     folder = tmp_path / "runs" / "tiny"
     started = start([*PYTHON, *tiny_run(**UNSAVED, train__max_steps=10**5)])
     started.wait_until(lambda: last_step(folder) > 2)
@@ -175,7 +175,7 @@ def test_sigusr1_saves_the_next_step_and_training_goes_on(tiny_run, tmp_path, st
     assert "stopped by" not in started.output
 
 
-def test_an_evaluation_ends_at_a_batch_and_the_continued_run_makes_it(run, tiny_run, monkeypatch):
+def test_interrupted_evaluation_is_repeated_after_the_resume(run, tiny_run, monkeypatch):
     """The resumed run has the same rows and best step as an uninterrupted one."""
     options = {"train__max_steps": 6, "train__eval_every_steps": 3, "train__save_every_steps": 10**6}
     straight = run(tiny_run(run__name="straight", **options))
@@ -211,9 +211,7 @@ def test_an_evaluation_ends_at_a_batch_and_the_continued_run_makes_it(run, tiny_
 
 
 @pytest.mark.parametrize("place", ["load_tokens", "warm_up", "conclude"])
-def test_before_and_after_the_loop_it_ends_at_once_and_the_same_command_goes_on(
-    run, tiny_run, monkeypatch, capsys, place
-):
+def test_signal_outside_the_loop_ends_at_once_and_the_command_resumes(run, tiny_run, monkeypatch, capsys, place):
     """While tokenizing, compiling, in the last evaluation and in the export."""
     module = loop if place == "conclude" else setup
     real = getattr(module, place)
@@ -237,7 +235,7 @@ def test_before_and_after_the_loop_it_ends_at_once_and_the_same_command_goes_on(
     assert losses[0] == losses[1]
 
 
-def test_a_checkpoint_asked_for_before_the_loop_is_written_after_the_first_step(run, tiny_run, edit_run):
+def test_checkpoint_requested_before_the_loop_is_saved_after_the_first_step(run, tiny_run, edit_run):
     edit_run(lambda run: signal.raise_signal(signal.SIGUSR1))
     folder = run(tiny_run(**UNSAVED, train__max_steps=2))
     assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-000001", "step-000002"]
@@ -288,7 +286,7 @@ run_command(lambda: loop.train(resolved) and None)
 """
 
 
-def test_who_repeats_the_wish_is_not_kept_waiting_by_a_save(tiny_run, tmp_path, start):
+def test_second_signal_does_not_wait_for_the_save(tiny_run, tmp_path, start):
     (tmp_path / "driver.py").write_text(DRIVER)
     is_saving, folder = tmp_path / "is_saving", tmp_path / "runs" / "tiny"
     arguments = tiny_run(**UNSAVED, train__max_steps=10**5)
@@ -297,7 +295,7 @@ def test_who_repeats_the_wish_is_not_kept_waiting_by_a_save(tiny_run, tmp_path, 
     started.process.send_signal(signal.SIGTERM)
     started.wait_until(is_saving.exists)
     repeated_at = time.monotonic()
-    while started.process.poll() is None:  # for a second it is taken for the same wish
+    while started.process.poll() is None:  # within a second it counts as the same request
         assert time.monotonic() < repeated_at + 60, started.output
         started.process.send_signal(signal.SIGTERM)
         time.sleep(0.05)
@@ -344,7 +342,7 @@ def assert_both_stopped(folder: Path, output: str) -> None:
 @pytest.mark.parametrize(
     ("launcher", "number"), [(ACCELERATE, signal.SIGTERM), (TORCHRUN, signal.SIGKILL)], ids=["accelerate", "torchrun"]
 )
-def test_processes_whose_launcher_dies_save_and_end(tiny_run, tmp_path, start, launcher, number):
+def test_processes_save_and_end_if_their_launcher_dies(tiny_run, tmp_path, start, launcher, number):
     """`accelerate launch` does not forward SIGTERM to a single process, and nothing forwards kill -9."""
     folder = tmp_path / "runs" / "tiny"
     started = start([*launcher, *tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4)])
@@ -376,7 +374,7 @@ def is_alive(process: psutil.Process) -> bool:
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def test_in_the_loop_a_burst_is_one_wish_and_the_handlers_found_come_back():
+def test_burst_of_signals_counts_once_and_handlers_are_restored():
     before = {number: signal.getsignal(number) for number in ALL}
     with Signals() as signals, pytest.raises(Stopped) as ended, signals, signals.deferred():
         assert (signals.stop, signals.save) == (0, 0)
@@ -385,11 +383,11 @@ def test_in_the_loop_a_burst_is_one_wish_and_the_handlers_found_come_back():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert signals.stop == signal.SIGINT
-    assert ended.value.code == 130, "nothing was done about it"
+    assert ended.value.code == 130, "the signal had no effect"
     assert {number: signal.getsignal(number) for number in ALL} == before
 
 
-def test_who_enters_again_inside_takes_no_handler_away():
+def test_nested_use_does_not_remove_handlers():
     with Signals() as signals:
         handlers = [signal.getsignal(number) for number in ALL]
         with signals:
@@ -398,7 +396,7 @@ def test_who_enters_again_inside_takes_no_handler_away():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_outside_of_the_loop_the_process_ends_at_once_with_one_line(capsys, number):
+def test_signal_outside_the_loop_is_one_line(capsys, number):
     with pytest.raises(SystemExit) as ended, Signals():
         signal.raise_signal(number)
         pytest.fail("it went on")
@@ -407,14 +405,14 @@ def test_outside_of_the_loop_the_process_ends_at_once_with_one_line(capsys, numb
     assert capsys.readouterr().err == line
 
 
-def test_of_several_processes_one_says_that_they_stop(monkeypatch, capsys):
+def test_only_one_process_reports_the_stop(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit), Signals():
         signal.raise_signal(signal.SIGTERM)
     assert capsys.readouterr().err == ""
 
 
-def test_a_forked_worker_ends_at_once_and_says_nothing(capfd):
+def test_forked_worker_ends_at_once_silently(capfd):
     """It inherits the handlers of its parent, but has nothing to save."""
     with Signals() as signals, signals.deferred():
         worker = os.fork()
@@ -438,7 +436,7 @@ def test_a_forked_worker_ends_at_once_and_says_nothing(capfd):
         ("make launch", False),
     ],
 )
-def test_a_launcher_is_known_by_its_command(monkeypatch, command, is_one):
+def test_launcher_is_recognized_by_its_command(monkeypatch, command, is_one):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(psutil, "Process", lambda number: SimpleNamespace(cmdline=command.split))
     assert is_launcher(1) is is_one
@@ -454,7 +452,7 @@ def test_nohup_is_respected():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_sighup_is_no_second_wish(monkeypatch):
+def test_repeated_sighup_counts_once(monkeypatch):
     """The shell and the kernel each send SIGHUP when a terminal closes; the save in between must finish."""
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
@@ -467,7 +465,7 @@ def test_a_second_sighup_is_no_second_wish(monkeypatch):
         assert ends == [143]
 
 
-def test_outside_the_main_thread_nothing_is_installed():
+def test_no_handlers_are_installed_outside_the_main_thread():
     seen = []
 
     def enter() -> None:

@@ -13,7 +13,7 @@ from hfgolf.run.metrics import read_rows
 from hfgolf.train.stopwatch import KINDS, Stopwatch
 
 
-def test_nested_work_is_charged_once_and_the_rest_goes_on(monkeypatch):
+def test_nested_work_is_counted_once(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     stopwatch = Stopwatch()
@@ -33,18 +33,18 @@ def test_nested_work_is_charged_once_and_the_rest_goes_on(monkeypatch):
     assert stopwatch.training_seconds() == pytest.approx(1133.0)
 
 
-def test_setup_begins_with_the_process():
-    assert Stopwatch().seconds()["setup"] > time.process_time() / 64  # of at most so many threads
+def test_setup_starts_with_the_process():
+    assert Stopwatch().seconds()["setup"] > time.process_time() / 64  # CPU time of at most 64 threads
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only the system's clock knows when a process began")
-def test_a_clock_that_is_set_changes_no_second(monkeypatch):
+def test_setting_the_clock_does_not_change_durations(monkeypatch):
     before = Stopwatch().seconds()["setup"]
     monkeypatch.setattr(time, "time", lambda: 4e9)
     assert Stopwatch().seconds()["setup"] == pytest.approx(before, abs=60)
 
 
-def test_the_seconds_of_a_run_are_its_wall_clock(run, tiny_run):
+def test_seconds_of_a_run_add_up_to_the_wall_clock(run, tiny_run):
     options = {"train__eval_every_steps": 2, "train__save_every_steps": 2, "schedule__name": "constant"}
     started_at = time.time()
     folder = run(tiny_run(**options, train__max_steps=6))

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 STATE = "checkpoints/latest/train_state.json"
 
 
-def test_tensorboard_gets_what_the_file_gets(run, tiny_run):
+def test_tensorboard_gets_the_rows_of_metrics_jsonl(run, tiny_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = run(tiny_run(track__trackers="[tensorboard]"))
@@ -89,7 +89,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_wandb_gets_what_the_file_gets_and_a_resumed_run_goes_on_in_it(run, tiny_run, monkeypatch, tmp_path):
+def test_wandb_gets_the_rows_of_metrics_jsonl_also_after_a_resume(run, tiny_run, monkeypatch, tmp_path):
     options = {"track__trackers": "[wandb]", "track__offline": "true", "schedule__name": "constant"}
     options |= {"train__eval_every_steps": 2, "optim__learning_rate": 0.0123, "train__sample_tokens": 4}
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "wandb"))  # copies of artifacts, else in the home folder
@@ -124,7 +124,7 @@ def test_wandb_gets_what_the_file_gets_and_a_resumed_run_goes_on_in_it(run, tiny
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lacking", ["an account", "a network"])
-def test_wandb_without_an_account_or_a_network_goes_offline_with_one_line(run, tiny_run, monkeypatch, caplog, lacking):
+def test_wandb_goes_offline_without_account_or_network(run, tiny_run, monkeypatch, caplog, lacking):
     import wandb
 
     def unreachable(**options: object) -> bool:
@@ -142,7 +142,7 @@ def test_wandb_without_an_account_or_a_network_goes_offline_with_one_line(run, t
     assert (folder / "summary.json").is_file()
 
 
-def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(run, tiny_run, monkeypatch, caplog):
+def test_failing_tracker_is_dropped(run, tiny_run, monkeypatch, caplog):
     from accelerate.tracking import TensorBoardTracker
 
     def fail(self: object, values: dict, step: int | None = None, **options: object) -> None:
@@ -156,7 +156,7 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(run, tiny_run, monk
 
 
 @pytest.mark.parametrize("stuck", ["in a call", "for good"])
-def test_a_tracker_that_does_not_answer_holds_nothing_up(run, tiny_run, monkeypatch, caplog, stuck):
+def test_stuck_tracker_does_not_block_the_run(run, tiny_run, monkeypatch, caplog, stuck):
     from accelerate.tracking import TensorBoardTracker
 
     released = threading.Event()
@@ -179,7 +179,7 @@ def test_a_tracker_that_does_not_answer_holds_nothing_up(run, tiny_run, monkeypa
     assert (folder / "summary.json").is_file()
 
 
-def test_wandb_that_wants_to_exit_ends_no_run(monkeypatch):
+def test_wandb_exit_does_not_end_the_run(monkeypatch):
     import wandb
 
     def exit_with_its_process() -> None:
@@ -190,7 +190,7 @@ def test_wandb_that_wants_to_exit_ends_no_run(monkeypatch):
 
 
 @pytest.mark.slow
-def test_wandb_whose_process_is_stopped_holds_nothing_up(tiny_run, tmp_path):
+def test_stopped_wandb_process_does_not_block_the_run(tiny_run, tmp_path):
     """wandb waits for its process in every call, and again at exit."""
     program = """
 import os, signal, sys
@@ -200,7 +200,7 @@ from hfgolf.train import loop
 from hfgolf.train import trackers
 
 trackers.FINISH_SECONDS = 1
-trackers.WANDB_TIMEOUT_SECONDS = 600  # its start is not what is tested, and takes long on a busy machine
+trackers.WANDB_TIMEOUT_SECONDS = 600  # starting it is not tested here, and is slow on a busy machine
 real = loop.train_step
 
 def stop_wandb(run, total_steps):
@@ -218,7 +218,7 @@ print(loop.train(load_config(sys.argv[1:]))["step"])
     environment.pop("WANDB_SERVICE", None)  # set if a test before used wandb; the run would share its process
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )  # so long only if it hangs
+    )  # takes this long only if it hangs
     assert (done.returncode, done.stdout.split()[-1]) == (0, "6"), done.stderr
     # "no answer for 1 s", unless wandb gave up by itself before that
     dropped = [line for line in done.stderr.splitlines() if line.startswith("tracker dropped, metrics.jsonl continues")]
@@ -227,6 +227,6 @@ print(loop.train(load_config(sys.argv[1:]))["step"])
     assert (tmp_path / "runs" / "tiny" / "summary.json").is_file()
 
 
-def test_an_unknown_tracker_is_named(run, tiny_run):
+def test_unknown_tracker_is_named(run, tiny_run):
     with pytest.raises(UserError, match=r"track.trackers: wndb is not a tracker; available here: .*wandb"):
         run(tiny_run(track__trackers="[wndb]"))
