@@ -38,6 +38,13 @@ _POSITIVE_NUMBERS_OR_NONE = (
     *("logit_soft_cap", "logit_soft_cap_negative", "initializer_range", "tied_embedding_std", "query_gain"),
 )
 
+SWITCHES = (
+    *("norm_weight", "query_gain", "branch_scale", "embedding_residual", "unet_skips", "rope_dims", "norm_depth_scale"),
+    *("exclude_self_value", "parallel_from", "loop", "head_gate", "smear_gate", "attention_span", "bigram_buckets"),
+    *("value_embedding_layers", "embedding_size"),
+)
+"""The fields that turn on what only golf models have; off by default. The other fields of golf depend on these."""
+
 
 class GolfConfig(PreTrainedConfig):
     """Configure a Golf model. The defaults describe a modern decoder block.

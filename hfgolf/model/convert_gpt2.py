@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
-from .configuration_golf import GolfConfig
+from .configuration_golf import SWITCHES, GolfConfig
 from .modeling_golf import GolfForCausalLM
 
 _OUTER_NAMES = {
@@ -44,6 +44,7 @@ _REQUIRED_OF_GOLF: dict[str, tuple[Any, ...]] = {
     "qk_norm": (False,),
     "embedding_norm": (False,),
     "logit_soft_cap": (None,),
+    **{switch: (getattr(GolfConfig, switch),) for switch in SWITCHES},
 }
 
 

@@ -17,7 +17,9 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 
 
 def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfConfig:
-    """Return the model's config. token_ids: bos_token_id, eos_token_id, pad_token_id."""
+    """Return the model's config. token_ids: bos_token_id, eos_token_id, pad_token_id; none if the model is measured."""
+    if config.model.attention_span == "document" and not token_ids:
+        token_ids = {"bos_token_id": vocab_size - 1}  # it needs a separator, and any id costs the same
     shape = dataclasses.asdict(config.model)
     del shape["gradient_checkpointing"]
     limit = config.batch.sequence_length

@@ -86,6 +86,9 @@ def test_what_the_other_cannot_express_is_refused(build_golf, gpt2_style):
         gpt2_from_golf(build_golf())
     with pytest.raises(ValueError, match="num_key_value_heads=2; only 4"):
         gpt2_from_golf(build_golf(**gpt2_style, num_key_value_heads=2))
+    for switch, value in {"loop": [0, 1, 2], "norm_depth_scale": True, "exclude_self_value": 1}.items():
+        with pytest.raises(ValueError, match=f"{switch}=.* only .* can be converted"):
+            gpt2_from_golf(build_golf(**gpt2_style, **{switch: value}))
     with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=True"):
         golf_from_gpt2(build_gpt2(scale_attn_by_inverse_layer_idx=True))
     with pytest.raises(ValueError, match=r"embd_pdrop=0\.3; only 0\.1"):

@@ -260,3 +260,16 @@ def test_max_minutes_and_max_tokens_limit_the_steps(script, tiny_run):
     said = script(*unknown)
     assert "run: number of steps unknown (train.max_epochs" in said and "data: not counted (data.files" in said
     assert numbers(script(*unknown, "--json"))["length"] is None
+
+
+@pytest.mark.parametrize("config", ["golf_baseline_cpu.yaml", "golf_record_cpu.yaml"])
+def test_the_golf_stacks_are_planned_and_measured(config):
+    """The record needs a separator between documents, which no tokenizer names here."""
+    path = Path(__file__).parents[2] / "configs" / config
+    options = ["--model.hidden_size=64", "--model.intermediate_size=64", "--batch.sequence_length=16"]
+    planned = load_config(
+        ["--config", str(path), *options, "--batch.tokens_per_step=32", "--train.mixed_precision=no"]
+    ).config
+    assert measured_speed(planned, 64, 2, CPU).tokens_per_second > 0
+    parts = parameter_parts(meta_model(planned, 64, "cpu"))
+    assert parts["residual stream"] > 0
