@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from hfgolf.errors import UserError
 from hfgolf.evaluate.adapters import LoraAdapter, SgdAdapter
@@ -115,6 +116,35 @@ def test_learning_from_scored_text_pays_on_text_that_repeats_and_leaves_no_trace
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
     assert all(weight.requires_grad for weight in model.parameters())
     assert nats(logits, tokens, kind, None)[0] == plain
+
+
+def test_lora_starts_each_document_with_the_model_itself(model, logits, tokens):
+    plan, chunks = document_chunks(len(tokens), 16, 8, np.flatnonzero(tokens == SEPARATOR))
+    read = tokens.__getitem__
+    plain, adapted = (
+        list(score_first(logits, read, plan, chunks, batch_size=2, adapter=adapter))
+        for adapter in (None, LoraAdapter(model, logits, learning_rate=0.03))
+    )
+    same = [torch.equal(a[1], b[1]) for a, b in zip(plain, adapted, strict=True)]
+    assert same == [chunk.starts_document for chunk in chunks]
+
+
+def test_a_lora_step_is_one_of_adamw_on_the_targets_of_the_chunk(model, logits, tokens):
+    begin, first, last = 3, 9, 14
+    adapter = LoraAdapter(model, logits, rank=4, learning_rate=0.01)
+    with adapter:
+        adapter.start_document()
+        downs = [down.detach().clone() for down, _ in adapter.pairs]
+        ids = torch.from_numpy(tokens)
+        loss = F.cross_entropy(logits(ids[None, begin:last])[0, first - begin - 1 :], ids[first : last + 1])
+        gradients = torch.autograd.grad(loss, [up for _, up in adapter.pairs])
+        adapter.adapt(tokens[: last + 1], np.array([[begin, first, last]]))
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm().clamp(min=1)
+        for (down, up), before, gradient in zip(adapter.pairs, downs, gradients, strict=True):
+            # the first step of AdamW from zero is the rate times the sign of the gradient, but for eps
+            clipped = gradient / norm
+            torch.testing.assert_close(up, -0.01 * clipped / (clipped.abs() + 1e-10))
+            torch.testing.assert_close(down, before * (1 - 0.01 * 0.5))  # no gradient while up is 0: decay only
 
 
 @pytest.mark.parametrize("kind", ["sgd", "lora"])
