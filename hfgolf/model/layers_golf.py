@@ -53,7 +53,7 @@ def apply_dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
 
 
 def _vector(is_on: Any, *shape: int) -> nn.Parameter | None:
-    """Return a parameter that no matrix product is made of, or None; modeling_golf.py initializes it by its name."""
+    """Return a gain, gate or scale, or None if it is off; modeling_golf.py initializes it by its name."""
     return nn.Parameter(torch.empty(shape)) if is_on else None
 
 
