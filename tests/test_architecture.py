@@ -61,7 +61,7 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 and (ROOT / "hfgolf" / parts[1]).is_dir() else ""
 
 
-def test_every_package_has_its_place():
+def test_every_package_has_a_layer():
     packages = {path.parent.name for path in (ROOT / "hfgolf").glob("*/__init__.py")}
     assert packages == set(MAY_IMPORT)
 
@@ -79,14 +79,14 @@ def test_imports_run_downward(package):
             assert is_allowed, f"{name} imports {target}"
 
 
-def test_the_single_files_import_no_package():
+def test_single_files_import_no_package():
     modules = module_files()
     for name, path in modules.items():
         if not room(name) and name != "hfgolf":
             assert not [target for target in imported(path, modules) if room(target)], name
 
 
-def test_no_circle():
+def test_no_import_cycles():
     modules = module_files()
     edges = {name: imported(path, modules) & modules.keys() - {name} for name, path in modules.items()}
     done: set[str] = set()

@@ -65,7 +65,7 @@ MAY_BE_0 = {
 
 
 @pytest.mark.parametrize(("script", "option"), [(script, option) for script in NUMBERS for option in NUMBERS[script]])
-def test_an_absurd_number_is_one_line(run_script, tmp_path, monkeypatch, script, option):
+def test_absurd_number_is_one_line(run_script, tmp_path, monkeypatch, script, option):
     monkeypatch.chdir(tmp_path)
     needed = {"vocabulary_study.py": ("--files", "text.txt")}.get(script, ())
     for text in ABSURD:
@@ -237,7 +237,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("script", "mistake"), [(script, text) for script in MISTAKES for text in MISTAKES[script][1]])
-def test_a_mistake_is_one_line(run_script, tiny_run, tmp_path, models, monkeypatch, script, mistake):
+def test_mistake_in_a_script_call_is_one_line(run_script, tiny_run, tmp_path, models, monkeypatch, script, mistake):
     if "fp16" in mistake and torch.cuda.is_available():
         pytest.skip("fp16 is no mistake on a GPU")
     before, lines = MISTAKES[script]
@@ -253,10 +253,10 @@ def test_a_mistake_is_one_line(run_script, tiny_run, tmp_path, models, monkeypat
     assert (status, error.count("\n")) == (2, 1) and error.startswith("error: "), printed + error
     assert all(part in error for part in lines[mistake].split("...")), error
     assert {path.name for path in folder.rglob("*") if path.is_file()} == FILES.keys()
-    assert not list((tmp_path / "runs").rglob("config.yaml")), "a run was begun"
+    assert not list((tmp_path / "runs").rglob("config.yaml")), "a run was started"
 
 
-def test_what_argparse_refuses_is_one_line_too(run_script):
+def test_argparse_errors_are_one_line(run_script):
     for arguments in (["generate.py"], ["evaluate.py", "--model"], ["doctor.py", "--jsonn", "x"]):
         status, printed, error = run_script(*arguments)
         assert (status, printed, error.count("\n")) == (2, "", 1) and error.startswith("error: "), error
@@ -278,7 +278,7 @@ SUFFIXES = {"evaluate.py": ".json", "find_lr.py": ".png", "make_report.py": ".ht
 
 
 @pytest.mark.parametrize("script", OUTPUTS)
-def test_an_output_that_cannot_be_written_is_one_line_before_any_work(run_script, tmp_path, monkeypatch, script):
+def test_unwritable_output_is_one_line_before_any_work(run_script, tmp_path, monkeypatch, script):
     def reached(*arguments: Any, **options: Any) -> Any:
         raise AssertionError(f"{script} began to work")
 
@@ -296,7 +296,7 @@ def test_an_output_that_cannot_be_written_is_one_line_before_any_work(run_script
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
-def test_a_page_or_picture_has_a_name_that_says_so_and_is_no_folder(run_script, tmp_path, monkeypatch):
+def test_report_output_needs_a_page_or_image_file_name(run_script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.html").mkdir()
     for arguments, message in (

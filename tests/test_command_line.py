@@ -32,7 +32,7 @@ def config_file(tmp_path: Path):
     return write
 
 
-def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(config_file):
+def test_command_line_overrides_file_and_file_overrides_default(config_file):
     path = config_file("optim: {learning_rate: 0.5, momentum: 0.9}\ntrain: {max_steps: 7}")
     resolved = load_config(["--config", path, "--optim.momentum=0.8"])
     assert resolved.config.optim.learning_rate == 0.5
@@ -44,7 +44,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_default(confi
     assert resolved.config.run.name == "my_run"
 
 
-def test_numbers_and_no_mean_what_people_mean(config_file):
+def test_yaml_numbers_and_no_are_read_as_intended(config_file):
     path = config_file("optim: {learning_rate: 3e-4}\ntrain: {mixed_precision: no, compile: no, max_steps: 5}")
     config = load_config(["--config", path]).config
     assert config.optim.learning_rate == 3e-4
@@ -56,14 +56,14 @@ def test_numbers_and_no_mean_what_people_mean(config_file):
     assert (config.optim.eps, config.train.mixed_precision, config.train.compile) == (1e-10, "no", True)
 
 
-def test_numbers_that_yaml_reads_as_written_are_fine(config_file):
+def test_plain_yaml_numbers_are_accepted(config_file):
     path = config_file("train: {max_steps: 1_000, log_every_steps: 007}\nrun: {seed: 0x10, name: '010'}")
     config = load_config(["--config", path]).config
     assert (config.train.max_steps, config.train.log_every_steps) == (1000, 7)
     assert (config.run.seed, config.run.name) == (16, "010")
 
 
-def test_a_list_takes_what_a_shell_makes_of_a_glob():
+def test_list_options_accept_an_expanded_glob():
     config = load_config(
         [*ENDS, "--data.source", "files", "--data.files", "a.txt", "b c.txt", "--run.seed", "3"]
     ).config
@@ -71,7 +71,7 @@ def test_a_list_takes_what_a_shell_makes_of_a_glob():
     assert config.run.seed == 3
 
 
-def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
+def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
     arguments = [*ENDS, "--optim.betas", "[0.8, 0.99]", "--optim.learning_rate=3e-5", "--train.mixed_precision=no"]
     first = load_config([*arguments, "--run.name", "007"])
     (tmp_path / "again.yaml").write_text(first.to_yaml())
@@ -231,7 +231,7 @@ def test_the_written_config_repeats_the_run(config_file, tmp_path: Path):
         (["--optim.learning_rate", "[" * 5000 + "]" * 5000], "the command line: a value is nested too deeply."),
     ],
 )
-def test_a_mistake_is_one_clear_line(arguments, message):
+def test_mistake_on_the_command_line_is_one_line(arguments, message):
     with pytest.raises(UserError) as error:
         load_config([*ENDS, *arguments])
     assert str(error.value) == message
@@ -265,7 +265,7 @@ def test_a_mistake_is_one_clear_line(arguments, message):
         ),
     ],
 )
-def test_a_mistake_in_the_file_is_one_clear_line(config_file, text, message):
+def test_mistake_in_the_file_is_one_line(config_file, text, message):
     with pytest.raises(UserError, match=r"^[^\n]+$") as error:
         load_config(["--config", config_file(text)])
     assert message in str(error.value)
@@ -305,7 +305,7 @@ HOSTILE_FILES: dict[str, tuple[str | bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_FILES)
-def test_a_hostile_file_is_one_clear_line(name, tmp_path):
+def test_hostile_file_is_one_line(name, tmp_path):
     content, message = HOSTILE_FILES[name]
     path = tmp_path / "hostile.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -323,24 +323,24 @@ def test_a_hostile_file_is_one_clear_line(name, tmp_path):
         ("/proc/self/mem", "/proc/self/mem cannot be read (Input/output error)."),
     ],
 )
-def test_a_config_that_is_no_readable_file_is_one_clear_line(path, message):
+def test_unreadable_config_file_is_one_line(path, message):
     with pytest.raises(UserError, match=r"^[^\n]+$") as error:
         load_config(["--config", path])
     assert message in str(error.value)
 
 
-def test_aliases_that_repeat_a_value_are_fine(config_file):
+def test_ordinary_yaml_aliases_are_accepted(config_file):
     text = "optim: {learning_rate: &rate 0.5, adamw_learning_rate: *rate}\ntrain: {max_steps: 5}"
     assert load_config(["--config", config_file(text)]).config.optim.adamw_learning_rate == 0.5
 
 
-def test_a_home_folder_is_not_a_folder_named_tilde(monkeypatch):
+def test_tilde_expands_to_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     config = load_config([*ENDS, "--run.output_dir", "~/runs", "--run.name", "x"]).config
     assert run_folder(config).path == Path("/home/somebody/runs/x")
 
 
-def test_a_missing_file_names_those_there_are(monkeypatch):
+def test_missing_config_file_lists_existing_ones(monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=r"no file configs/smal.yaml; available: .*configs/small.yaml"):
         load_config(["--config", "configs/smal.yaml"])
@@ -354,7 +354,7 @@ def test_accumulation_is_derived(micro_batch_size, processes, accumulation):
     assert batch.accumulation_steps(micro_batch_size, processes) == accumulation
 
 
-def test_an_indivisible_batch_names_the_nearest_that_work():
+def test_indivisible_batch_names_the_nearest_valid_sizes():
     batch = load_config([*ENDS, "--batch.tokens_per_step", "4096"]).config.batch
     with pytest.raises(UserError) as error:
         batch.accumulation_steps(5, 1)
@@ -365,7 +365,7 @@ def test_an_indivisible_batch_names_the_nearest_that_work():
         batch.accumulation_steps(2, 3)
 
 
-def test_print_config_prints_the_outcome(config_file, capsys):
+def test_print_config_prints_the_resolved_config(config_file, capsys):
     arguments = ["--config", config_file("optim: {learning_rate: 0.5}\ntrain: {max_steps: 7}"), "--optim.momentum=0.8"]
     with pytest.raises(SystemExit) as exit_:
         load_config([*arguments, "--print_config"])
@@ -398,7 +398,7 @@ def test_sections_are_frozen():
         config.optim.learning_rate = 1.0
 
 
-def test_a_user_error_is_printed_without_a_traceback_and_exits_with_2(capsys):
+def test_user_error_prints_no_traceback_and_exits_with_2(capsys):
     def main() -> None:
         raise UserError("what; where; what to do.")
 
@@ -422,5 +422,5 @@ def test_every_script_answers_help_without_importing_torch(script):
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
-def test_every_config_that_ships_loads(config):
+def test_every_shipped_config_loads(config):
     assert load_config(["--config", str(ROOT / "configs" / config)]).config.run.name == config.removesuffix(".yaml")

@@ -11,12 +11,12 @@ from hfgolf.config_reference import markdown
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 
 
-def test_the_page_is_that_of_the_config():
+def test_page_is_up_to_date():
     """To regenerate: python -m hfgolf.config_reference > docs/config.md"""
     assert PAGE.read_text(encoding="utf-8") == markdown()
 
 
-def test_the_page_has_every_key_with_its_values_default_and_meaning():
+def test_page_lists_every_key_with_values_default_and_meaning():
     keys = set()
     for section in re.split(r"^## ", markdown(), flags=re.MULTILINE)[1:]:
         name = section.split()[0]

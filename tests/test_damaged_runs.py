@@ -113,12 +113,12 @@ def read_all(folder: Path) -> list[str]:
     return refusals
 
 
-def test_a_sound_run_is_read_by_all(folder):
+def test_every_reader_reads_an_intact_run(folder):
     assert read_all(folder) == []
 
 
 @pytest.mark.parametrize("key", lines()[0])
-def test_a_wrong_value_in_a_row_is_a_broken_line(key, folder):
+def test_wrong_value_in_a_row_counts_as_a_broken_line(key, folder):
     for value in JUNK.values():
         write(folder, "metrics.jsonl", [line | {key: value} if line["step"] == 30 else line for line in lines()])
         assert [refusal for refusal in read_all(folder) if "is damaged" not in refusal] == []
@@ -127,7 +127,7 @@ def test_a_wrong_value_in_a_row_is_a_broken_line(key, folder):
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: f"{event['event']} at {event['step']}")
-def test_a_wrong_value_in_an_event_is_passed_over(event, folder):
+def test_wrong_value_in_an_event_is_ignored(event, folder):
     for key in event:
         for value in JUNK.values():
             write(folder, "metrics.jsonl", [line | {key: value} if line == event else line for line in lines()])
@@ -138,7 +138,7 @@ def test_a_wrong_value_in_an_event_is_passed_over(event, folder):
 
 
 @pytest.mark.parametrize(("name", "sound"), [("summary.json", SUMMARY), ("metadata.json", METADATA)])
-def test_a_wrong_value_in_a_file_of_figures(name, sound, folder):
+def test_wrong_value_in_a_json_file_is_reported_as_damage(name, sound, folder):
     for key in sound:
         for value in JUNK.values():
             write(folder, name, sound | {key: value})
@@ -148,7 +148,7 @@ def test_a_wrong_value_in_a_file_of_figures(name, sound, folder):
 
 
 @pytest.mark.parametrize("value", ["junk", "[1]", "{a: 1}", "9" * 400, ".nan", "null", "true"])
-def test_a_wrong_value_in_the_config_is_the_default(value, folder):
+def test_wrong_value_in_the_config_falls_back_to_the_default(value, folder):
     write(folder, "config.yaml", CONFIG.replace("1.0", value).replace("2.0", value).replace("5", value))
     assert read_all(folder) == []
 
@@ -167,7 +167,7 @@ FILES: dict[str, bytes | None] = {
 
 @pytest.mark.parametrize("damage", FILES)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "metadata.json", "config.yaml", "profile.json"])
-def test_a_damaged_file(name, damage, folder):
+def test_damaged_file_is_one_line(name, damage, folder):
     path, content = folder / name, FILES[damage]
     path.unlink(missing_ok=True)
     if content is None:
@@ -178,7 +178,7 @@ def test_a_damaged_file(name, damage, folder):
     assert len(refusals) == {"metrics.jsonl": 3, "summary.json": 1, "metadata.json": 1}.get(name, 0)
 
 
-def test_one_flipped_bit_costs_one_line(folder):
+def test_one_flipped_bit_loses_only_its_line(folder):
     content = bytearray((folder / "metrics.jsonl").read_bytes())
     content[len(content) // 2] ^= 0x80  # no longer UTF-8
     (folder / "metrics.jsonl").write_bytes(content)
@@ -186,14 +186,14 @@ def test_one_flipped_bit_costs_one_line(folder):
     assert read_all(folder) == []
 
 
-def test_metrics_that_cannot_be_read_are_one_line(folder):
+def test_unreadable_metrics_are_one_line(folder):
     (folder / "metrics.jsonl").unlink()
-    (folder / "metrics.jsonl").symlink_to("/proc/self/mem")  # a file; reading it is an error
+    (folder / "metrics.jsonl").symlink_to("/proc/self/mem")  # a file that cannot be read
     assert all("cannot be read (Input/output error)" in refusal or "damaged" in refusal for refusal in read_all(folder))
     assert len(read_all(folder)) == 3
 
 
-def test_a_page_about_a_damaged_run(folder, tmp_path):
+def test_report_of_a_damaged_run_counts_broken_lines(folder, tmp_path):
     broken = [line | {"tokens": "junk"} if line["step"] == 30 else line for line in lines()]
     write(folder, "metrics.jsonl", broken)
     write(folder, "summary.json", SUMMARY | {"val_loss": "junk", "seconds_train": None})

@@ -26,15 +26,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return seen
 
 
-def test_a_file_is_synced_before_it_has_its_name_and_the_name_afterwards(
-    tmp_path: Path, calls: list[tuple[str, str]]
-) -> None:
+def test_file_is_synced_before_and_its_folder_after_the_rename(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     write_text(tmp_path / "note.txt", "fünf")
     assert (tmp_path / "note.txt").read_bytes() == "fünf".encode()
     assert calls == [("sync", ".partial-note.txt"), ("rename", "note.txt"), ("sync", tmp_path.name)]
 
 
-def test_a_write_that_fails_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text(tmp_path / "note.txt", "old")
 
     def refuse(descriptor: int) -> None:
@@ -46,7 +44,7 @@ def test_a_write_that_fails_keeps_what_was_there(tmp_path: Path, monkeypatch: py
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"note.txt": "old"}
 
 
-def test_a_folder_is_synced_whole_before_it_has_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+def test_folder_is_synced_before_the_rename(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     for name, text in (("model", "old"), (".partial-model", "new")):
         (tmp_path / name / "sub").mkdir(parents=True)
         (tmp_path / name / "sub" / "weights").write_text(text)
@@ -58,7 +56,7 @@ def test_a_folder_is_synced_whole_before_it_has_its_name(tmp_path: Path, calls: 
     assert calls[named + 1 :] == [("sync", tmp_path.name)]
 
 
-def test_a_folder_is_replaced_although_a_kill_left_an_older_one_behind(tmp_path: Path) -> None:
+def test_folder_is_replaced_despite_leftovers_of_a_kill(tmp_path: Path) -> None:
     for name in (".replaced-model", "model", ".partial-model"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text(name)
@@ -66,13 +64,13 @@ def test_a_folder_is_replaced_although_a_kill_left_an_older_one_behind(tmp_path:
     assert {path.name: (path / "weights").read_text() for path in tmp_path.iterdir()} == {"model": ".partial-model"}
 
 
-def test_new_folders_are_synced_in_those_above_them(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+def test_new_folders_are_synced_in_their_parents(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     make_folder(tmp_path / "runs" / "tiny")
     make_folder(tmp_path / "runs" / "tiny")
     assert sorted(calls) == sorted([("sync", "runs"), ("sync", tmp_path.name)])
 
 
-def test_a_link_to_nothing_is_no_content_to_sync(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+def test_dangling_link_is_not_synced(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     (tmp_path / "gone").symlink_to("nowhere")
     (tmp_path / "file").touch()
     sync_tree(tmp_path)

@@ -41,7 +41,7 @@ def control_group(folder, version, limit, used=300, cache=100):
         ("", {}, math.inf),
     ],
 )
-def test_a_container_leaves_what_its_control_groups_say(listed, groups, free, tmp_path):
+def test_free_cgroup_memory_respects_every_limit(listed, groups, free, tmp_path):
     (tmp_path / "cgroup").write_text(listed)
     for folder, (version, limit) in groups.items():
         control_group(tmp_path / "tree" / folder, version, limit)
@@ -49,7 +49,7 @@ def test_a_container_leaves_what_its_control_groups_say(listed, groups, free, tm
     assert free_cgroup_bytes(tmp_path / "nowhere", tmp_path / "tree") == math.inf
 
 
-def test_free_memory_is_that_of_the_container(monkeypatch):
+def test_free_memory_respects_the_container(monkeypatch):
     monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 12345.0)
     assert hardware.free_memory_bytes(torch.device("cpu")) == 12345
 
@@ -67,14 +67,14 @@ def test_free_memory_is_that_of_the_container(monkeypatch):
         ("Tesla V100-PCIE-32GB", "V100 PCIe"),
         ("AMD Instinct MI300X", "MI300X"),
         ("h100", "H100"),
-        # chips of their own, which have to be measured
+        # different chips, which must be measured
         ("NVIDIA A10G", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA", None),
     ],
 )
-def test_a_device_is_known_by_the_name_torch_reports(name, known):
+def test_device_is_recognized_by_its_torch_name(name, known):
     device = find_device(name)
     assert (device and device.name) == known
 
@@ -86,7 +86,7 @@ def test_every_device_of_the_table_is_found_and_plausible():
         assert 16 <= device.memory_gb <= 288
 
 
-def test_a_known_gpu_takes_its_peak_from_the_table(monkeypatch):
+def test_known_gpu_uses_its_peak_from_the_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     gpu = torch.device("cuda")
     assert peak_flops(gpu, "bf16") == peak_flops(gpu, "fp16") == 989e12
@@ -100,7 +100,7 @@ def test_a_known_gpu_takes_its_peak_from_the_table(monkeypatch):
         matmul.fp32_precision = before
 
 
-def test_the_measured_peak_leaves_the_generators_alone():
+def test_measuring_the_peak_does_not_change_random_state():
     state = torch.get_rng_state()
     measured = measured_peak_flops(CPU, torch.float32, size=128)
     assert torch.equal(torch.get_rng_state(), state)
@@ -119,20 +119,20 @@ def measure(monkeypatch, tmp_path):
     return says
 
 
-def test_the_highest_measurement_is_remembered(measure, tmp_path, monkeypatch):
+def test_highest_measurement_is_cached(measure, tmp_path, monkeypatch):
     assert measure(2e9) == 2e9
-    assert measure(1e9) == 2e9, "the machine was busy"
+    assert measure(1e9) == 2e9, "a lower measurement means that the machine was busy"
     assert measure(3e9) == 3e9
     (key,) = json.loads((tmp_path / "home" / "hfgolf" / "device_peaks.json").read_text())
     assert "float32" in key and torch.__version__ in key and f"{torch.get_num_threads()} threads" in key
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert measure(1e9) == 1e9, "other threads are another machine"
+    assert measure(1e9) == 1e9, "another thread count has its own peak"
     assert peak_flops(CPU, "bf16") == 1e9
     assert len(json.loads((tmp_path / "home" / "hfgolf" / "device_peaks.json").read_text())) == 3
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', '{"a": null}', "\xff"])
-def test_a_damaged_memory_is_written_anew(measure, tmp_path, content):
+def test_damaged_peak_cache_is_rewritten(measure, tmp_path, content):
     file = tmp_path / "home" / "hfgolf" / "device_peaks.json"
     file.parent.mkdir(parents=True)
     file.write_bytes(content.encode("latin-1"))
@@ -140,7 +140,7 @@ def test_a_damaged_memory_is_written_anew(measure, tmp_path, content):
     assert measure(1e9) == 2e9
 
 
-def test_a_home_that_cannot_be_written_costs_nothing(measure, tmp_path):
+def test_unwritable_home_only_disables_the_cache(measure, tmp_path):
     (tmp_path / "home").write_text("a file where a folder should be")
     assert measure(2e9) == 2e9
     assert measure(1e9) == 1e9

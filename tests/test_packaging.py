@@ -33,7 +33,7 @@ def run_step(containing: str) -> str:
     return step.removeprefix("RUN ")
 
 
-def test_the_image_pins_python_apt_and_what_pip_installs():
+def test_image_pins_python_apt_and_pip_packages():
     bases = re.findall(r"^FROM (\S+)(?: AS (\S+))?$", dockerfile(), re.MULTILINE)
     from_outside = [base for base, _ in bases if base not in {stage for _, stage in bases}]
     tested_with = re.search(r"Python (\d+\.\d+)", (ROOT / "constraints.txt").read_text().splitlines()[0])[1]
@@ -48,7 +48,7 @@ def test_the_image_pins_python_apt_and_what_pip_installs():
     assert {"torch", "numpy", "setuptools", "nvidia-ml-py", "triton", "cuda-toolkit", "nvidia-cublas"} <= set(pins())
 
 
-def test_the_snapshot_replaces_every_mirror(tmp_path):
+def test_snapshot_replaces_every_mirror(tmp_path):
     """Runs the Dockerfile's own sed on the sources of a Debian image."""
     sources = tmp_path / "debian.sources"
     sources.write_text("URIs: http://deb.debian.org/debian\nURIs: http://deb.debian.org/debian-security\n")
@@ -64,14 +64,14 @@ def test_the_snapshot_replaces_every_mirror(tmp_path):
     ("commit", "is_taken"),
     [("0123456789" * 4, True), ("0123456789" * 4 + "-dirty", True), ("", False), ("main", False)],
 )
-def test_the_image_is_built_with_its_commit_or_not_at_all(commit, is_taken, tmp_path):
+def test_image_build_requires_its_commit(commit, is_taken, tmp_path):
     step = run_step("$COMMIT").replace("/commit", str(tmp_path / "commit"))
     environment = {"COMMIT": commit, "PATH": os.environ["PATH"]}
     done = subprocess.run(["sh", "-c", step], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) is is_taken
     error = f"error: COMMIT is '{commit}', no commit; build with: make image\n"
     assert done.stderr == ("" if is_taken else error)
-    assert "COPY --from=commit" in dockerfile()  # else a builder leaves the stage with this step out
+    assert "COPY --from=commit" in dockerfile()  # otherwise the builder skips the stage with this step
     assert "ENV HFGOLF_COMMIT=$COMMIT" in dockerfile()
 
 
@@ -82,7 +82,7 @@ def test_make_image_passes_the_commit():
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", described.stdout.strip())
 
 
-def test_every_dependency_is_a_range_that_holds_its_pin():
+def test_every_dependency_range_contains_its_pin():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
@@ -93,7 +93,7 @@ def test_every_dependency_is_a_range_that_holds_its_pin():
         assert requirement.specifier.contains(pins()[requirement.name]), requirement
 
 
-def test_every_library_that_is_imported_is_declared():
+def test_every_imported_library_is_declared():
     """Optional ones as extras: a transitive dependency may disappear."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -113,7 +113,7 @@ def test_every_library_that_is_imported_is_declared():
     assert not undeclared
 
 
-def test_importing_hfgolf_imports_no_torch():
+def test_importing_hfgolf_does_not_import_torch():
     program = "import sys, hfgolf; print(hfgolf.__name__, [m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "hfgolf []"
@@ -128,7 +128,7 @@ def test_importing_hfgolf_imports_no_torch():
         "from hfgolf.train.stopwatch import Stopwatch; import hfgolf",
     ],
 )
-def test_train_can_be_called_whatever_was_imported_first(imports):
+def test_train_is_callable_in_any_import_order(imports):
     """A function of that name would be replaced by the package when one of its modules is imported."""
     program = f"""{imports}
 import inspect, pickle
@@ -141,7 +141,7 @@ print(*inspect.signature(train).parameters, "train" in dir(hfgolf))"""
     assert (done.stdout.strip(), done.stderr) == ("config True", "")
 
 
-def test_the_public_names_are_there():
+def test_public_names_exist():
     import hfgolf
 
     for name in hfgolf.__all__:

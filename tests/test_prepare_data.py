@@ -24,7 +24,7 @@ except SystemExit as exit:
 
 
 @pytest.mark.slow
-def test_prepared_tokens_are_found_by_the_next_call_and_by_training(
+def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
     run, tiny_run, tmp_path, corpus_file, monkeypatch, capsys
 ):
     command = [sys.executable, "-c", _PREPARE, *tiny_run()]

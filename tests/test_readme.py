@@ -48,7 +48,7 @@ def promises() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
-def test_what_a_page_names_and_links_is_there(page):
+def test_files_and_links_on_a_page_exist(page):
     text = PAGES[page]
     named = set(re.findall(r"(?<![\w/.])(?:scripts|configs|docs|benchmarks|hfgolf|tests)/[\w/.-]+\.\w+", text))
     links = {link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link}
@@ -56,7 +56,7 @@ def test_what_a_page_names_and_links_is_there(page):
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
-def test_every_page_of_docs_can_be_reached_from_the_readme():
+def test_every_docs_page_is_reachable_from_the_readme():
     reached, new = set(), {"README.md"}
     while new:
         reached |= new
@@ -71,7 +71,7 @@ def test_every_page_of_docs_can_be_reached_from_the_readme():
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - reached == set()
 
 
-def test_the_seven_files_to_read_are_about_as_long_as_the_readme_says():
+def test_readme_states_the_lengths_of_the_seven_files_to_read():
     rows = re.findall(r"^\| `(hfgolf/[\w/]+\.py)` \| (\d+) \|", README, re.MULTILINE)
     assert len(rows) == 7
     for file, stated in rows:
@@ -79,7 +79,7 @@ def test_the_seven_files_to_read_are_about_as_long_as_the_readme_says():
         assert abs(lines - int(stated)) <= 0.15 * lines, f"{file} has {lines} lines"
 
 
-def test_every_file_of_the_package_is_in_the_architecture():
+def test_architecture_lists_every_file_of_the_package():
     tree = ARCHITECTURE.split("## The files")[1].split("```text\n")[1].split("```")[0]
     folders: list[str] = []
     listed = []
@@ -96,7 +96,7 @@ def test_every_file_of_the_package_is_in_the_architecture():
     assert sorted(listed) == sorted(path.relative_to(ROOT).as_posix() for path in files)
 
 
-def test_each_decision_is_where_the_architecture_says():
+def test_architecture_names_existing_functions_for_each_decision():
     rows = re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \| (`.+`) \|$", ARCHITECTURE, re.MULTILINE)
     assert len(rows) > 20
     for file, names in rows:
@@ -105,7 +105,7 @@ def test_each_decision_is_where_the_architecture_says():
         assert set(re.findall(r"`(\w+)`", names)) <= defined, file
 
 
-def test_every_promise_is_one_of_a_page_and_has_a_test_or_a_file():
+def test_every_promise_is_quoted_from_a_page_and_has_a_test_or_file():
     text = " ".join(" ".join(PAGES.values()).split())
     assert len(promises()) > 90
     assert [fragment for fragment, _ in promises() if fragment not in text] == []
@@ -113,7 +113,7 @@ def test_every_promise_is_one_of_a_page_and_has_a_test_or_a_file():
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_what_a_table_names_is_there(table):
+def test_tests_and_files_in_a_table_exist(table):
     """Tests by `path::name`, and the files that figures are from."""
 
     def is_defined(test: str) -> bool:
@@ -157,7 +157,7 @@ def test_make_installs_pinned_versions_and_passes_on_config_and_options():
     assert {Path(check.split()[0]).name for check in checks()} == {"ruff", "mypy"}
 
 
-def test_the_hooks_and_hosted_ci_run_what_everybody_runs():
+def test_hooks_and_hosted_ci_run_the_same_checks():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert [hook["entry"].removesuffix(" --force-exclude") for hook in hooks] == checks()
     (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
@@ -172,7 +172,7 @@ def test_make_knows_every_target(command):
 
 
 @pytest.mark.parametrize("command", [*commands("python scripts/"), *commands("accelerate launch ")])
-def test_every_command_has_only_options_that_its_script_takes(command, run_script):
+def test_every_command_uses_existing_options(command, run_script):
     """A key of the config must be one; an option of the script must be in its --help."""
     words = shlex.split(command)
     script, *arguments = words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
@@ -186,7 +186,7 @@ def test_every_command_has_only_options_that_its_script_takes(command, run_scrip
         load_config(["--config", str(ROOT / arguments[arguments.index("--config") + 1]), *stated])
 
 
-def test_the_options_for_gpt2_make_it():
+def test_gpt2_options_build_gpt2():
     from hfgolf.model.convert_gpt2 import gpt2_from_golf
     from hfgolf.train.build import build_golf
 
@@ -199,13 +199,13 @@ def test_the_options_for_gpt2_make_it():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_config_begins_with_its_command_and_what_to_expect(path):
+def test_config_header_has_its_command_and_expected_results(path):
     header = re.match(r"(?:#.*\n)+", path.read_text())[0]
     assert f"#   accelerate launch scripts/train.py --config configs/{path.name}" in header
     assert "Measured on" in header or "What to expect: " in header
 
 
-def test_small_trains_without_a_network(run, tiny_run, tmp_path, monkeypatch):
+def test_small_config_trains_without_a_network(run, tiny_run, tmp_path, monkeypatch):
     """The text of configs/small.yaml is the interpreter's own; its tokenizer is trained."""
     small = yaml.safe_load((ROOT / "configs" / "small.yaml").read_text())
     assert small["data"]["source"] == "python_stdlib" and small["tokenizer"]["kind"] == "bpe"

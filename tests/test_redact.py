@@ -39,7 +39,7 @@ def nobody(monkeypatch, tmp_path):
         "ROOT_PWD",
     ],
 )
-def test_the_value_of_a_variable_with_such_a_name_goes_from_anywhere(monkeypatch, name):
+def test_value_of_a_secret_variable_is_redacted(monkeypatch, name):
     assert redact(f"key {WANDB_KEY}, x{WANDB_KEY}y") == f"key {WANDB_KEY}, x{WANDB_KEY}y"
     monkeypatch.setenv(name, f"{WANDB_KEY}\n")
     assert is_secret_name(name)
@@ -60,13 +60,13 @@ def test_the_value_of_a_variable_with_such_a_name_goes_from_anywhere(monkeypatch
         ("SPAT", "north-west"),
     ],
 )
-def test_a_name_that_only_resembles_one_holds_no_secret(monkeypatch, name, value):
+def test_similar_variable_names_are_not_secret(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert not is_secret_name(name)
     assert redact(f"it is {value}") == f"it is {value}"
 
 
-def test_short_values_and_paths_do_not_destroy_a_text(monkeypatch, tmp_path):
+def test_short_values_and_paths_are_not_redacted(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "true")
     monkeypatch.setenv("SECRET_KEY", "a")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path))
@@ -74,19 +74,19 @@ def test_short_values_and_paths_do_not_destroy_a_text(monkeypatch, tmp_path):
     assert redact(text) == text
 
 
-def test_of_two_secrets_one_in_the_other_nothing_is_left(monkeypatch):
+def test_overlapping_secrets_are_fully_redacted(monkeypatch):
     monkeypatch.setenv("A_TOKEN", "correcthorse")
     monkeypatch.setenv("B_TOKEN", "correcthorsebattery")
     assert redact("correcthorsebattery, correcthorse") == "[redacted], [redacted]"
 
 
-def test_every_line_of_a_private_key_goes(monkeypatch):
+def test_every_line_of_a_private_key_is_redacted(monkeypatch):
     monkeypatch.setenv("DEPLOY_KEY", "MIIEvQIBADANBg\nkqhkiG9w0BAQEF\n")
     assert redact("it was MIIEvQIBADANBg kqhkiG9w0BAQEF") == "it was [redacted] [redacted]"
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "HF_TOKEN_PATH", "XDG_CACHE_HOME", "HOME"])
-def test_the_token_of_hf_auth_login_is_known(monkeypatch, tmp_path, variable):
+def test_token_of_hf_auth_login_is_redacted(monkeypatch, tmp_path, variable):
     homes = {"HF_HOME": "", "HF_TOKEN_PATH": "", "XDG_CACHE_HOME": "huggingface", "HOME": ".cache/huggingface"}
     path = tmp_path / "home" / homes[variable] / "token"
     path.parent.mkdir(parents=True)
@@ -101,13 +101,13 @@ def test_the_token_of_hf_auth_login_is_known(monkeypatch, tmp_path, variable):
     assert done.stdout.strip() == "an_old_token_of_another_form"
 
 
-def test_the_key_of_wandb_login_is_known(monkeypatch, tmp_path):
+def test_key_of_wandb_login_is_redacted(monkeypatch, tmp_path):
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {WANDB_KEY}\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert redact(f"key={WANDB_KEY}, user") == "key=[redacted], user"
 
 
-def test_unreadable_logins_stop_nothing(monkeypatch, tmp_path):
+def test_unreadable_logins_are_ignored(monkeypatch, tmp_path):
     (tmp_path / "netrc").write_bytes(b"\xff\xfe machine")
     (tmp_path / "token").mkdir()
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -137,7 +137,7 @@ def test_unreadable_logins_stop_nothing(monkeypatch, tmp_path):
         ("HF_HOME=x MY_API_KEY" + "='", "p$ss(w)rd1", "' python train.py"),
     ],
 )
-def test_what_looks_like_a_secret_goes(before, secret, after):
+def test_text_like_a_secret_is_redacted(before, secret, after):
     assert redact(before + secret + after) == f"{before}[redacted]{after}"
 
 
@@ -201,11 +201,11 @@ def test_what_looks_like_a_secret_goes(before, secret, after):
         ".".join(["eyJ" + "hbGciOiJIUzI1"] * 3),
     ],
 )
-def test_tokens_go_by_their_form(token):
+def test_known_token_formats_are_redacted(token):
     assert redact(f"x = '{token}'\n({token})") == "x = '[redacted]'\n([redacted])"
 
 
-def test_the_body_of_a_private_key_goes():
+def test_body_of_a_private_key_is_redacted():
     key = "-----BEGIN RSA " + "PRIVATE KEY-----\nMIIEvQIBADANBgkqhki\nabc=\n-----END RSA PRIVATE KEY-----"
     assert "MII" not in redact(key) and "abc=" not in redact(key)
 
@@ -229,17 +229,17 @@ def test_the_body_of_a_private_key_goes():
         "SUBPATTERN = 5; FIRST_PASS=True; PWD=/somewhere/else; def test_sk_live(): return eyJ",
     ],
 )
-def test_what_is_no_secret_stays(text):
+def test_ordinary_text_is_not_redacted(text):
     assert redact(text) == text
 
 
-def test_the_sources_of_hfgolf_stay_as_they_are():
+def test_hfgolf_sources_are_not_redacted():
     paths = [ROOT / "README.md", Path(__file__), *(ROOT / "hfgolf").rglob("*.py"), *(ROOT / "configs").rglob("*.yaml")]
     assert len(paths) > 40
     assert [path.name for path in paths if redact(path.read_text()) != path.read_text()] == []
 
 
-def test_redacting_again_changes_nothing(monkeypatch):
+def test_redaction_is_idempotent(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
     text = (
         f"{HF_TOKEN} https://u:{WANDB_KEY}@h/?token={WANDB_KEY}&sig={WANDB_KEY} API_KEY={WANDB_KEY} Bearer {WANDB_KEY}"
@@ -251,7 +251,7 @@ def test_redacting_again_changes_nothing(monkeypatch):
     assert redact(once) == once
 
 
-def test_values_are_redacted_wherever_they_stand_and_keep_their_types(monkeypatch):
+def test_nested_values_are_redacted_and_keep_their_types(monkeypatch):
     monkeypatch.setenv("ODD_PASSWORD", 'quote"back\\slash')  # JSON and YAML would escape it
     value = {"a": ['x quote"back\\slash', 1, None, True], "b": ({"c": HF_TOKEN}, 0.5)}
     assert redact_values(value) == {"a": ["x [redacted]", 1, None, True], "b": ({"c": "[redacted]"}, 0.5)}

@@ -55,14 +55,14 @@ def test_every_config_takes_two_steps(run, config, tmp_path, corpus_file):
 
 
 @pytest.mark.slow
-def test_a_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
+def test_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
     first = run(tiny_run())
     again = run(["--config", str(first / "config.yaml"), "--run.name", "again"])
     losses = [[row["train_losses"] for row in read_rows(f / "metrics.jsonl")] for f in (first, again)]
     assert losses[0] == losses[1]
 
 
-def test_train_says_so_when_the_run_is_complete(reset_accelerate, tiny_run, run_script, tmp_path):
+def test_training_a_complete_run_again_says_so(reset_accelerate, tiny_run, run_script, tmp_path):
     options = tiny_run(train__mixed_precision="null", batch__micro_batch_size="auto", train__compile="auto")
     first = run_script("train.py", *options).out
     reset_accelerate()

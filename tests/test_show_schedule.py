@@ -38,7 +38,7 @@ def cells(said: str) -> dict[str, list[str]]:
     return {"": header} | {row[0]: row[1:] for row in rows}
 
 
-def test_it_shows_the_corners_of_small(show):
+def test_shows_the_corners_of_the_small_config(show):
     said = cells(show("--config", ROOT / "configs" / "small.yaml"))
     assert said == {
         "": ["step", "run done", "matrix", "embedding, vector", "momentum", "weight decay"],
@@ -50,14 +50,14 @@ def test_it_shows_the_corners_of_small(show):
     }
 
 
-def test_it_shows_the_warmdown_of_a_cosine(show):
+def test_shows_the_decay_of_a_cosine(show):
     config = ("--config", ROOT / "configs" / "small.yaml", "--schedule.name", "cosine_warmdown")
     said = cells(show(*config, "--schedule.floor", 0.1, "--schedule.warmdown_fraction", 0.1))
     assert said["start of warmdown"][:2] == ["136", "90.0%"]
-    assert float(said["last step"][2]) == pytest.approx(0.02 * 0.1 / 15, rel=0.01)  # a 15th of the warmdown is left
+    assert float(said["last step"][2]) == pytest.approx(0.02 * 0.1 / 15, rel=0.01)  # a 15th of the decay is left
 
 
-def test_it_shows_what_the_run_does(show, run, tiny_run):
+def test_shown_rates_match_a_real_run(show, run, tiny_run):
     """Compared with the learning rates in metrics.jsonl of a run whose length depends on the text."""
     options = tiny_run(
         train__max_steps="null",
@@ -76,7 +76,7 @@ def test_it_shows_what_the_run_does(show, run, tiny_run):
         assert float(matrix) == pytest.approx(done[int(step)], rel=1e-3), name
 
 
-def test_by_the_clock_it_shows_minutes_and_places_warmups_where_the_step_time_is_known(show):
+def test_clock_schedule_shows_minutes_and_warmups_at_a_known_step_time(show):
     config = ("--config", ROOT / "configs" / "shakespeare_char.yaml", "--schedule.warmup_steps", 30)
     config += ("--train.max_minutes", 9)
     said = show(*config)
@@ -93,14 +93,14 @@ def test_by_the_clock_it_shows_minutes_and_places_warmups_where_the_step_time_is
     assert known["last step"][:3] == ["8.98", "99.8%", "6.173e-05"]
 
 
-def test_the_steps_end_a_run_before_its_minutes_do_or_not(show):
+def test_shows_whether_steps_or_minutes_end_the_run(show):
     config = ("--config", ROOT / "configs" / "small.yaml", "--train.max_minutes", 2)
     assert "note: train.max_minutes may end the run earlier" in show(*config)
     assert cells(show(*config, "--seconds_per_step", 0.5))["last step"][0] == "150"
     assert cells(show(*config, "--seconds_per_step", 1.2))["last step"][0] == "1.98"
 
 
-def test_the_baselines_have_one_rule_and_adamw_no_momentum(show):
+def test_baselines_show_one_rule_and_adamw_no_momentum(show):
     config = ("--config", ROOT / "configs" / "small.yaml", "--optim.embedding_learning_rate", 1, "--optim.name")
     assert cells(show(*config, "adamw"))[""] == ["step", "run done", "matrix, vector", "embedding", "weight decay"]
     sgd = cells(show(*config, "sgd", "--model.tie_word_embeddings", "false"))

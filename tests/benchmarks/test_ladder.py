@@ -29,7 +29,7 @@ def ladder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize("options", [{}, {"tokenizer__kind": "bpe", "tokenizer__vocab_size": 300}])
-def test_all_rungs_read_the_blocks_of_training(ladder, tiny_run, tmp_path, corpus_file, options):
+def test_every_rung_reads_the_training_blocks(ladder, tiny_run, tmp_path, corpus_file, options):
     for number in range(3):  # several documents, each of several pieces
         text = corpus_file.read_text(encoding="utf-8")[number * 100 :]
         (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
@@ -39,7 +39,7 @@ def test_all_rungs_read_the_blocks_of_training(ladder, tiny_run, tmp_path, corpu
     num_blocks = (len(stream.tokens) - 1) // length
     blocks = np.random.default_rng(0).permutation(num_blocks)[:200] * length
     starts = np.cumsum(stream.piece_tokens) - stream.piece_tokens
-    assert any(start // length * length in blocks for start in starts[1:].tolist())  # one of them lies in two pieces
+    assert any(start // length * length in blocks for start in starts[1:].tolist())  # one of them spans two pieces
     texts = ladder.TextFiles(tokens, length, blocks, tmp_path)
     expected = ladder.vectorized(stream, length)(blocks)
     assert torch.equal(texts.read(blocks), expected)
@@ -58,7 +58,7 @@ def rungs(ladder, tiny_run, tmp_path) -> Iterator[list[Any]]:
         yield ladder.build_rungs(run, 6, tmp_path, may_compile=False)
 
 
-def test_all_rungs_have_the_same_losses(ladder, rungs):
+def test_every_rung_has_the_same_losses(ladder, rungs):
     rows = ladder.climb(rungs, num_losses=5, repetitions=1)
     ladder.check_losses(rows)
     assert [row["rung"] for row in rows if "skipped" in row] == ["compiled"]
@@ -67,19 +67,19 @@ def test_all_rungs_have_the_same_losses(ladder, rungs):
     assert all(row["losses_off_by"] < (1e-5 if row["precision"] == "no" else 0.02) for row in rows if "losses" in row)
 
 
-def test_a_rung_that_trains_on_other_data_is_found_out(ladder, rungs):
+def test_rung_with_different_data_is_rejected(ladder, rungs):
     two = [rungs[3], ladder.Rung("shifted", "", lambda: rungs[2].step() + 2e-3)]
     rows = ladder.climb(two, num_losses=3, repetitions=1)
     with pytest.raises(ValueError, match=r"shifted: its losses .* differ from those of vectorized"):
         ladder.check_losses(rows)
 
 
-def test_a_rung_without_room_is_skipped_and_the_others_compared(ladder, monkeypatch):
+def test_rung_out_of_memory_is_skipped(ladder, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def takes(*seconds: float) -> Any:
-        left = iter((0.0, *seconds))  # the first step is for its loss
+        left = iter((0.0, *seconds))  # the first step only gives the loss
 
         def step() -> float:
             now[0] += next(left)
@@ -104,7 +104,7 @@ def test_a_rung_without_room_is_skipped_and_the_others_compared(ladder, monkeypa
     assert d["faster_than_first"] == 8
 
 
-def test_a_tokenizer_that_does_not_come_back_to_its_tokens_is_no_rung(ladder, tiny_run, tmp_path, monkeypatch):
+def test_tokenizer_that_does_not_round_trip_is_rejected(ladder, tiny_run, tmp_path, monkeypatch):
     with scratch_run(load_config(tiny_run()), "test") as run:
         monkeypatch.setattr(ladder.TextFiles, "read", lambda self, blocks: torch.zeros(len(blocks), 33))
         first = ladder.build_rungs(run, 1, tmp_path, may_compile=False)[0]
@@ -112,7 +112,7 @@ def test_a_tokenizer_that_does_not_come_back_to_its_tokens_is_no_rung(ladder, ti
 
 
 @pytest.mark.parametrize("max_grad_norm", ["null", 0.1])
-def test_the_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, run_script, max_grad_norm):
+def test_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, run_script, max_grad_norm):
     """SGD, because other rules hardly notice a wrong scale of accumulated gradients."""
     options = {"optim__name": "sgd", "optim__learning_rate": 0.5, "train__max_grad_norm": max_grad_norm}
     options |= {

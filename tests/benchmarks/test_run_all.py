@@ -56,9 +56,9 @@ def run_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def test_the_benchmarks_of_a_device_are_run_and_their_figures_kept(run_all, tmp_path, monkeypatch, capfd):
+def test_benchmarks_of_a_device_run_and_save_their_results(run_all, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["run_all.py"])
-    with pytest.raises(SystemExit, match="failed: broken"):  # and the others have run
+    with pytest.raises(SystemExit, match="failed: broken"):  # the others ran
         run_all.main()
     kept = json.loads((tmp_path / "results" / "cpu_kernels_cpu.json").read_text())
     assert kept["printed"] == "as fast as cpu" and kept["seconds"] == 1
@@ -77,14 +77,14 @@ def test_the_benchmarks_of_a_device_are_run_and_their_figures_kept(run_all, tmp_
     assert "as fast as it is" in capfd.readouterr().out
 
 
-def test_a_benchmark_that_is_not_there_is_named(run_all, monkeypatch, capsys):
+def test_missing_benchmark_is_named(run_all, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--device", "cuda", "--only", "cpu_kernels"])
     with pytest.raises(SystemExit):
         run_all.main()
     assert "no benchmark for cuda is called cpu_kernels; choose from broken, saving" in capsys.readouterr().err
 
 
-def test_the_page_has_every_result_that_is_kept(monkeypatch):
+def test_page_has_every_saved_result(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     run_all = importlib.import_module("benchmarks.run_all")
 

@@ -79,7 +79,7 @@ class Fake:
         return {"seconds": next(self.seconds), "losses": [float(made)], "peak_bytes": 100 * made}
 
 
-def test_the_arms_take_turns_and_one_that_ends_is_left_out(throughput):
+def test_arms_take_turns_and_failed_arms_are_skipped(throughput):
     turns: list[tuple[str, int, bool]] = []
     fakes = {"a": Fake("a", [1, 2], turns), "b": Fake("b", [], turns, fails_at=2), "c": Fake("c", [3, 4], turns)}
     rows = throughput.take_turns(fakes, warmup_steps=3, steps=5, repetitions=2)
@@ -94,7 +94,7 @@ def row(seconds: list[float], peak_bytes: int = 100, losses: tuple[float, ...] =
     return {"seconds": seconds, "peak_bytes": peak_bytes, "losses": list(losses)}
 
 
-def test_arms_are_compared_with_the_best_of_trainer_round_by_round(throughput):
+def test_arms_are_compared_with_the_best_trainer_arm_in_each_round(throughput):
     """The machine is ten times slower in the last two rounds, so medians and ratios come from different rounds."""
     rows = {
         "trainer_fp32": row([4, 40, 400]),
@@ -113,7 +113,7 @@ def test_arms_are_compared_with_the_best_of_trainer_round_by_round(throughput):
 
 
 @pytest.mark.parametrize(("off_by", "is_same"), [(1e-3, True), (0.01, False)])
-def test_an_arm_that_does_other_work_is_found_out(throughput, off_by, is_same):
+def test_arm_with_different_losses_is_rejected(throughput, off_by, is_same):
     rows = {"trainer_fp32": row([1]), "hfgolf_fp32": row([1], losses=(5.0, 4.0 + off_by, 9.0))}
     if is_same:
         throughput.compare(rows, warmup_steps=2)
@@ -123,11 +123,11 @@ def test_an_arm_that_does_other_work_is_found_out(throughput, off_by, is_same):
 
 
 @pytest.mark.parametrize(("threads", "clock"), [(1, "process_time"), (2, "perf_counter")])
-def test_a_turn_counts_its_steps_and_no_waiting(throughput, monkeypatch, threads, clock):
+def test_turn_counts_steps_but_not_waiting(throughput, monkeypatch, threads, clock):
     now = [0.0]
     monkeypatch.setattr(throughput, "time", SimpleNamespace(**{clock: lambda: now[0]}, **_other(clock)))
     ours, theirs = multiprocessing.Pipe()
-    for order in ((2, False), (3, False), (0, False)):  # in the pipe before the arm asks
+    for order in ((2, False), (3, False), (0, False)):  # sent before the arm asks
         ours.send(order)
     turns = throughput.Turns(theirs, "cpu", threads)
     turns.begin(parameters=7)

@@ -36,18 +36,18 @@ def growing(bytes_per_e_fold, steps=(50, 100, 150, 200)):
         ({50: 200_000, 100: 170_000, 150: 120_000, 200: 103_000}, {}),  # falling
     ],
 )
-def test_no_finding(sizes, settings):
+def test_forecast_within_budget_is_no_finding(sizes, settings):
     assert findings(sizes, **settings) == []
 
 
-def test_says_what_is_expected_at_the_end_once():
+def test_expected_final_size_is_reported_once():
     (finding,) = findings(growing(20_000, steps=(50, 100, 150, 200, 250)))
     assert finding.step == 150
     assert f"about {80_000 + 20_000 * math.log(20):,.0f} at step 1000; golf.budget_bytes is 100,000" in finding.saw
 
 
 @pytest.mark.parametrize(("width", "heads"), [(256, 4), (48, 12), (16, 8)])
-def test_the_fix_is_a_smaller_model(width, heads):
+def test_fix_is_a_smaller_model(width, heads):
     sizes = dict.fromkeys((50, 100, 150), 400_000)
     (finding,) = findings(sizes, **{"model.hidden_size": width, "model.num_attention_heads": heads})
     options = [f"--model.num_attention_heads={heads}", f"--model.hidden_size={width}", "--train.max_steps=1"]

@@ -87,7 +87,7 @@ def symptoms(lines: Iterable[Line], **settings: Any) -> list[tuple[str, int]]:
     return [(finding.symptom, finding.step) for finding in diagnose(lines, **settings)]
 
 
-def test_a_healthy_log_has_no_symptom():
+def test_healthy_log_has_no_symptom():
     assert symptoms(log(range(1, 1001), val_loss=lambda step: learning(step) + 0.1, val_tokens=lambda step: 9)) == []
 
 
@@ -139,7 +139,7 @@ def test_nan_on_specific_tokens(steps, blocks, parameters, is_found):
 
 
 @pytest.mark.parametrize(("epochs_per_step", "is_found"), [(0.01, True), (0.015, False)])
-def test_blocks_that_two_steps_share_by_chance(epochs_per_step, is_found):
+def test_blocks_shared_by_chance_are_not_blamed(epochs_per_step, is_found):
     """A step reads two blocks, each of which overlaps two of another epoch: 4 * epochs_per_step on average."""
     skips = [skipped(15, [7, 1]), skipped(35, [2, 7])]
     rows = log(range(1, 71), epoch=lambda step: step * epochs_per_step, sample_hash=lambda step: str(step))
@@ -148,7 +148,7 @@ def test_blocks_that_two_steps_share_by_chance(epochs_per_step, is_found):
 
 
 @pytest.mark.parametrize(("norm", "is_found"), [(1.3, True), (1.2, False)])
-def test_constantly_clipped(norm, is_found):
+def test_constant_clipping_is_found(norm, is_found):
     lines = log(range(1, 201), norm=lambda step: 0.9 if step % 12 == 0 else norm)
     assert symptoms(lines) == [("gradient constantly clipped", 100)] * is_found
     assert symptoms(lines, train__max_grad_norm=None) == []
@@ -160,7 +160,7 @@ def test_constantly_clipped(norm, is_found):
     )
 
 
-def test_a_low_limit_is_blamed_before_the_learning_rate():
+def test_low_clipping_limit_is_blamed_before_the_learning_rate():
     lines = log(range(1, 101), norm=lambda step: 3.0)
     ((usual,), (tight,)) = (diagnose(lines, train__max_grad_norm=clip) for clip in (1.0, 0.1))
     assert "learning rate" in usual.causes[0] and usual.fix["optim.learning_rate"] == 0.01
@@ -172,7 +172,7 @@ def with_spikes(at: set[int], height: float = 2.0) -> Callable[[int], float]:
 
 
 @pytest.mark.parametrize(("height", "is_found"), [(0.7, True), (0.35, False)])
-def test_a_spike_stands_out(height, is_found):
+def test_only_a_clear_spike_is_found(height, is_found):
     lines = log(range(1, 101), with_spikes({87, 88}, height))
     assert [symptom for symptom, _ in symptoms(lines)] == ["isolated loss spike"] * is_found
     if is_found:
@@ -183,19 +183,19 @@ def test_a_spike_stands_out(height, is_found):
 
 
 @pytest.mark.parametrize(("steps", "is_found"), [(15, True), (24, False)])
-def test_a_spike_is_soon_over(steps, is_found):
+def test_only_a_short_spike_is_found(steps, is_found):
     lines = log(range(1, 201), with_spikes(set(range(100, 100 + steps)), 1.0))
     assert ("isolated loss spike" in dict(symptoms(lines))) == is_found
 
 
 @pytest.mark.parametrize(("height", "is_found"), [(1.0, False), (2.0, True)])
-def test_a_spike_stands_out_of_the_noise(height, is_found):
+def test_spike_must_exceed_the_noise(height, is_found):
     """The noise is about a tenth of the loss."""
     lines = log(range(1, 201), lambda step: with_spikes({150}, height)(step) + 7 * noise(step))
     assert symptoms(lines) == [("isolated loss spike", 150)] * is_found
 
 
-def test_a_loss_far_above_guessing_is_no_harmless_spike():
+def test_loss_far_above_guessing_is_not_a_spike():
     """Muon at 10 or AdamW at 0.3: 1,951 nats where ln(257) is 5.55."""
     lines = log(range(1, 101), lambda step: 1951.0 if step == 60 else learning(step))
     (finding,) = diagnose(lines, optim__learning_rate=10.0)
@@ -209,14 +209,14 @@ def test_a_loss_far_above_guessing_is_no_harmless_spike():
     ("name", "rate", "advised"),
     [("muon", 10.0, 0.02), ("muon", 0.1, 0.05), ("adamw", 0.3, 0.003), ("adamw", 0.02, 0.01), ("sgd", 100.0, 0.1)],
 )
-def test_the_fix_for_an_extreme_learning_rate_is_the_usual_one(name, rate, advised):
+def test_extreme_learning_rate_fix_is_a_usual_rate(name, rate, advised):
     lines = log(range(1, 101), norm=lambda step: 3.0)
     (finding,) = diagnose(lines, optim__name=name, optim__learning_rate=rate)
     assert finding.fix["optim.learning_rate"] == advised
 
 
 @pytest.mark.parametrize(("level", "gain", "is_found"), [(3.2, 0.015, True), (2.4, 0.015, False), (3.2, 0.06, False)])
-def test_a_run_that_stalls_at_token_frequencies(level, gain, is_found):
+def test_stalling_at_token_frequencies_is_found(level, gain, is_found):
     """AdamW at 0.3 stayed at 3.2 of 5.55, and fell by 1.5 % per quarter of its steps."""
 
     def sits(step: int) -> float:
@@ -235,7 +235,7 @@ def with_norms(spikes: dict[int, float]) -> Callable[[int], float]:
     return lambda step: spikes.get(step, 0.5 + noise(step))
 
 
-def test_a_gradient_norm_that_spikes_before_the_loss():
+def test_gradient_spike_before_the_loss_is_found():
     """The norm often spikes one or two steps before the loss reacts."""
     lines = log(range(1, 101), with_spikes({87, 88}), with_norms({86: 4.0, 87: 5.0}))
     findings = diagnose(lines)
@@ -249,7 +249,7 @@ def test_a_gradient_norm_that_spikes_before_the_loss():
 
 
 @pytest.mark.parametrize(("norm", "is_found"), [(2.2, True), (1.8, False)])
-def test_a_gradient_norm_alone_is_an_early_warning(norm, is_found):
+def test_gradient_spike_alone_is_an_early_warning(norm, is_found):
     lines = log(range(1, 101), settled, with_norms({86: norm}))
     assert symptoms(lines) == [("gradient norm spike", 86)] * is_found
     if is_found:
@@ -260,7 +260,7 @@ def test_a_gradient_norm_alone_is_an_early_warning(norm, is_found):
     assert symptoms(both) == [("isolated loss spike", 86)], "both together are one bad batch"
 
 
-def test_spikes_are_reported_ever_less_often():
+def test_repeated_spikes_are_reported_less_often():
     at = range(60, 960, 30)
     findings = diagnose(log(range(1, 1001), with_spikes(set(at))))
     assert [finding.step for finding in findings] == [at[number - 1] for number in (1, 2, 4, 8, 16)]
@@ -268,7 +268,7 @@ def test_spikes_are_reported_ever_less_often():
     assert "edge of stability" in findings[-1].causes[0] and findings[-1].fix["optim.learning_rate"] == 0.01
 
 
-def test_a_loss_that_stays_high_is_a_divergence():
+def test_lasting_high_loss_is_a_divergence():
     lines = log(range(1, 201), lambda step: settled(step) + (step >= 100))
     assert [symptom for symptom, _ in symptoms(lines)] == ["divergence"]
     slowly = log(range(1, 501), lambda step: settled(step) + step / 400)
@@ -277,14 +277,14 @@ def test_a_loss_that_stays_high_is_a_divergence():
 
 
 @pytest.mark.parametrize(("top", "is_found"), [(6.4, True), (5.95, False)])
-def test_a_run_that_gets_worse_from_the_start_diverges(top, is_found):
+def test_worsening_from_the_start_is_a_divergence(top, is_found):
     lines = log(range(1, 91), lambda step: min(5.5 + step / 40, top) + noise(step))
     assert [symptom for symptom, _ in symptoms(lines)] == ["divergence"] * is_found
 
 
 @pytest.mark.parametrize("event", ["resumed", "rollback"])
 @pytest.mark.parametrize(("rise", "is_found"), [(0.4, True), (0.21, False), (-0.3, False)])
-def test_divergence_after_a_restore(event, rise, is_found):
+def test_rising_loss_after_a_restore_is_found(event, rise, is_found):
     again = log(range(101, 301), lambda step: settled(step) + rise)
     findings = diagnose([*log(range(1, 151), settled), {"step": 100, "event": event}, *again])
     assert [(finding.symptom, finding.step) for finding in findings] == [("divergence after a restore", 100)] * is_found
@@ -292,7 +292,7 @@ def test_divergence_after_a_restore(event, rise, is_found):
         assert event in findings[0].saw and ("train.resume" in findings[0].fix) == (event == "resumed")
 
 
-def test_an_early_plateau():
+def test_early_plateau_is_found():
     def flat(step: int) -> float:
         return 4 + 1.55 * math.exp(-step / 20) + noise(step) / 3
 
@@ -305,7 +305,7 @@ def test_an_early_plateau():
     assert symptoms(log(range(101, 301), flat)) == [], "the first rows are missing"
 
 
-def test_the_same_batches_again():
+def test_repeated_batches_are_found():
     assert symptoms(log(range(1, 101), sample_hash=lambda step: str(step % 5))) == [("same batches again", 6)]
     assert symptoms(log(range(1, 101), sample_hash=lambda step: str(step % 98))) == [], "only two repeats"
     # a small text: 8.5 steps per epoch, so batches repeat only in another epoch
@@ -315,7 +315,7 @@ def test_the_same_batches_again():
     assert symptoms(whole) == [], "each step reads the whole text"
 
 
-def test_steps_that_a_rollback_repeats_are_not_the_same_batches_again():
+def test_steps_repeated_by_a_rollback_are_not_repeated_batches():
     """The batches of steps 13 to 15 are excluded, and later ones move up."""
 
     def moved(step: int) -> str:
@@ -325,7 +325,7 @@ def test_steps_that_a_rollback_repeats_are_not_the_same_batches_again():
     assert symptoms([*log(range(1, 21)), rollback, *log(range(11, 101), sample_hash=moved)]) == []
 
 
-def test_a_resume_with_other_data_is_no_symptom():
+def test_resume_with_new_data_is_not_a_symptom():
     """train.resume_with_other data: reading starts at the first block, and earlier losses are not comparable."""
     before = log(range(1, 101), settled, val_loss=lambda step: 2.0, val_tokens=lambda step: 9)
     after = log(
@@ -348,7 +348,7 @@ def evaluated(val_losses: list[float], train: Callable[[int], float] = learning,
     return log(steps, train, val_loss=values.get, val_tokens=lambda step: val_tokens)
 
 
-def test_validation_that_rises_while_training_falls():
+def test_overfitting_is_found():
     (finding,) = diagnose(evaluated([3.0, 2.5, 2.55, 2.6, 2.7]))
     assert (finding.symptom, finding.step) == ("validation loss rising", 100)
     assert "from 2.5 at step 100 to 2.6 at step 200" in finding.saw and "(epoch 0.2)" in finding.saw
@@ -371,7 +371,7 @@ def test_validation_uses_the_averaged_weights_if_they_are_exported():
 
 
 @pytest.mark.parametrize(("floor", "is_found"), [(0.09, True), (0.12, False)])
-def test_near_zero_loss(floor, is_found):
+def test_near_zero_loss_is_found(floor, is_found):
     def falls(step: int) -> float:
         return floor + 5 * math.exp(-step / 8)
 
@@ -383,7 +383,7 @@ def test_near_zero_loss(floor, is_found):
 
 
 @pytest.mark.parametrize(("speed", "is_found"), [(400.0, True), (600.0, False)])
-def test_throughput_that_falls(speed, is_found):
+def test_falling_throughput_is_found(speed, is_found):
     def slow_after(last: int, seconds: float = 10.0) -> list[Line]:
         def tokens_per_second(step: int) -> float:
             return speed if step > last else 1000.0
@@ -408,7 +408,7 @@ def test_throughput_that_falls(speed, is_found):
 
 
 @pytest.mark.parametrize(("data", "workers", "is_found"), [(1.1, 0, True), (1.1, 3, True), (0.9, 0, False)])
-def test_data_bound(data, workers, is_found):
+def test_waiting_for_data_is_found(data, workers, is_found):
     findings = diagnose(log(range(1, 101), data_seconds=lambda step: data), data__num_workers=workers)
     assert [(finding.symptom, finding.step) for finding in findings] == [("data-bound", 20)] * is_found
     if is_found:
@@ -463,7 +463,7 @@ def as_event(finding: Finding) -> Line:
     return {"event": "finding", **vars(finding)}
 
 
-def test_the_monitor_finds_what_examine_finds(tmp_path):
+def test_monitor_and_examine_agree(tmp_path):
     """Its calls together find what one pass over the file finds, and never repeat a finding that is in the file."""
     for lines in UNHEALTHY.values():
         folder = write(tmp_path / "run", [])
@@ -483,7 +483,7 @@ def test_the_monitor_finds_what_examine_finds(tmp_path):
         assert monitor.new_findings() == []
 
 
-def test_the_monitor_never_raises(tmp_path, caplog, monkeypatch):
+def test_monitor_never_raises(tmp_path, caplog, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise ValueError("a defect\nof the doctor")
 
@@ -500,7 +500,7 @@ def test_the_monitor_never_raises(tmp_path, caplog, monkeypatch):
     assert line.startswith(f"doctor: gave up on {tmp_path}/metrics.jsonl (ValueError: ") and "\n" not in line
 
 
-def test_a_run_that_died_can_be_examined(tmp_path):
+def test_damaged_run_folder_can_be_examined(tmp_path):
     """A truncated line, null losses, a missing or invalid config: the rest is still examined."""
     lines = log(range(1, 201), lambda step: None if step > 150 else learning(step), norm=lambda step: 2.0)
     folder = write(tmp_path / "run", lines, '{"step": 210, "train_lo')
@@ -513,7 +513,7 @@ def test_a_run_that_died_can_be_examined(tmp_path):
     assert [finding.symptom for finding in examine(folder)[0]] == expected
 
 
-def test_undone_steps_are_no_symptom(tmp_path):
+def test_undone_steps_are_not_a_symptom(tmp_path):
     """A resume rewrites the rows after its checkpoint, but the skipped_step events stay in the file."""
     skips = [skipped(step, [step]) for step in (31, 32)]
     resumed = {"step": 30, "event": "resumed"}
@@ -521,7 +521,7 @@ def test_undone_steps_are_no_symptom(tmp_path):
     assert examine(folder)[0] == []
 
 
-def test_a_long_log_is_sampled(tmp_path, monkeypatch):
+def test_long_log_is_sampled(tmp_path, monkeypatch):
     folder = write(tmp_path / "run", log(range(1, 5001)))
     monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 50)
@@ -531,7 +531,7 @@ def test_a_long_log_is_sampled(tmp_path, monkeypatch):
     assert [finding.symptom for finding in examine(folder)[0]] == ["early plateau"]
 
 
-def test_the_script(run_script, tmp_path):
+def test_script_prints_findings(run_script, tmp_path):
     well, sick = write(tmp_path / "well", log(range(1, 101))), write(tmp_path / "sick", UNHEALTHY["nan"])
     (finding,) = diagnose(UNHEALTHY["nan"])
     assert run_script("doctor.py", well) == (0, f"{well}: all is well (100 steps)\n", "")
@@ -556,7 +556,7 @@ def test_the_script(run_script, tmp_path):
         (lambda folder: write(folder, [], "no JSON\n"), "has no rows; the run has not logged anything yet."),
     ],
 )
-def test_a_folder_without_a_run_gets_one_line(run_script, tmp_path, make, problem):
+def test_folder_without_a_run_is_one_line(run_script, tmp_path, make, problem):
     folder = tmp_path / "run"
     make(folder)
     status, out, error = run_script("doctor.py", folder)

@@ -59,7 +59,7 @@ def golf(attention: str, **options: object) -> GolfConfig:
         {"parallel_from": 1, "lanes": True, "loop": [0, 0, 3], "smear_gate": 12},
     ],
 )
-def test_flops_are_those_torch_counts(options):
+def test_flops_match_torch(options):
     """Eager attention uses bmm, which the counter lists separately, and computes the full square of scores."""
     config = golf("eager", **options)
     flops = token_flops(GolfForCausalLM(config), T)
@@ -80,11 +80,11 @@ def test_flops_are_those_torch_counts(options):
         {"parallel_from": 1, "lanes": True, "branch_scale": True},
     ],
 )
-def test_recomputation_is_what_checkpointing_adds(options):
+def test_recomputation_matches_the_cost_of_checkpointing(options):
     config = golf("eager", **options)
     flops = token_flops(GolfForCausalLM(config), T)
     added = sum(counted(config, checkpointing=True).values()) - sum(counted(config).values())
-    assert added == flops.recomputation + flops.attention / 3  # and the other half of its forward products
+    assert added == flops.recomputation + flops.attention / 3  # plus the noncausal half of its forward products
 
 
 def test_torch_does_not_count_a_cpus_fused_attention():
@@ -94,7 +94,7 @@ def test_torch_does_not_count_a_cpus_fused_attention():
     assert sum(counted(config).values()) == flops.useful - flops.attention
 
 
-def test_mfu_leaves_out_compiling_and_evaluating():
+def test_mfu_excludes_compiling_and_evaluating():
     class Seconds:
         spent = dict.fromkeys(("setup", "compile", "data", "train", "evaluate", "checkpoint", "other"), 0.0)
 
@@ -112,7 +112,7 @@ def test_mfu_leaves_out_compiling_and_evaluating():
     assert row["mfu"] == pytest.approx(0.5)
 
 
-def test_mfu_is_of_the_peak_of_all_processes(tiny_run, monkeypatch):
+def test_mfu_uses_the_peak_of_all_processes(tiny_run, monkeypatch):
     config = load_config(tiny_run()).config
     model = build_golf(config, 257, "cpu")
     monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
@@ -122,7 +122,7 @@ def test_mfu_is_of_the_peak_of_all_processes(tiny_run, monkeypatch):
     assert meter.tokens_per_step == 256
 
 
-def test_a_row_has_every_figure_of_the_memory(monkeypatch):
+def test_row_has_every_memory_figure(monkeypatch):
     figures = {"used_memory_bytes": 1, "process_memory_bytes": 2, "gpu_memory_bytes": 3, "gpu_utilization": 4}
     for name, value in figures.items():
         monkeypatch.setattr(meter_module, name, lambda *device, value=value: value)

@@ -74,7 +74,7 @@ def predict(golf: GolfConfig | None = None, **options: Any) -> Any:
     return training_memory(golf, **{**PARAMETERS, "batch": 1, "sequence": 1024} | options)
 
 
-def test_weights_gradients_and_state_are_four_bytes_each():
+def test_weights_gradients_and_state_take_four_bytes_each():
     muon = predict()
     assert muon.weights == muon.gradients == 4 * 124_000_000
     assert muon.optimizer == 4 * 85_000_000 + 8 * 39_000_000
@@ -83,14 +83,14 @@ def test_weights_gradients_and_state_are_four_bytes_each():
     assert predict(ema=True).ema == 4 * 124_000_000
 
 
-def test_a_gpt2_block_by_hand():
+def test_gpt2_block_by_hand():
     """Per token with C channels: norms 4C + 4C each, qkv 12C, attention output 4C, MLP in 16C and out 16C."""
     golf = GolfConfig(**SHAPE, **GPT2_BLOCK)
     assert block_bytes(golf, 1024, half=False, device="cuda")[0] == (2 * 8 + 12 + 4 + 2 * 16) * 768
     assert block_bytes(golf, 1024, half=True, device="cuda")[0] == (2 * 6 + 6 + 2 + 2 * 8) * 768
 
 
-def test_the_modern_block_by_hand():
+def test_modern_block_by_hand():
     """On a GPU in bf16: norms 4C + 2C each; qkv 6C; queries and keys 8C in fp32 and 4C turned; attended in two layouts
     4C; MLP: what relu left 8C, the same in fp32 16C, squared 8C."""
     golf = GolfConfig(**SHAPE)
@@ -114,20 +114,20 @@ def test_the_modern_block_by_hand():
         ({"cautious_weight_decay": True, "sequence": 16}, True),
     ],
 )
-def test_the_peak_goes_where_it_should(options, grows):
+def test_peak_responds_to_each_option(options, grows):
     before = predict(sequence=options["sequence"] if options.get("sequence") == 16 else 1024).peak
     assert (predict(**options).peak > before) is grows
 
 
-def test_16_bits_take_less_but_for_the_squares():
-    """CUDA's autocast squares relu's output in fp32, and keeps it in both dtypes."""
+def test_16_bits_save_memory_except_for_squared_activations():
+    """CUDA's autocast squares relu's output in fp32 and retains it in both dtypes."""
     for options, share in (({"activation": "gelu"}, 0.70), ({}, 0.92)):
         golf = GolfConfig(**SHAPE, **options)
         single, half = (predict(golf, batch=8, precision=precision).activations for precision in ("no", "bf16"))
         assert half / single == pytest.approx(share, abs=0.01)
 
 
-def test_activations_grow_with_the_tokens():
+def test_activations_grow_with_tokens():
     one, eight = (predict(batch=batch) for batch in (1, 8))
     assert eight.activations == 8 * one.activations
     assert predict(batch=8, gradient_checkpointing=True).activations < eight.activations / 10
@@ -202,7 +202,7 @@ def peak_of_a_pass(golf: GolfConfig, tokens: tuple[int, int], precision: str, ch
         (RECORD, "bf16", "sdpa", True),
     ],
 )
-def test_the_prediction_is_what_is_alive(options, precision, attention, checkpointing):
+def test_prediction_matches_live_bytes(options, precision, attention, checkpointing):
     golf = GolfConfig(**{"vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 3} | options)
     golf._attn_implementation = attention
     batch, sequence = 8, 256
@@ -225,7 +225,7 @@ def test_the_prediction_is_what_is_alive(options, precision, attention, checkpoi
 
 
 @pytest.mark.parametrize("options", [{}, {"activation": "swiglu"}, {"intermediate_size": 128}])
-def test_the_update_is_what_orthogonalization_takes(options):
+def test_update_memory_matches_orthogonalization(options):
     golf = GolfConfig(vocab_size=300, hidden_size=128, num_hidden_layers=6, **options)
     model = GolfForCausalLM(golf)
     optimizer = build_optimizer(model.named_parameters(), OptimConfig(newton_schulz_dtype="fp32"), {})
@@ -247,7 +247,7 @@ def gpu_config(**options: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize("free_gib", [4, 8, 16, 80])
-def test_the_largest_that_fits_is_chosen(free_gib):
+def test_largest_fitting_micro_batch_is_chosen(free_gib):
     config = gpu_config()
     model, free = meta_model(config, 50_257, "cuda"), free_gib * 2**30
     size = choose_micro_batch_size(config, model, 1, "cuda", free)
@@ -256,13 +256,13 @@ def test_the_largest_that_fits_is_chosen(free_gib):
     assert run_memory(config, model, size * 2, 1, "cuda").peak > free * USABLE_SHARE
 
 
-def test_on_a_cpu_it_stays_in_the_cache():
+def test_cpu_micro_batch_stays_in_the_cache():
     config = gpu_config()
     model = meta_model(config, 50_257, "cpu")
     assert choose_micro_batch_size(config, model, 1, "cpu", 2**50) * 1024 == MAX_CPU_TOKENS
 
 
-def test_each_process_takes_its_share():
+def test_processes_split_the_batch():
     config = gpu_config(tokens_per_step=8 * 1024)
     model = meta_model(config, 50_257, "cuda")
     assert choose_micro_batch_size(config, model, 4, "cuda", 80 * 2**30) == 2
@@ -279,7 +279,7 @@ def test_too_little_memory_is_one_line():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_prediction_is_what_a_gpu_allocates(checkpointing):
+def test_prediction_matches_gpu_allocations(checkpointing):
     config = gpu_config(tokens_per_step=16 * 1024).replace(model__gradient_checkpointing=checkpointing)
     with torch.device("cuda"):
         model = build_golf(config, 50_257, "cuda").train()
@@ -298,7 +298,7 @@ def test_the_prediction_is_what_a_gpu_allocates(checkpointing):
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
 
 
-def test_the_heap_loses_a_share_of_what_a_step_frees(monkeypatch):
+def test_heap_fragmentation_is_a_share_of_freed_memory(monkeypatch):
     """Memory kept between steps leaves no holes. Other C libraries than glibc were not measured."""
     monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
     small, large, averaged = (predict(device="cpu", **options) for options in ({}, {"batch": 8}, {"ema": True}))
@@ -312,7 +312,7 @@ def test_the_heap_loses_a_share_of_what_a_step_frees(monkeypatch):
     assert fragmented_bytes(large) == 0
 
 
-def test_what_is_missing_to_watch_a_gpu_is_said_once(monkeypatch, caplog):
+def test_missing_gpu_monitor_is_reported_once(monkeypatch, caplog):
     def missing(device):
         raise ModuleNotFoundError("No module named 'pynvml'")
 
@@ -327,7 +327,7 @@ def test_what_is_missing_to_watch_a_gpu_is_said_once(monkeypatch, caplog):
     assert memory.gpu_utilization(torch.device("cpu")) is None and len(caplog.messages) == 1
 
 
-def test_the_peak_is_what_top_would_have_shown():
+def test_peak_matches_resident_memory():
     before = memory.used_memory_bytes(torch.device("cpu"))
     block = torch.ones(3 * 10**8, dtype=torch.uint8)
     del block

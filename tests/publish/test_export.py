@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 name, folder = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)  # else transformers asks, for the config
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)  # otherwise transformers asks
 ids = load_file(folder + "/ids.safetensors")["ids"]
 with torch.no_grad():
     save_file({"logits": model(ids).logits}, folder + "/logits.safetensors")
@@ -39,7 +39,7 @@ print(json.dumps({"greedy": greedy, "num_default": len(default), "text": text}))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["folder", "hub"])
-def test_it_works_where_hfgolf_is_not_installed(source, exported, hub, python, tmp_path):
+def test_exported_model_works_without_hfgolf(source, exported, hub, python, tmp_path):
     """Logits, tokenizer and pipeline equal ours, from the folder and, after a push, from the Hub, byte for byte."""
     model, tokenizer = build_tiny()
     ids = torch.randint(0, 257, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def test_it_works_where_hfgolf_is_not_installed(source, exported, hub, python, t
     assert outcome.returncode == 0, outcome.stderr
     with torch.no_grad():
         torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], model(ids).logits)
-    said = json.loads(outcome.stdout)  # it printed and asked nothing else
+    said = json.loads(outcome.stdout)  # it printed nothing else and asked nothing
     assert said["text"] == "é <|endoftext|>"
     prompt = tokenizer("naïve 🌍", return_tensors="pt").input_ids
     ours = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=256)
@@ -66,7 +66,7 @@ def test_it_works_where_hfgolf_is_not_installed(source, exported, hub, python, t
         assert file.read_bytes() == (exported / file.name).read_bytes(), file.name
 
 
-def test_the_folder_is_complete_and_readable(exported):
+def test_exported_folder_is_complete_and_readable(exported):
     assert {path.name for path in exported.iterdir()} == {
         "README.md",
         "config.json",
@@ -86,7 +86,7 @@ def test_the_folder_is_complete_and_readable(exported):
     assert AutoTokenizer.from_pretrained(exported).model_max_length == 32
 
 
-def test_a_second_export_replaces_the_first_as_a_whole(exported):
+def test_second_export_replaces_the_whole_folder(exported):
     before = contents(exported)
     (exported / "stale.safetensors").write_bytes(b"of another export")
     export_model(*build_tiny(), exported, before["README.md"].decode())
@@ -94,7 +94,7 @@ def test_a_second_export_replaces_the_first_as_a_whole(exported):
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
 
 
-def test_our_own_loader_gives_the_same_model(exported, recwarn, caplog):
+def test_own_loader_matches_transformers(exported, recwarn, caplog):
     model, tokenizer = build_tiny()
     loaded, loaded_tokenizer = load_exported(str(exported))
     assert type(loaded) is type(model) and not loaded.training
@@ -106,7 +106,7 @@ def test_our_own_loader_gives_the_same_model(exported, recwarn, caplog):
 
 
 @pytest.mark.parametrize("model_type", ["golf", "gpt2", "stranger"])
-def test_foreign_code_beside_the_weights_is_never_executed(model_type, exported, tmp_path, monkeypatch):
+def test_foreign_model_code_is_never_executed(model_type, exported, tmp_path, monkeypatch):
     trace = tmp_path / "executed"
     evil = f"open({str(trace)!r}, 'w')\nraise SystemExit('executed')\n"
     for name in ("configuration_golf.py", "layers_golf.py", "modeling_golf.py", "tokenization_golf.py"):
@@ -117,7 +117,7 @@ def test_foreign_code_beside_the_weights_is_never_executed(model_type, exported,
     tokenizer = json.loads((exported / "tokenizer_config.json").read_text())
     tokenizer["auto_map"] = {"AutoTokenizer": [None, "tokenization_golf.Evil"]}
     (exported / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers may ask, and a user may say yes
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers may ask, and a user may answer yes
     if model_type == "golf":
         model, _ = load_exported(str(exported))
         assert type(model).__module__.startswith("hfgolf.")
@@ -128,7 +128,7 @@ def test_foreign_code_beside_the_weights_is_never_executed(model_type, exported,
     assert not trace.exists()
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path, monkeypatch):
+def test_missing_model_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "other" / "model").mkdir(parents=True)
     with pytest.raises(UserError, match=r"cannot load runs/none/model: .*runs/other/model") as caught:

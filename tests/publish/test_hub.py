@@ -24,12 +24,12 @@ def our_hub(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     for name, value in {"TOKEN": TOKEN, "ENDPOINT": hub.endpoint, "HUB_OFFLINE": "0", "HUB_DISABLE_XET": "1"}.items():
         monkeypatch.setenv(f"HF_{name}", value)  # for processes started here
-    huggingface_hub.close_session()  # the client remembers that it was offline
+    huggingface_hub.close_session()  # the client caches that it was offline
     yield hub
     huggingface_hub.close_session()
 
 
-def test_a_push_arrives_whole_in_one_commit(exported, hub, python):
+def test_push_is_one_complete_commit(exported, hub, python):
     outcome = push(python, hub, exported)
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout == f"pushed to {hub.endpoint}/user/name\n"
@@ -48,7 +48,7 @@ def test_a_push_arrives_whole_in_one_commit(exported, hub, python):
     assert repository.files == contents(exported)
 
 
-def test_private_reaches_the_hub_and_is_not_given_up_silently(exported, our_hub):
+def test_private_is_sent_and_never_dropped_silently(exported, our_hub):
     push_folder(exported, "user/secret", private=True, message="m")
     assert our_hub.repositories["user/secret"].private
     push_folder(exported, "user/open", private=False, message="m")
@@ -62,18 +62,18 @@ def test_private_reaches_the_hub_and_is_not_given_up_silently(exported, our_hub)
 @pytest.mark.parametrize(
     ("status", "path"), [(401, "create"), (403, "create"), (500, "create"), (403, "/storage/"), (403, "/commit/")]
 )
-def test_a_refusal_is_one_line(exported, our_hub, status, path):
+def test_rejection_by_the_hub_is_one_line(exported, our_hub, status, path):
     our_hub.fail_with, our_hub.failing_path = status, path
     with pytest.raises(UserError, match=r"hub\.repo_id: cannot push to user/name: .*hf auth login") as caught:
         push_folder(exported, "user/name", private=False, message="m")
     assert "\n" not in str(caught.value) and str(status) in str(caught.value)
 
 
-def test_the_script_exits_2_with_one_line(exported, hub, python):
+def test_script_exits_with_2_and_one_line(exported, hub, python):
     hub.fail_with = 403
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"  # bound, and not listening
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"  # bound but not listening
         for endpoint in (hub.endpoint, nobody):
             outcome = push(python, endpoint, exported)
             assert outcome.returncode == 2
@@ -82,7 +82,7 @@ def test_the_script_exits_2_with_one_line(exported, hub, python):
     assert outcome.returncode == 2 and outcome.stderr.count("\n") == 1 and "no exported model" in outcome.stderr
 
 
-def test_a_failed_push_is_a_warning_in_a_run(exported, our_hub, caplog):
+def test_failed_push_in_a_run_is_a_warning(exported, our_hub, caplog):
     our_hub.fail_with = 500
     pusher = HubPusher("user/name", private=False)
     with caplog.at_level(logging.INFO, logger="hfgolf"):
@@ -96,7 +96,7 @@ def test_a_failed_push_is_a_warning_in_a_run(exported, our_hub, caplog):
     assert our_hub.repositories["user/name"].commits == ["step 7"]
 
 
-def test_a_slow_push_is_neither_overtaken_nor_disturbed(exported, our_hub, caplog):
+def test_pushes_never_overlap(exported, our_hub, caplog):
     """While it runs, the next push is skipped, a new export may replace the folder, and the last push waits for it."""
     before = contents(exported)
     our_hub.never_answers = True
@@ -116,7 +116,7 @@ def test_a_slow_push_is_neither_overtaken_nor_disturbed(exported, our_hub, caplo
 
 
 @pytest.mark.slow
-def test_a_hub_that_accepts_and_never_answers_is_given_up(exported, our_hub, monkeypatch, caplog):
+def test_silent_hub_times_out(exported, our_hub, monkeypatch, caplog):
     our_hub.never_answers = True
     monkeypatch.setattr(hub_module, "PUSH_TIMEOUT_SECONDS", 2)
     pusher = HubPusher("user/name", private=False)
@@ -128,7 +128,7 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(exported, our_hub, mon
         push_folder(exported, "user/name", private=False, message="m")
 
 
-def test_only_what_an_export_wrote_is_pushed(exported, our_hub, tmp_path, caplog):
+def test_only_exported_files_are_pushed(exported, our_hub, tmp_path, caplog):
     before = set(contents(exported))
     (exported / ".env").write_text("HF_TOKEN=secret")
     (exported / "notes.json").write_text("{}")
@@ -146,7 +146,7 @@ def test_only_what_an_export_wrote_is_pushed(exported, our_hub, tmp_path, caplog
 
 
 @pytest.mark.slow
-def test_a_run_pushes_as_it_goes_and_at_its_end(tiny_run, hub, python, tmp_path):
+def test_run_pushes_during_training_and_at_the_end(tiny_run, hub, python, tmp_path):
     options = {"hub.push": "true", "hub.repo_id": "user/trained", "hub.every_steps": 3}
     outcome = python(ROOT / "scripts" / "train.py", *tiny_run(**options), endpoint=hub.endpoint)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr

@@ -11,7 +11,7 @@ from hfgolf.config import DataConfig, RunConfig
 from hfgolf.publish.model_card import model_card, set_location
 
 
-def test_the_metadata_says_what_the_hub_indexes(exported):
+def test_metadata_has_the_fields_the_hub_indexes(exported):
     card = ModelCard.load(exported / "README.md")
     data = card.data.to_dict()
     assert data["library_name"] == "transformers" and data["pipeline_tag"] == "text-generation"
@@ -22,14 +22,14 @@ def test_the_metadata_says_what_the_hub_indexes(exported):
     assert "datasets" not in data
 
 
-def test_a_hub_dataset_is_linked():
+def test_hub_dataset_is_linked():
     config = RunConfig().replace(run__name="tiny")
     config = RunConfig(data=type(config.data)(source="hub", hub_name="some/texts"), run=config.run)
     data = ModelCard(model_card(config, SUMMARY)).data.to_dict()
     assert data["datasets"] == ["some/texts"]
 
 
-def test_the_text_reads_well_and_tells_nothing_of_this_machine(exported):
+def test_text_is_well_formed_and_has_no_local_paths(exported):
     card = (exported / "README.md").read_text()
     assert "A GPT with 27,456 parameters, trained from scratch on corpus.txt with hfgolf" in card
     assert card.count('from_pretrained("runs/tiny/model"') == 2
@@ -40,17 +40,17 @@ def test_the_text_reads_well_and_tells_nothing_of_this_machine(exported):
     assert "\n\n\n" not in card and card.endswith("```\n")
 
 
-def test_the_card_says_that_bits_per_byte_is_flattered(tiny_config):
+def test_card_mentions_a_lossy_tokenizer(tiny_config):
     card = model_card(tiny_config, SUMMARY | {"tokenizer_loss": "the tokenizer loses text"})
     assert "| perplexity | 25.7900 |\n\nNote: the tokenizer loses text.\n\nA sample" in card
 
 
-def test_the_sample_stays_inside_its_fence(exported):
+def test_sample_cannot_close_its_code_block(exported):
     card = (exported / "README.md").read_text()
     assert f"````text\n{SUMMARY['sample']}\n````\n" in card
 
 
-def test_a_file_name_is_no_markup():
+def test_file_names_are_escaped():
     data = DataConfig(source="files", files=["texts/x](http:evil)\n---\n# Owned <img src=x>.txt"])
     config = RunConfig(data=data).replace(run__name="tiny")
     text = model_card(config, SUMMARY)
@@ -60,7 +60,7 @@ def test_a_file_name_is_no_markup():
     assert entry["results"][0]["dataset"]["name"].startswith(data.files[0].removeprefix("texts/"))
 
 
-def test_the_config_in_the_card_is_one_that_train_takes(exported, tmp_path, tiny_config):
+def test_config_in_the_card_is_valid(exported, tmp_path, tiny_config):
     text = (exported / "README.md").read_text().split("```yaml\n")[1].split("\n```")[0]
     (tmp_path / "again.yaml").write_text(text)
     again = load_config(["--config", str(tmp_path / "again.yaml")]).config
@@ -68,13 +68,13 @@ def test_the_config_in_the_card_is_one_that_train_takes(exported, tmp_path, tiny
     assert yaml.safe_load(text)["run"]["output_dir"] == "runs"
 
 
-def test_a_card_in_mid_run_leaves_out_what_is_not_known(tiny_config):
+def test_card_during_training_omits_unknown_figures(tiny_config):
     card = model_card(tiny_config, {"step": 3, "val_loss": float("inf")})
     assert "How good" not in card and "inf" not in card and "None" not in card and "\n\n\n" not in card
     assert "model-index" not in ModelCard(card).data.to_dict()
 
 
-def test_the_card_tells_no_secret_and_its_config_stays_yaml(monkeypatch, tmp_path):
+def test_card_has_no_secret_and_its_config_is_still_yaml(monkeypatch, tmp_path):
     token, key = "hf_" + "aB3dE" * 7, "0123456789abcdef" * 2 + "01234567"
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setenv("WANDB_API_KEY", key)
@@ -91,12 +91,12 @@ def test_the_card_tells_no_secret_and_its_config_stays_yaml(monkeypatch, tmp_pat
     assert again.track.project == "[redacted]" and again.run.name == "tiny"
 
 
-def test_a_run_named_like_a_secret_still_gets_its_card(monkeypatch):
+def test_run_named_like_a_secret_still_gets_a_card(monkeypatch):
     monkeypatch.setenv("PROJECT_KEY", "shakespeare")
     assert "shakespeare" not in model_card(RunConfig().replace(run__name="shakespeare"), {"step": 3})
 
 
-def test_only_the_example_is_renamed(tiny_config, tmp_path):
+def test_only_the_example_repository_is_renamed(tiny_config, tmp_path):
     sample = 'x = Y.from_pretrained("z")'
     path = tmp_path / "README.md"
     path.write_text(model_card(tiny_config, SUMMARY | {"sample": sample}))

@@ -118,7 +118,7 @@ def event(kind, step, **details):
 def own_images(monkeypatch):
     to_png: Any = figures.Drawing.to_png
     monkeypatch.setattr(figures.Drawing, "to_png", to_png.__wrapped__)  # that of conftest.py draws only once
-    monkeypatch.setattr(figures, "DPI", 20)  # takes less time
+    monkeypatch.setattr(figures, "DPI", 20)  # faster
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def make_report(*arguments):
     return exit_.value.code
 
 
-def test_the_report_at_the_end_of_a_run_shows_its_figures(run, tiny_run, monkeypatch, caplog):
+def test_final_report_shows_the_results_of_the_run(run, tiny_run, monkeypatch, caplog):
     monkeypatch.setattr(finish, "used_memory_bytes", lambda device: 12.3e9)
     with caplog.at_level(logging.INFO, logger="hfgolf"):
         path = run(tiny_run(run__price_per_hour=3600, golf__forecast_every_steps=3))
@@ -186,7 +186,7 @@ def test_the_report_at_the_end_of_a_run_shows_its_figures(run, tiny_run, monkeyp
     assert "price_per_hour: null" in (path / "model" / "README.md").read_text()
 
 
-def test_a_failing_report_does_not_stop_the_run(run, tiny_run, monkeypatch, caplog):
+def test_failing_report_does_not_stop_the_run(run, tiny_run, monkeypatch, caplog):
     def fail(*arguments):
         raise RuntimeError("no ink")
 
@@ -203,7 +203,7 @@ def test_a_failing_report_does_not_stop_the_run(run, tiny_run, monkeypatch, capl
         (lambda: 1 / 0, ZeroDivisionError, "Not complete: still running, or it failed after its last row"),
     ],
 )
-def test_a_run_that_ends_early_gets_its_report(run, tiny_run, tmp_path, monkeypatch, fault, error, says):
+def test_run_that_ends_early_gets_a_report(run, tiny_run, tmp_path, monkeypatch, fault, error, says):
     real = loop.train_step
 
     def step(run_, total_steps):
@@ -217,7 +217,7 @@ def test_a_run_that_ends_early_gets_its_report(run, tiny_run, tmp_path, monkeypa
     assert says in Page(tmp_path / "runs" / "tiny" / "report.html").text
 
 
-def test_the_page_is_self_contained(folder):
+def test_page_is_self_contained(folder):
     path = folder([*rows(), event("rollback", 300)])
     page = report(path)
     assert all(link.startswith("#") for link in page.fetched)  # parts of the same drawing
@@ -226,12 +226,12 @@ def test_the_page_is_self_contained(folder):
     html = (path / "report.html").read_text()
     assert (
         "#1f2328;" in html.split("</style>")[0] and "#1f2328" not in html.split("</style>", 1)[1]
-    )  # else dark on dark
+    )  # otherwise dark on dark
 
 
-def test_the_time_split_adds_up_to_the_wall_clock(folder):
+def test_time_split_adds_up_to_the_wall_clock(folder):
     first, second = rows(10), rows(20)[10:]
-    for row in second:  # another session, after 1,000 seconds; the setup's came twice
+    for row in second:  # a second session, 1,000 seconds later, with its own setup
         row |= {"seconds_setup": 10.0, "logged_at": row["logged_at"] + 1000 + 5}
     run = read_run(folder([*first, event("resumed", 100), *second]))
     seconds = seconds_by_kind(run)
@@ -241,7 +241,7 @@ def test_the_time_split_adds_up_to_the_wall_clock(folder):
     assert final["seconds"] == pytest.approx(30) and final["dollars"] == pytest.approx(0.3)
 
 
-def test_the_table_of_the_time_adds_up(folder):
+def test_time_table_adds_up(folder):
     page = report(folder(rows()), price=3600)
     assert page.row("train") == ["54 s", "83.1 %", "", "$54.00"]
     assert page.row("idle") == ["0 ms", "0.0 %", "", "$0.00"]
@@ -251,14 +251,14 @@ def test_the_table_of_the_time_adds_up(folder):
     assert page.figures["cost"] == "$65.00" and "At $3,600.00 per hour" in page.text
 
 
-def test_a_clock_set_back_makes_no_negative_time(folder):
+def test_clock_set_back_gives_no_negative_time(folder):
     made = rows(10)
     made[-1]["logged_at"] -= 3600
     seconds = seconds_by_kind(read_run(folder(made)))
     assert seconds["idle"] == 0 and sum(seconds.values()) == pytest.approx(15)
 
 
-def test_the_price_is_the_option_else_the_config_else_unknown(folder):
+def test_price_comes_from_the_option_then_the_config(folder):
     path = folder(rows(), config_yaml="run: {price_per_hour: 3600}\n")
     assert report(path).figures["cost"] == "$65.00"
     assert report(path, price=0.0).figures["cost"] == "$0.00"
@@ -284,7 +284,7 @@ def test_text_from_a_run_is_escaped(folder):
 
 
 @pytest.mark.parametrize("secret", ["hf_" + "aB3dE" * 7, 'correct&"hör staple"'], ids=["token", "password"])
-def test_no_secret_is_shown(secret, folder, monkeypatch):
+def test_page_contains_no_secret(secret, folder, monkeypatch):
     monkeypatch.setenv("MY_PASSWORD", secret)
     said = f"it was {secret}"
     path = folder(
@@ -296,7 +296,7 @@ def test_no_secret_is_shown(secret, folder, monkeypatch):
         profile_json={"sentence": said, "shares": {}},
     )
     other = folder(rows(), name="other")
-    for page in (report(path), report(path, other)):  # of several, charts tell the names
+    for page in (report(path), report(path, other)):  # with several runs, charts show their names
         written = page.text + (path / "report.html").read_text() + (path / "report.md").read_text()
         assert not [part for part in ("aB3dE", "correct", "staple") if part in written]
         assert written.count("[redacted]") >= 8
@@ -311,7 +311,7 @@ def test_runs_side_by_side(folder):
     assert [row["run"] for row in table] == ["one", "two"]
     assert [row["steps"] for row in table] == ["600", "300"] and table[1]["tokens/s, median"] == "77"
     assert [row["optim.learning_rate"] for row in table] == ["0.01", "0.02"]
-    assert not {"optim.name", "run.name"} & set(header)  # the one is the same, the other says nothing
+    assert not {"optim.name", "run.name"} & set(header)  # the first is equal in both, the second is only the label
     assert page.tags.count("svg") == len(CHARTS) + 2
     (loss, *_) = draw_charts([read_run(one), read_run(two)])
     (axes,) = loss.figure.axes
@@ -327,12 +327,12 @@ def test_runs_of_the_same_name_are_numbered(folder, tmp_path):
     assert [row[0] for row in report(*paths).rows[1:3]] == ["tiny (1)", "tiny (2)"]
 
 
-def test_thirty_runs_all_look_different():
+def test_thirty_runs_have_distinct_line_styles():
     assert len({(style.color, style.dashes) for style in map(line_style, range(30))}) == 30
     assert len({style.name for style in map(line_style, range(30))}) == 30
 
 
-def test_a_name_is_no_formula_and_may_begin_with_an_underscore(folder):
+def test_run_name_is_not_parsed_as_math(folder):
     runs = [read_run(folder(rows(10), name=name)) for name in ("_one", "a$b$c")]
     drawing = draw_charts(runs)[0]
     assert [text.get_text() for text in drawing.figure.axes[0].get_legend().get_texts()] == ["_one", "a$b$c"]
@@ -356,7 +356,7 @@ OLD = {"seconds_setup", "seconds_train", "seconds_data", "logged_at", "mfu", "me
     ],
     ids=["old", "no evaluation", "NaN", "all NaN", "cut off", "one step", "nearly nothing", "no time"],
 )
-def test_odd_rows_get_a_report(folder, lines, tail, says):
+def test_unusual_rows_are_reported(folder, lines, tail, says):
     page = report(folder(lines, tail), price=1.0)
     assert says in page.text and "nan" not in page.text.lower() and "None" not in page.text
     assert page.figures["steps"] == f"{lines[-1]['step']:,}"
@@ -370,7 +370,7 @@ def test_odd_rows_get_a_report(folder, lines, tail, says):
         ('{"step": 1, "trai', "holds no row, only 1 broken lines"),
     ],
 )
-def test_a_run_without_rows_gets_one_clear_line(content, says, tmp_path, capsys):
+def test_run_without_rows_is_one_line(content, says, tmp_path, capsys):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match=says):
@@ -381,7 +381,7 @@ def test_a_run_without_rows_gets_one_clear_line(content, says, tmp_path, capsys)
     assert {path.name for path in tmp_path.iterdir()} <= {"metrics.jsonl"}
 
 
-def test_the_script_writes_page_and_picture(folder, tmp_path, capsys):
+def test_script_writes_a_page_and_an_image(folder, tmp_path, capsys):
     one, two = folder(rows(), name="one"), folder(rows(), name="two")
     assert not make_report(one, "--price_per_hour", 3600, "--png", tmp_path / "loss.png")
     assert Page(one / "report.html").figures["cost"] == "$65.00"
@@ -397,7 +397,7 @@ def test_the_script_writes_page_and_picture(folder, tmp_path, capsys):
         assert error.startswith(f"error: {options[0]}: ") and error.count("\n") == 1
 
 
-def test_a_curve_of_very_many_values_keeps_mean_and_extremes():
+def test_long_curve_retains_mean_and_extremes():
     losses = np.random.default_rng(0).normal(3, 1, (5000, 10))
     losses[1234, 5], losses[77, 7] = 99.0, -99.0
     made: list[dict[str, Any]] = [
@@ -414,13 +414,13 @@ def test_a_curve_of_very_many_values_keeps_mean_and_extremes():
     assert (np.diff(curve.steps) > 0).all() and curve.steps[0] < 130 and curve.steps[-1] > 49_870
 
 
-def test_a_short_curve_is_what_was_logged():
+def test_short_curve_is_drawn_unchanged():
     made = [{"step": 2, "x": [1.0, None]}, {"step": 3, "x": 5.0}, {"step": 4}]
     curve = read_curve(made, "x")
     assert (curve.steps.tolist(), curve.values.tolist(), curve.values_per_point) == ([1, 3], [1, 5], 1)
 
 
-def test_a_long_file_is_sampled_and_the_page_says_so(folder, monkeypatch):
+def test_long_file_is_sampled_and_the_page_says_so(folder, monkeypatch):
     monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 300)
     path = folder([*rows(3000, every=1), event("rollback", 3000)])
@@ -429,7 +429,7 @@ def test_a_long_file_is_sampled_and_the_page_says_so(folder, monkeypatch):
     assert page.figures["steps"] == "3,000" and (path / "report.html").stat().st_size < 500_000
 
 
-def test_very_many_events_make_a_small_page(folder):
+def test_many_events_still_make_a_small_page(folder):
     skips = (event("skipped_step", n, block_starts=list(range(500)), first_parameter="x") for n in range(1, 5001))
     path = folder([*rows(), *skips])
     page = report(path)
@@ -445,7 +445,7 @@ def test_events_are_marked_where_they_happened(folder):
         assert marks == {"<": [120], "x": [480]}, drawing.chart.name
 
 
-def test_a_spike_does_not_hide_the_rest(folder):
+def test_spike_switches_the_loss_axis_to_log_scale(folder):
     made = rows()
     assert draw_charts([read_run(folder(made, name="calm"))])[0].figure.axes[0].get_yscale() == "linear"
     made[30]["train_losses"][3] = 500.0
@@ -453,7 +453,7 @@ def test_a_spike_does_not_hide_the_rest(folder):
     assert axes.get_yscale() == "log" and axes.get_ylim()[1] > 500
 
 
-def test_the_clip_is_drawn(folder):
+def test_clipping_threshold_is_drawn(folder):
     run = read_run(folder(rows(), config_yaml="train: {max_grad_norm: 0.5}\n"))
     (drawing,) = [drawing for drawing in draw_charts([run]) if drawing.chart.name == "grad_norm"]
     assert "clipped to 0.5" in drawing.to_svg()
@@ -484,7 +484,7 @@ def test_findings_profile_and_samples_are_shown(folder):
         ),
     ],
 )
-def test_how_the_run_ended(events, summary, says, folder):
+def test_page_says_how_the_run_ended(events, summary, says, folder):
     assert says in status(read_run(folder([*rows(), *events], summary_json=summary)))
 
 
@@ -497,7 +497,7 @@ def test_damaged_files_are_skipped(folder):
     assert not {"validation loss", "bits per byte"} & set(page.figures)
 
 
-def test_seconds_bytes_and_dollars_in_words():
+def test_seconds_bytes_and_dollars_are_formatted():
     assert [duration(s) for s in (0, 0.0264, 0.1, 9.94, 9.96, 59.6, 299, 3599.6, 25_320)] == [
         *("0 ms", "26 ms", "0.1 s", "9.9 s", "10 s", "1 min 00 s", "4 min 59 s", "1 h 00 min", "7 h 02 min")
     ]

@@ -19,7 +19,7 @@ def write(path, rows, tail=""):
     return path
 
 
-def test_rows_and_events_apart_and_what_is_no_row_counted(tmp_path):
+def test_rows_and_events_are_separated_and_broken_lines_counted(tmp_path):
     rows = [{"step": 1, "train_loss": None}, {"step": 2, "event": "skipped_step"}, {"step": 2, "train_loss": 3.0}]
     path = write(tmp_path / "metrics.jsonl", rows, '[1]\n{"loss": 1}\n{"step": 3, "train_l')
     read = read_metrics(path)
@@ -27,13 +27,13 @@ def test_rows_and_events_apart_and_what_is_no_row_counted(tmp_path):
     assert (read.broken_lines, read.is_sampled) == (3, False)
 
 
-def test_an_empty_file_has_no_rows(tmp_path):
+def test_empty_file_has_no_rows(tmp_path):
     path = write(tmp_path / "metrics.jsonl", [])
     assert read_metrics(path) == metrics.Metrics([], []) and read_rows(path) == []
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 100'])
-def test_of_a_long_file_a_sample_with_all_evaluations_and_events(tmp_path, monkeypatch, tail):
+def test_long_file_is_sampled_with_all_evaluations_and_events(tmp_path, monkeypatch, tail):
     rows = [{"step": step, "val_loss": None} | (EVALUATED if step % 100 == 7 else {}) for step in range(10_000)]
     rows.insert(5_000, {"step": 4_999, "event": "rollback"})
     path = write(tmp_path / "metrics.jsonl", rows, tail)
@@ -48,7 +48,7 @@ def test_of_a_long_file_a_sample_with_all_evaluations_and_events(tmp_path, monke
     assert max(later - sooner for sooner, later in itertools.pairwise(steps)) < 60
 
 
-def test_of_very_many_evaluations_some(tmp_path, monkeypatch):
+def test_very_many_evaluations_are_sampled(tmp_path, monkeypatch):
     path = write(tmp_path / "metrics.jsonl", [{"step": step} | EVALUATED for step in range(10_000)])
     monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
     monkeypatch.setattr(metrics, "SAMPLED_ROWS", 200)
@@ -65,13 +65,13 @@ def test_rows_after_the_resumed_step_and_broken_lines_are_dropped(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "event": "x"}\n'
 
 
-def test_a_number_that_is_not_finite_is_null(tmp_path):
+def test_nonfinite_number_is_written_as_null(tmp_path):
     file = metrics.MetricsFile(tmp_path / "metrics.jsonl")
     file.append({"step": 1, "train_loss": math.nan, "train_losses": [1.5, math.inf]})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train_loss": null, "train_losses": [1.5, null]}\n'
 
 
-def test_a_line_that_is_being_written_is_left_for_the_next_look(tmp_path):
+def test_incomplete_last_line_is_read_later(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\nbroken\n{"step": 2}\n{"st')
     lines, end = metrics.read_lines(path)

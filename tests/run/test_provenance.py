@@ -23,7 +23,7 @@ WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
 CREDENTIALS = "somebody:" + "opensesame"
 
 
-def test_the_commit_of_an_image_is_in_the_metadata(monkeypatch):
+def test_metadata_has_the_commit_of_an_image(monkeypatch):
     def no_git(*arguments, **options):
         raise FileNotFoundError
 
@@ -44,7 +44,7 @@ def logged_in(monkeypatch):
     return load_config(["--train.max_steps=1", "--data.source=files", f"--data.files=https://{CREDENTIALS}@host/a.txt"])
 
 
-def test_the_metadata_tells_the_environment_and_the_config_without_secrets(logged_in):
+def test_metadata_has_environment_and_config_without_secrets(logged_in):
     metadata = provenance.run_metadata(logged_in, fingerprint())
     written = json.dumps(metadata)
     assert not [secret for secret in (HF_TOKEN, WANDB_KEY, "opensesame") if secret in written]
@@ -58,14 +58,14 @@ def test_the_metadata_tells_the_environment_and_the_config_without_secrets(logge
     assert metadata["sources"]["data.files"] == "command line" and "model.hidden_size" not in metadata["sources"]
 
 
-def test_no_line_of_the_log_tells_a_secret(logged_in, capsys, monkeypatch):
+def test_log_contains_no_secret(logged_in, capsys, monkeypatch):
     logger = logging.getLogger("hfgolf")
     for attribute in ("handlers", "propagate", "level"):
         monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
     show_log(is_main_process=True)
     logger.info("plain words")
     logger.info("token %s", HF_TOKEN)
-    logger.warning("https://%s:%s@host", *CREDENTIALS.split(":"))  # a secret only once it is put together
+    logger.warning("https://%s:%s@host", *CREDENTIALS.split(":"))  # a secret only after formatting
     try:
         raise ConnectionError(f"{WANDB_KEY} is refused")
     except ConnectionError:
@@ -85,7 +85,7 @@ def repository(tmp_path):
     git(root, "init", "-q")
     git(root, "config", "diff.noprefix", "true")
     git(root, "config", "color.ui", "always")
-    git(root, "config", "diff.external", "true")  # prints nothing
+    git(root, "config", "diff.external", "true")  # replaces the diff with nothing
     git(root, "config", "diff.summary.textconv", "wc")
     (root / "package").mkdir()
     (root / "package" / "kept.py").write_text("a = 1\nb = 2\nc = 3\n")
@@ -108,7 +108,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def test_the_patch_makes_the_changed_checkout_of_a_clean_one(repository, tmp_path):
+def test_patch_reproduces_the_changed_checkout(repository, tmp_path):
     assert provenance.uncommitted_changes(repository / "package") is None
     clean = tmp_path / "clean"
     git(tmp_path, "clone", "-q", repository, clean)
@@ -120,20 +120,20 @@ def test_the_patch_makes_the_changed_checkout_of_a_clean_one(repository, tmp_pat
     git(repository, "add", "staged.py")
     (repository / "package" / "new file.py").write_text("no newline at the end")
     (repository / "empty.py").touch()
-    os.utime(repository / ".gitignore", (0, 0))  # looks changed, and is not
+    os.utime(repository / ".gitignore", (0, 0))  # looks changed but is not
     patch = provenance.uncommitted_changes(repository / "package")
     (tmp_path / "uncommitted.patch").write_text(patch, encoding="utf-8")
     git(clean, "apply", tmp_path / "uncommitted.patch")
     assert contents(clean) == contents(repository)
 
 
-def test_the_patch_leaves_out_what_is_ignored_hidden_or_no_text(repository):
+def test_patch_omits_ignored_hidden_and_binary_files(repository):
     for name in ("ignored.py", ".env", "weights.bin"):
         (repository / name).write_bytes(b"\0" if name == "weights.bin" else b"text\n")
     assert provenance.uncommitted_changes(repository) is None
 
 
-def test_the_patch_tells_no_secret(repository, logged_in):
+def test_patch_contains_no_secret(repository, logged_in):
     (repository / "package" / "kept.py").write_text(f"a = 1\nb = '{HF_TOKEN}'\nc = 3\n")
     (repository / "new.sh").write_text(f"curl https://{CREDENTIALS}@host -H {WANDB_KEY}\n")
     patch = provenance.uncommitted_changes(repository)
@@ -141,7 +141,7 @@ def test_the_patch_tells_no_secret(repository, logged_in):
     assert not [secret for secret in (HF_TOKEN, WANDB_KEY, "opensesame") if secret in patch]
 
 
-def test_a_patch_that_would_be_too_large_names_what_it_lacks(repository, monkeypatch):
+def test_oversized_patch_names_what_it_omits(repository, monkeypatch):
     monkeypatch.setattr(provenance, "MAX_PATCH_BYTES", 2000)
     (repository / "corpus.txt").write_text("word\n" * 1000)
     (repository / "small.py").write_text("x = 1\n")
@@ -158,7 +158,7 @@ def test_a_patch_that_would_be_too_large_names_what_it_lacks(repository, monkeyp
     )
 
 
-def test_another_checkout_around_an_installed_hfgolf_is_not_its_own(repository, monkeypatch, tmp_path):
+def test_checkout_around_an_installed_package_is_ignored(repository, monkeypatch, tmp_path):
     installed = repository / "ignored-venv" / "hfgolf"
     installed.mkdir(parents=True)
     (repository / "windows.txt").write_text("changed")

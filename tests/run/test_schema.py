@@ -12,7 +12,7 @@ from hfgolf.run.schema import EVENTS, Event, Row, markdown
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_run_writes_the_columns_and_events_of_the_schema(run, tiny_run):
+def test_run_writes_the_columns_and_events_of_the_schema(run, tiny_run):
     folder = run(tiny_run(optim__ema_decay=0.9, golf__forecast_every_steps=3, golf__budget_bytes=40_000))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "event" not in line]
@@ -27,11 +27,11 @@ def test_a_run_writes_the_columns_and_events_of_the_schema(run, tiny_run):
         assert event.keys() == get_type_hints(Event).keys() | EVENTS[event["event"]][1].keys()
 
 
-def test_every_kind_of_event_in_the_code_is_in_the_schema():
+def test_every_event_in_the_code_is_in_the_schema():
     code = "".join(path.read_text() for path in (ROOT / "hfgolf" / "train").glob("*.py"))
     assert set(re.findall(r"tracker\.event\(\s*\"(\w+)\"", code)) == EVENTS.keys()
 
 
-def test_the_page_is_that_of_the_schema():
+def test_page_is_up_to_date():
     """To regenerate: python -m hfgolf.run.schema > docs/metrics.md"""
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == markdown()
