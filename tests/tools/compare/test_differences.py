@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
 from hfgolf.tools.compare.differences import (
@@ -40,16 +39,6 @@ def curve(*losses: float, every: int = 10, seconds: float = 2.0) -> list[Point]:
 def test_p_value_matches_published_tables(t, degrees_of_freedom, p_value):
     assert student_p_value(t, degrees_of_freedom) == pytest.approx(p_value, rel=1e-3)
     assert student_p_value(-t, degrees_of_freedom) == student_p_value(t, degrees_of_freedom)
-
-
-@pytest.mark.parametrize("degrees_of_freedom", [1, 2, 3, 4, 5, 8, 19, 40])
-def test_p_value_matches_the_integrated_density(degrees_of_freedom):
-    n = degrees_of_freedom
-    scale = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi)
-    for t in (0.0, 0.3, 1.0, 2.5, 6.0):
-        x = np.linspace(-t, t, 20001)
-        within = np.trapezoid(scale * (1 + x**2 / n) ** (-(n + 1) / 2), x)
-        assert student_p_value(t, n) == pytest.approx(1 - within, abs=1e-6)
 
 
 def test_paired_difference_by_hand():
