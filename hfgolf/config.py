@@ -618,9 +618,15 @@ class GolfSection:
     """Added to the diagonal of a matrix's input Hessian in gptq, as a share of its mean."""
     forecast_every_steps: int | None = None
     """Forecast every N steps of a run, and at the last one, what an export would take; null: never."""
+    qat_fraction: float = 0.0
+    """Last fraction of a run that trains with its matrices rounded to the grid that golf.budget_bytes allows."""
 
     def __post_init__(self) -> None:
-        _require_positive("golf", self, "budget_bytes", "calibration_tokens", "damping", "forecast_every_steps")
+        _require_positive("golf", self, "budget_bytes", "calibration_tokens", "forecast_every_steps")
+        _require("golf.damping", self.damping, 1e-4 <= self.damping <= 1, "0.0001 to 1")
+        _require("golf.qat_fraction", self.qat_fraction, 0 <= self.qat_fraction <= 1, "0 to 1")
+        if self.qat_fraction and self.budget_bytes is None:
+            raise UserError("golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for.")
         if self.column_steps and self.allocation != "curvature":
             raise UserError(f"golf.column_steps: true needs golf.allocation curvature, not {self.allocation}.")
 
@@ -650,6 +656,11 @@ class RunConfig:
             raise UserError(
                 f"tokenizer.kind: {self.tokenizer.kind} is trained on text, but data.source shards has only tokens; set"
                 " pretrained and tokenizer.name_or_path, or byte."
+            )
+        if self.golf.qat_fraction and self.optim.ema_export:
+            raise UserError(
+                "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; set one of"
+                " them."
             )
 
     @property

@@ -71,6 +71,7 @@ _RULES = {
     "track.": Change.FREE,
     "hub.": Change.FREE,
     "golf.": Change.FREE,
+    "golf.qat_fraction": Change.REPORTED,
 }
 
 # {key: the value that lets the run decide}. A resumed run keeps its decisions.

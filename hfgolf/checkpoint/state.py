@@ -51,6 +51,8 @@ class TrainState:
     """Whether the model's loop, if it has one, ran in the last of these steps (schedule.loop_start)."""
     unfinished_row: dict[str, Any] | None = None
     """Row of metrics.jsonl whose evaluation a signal interrupted; the next session evaluates again and writes it."""
+    grid: dict[str, Any] = field(default_factory=dict)
+    """Under golf.qat_fraction, what the weights are rounded to (see train/rounding.py); empty: not yet, or never."""
     wandb_id: str | None = None
     """ID of the wandb run, so that a resumed run continues it."""
 
@@ -67,6 +69,10 @@ class TrainState:
     def begin_data(self) -> None:
         """Reset the data position and the validation losses, which belong to the previous data."""
         self.blocks, self.excluded_blocks = 0, []
+        self.forget_best()
+
+    def forget_best(self) -> None:
+        """Reset the validation losses, if those to come cannot be compared with them."""
         self.best_val_loss, self.best_step = float("inf"), 0
         self.patience_loss, self.evals_without_improvement = float("inf"), 0
 
@@ -83,7 +89,7 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what state_dict returned. Raises KeyError, TypeError or ValueError, with no change, if malformed."""
-        state = {"loop_active": True} | state  # older versions had no loops
+        state = {"loop_active": True, "grid": {}} | state  # older versions had no loops and rounded nothing
         for name, kind in typing.get_type_hints(TrainState).items():
             if not has_type(state[name], kind):
                 raise ValueError(f"{name} is {state[name]!r}"[:100])

@@ -19,7 +19,8 @@ from hfgolf.errors import UserError
 from hfgolf.golf.allocate import Allocation, allocate, mean_relative_step, predicted_bytes, scale_for_bytes, scale_range
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.gptq import Feedback, error_feedback, round_with_feedback
-from hfgolf.golf.grid import Quantized, round_nearest
+from hfgolf.golf.grid import Quantized, round_nearest, steps_of
+from hfgolf.golf.qat import grid_of
 from hfgolf.optim.groups import parameter_kind
 
 SDCLIP_LEVELS = 31  # of 6 bits, to either side
@@ -81,11 +82,15 @@ def quantize_model(
         method: gptq or nearest. allocation: curvature, sdclip or uniform, see allocate.py.
         progress: called with one line per coding.
 
+    A model that was trained on a grid (golf.qat_fraction) and fits keeps it: nothing is rounded anew.
     A budget beyond the finest useful steps is not an error; the findings say what it leaves free.
 
     Raises UserError if the matrices do not fit even with the coarsest steps; it names the bytes that are needed.
     """
     weights = matrices(model)
+    on_grid = _on_grid(weights)
+    if on_grid is not None and (size := overhead_bytes + size_of(on_grid)) <= budget_bytes:
+        return _kept(on_grid, size)
     feedback = None
     if method == "gptq":
         feedback = {name: error_feedback(curvature[name].hessian, damping) for name in weights}
@@ -122,6 +127,29 @@ def quantize_model(
             f"golf.budget_bytes: found no steps that fit in {budget_bytes:,}; the last attempt took {size:,} bytes."
         )
     return replace(best, findings=_findings(best, budget_bytes, finest))
+
+
+def _on_grid(weights: Mapping[str, NDArray[np.float32]]) -> dict[str, Quantized] | None:
+    """Return the integers and codes of matrices that all are on a grid already; None if one is not."""
+    tensors = {}
+    for name, weight in weights.items():
+        one = grid_of(weight)
+        if one is None:
+            return None
+        tensors[name] = one
+    return tensors if any(one.integers.any() for one in tensors.values()) else None
+
+
+def _kept(tensors: dict[str, Quantized], size: int) -> QuantizedModel:
+    """Return what quantize_model returns for a model that is on a grid. D is that of SDClip: the mean relative step."""
+    plan = allocate({name: one.dequantized() for name, one in tensors.items()}, "sdclip", {}, None)
+    steps = {
+        name: replace(unit, row_steps=steps_of(tensors[name].row_codes).astype(np.float64))
+        for name, unit in plan.items()
+    }
+    scale = mean_relative_step(steps)
+    note = "The matrices are on a grid already (golf.qat_fraction), so nothing was rounded anew."
+    return QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale, size, [(scale, size)], [note])
 
 
 class _Prediction:

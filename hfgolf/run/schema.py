@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypedDict, get_type_hints
+from typing import Annotated, Any, TypedDict, get_type_hints
 
 Nats = Annotated[float | None, "nats per token"]
 Seconds = Annotated[float, "s"]
@@ -29,7 +29,13 @@ class ForecastColumns(TypedDict, total=False):
     golf_loss: Annotated[Nats, "what rounding is predicted to cost at the budget; null without a budget"]
 
 
-class Row(EvaluationColumns, ForecastColumns):
+class RoundingColumns(TypedDict, total=False):
+    """Columns of runs that train with rounded weights (golf.qat_fraction)."""
+
+    golf_rounded_matrices: Annotated[int, "", "matrices rounded in the last of these steps"]
+
+
+class Row(EvaluationColumns, ForecastColumns, RoundingColumns):
     """One row per log interval (train.log_every_steps), about the steps since the previous row.
 
     null means that a number is not finite, or not known on this machine.
@@ -64,6 +70,13 @@ class Row(EvaluationColumns, ForecastColumns):
     seconds_checkpoint: Annotated[Seconds, "waiting for saves, and rollbacks, so far"]
     seconds_other: Annotated[Seconds, "logging so far and, after the last step, exporting and pushing"]
     logged_at: Annotated[float, "s", "Unix time at which the row was written"]
+
+
+OPTIONAL: dict[Any, str] = {
+    EvaluationColumns: "; only in rows with an evaluation",
+    ForecastColumns: "; only in rows with a forecast",
+    RoundingColumns: "; only with golf.qat_fraction",
+}
 
 
 class Event(TypedDict):
@@ -146,8 +159,7 @@ def markdown() -> str:
     hints = get_type_hints(Row, include_extras=True)
     for name in sorted(hints, key=lambda name: name in Row.__optional_keys__):
         unit, meaning = hints[name].__metadata__
-        kind = "an evaluation" if name in EvaluationColumns.__optional_keys__ else "a forecast"
-        often = f"; only in rows with {kind}" if name in Row.__optional_keys__ else ""
+        often = next((text for columns, text in OPTIONAL.items() if name in columns.__optional_keys__), "")
         lines.append(f"| `{name}` | {unit} | {meaning}{often} |")
     lines += ["", "## Events", "", "Each has `step`, `event` (its kind) and `elapsed_seconds`.", ""]
     lines += ["| kind | what happened | further keys |", "|---|---|---|"]

@@ -48,6 +48,8 @@ def conclude(run: Run) -> dict[str, Any]:
     if run.accelerator.is_main_process:
         run.folder.hold()
     step, damaged_best = _take_best_weights(run)
+    if run.rounding is not None:
+        run.rounding.round_for_good()
     evaluation = run.full_evaluations.get(step) or evaluate(run)
     summary: dict[str, Any] = {
         "run": run.config.run.name,

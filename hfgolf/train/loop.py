@@ -32,10 +32,11 @@ from hfgolf.train.forecast import forecast_export
 from hfgolf.train.meter import StepResult
 from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
 from hfgolf.train.recurrence import update_loop
+from hfgolf.train.rounding import update_grid
 from hfgolf.train.run import Run
 from hfgolf.train.setup import set_up, write_description
 from hfgolf.train.signals import Signals
-from hfgolf.train.validation import should_stop_early, validate, write_sample
+from hfgolf.train.validation import rounded_weights, should_stop_early, validate, write_sample
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,9 @@ def train_step(run: Run, expected_steps: float) -> StepResult:
     """Run one optimizer update; if the gradient is not finite, leave the weights and the optimizer state unchanged."""
     accelerator, optimizer, state, config = run.accelerator, run.optimizer, run.state, run.config
     update_loop(run, expected_steps)
-    loss, sample_hash = halve_until_it_fits(run, lambda: accumulate_gradients(run))
+    update_grid(run, expected_steps)
+    with rounded_weights(run):
+        loss, sample_hash = halve_until_it_fits(run, lambda: accumulate_gradients(run))
     accelerator.unscale_gradients()
     norm = gradient_norm(run.model.parameters())
     loss_value, grad_norm = to_host(loss, norm)
@@ -189,7 +192,7 @@ def report_step(run: Run, clock: Clock, console: Console, row: dict[str, Any], e
 
 def describe(run: Run) -> dict[str, Any]:
     """Return the row of metrics.jsonl for the steps since the last row."""
-    return {
+    row = {
         "step": run.state.step,
         "epoch": epoch(run),
         "tokens": run.state.tokens,
@@ -200,6 +203,9 @@ def describe(run: Run) -> dict[str, Any]:
         "skipped_steps": run.state.skipped_steps,
         "elapsed_seconds": run.state.elapsed_seconds,
     }
+    if run.config.golf.qat_fraction:
+        row["golf_rounded_matrices"] = 0 if run.rounding is None else run.rounding.num_rounded
+    return row
 
 
 def save(run: Run) -> None:

@@ -16,6 +16,7 @@ from hfgolf.config import RunConfig
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.doctor.monitor import Monitor
 from hfgolf.evaluate.bits_per_byte import Evaluation
+from hfgolf.golf.qat import Rounding
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.publish.hub import HubPusher
@@ -57,6 +58,7 @@ class Run:
     """True once the loop runs: processes then wait for each other in the middle of a step."""
     full_evaluations: dict[int, Evaluation] = field(default_factory=dict)
     """{step: the latest evaluation on the whole validation set}, so that the end of the run need not repeat it."""
+    _rounding: Rounding | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -71,6 +73,16 @@ class Run:
     def accumulation_steps(self) -> int:
         """Micro-batches per process and optimizer step."""
         return self.accelerator.gradient_accumulation_steps
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """What rounds the weights in forward and backward passes: to state.grid, if there is one (see rounding.py)."""
+        codes = self.state.grid.get("codes")
+        if codes is None:
+            return None
+        if self._rounding is None or self._rounding.codes is not codes:
+            self._rounding = Rounding(self.raw_model, codes)
+        return self._rounding
 
     def decide(self, source: str, **values: Any) -> None:
         """Set `section__key=value` for the rest of the run, including its checkpoints."""

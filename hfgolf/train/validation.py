@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
     """Evaluate the weights, and their averages if there are any, on train.eval_tokens; return columns of the row."""
     budget = run.config.train.eval_tokens
-    evaluation = evaluate(run, budget, before_batch)
+    with rounded_weights(run):
+        evaluation = evaluate(run, budget, before_batch)
     row = {
         "val_loss": evaluation.loss,
         "val_bits_per_byte": evaluation.bits_per_byte,
@@ -65,8 +66,18 @@ def should_stop_early(run: Run) -> bool:
 
 
 def exported_weights(run: Run) -> AbstractContextManager[None]:
-    """Return a context in which the model has the weights to export: under ema_export, the averaged ones."""
+    """Return a context in which the model has the weights to export: averaged (ema_export), rounded, or its own."""
+    return rounded_weights(run) if run.rounding is not None else averaged_weights(run)
+
+
+def averaged_weights(run: Run) -> AbstractContextManager[None]:
+    """Return a context in which the model has the averaged weights under ema_export, and else its own."""
     return run.ema.applied() if run.ema is not None and run.config.optim.ema_export else nullcontext()
+
+
+def rounded_weights(run: Run) -> AbstractContextManager[None]:
+    """Return a context in which the model has rounded weights while golf.qat_fraction says so, and else its own."""
+    return nullcontext() if run.rounding is None else run.rounding.applied()
 
 
 def write_sample(run: Run) -> None:

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_run_writes_the_columns_and_events_of_the_schema(run, tiny_run):
-    folder = run(tiny_run(optim__ema_decay=0.9, golf__forecast_every_steps=3, golf__budget_bytes=40_000))
+    folder = run(
+        tiny_run(optim__ema_decay=0.9, golf__forecast_every_steps=3, golf__budget_bytes=40_000, golf__qat_fraction=0.2)
+    )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "event" not in line]
     evaluated = [row for row in rows if row["val_loss"] is not None]
