@@ -659,8 +659,7 @@ class RunConfig:
             )
         if self.golf.qat_fraction and self.optim.ema_export:
             raise UserError(
-                "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; set one of"
-                " them."
+                "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one."
             )
 
     @property

@@ -158,7 +158,7 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
         ),
         (
             ["--golf.qat_fraction=0.1", "--golf.budget_bytes=9000", "--optim.ema_export=true", "--optim.ema_decay=0.9"],
-            "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; set one of them.",
+            "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one.",
         ),
         (["--golf.budget_bytes", "0"], "golf.budget_bytes: 0 is out of range; allowed: a number above 0."),
         (

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from hfgolf.golf.grid import MAX_INTEGER, MAX_ROW_CODE, Quantized, round_nearest, steps_of
 
@@ -41,21 +41,26 @@ class Rounding:
 
         Gradients that the block computes stay. Enter autocast inside the block, because it caches what it has cast.
         """
-        kept = [weight.detach().clone() for weight in self._weights]
+        # Swap storages, not contents: a checkpoint in the background may still be reading these.
+        kept = [weight.data for weight in self._weights]
         try:
-            self.round_for_good()
+            for weight, steps in zip(self._weights, self._steps, strict=True):
+                weight.data = _rounded(weight.data, steps)
+            self.num_rounded = len(self._weights)
             yield
         finally:
-            with torch.no_grad():
-                for weight, value in zip(self._weights, kept, strict=True):
-                    weight.copy_(value)
+            for weight, values in zip(self._weights, kept, strict=True):
+                weight.data = values
 
     @torch.no_grad()
     def round_for_good(self) -> None:
-        """Round the parameters themselves. In place: compiled graphs and wrapped models see it."""
+        """Round the parameters themselves."""
         for weight, steps in zip(self._weights, self._steps, strict=True):
-            weight.copy_((weight / steps).round_().clamp_(-MAX_INTEGER, MAX_INTEGER).mul_(steps))
-        self.num_rounded = len(self._weights)
+            weight.copy_(_rounded(weight.data, steps))
+
+
+def _rounded(weight: Tensor, steps: Tensor) -> Tensor:
+    return (weight / steps).round_().clamp_(-MAX_INTEGER, MAX_INTEGER).mul_(steps)
 
 
 def packed_codes(row_codes: Mapping[str, NDArray[np.uint8]]) -> dict[str, str]:

@@ -53,7 +53,9 @@ def test_gradients_are_those_of_a_straight_through_function(model, batch):
     codes = codes_of(model)
     rounding = Rounding(model, packed_codes(codes))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    saved = model.state_dict()  # as a checkpoint that is written in the background
     with rounding.applied():
+        assert all(torch.equal(saved[name], value) for name, value in before.items())
         for name, one in codes.items():
             expected = round_nearest(before[name].numpy(), one).dequantized()
             np.testing.assert_array_equal(model.get_parameter(name).detach().numpy(), expected)
