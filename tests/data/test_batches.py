@@ -272,7 +272,7 @@ def test_workers_survive_epoch_boundaries(stream):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_one_line(stream):
+def test_killed_worker_is_one_line(stream):
     loader = build_loader(stream, **SHAPE, num_steps=10**6, num_workers=1)
     loader.timeout = 5
     batches = iter(loader)

@@ -229,7 +229,7 @@ print(json.dumps([len(tokens.train) + len(tokens.val), copies]))
 
 
 @pytest.mark.slow
-def test_the_hub_client_streams_from_a_hub(tmp_path):
+def test_hub_client_streams_a_dataset(tmp_path):
     texts = [f"document {row}" for row in range(40)]
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     environment = {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "copies")}

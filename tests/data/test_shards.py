@@ -1,4 +1,4 @@
-"""Shards: the tokens of other programs train as text does, and what is wrong with a shard is one line."""
+"""Shards: tokens from other programs train like text, and a mistake in a shard is one line."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_truncated_shard_is_one_line(tmp_path):
         stream.read(np.array([39_999]))
 
 
-def test_sequential_order_reads_blocks_in_place():
+def test_sequential_order_reads_blocks_in_stream_order():
     assert block_starts(None, np.arange(12), 5, 8).tolist() == [0, 8, 16, 24, 32, 0, 8, 16, 24, 32, 0, 8]
 
 

@@ -82,7 +82,7 @@ def test_unmatched_fused_entry_is_rejected():
 
 @pytest.mark.parametrize("is_record", [True, False])
 def test_each_parameter_of_the_golf_switches_is_in_exactly_one_group(is_record):
-    """The gates and scales of golf are vectors, whatever their shape; tables are embeddings, projections matrices."""
+    """Golf's gates and scales are vectors, regardless of shape; tables are embeddings, projections matrices."""
     switches = {"branch_scale": True, "embedding_residual": True, "query_gain": 2.0, "head_gate": 4, "smear_gate": 4}
     skips = {"unet_skips": "gated", "parallel_from": 2, "lanes": True} if is_record else {"unet_skips": "add"}
     factors = {} if is_record else {"embedding_size": 8, "bigram_buckets": 9, "value_embedding_layers": 1}

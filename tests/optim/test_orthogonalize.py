@@ -153,7 +153,7 @@ def test_unknown_coefficients_and_too_many_polar_steps_are_rejected():
 
 
 @pytest.mark.parametrize(("avx512", "amx"), [(False, False), (True, False), (False, True)])
-def test_products_are_bf16_on_a_cpu_only_where_it_is_native(monkeypatch, avx512, amx):
+def test_products_are_bf16_on_a_cpu_only_if_native(monkeypatch, avx512, amx):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     expected = torch.bfloat16 if avx512 or amx else torch.float32

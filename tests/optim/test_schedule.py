@@ -148,10 +148,10 @@ MINUTES = 2
 
 
 def updates_by_the_clock(schedule: ScheduleConfig, seed: int) -> list[SimpleNamespace]:
-    """Return, of each update of a run of MINUTES, its step, multiplier, start (share of the time) and seconds.
+    """Return step, multiplier, start (share of the time) and seconds of each update of a run of MINUTES.
 
-    The order is the loop's. Steps take about 0.5 s and become twice as long over the run, with noise; an evaluation of
-    3 to 5 s follows every ninth; after 40 s the run dies and continues, with 2 s to compile.
+    Updates come in the loop's order. Steps take about 0.5 s, with noise, and become twice as long over the run; every
+    ninth is followed by an evaluation of 3 to 5 s; after 40 s the run dies and resumes, with 2 s to compile.
     """
     noise = random.Random(seed)
     spent, has_died = 5.0, False
@@ -182,7 +182,7 @@ def updates_by_the_clock(schedule: ScheduleConfig, seed: int) -> list[SimpleName
 @pytest.mark.parametrize("warmup_steps", [0, 12])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_clock_schedule_ends_at_the_floor_without_rising(shape, warmup_steps, floor):
-    """However uneven the steps are and whatever comes between them.
+    """Steps may be uneven, with pauses between them.
 
     The last update begins less than its own time before the end, so that its fall is less than that share of the whole
     fall: of warmdown_fraction of the time or, from the end of the warmup on, of what the steps would have taken.

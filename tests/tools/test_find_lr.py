@@ -116,7 +116,7 @@ def test_sweeps_start_from_the_same_state_and_change_only_their_groups(temporary
     for sweep in sweeps:
         ratios = {kind: peaks[kind] / getattr(resolved.config.optim, sweep.key) for kind in swept[sweep.key]}
         at_rest = list(itertools.islice(rest, len(RATES)))
-        # the step after the last, where it diverged, is left out
+        # excludes the step after the last one, which diverged
         made = list(itertools.islice(rest, len(sweep.losses) + sweep.has_diverged))
         assert [row["step"] for row in at_rest] == list(range(LEAD_IN_STEPS, LEAD_IN_STEPS + len(RATES)))
         for part in (at_rest, made):

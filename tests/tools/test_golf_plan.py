@@ -49,7 +49,7 @@ def meta_model(shape: Shape) -> GolfForCausalLM:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_counts_are_those_of_the_model(shape):
+def test_counts_match_the_model(shape):
     model = meta_model(shape)
     matrices = {name: weight for name, weight in model.named_parameters() if weight.ndim == 2}
     assert shape.parameters == model.num_parameters()
@@ -67,7 +67,7 @@ def test_every_shape_can_be_built():
         assert (shape.hidden_size // shape.num_attention_heads) % 2 == 0
 
 
-def test_the_bits_fill_the_budget():
+def test_bits_fill_the_budget():
     for shape, num_bytes in itertools.product(SHAPES, (60_000, 500_000, 2_000_000, 16_000_000)):
         filled = bits_for(shape, Budget(num_bytes, 600.0, None))
         if filled is None:
@@ -86,7 +86,7 @@ def test_the_bits_fill_the_budget():
     assert mean == pytest.approx(3.2, abs=0.1)
 
 
-def test_the_best_shapes_weigh_bytes_against_training():
+def test_best_shapes_balance_bytes_and_training():
     speed = Throughput(1e11, 0.0, "")
     scaling = Scaling(0.8, 30.0, 0.3, 300.0, 0.4)
 
@@ -124,7 +124,7 @@ def finished(shape: Shape, tokens: float, loss: float, tokens_per_second: float 
 RUN_SHAPES = [Shape(257, width, depth, 4, 2, 2) for width, depth in ((32, 2), (64, 2), (96, 3), (128, 4))]
 
 
-def test_a_fit_finds_the_law_that_made_the_runs():
+def test_fit_recovers_the_law_behind_the_runs():
     law = Scaling(0.9, 25.0, 0.325, 200.0, 0.4)
     runs = [
         finished(shape, tokens, law.loss(shape.blocks, 2 * tokens))
@@ -138,7 +138,7 @@ def test_a_fit_finds_the_law_that_made_the_runs():
     assert shape_of(runs[0]) == RUN_SHAPES[0]
 
 
-def test_a_speed_is_fitted_too():
+def test_fit_recovers_the_speed():
     runs = [
         finished(shape, 1e6, 1.0, tokens_per_second=1 / (2e-5 + shape.flops_per_token(256) / 5e10))
         for shape in RUN_SHAPES
@@ -148,7 +148,7 @@ def test_a_speed_is_fitted_too():
     assert fitted.tokens(RUN_SHAPES[0], 256, 10.0) == pytest.approx(10 * runs[0].summary["tokens_per_second"])
 
 
-def test_runs_that_say_too_little_are_refused():
+def test_too_few_different_runs_are_rejected():
     same_data = [finished(shape, 1e6, 1.0 + shape.blocks**-0.3) for shape in RUN_SHAPES]
     with pytest.raises(UserError, match="three amounts of training text or more"):
         fit_scaling(same_data)
@@ -161,7 +161,7 @@ def test_runs_that_say_too_little_are_refused():
 ROUNDINGS = [(3.6, 0.0651), (3.6, 0.0196), (2.0, 0.3349), (5.5, 0.0007), (1.2, 1.1861), (3.2, 0.0102)]
 
 
-def test_the_assumed_gap_is_that_of_measured_roundings():
+def test_assumed_gap_matches_measured_roundings():
     for bits, added in ROUNDINGS:
         assert 0.25 < DEFAULT_SCALING.gap(bits) / math.log(2) / added < 4
 
@@ -175,7 +175,7 @@ NINE_RUNS = [
 ]  # fmt: skip
 
 
-def test_the_assumed_law_is_that_of_nine_runs():
+def test_assumed_law_matches_nine_runs():
     errors = [DEFAULT_SCALING.loss(n, d) - bits * math.log(2) for n, d, bits in NINE_RUNS]
     assert math.sqrt(sum(error**2 for error in errors) / 9) == pytest.approx(0.022, abs=1e-3)
     weights, num_bytes, bits = (np.array(column, float) for column in zip(*NINE_RUNS, strict=True))
@@ -185,7 +185,7 @@ def test_the_assumed_law_is_that_of_nine_runs():
         assert getattr(DEFAULT_SCALING, name) == pytest.approx(getattr(fitted, name), rel=0.02)
 
 
-def test_the_assumptions_order_models_as_measured():
+def test_assumptions_rank_models_as_measured():
     """500 steps of 8,192 characters, rounded to fit: four models at two budgets, by their measured scores."""
     four = {
         "A": Shape(257, 40, 2, 4, 2, 2), "B": Shape(257, 64, 2, 4, 2, 2), "C": Shape(257, 72, 3, 4, 3, 3),
@@ -200,7 +200,7 @@ def test_the_assumptions_order_models_as_measured():
         assert sorted(found, key=found.__getitem__) == [*best_first]
 
 
-def test_the_script_prints_ten_shapes_and_options_that_train_takes(run_script):
+def test_script_prints_ten_shapes_and_valid_training_options(run_script):
     from hfgolf.command_line import load_config
 
     arguments = ("--budget_bytes", 150_000, "--minutes", 10, "--bytes_per_token", "257=1")

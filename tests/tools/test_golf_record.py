@@ -27,21 +27,21 @@ def as_scores(values: list[float]) -> list[Score]:
     return [Score(f"seed {number}", value) for number, value in enumerate(values, 1)]
 
 
-def test_the_2048_context_record():
+def test_published_2048_context_record():
     test = welch_test(SEQ_2048, [1.21937], margin=0.0, significance=0.01)
     assert (f"{test.t:.2f}", f"{test.p:.5f}", test.degrees_of_freedom) == ("31.43", "0.00051", 2)
     published = welch_test(SEQ_2048, [1.22436570 - 0.005], margin=0.0, significance=0.01)  # 1.21937, not yet rounded
     assert (f"{published.t:.2f}", f"{published.p:.5f}") == ("31.42", "0.00051")
 
 
-def test_the_4096_context_record():
+def test_published_4096_context_record():
     test = welch_test(SEQ_4096, [1.21613611], margin=0.005, significance=0.01)
     assert (f"{test.p:.3f}", f"{test.sd:.5f}", f"{test.mean:.8f}") == ("0.006", "0.00187", "1.20136009")
     assert f"{test.t:.2f}" == "9.04"
     assert f"{test.lead / (0.00187 / math.sqrt(3)):.2f}" == "9.05"  # 9.06 was printed, from a rounded deviation
 
 
-def test_record_1019_against_record_549():
+def test_published_record_1019_against_record_549():
     test = welch_test(RECORD_1019, RECORD_549, margin=0.0, significance=0.01)
     assert (f"{test.t:.4f}", f"{test.degrees_of_freedom:.4f}") == ("11.8339", "3.3063")
     assert test.mean == pytest.approx(1.11473509, abs=1e-8)

@@ -263,7 +263,7 @@ def test_max_minutes_and_max_tokens_limit_the_steps(script, tiny_run):
 
 
 @pytest.mark.parametrize("config", ["golf_baseline_cpu.yaml", "golf_record_cpu.yaml"])
-def test_the_golf_stacks_are_planned_and_measured(config):
+def test_golf_configs_are_planned_and_measured(config):
     """The record needs a separator between documents, which no tokenizer names here."""
     path = Path(__file__).parents[2] / "configs" / config
     options = ["--model.hidden_size=64", "--model.intermediate_size=64", "--batch.sequence_length=16"]

@@ -130,7 +130,7 @@ def test_restarted_data_order(run, tiny_run, edit_run):
     assert (finding.symptom, finding.step) == ("same batches again", 6)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps_before = [line["step"] for line in itertools.takewhile(lambda line: line.get("event") != "finding", lines)]
-    assert steps_before[-1] == 10, "it is told at once, not at the end"
+    assert steps_before[-1] == 10, "reported at once, not at the end"
     assert "step 6 that of 1, 7 that of 2, 8 that of 3" in finding.saw
     assert "restarts instead of continuing" in finding.causes[0]
 

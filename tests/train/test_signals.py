@@ -305,7 +305,7 @@ def test_second_signal_does_not_wait_for_the_save(tiny_run, tmp_path, start):
 
 
 @pytest.mark.distributed
-def test_a_signal_to_one_process_stops_all_at_the_same_step(tiny_run, tmp_path):
+def test_signal_to_one_process_stops_all_at_the_same_step(tiny_run, tmp_path):
     folder, output = tmp_path / "runs" / "tiny", tmp_path / "output"
     processes = start_two(tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4), output)
     while last_step(folder) <= 2:
@@ -319,7 +319,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tiny_run, tmp_path):
 
 
 @pytest.mark.distributed
-def test_a_signal_to_torchrun_stops_all_processes_at_the_same_step(tiny_run, tmp_path, start):
+def test_signal_to_torchrun_stops_all_processes_at_the_same_step(tiny_run, tmp_path, start):
     folder = tmp_path / "runs" / "tiny"
     started = start([*TORCHRUN, *tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4)])
     started.wait_until(lambda: last_step(folder) > 2)

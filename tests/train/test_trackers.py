@@ -92,7 +92,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 def test_wandb_gets_the_rows_of_metrics_jsonl_also_after_a_resume(run, tiny_run, monkeypatch, tmp_path):
     options = {"track__trackers": "[wandb]", "track__offline": "true", "schedule__name": "constant"}
     options |= {"train__eval_every_steps": 2, "optim__learning_rate": 0.0123, "train__sample_tokens": 4}
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "wandb"))  # copies of artifacts, else in the home folder
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "wandb"))  # otherwise copies of artifacts go to the home folder
     run(tiny_run(**options, train__max_steps=4, train__save_every_steps=2))
     time.sleep(1)  # wandb names what it writes by the second
     folder = run(tiny_run(**options, train__max_steps=6, train__resume="latest"))

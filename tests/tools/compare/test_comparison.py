@@ -60,7 +60,7 @@ def test_page_marks_differences_within_noise(experiment, outcomes):
     arms = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert arms == [f"muon[learning_rate={rate}]" for rate in ("0.04", "0.02")] + ["adamw", "muon[learning_rate=0.01]"]
     assert "This page makes 3 comparisons." in page and "here, about 0.2." in page
-    # the arm that failed once is no candidate, but its value lies beyond the best one
+    # the arm that failed once cannot be the best, but its value still brackets it
     assert "best is `muon[learning_rate=0.02]`; bracketed: optim.learning_rate: yes.\n" in page
     assert "- `muon[learning_rate=0.04]` failed with seed 3: it diverged" in page
     assert "Measured on an abacus, 2 cores; torch 2, hfgolf 1; commit abc." in page

@@ -13,7 +13,7 @@ from hfgolf.errors import UserError
 from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 from hfgolf.tools.compare.launch import run_missing
 
-NEVER = "raise SystemExit('it was not to be started')\n"
+NEVER = "raise SystemExit('this run must not start')\n"
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_completed_runs_are_skipped(planned, train_script, run, caplog):
     caplog.clear()
     assert run_missing(runs, train_script(NEVER), jobs=2) == {}
     assert caplog.messages == ["2 runs: 2 already complete, 0 to do"]
-    runs[0].folder.summary.unlink()  # as if it had been stopped
+    runs[0].folder.summary.unlink()  # like a stopped run
     assert run_missing(runs, train_script(NEVER), jobs=1) == {"a-seed1": "it was not to be started"}
     with pytest.raises(
         UserError, match=r"b-seed1 holds a run with another config \(optim.learning_rate 0.01 -> 0.03\)"
