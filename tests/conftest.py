@@ -1,4 +1,4 @@
-"""What all tests share: a small corpus, the arguments of a tiny run, and a clean Accelerate state between tests."""
+"""Fixtures for all tests: a small corpus, the arguments of a tiny run, and a clean Accelerate state between tests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for the Hub; what talks to a loopback Hub says so itself
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may contact the Hub; those that use a loopback Hub override this
 os.environ.setdefault("WANDB_MODE", "offline")
-torch.set_num_threads(1)  # products this small take longer with more, and much longer on a busy machine
+torch.set_num_threads(1)  # products this small are slower with more threads, and much slower on a busy machine
 
 ROOT = Path(__file__).parents[1]
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
@@ -76,13 +76,13 @@ def same_process_state() -> Iterator[None]:
 
 @pytest.fixture
 def reset_accelerate() -> Callable[[], None]:
-    """Return what makes the next Accelerator of a test as fresh as that of a new process."""
+    """Return a function that resets Accelerate, like a new process."""
     return _reset_accelerate
 
 
 @pytest.fixture
 def run() -> Callable[[list[str]], Path]:
-    """Return a function that trains as a command line says, as a fresh process would, and returns the run's folder."""
+    """Return a function that trains with a command line, like a new process, and returns the run's folder."""
 
     def train_(arguments: list[str]) -> Path:
         from hfgolf.command_line import load_config
@@ -107,7 +107,7 @@ class Said(NamedTuple):
 
 @pytest.fixture
 def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """Return a function that runs a script in this process, as a person would from the command line."""
+    """Return a function that runs a script in this process, like a user on the command line."""
 
     def run_(name: str, *arguments: object) -> Said:
         monkeypatch.setattr(sys, "argv", [f"scripts/{name}", *map(str, arguments)])
@@ -187,7 +187,7 @@ def tiny_run(tmp_path: Path, corpus_file: Path) -> Callable[..., list[str]]:
             "optim.adamw_learning_rate": 0.01,
             "train.max_steps": 6,
             "train.mixed_precision": "no",  # fp32: losses are compared to the last digits, on any machine
-            "train.cpu_threads": 1,  # sums in one order, whatever the cores
+            "train.cpu_threads": 1,  # sums in one order on any number of cores
             "train.log_every_steps": 1,
             "train.eval_every_steps": 3,
             "train.sample_tokens": 8,  # 64 would take longer than the steps between them
@@ -200,7 +200,7 @@ def tiny_run(tmp_path: Path, corpus_file: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def edit_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], None]:
-    """Return a function that has `edit` see every Run from here on, between its set-up and its first step."""
+    """Return a function that calls `edit` with every later Run, between its setup and its first step."""
     from hfgolf.train import loop
 
     real = loop.set_up
@@ -218,9 +218,9 @@ def edit_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]
 
 @pytest.fixture
 def spoil_gradients(edit_run: Callable[[Callable[[Any], None]], None]) -> Callable[[Callable[[int], bool]], list[Any]]:
-    """Return a function that makes the gradient of SPOILED_PARAMETER NaN on the batches that `is_bad` says.
+    """Return a function that makes the gradient of SPOILED_PARAMETER NaN on the batches chosen by `is_bad`.
 
-    is_bad: of the step whose batch it would be without rollbacks. Returns the list that the runs will be in.
+    is_bad: takes the step that would read the batch without rollbacks. Returns the list that collects the runs.
     """
 
     def install(is_bad: Callable[[int], bool]) -> list[Any]:
@@ -242,9 +242,9 @@ def spoil_gradients(edit_run: Callable[[Callable[[Any], None]], None]) -> Callab
 
 @pytest.fixture
 def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that puts a CPU's gradient scaler into the runs from here on: accelerate has it for GPUs only.
+    """Return a function that gives later runs a CPU gradient scaler; accelerate has one only for GPUs.
 
-    It takes the scale to begin with, and the number of steps without an overflow that double it.
+    It takes the initial scale, and the number of steps without overflow after which the scale doubles.
     """
     from hfgolf.train import process, setup
 
@@ -260,7 +260,7 @@ def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr(setup, "Accelerator", with_scaler)
         gpu = SimpleNamespace(device=torch.device("cuda"))
-        monkeypatch.setattr(process, "processes", lambda: gpu)  # so that fp16 is let through
+        monkeypatch.setattr(process, "processes", lambda: gpu)  # so that fp16 is accepted
         monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
 
     return install
@@ -268,7 +268,7 @@ def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def validation_losses(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
-    """Return a function that has the evaluations find these losses, one after the other, and the last ever after."""
+    """Return a function that makes evaluations return these losses in order, and then repeat the last one."""
 
     def install(values: list[float]) -> None:
         from hfgolf.train import validation

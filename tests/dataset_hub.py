@@ -16,7 +16,7 @@ REVISION = "a" * 40
 
 @contextmanager
 def serving_dataset(name: str, files: dict[str, bytes]) -> Iterator[str]:
-    """Serve the dataset `name`, whose files lie in its root folder, and give the endpoint."""
+    """Serve the dataset `name` with its files in the root folder; yield the endpoint."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

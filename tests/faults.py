@@ -1,6 +1,6 @@
-"""What the fault tests share: damage to a checkpoint, comparison to the last bit, and runs in processes that may die.
+"""Helpers for the fault tests: damage a checkpoint, compare bit for bit, and run in processes that may be killed.
 
-The processes come from a fork server that has imported torch already, so that one starts in under a second.
+A fork server that has already imported torch starts each process in under a second.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 def rewrite_manifest(checkpoint: Path, **changes: Any) -> None:
-    """Let the manifest say what is in the folder now, as somebody would who put it there; `changes` replace keys."""
+    """Make the manifest match the folder, like an attacker who changed the files; `changes` replace keys."""
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text())
     contents = {p.name: p.read_bytes() for p in checkpoint.iterdir() if p != file}
@@ -56,7 +56,7 @@ def rewrite_manifest(checkpoint: Path, **changes: Any) -> None:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl without resumes and samples; each line must be whole."""
+    """Return the rows of metrics.jsonl without resumes and samples; every line must be complete."""
     text = (folder / "metrics.jsonl").read_text()
     assert text.endswith("\n")
     return [row for row in map(json.loads, text.splitlines()) if row.get("event") not in ("resumed", "sample")]
@@ -67,7 +67,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def valid_steps(checkpoints: Path) -> list[int]:
-    """Return the steps of the checkpoints there, every one of which must be whole."""
+    """Return the steps of the checkpoints in the folder; all of them must be valid."""
     return sorted(verify(path)["step"] for path in checkpoints.glob("step-*"))
 
 
@@ -80,7 +80,7 @@ def read(file: Path) -> Any:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Name what is not the same, to the last bit, in two checkpoints, but for what counts from the last start."""
+    """Name the files that differ between two checkpoints, ignoring values that count from the last start."""
     names = {path.name for folder in (one, other) for path in folder.iterdir()} - {"manifest.json"}
     different = []
     for name in sorted(names):
@@ -123,9 +123,9 @@ def before_step(actions: dict[int, Callable[[Any], None]]) -> Callable[..., Any]
 
 
 def start(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) -> BaseProcess:
-    """Train in a process of its own, as scripts/train.py would, with pauses between the steps.
+    """Train in a separate process, like scripts/train.py, with pauses between the steps.
 
-    What it says goes to the file `output`.
+    Its output goes to the file `output`.
     """
     process = FORKING.Process(target=_train, args=(resolved, output, pause_seconds))
     process.start()
@@ -133,9 +133,9 @@ def start(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) ->
 
 
 def train_on_two(arguments: list[str], output: Path, prepare: Callable[[], None] | None = None) -> None:
-    """Train on two processes, as `torchrun scripts/train.py` would; they write to the files `output` and `output1`.
+    """Train on two processes, like `torchrun scripts/train.py`; they write to the files `output` and `output1`.
 
-    prepare: called in each process before it trains; a function of a module, because it is pickled.
+    prepare: called in each process before it trains; a module-level function, because it is pickled.
     Raises AssertionError if a process fails.
     """
     processes = start_two(arguments, output, prepare)
@@ -147,7 +147,7 @@ def train_on_two(arguments: list[str], output: Path, prepare: Callable[[], None]
 def start_two(
     arguments: list[str], output: Path, prepare: Callable[[], None] | None = None
 ) -> tuple[BaseProcess, BaseProcess]:
-    """Start what train_on_two waits for; return the processes by rank."""
+    """Start the processes that train_on_two waits for; return them by rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,7 +1,7 @@
 """A Hub on loopback: enough of its HTTP API for the real client to create, commit and download a repository.
 
-Owns the repositories it was given, in memory. Refuses what the real one refuses: no token, broken card metadata, a
-large file that was not uploaded before its commit.
+Repositories are in memory. Like the real Hub, it rejects a missing token, broken card metadata, and a large file that
+was not uploaded before its commit.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Repository:
 class HubServer(ThreadingHTTPServer):
     """Listens on a free port of 127.0.0.1.
 
-    `fail_with` makes it answer every request that writes to `failing_path` with that status; `never_answers` makes it
-    keep them waiting until `released`.
+    With `fail_with`, every write request to `failing_path` gets that status; with `never_answers`, requests wait until
+    `released`.
     """
 
     def __init__(self) -> None:

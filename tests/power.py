@@ -1,8 +1,8 @@
 """A disk that loses its power: what it would hold at each moment of a run.
 
-In the process of the run, an audit hook looks at a folder before each change of it, and os.fsync is noted. Two disks:
-one has only what was synced, content and names; the other has all names as they are, as ext4 does, and content as far
-as it was synced: of the rest nothing, or half, or zeros.
+In the run's process, an audit hook inspects a folder before each change to it, and os.fsync is recorded. There are two
+kinds of disk. One has only synced names and content. The other, like ext4, has all names and the synced content; of
+unsynced content it has nothing, half, or zeros.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.
 
 @dataclass
 class Moment:
-    """When a disk was in a state for the last time."""
+    """The last time that a disk was in a state."""
 
     saved_step: int
-    """The newest checkpoint whose save had been reported by then; 0: none."""
+    """The newest checkpoint reported as saved by then; 0: none."""
     names: str
-    """What the names and contents are: "synced", or as they are with "nothing", "half" or "zeros" of what is not."""
+    """"synced" for synced names and content; else how much unsynced content there is: "nothing", "half" or "zeros"."""
     before: str
 
 
@@ -47,11 +47,11 @@ class Disk:
     syncs: int = 0
 
     def watch(self) -> None:
-        """Begin; there is no end: an audit hook stays as long as its process."""
+        """Start recording. It never stops, because an audit hook cannot be removed."""
         # inode -> content, size and time at the last sync; inode -> names then
         self._files: dict[int, tuple[str, int, int]] = {}
         self._folders: dict[int, dict[str, tuple[int, str]]] = {}
-        self._open: list[int] = []  # an inode number is not used again as long as somebody has it open
+        self._open: list[int] = []  # an open inode's number is not reused
         self._lock, self._looking = threading.RLock(), threading.local()
         real_fsync = os.fsync
 
@@ -74,7 +74,7 @@ class Disk:
             return
         with self._alone():
             while True:
-                with contextlib.suppress(FileNotFoundError):  # what another thread removed meanwhile
+                with contextlib.suppress(FileNotFoundError):  # removed by another thread meanwhile
                     entries = list(self._entries_now())
                     break
             for names in ("nothing", "half", "zeros"):
@@ -85,7 +85,7 @@ class Disk:
                 self._add(tree, names, before)
 
     def now(self) -> Tree:
-        """Return what is there with nothing lost."""
+        """Return the current state, with nothing lost."""
         with self._alone():
             entries = list(self._entries_now())
         return tuple(
@@ -108,7 +108,7 @@ class Disk:
         self.states[tuple(sorted(tree))] = Moment(self.saved_step, names, before)
 
     def _entries_now(self) -> Iterator[tuple[str, int, Any]]:
-        """Yield (path, inode, (synced content, content now)) of each file, and (path, 0, what it is) of the others."""
+        """Yield (path, inode, (synced content, content now)) for each file, and (path, 0, kind) for the others."""
         for parent, folders, names in os.walk(self.root):
             for name in (*folders, *names):
                 path = os.path.join(parent, name)
@@ -174,12 +174,12 @@ class Disk:
 
 
 def below(tree: Tree, folder: str) -> Tree:
-    """Return what is in a folder of a tree, by its path in there."""
+    """Return the part of a tree in a folder, with paths relative to the folder."""
     return tuple((path.removeprefix(f"{folder}/"), what) for path, what in tree if path.startswith(f"{folder}/"))
 
 
 def write_tree(tree: Tree, folder: Path, contents: dict[str, bytes]) -> Path:
-    """Make a folder that holds what a tree says; returns it."""
+    """Write a tree to a new folder and return the folder."""
     folder.mkdir(parents=True)
     for path, what in tree:
         if what == FOLDER:

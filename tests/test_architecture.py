@@ -74,7 +74,7 @@ def test_imports_run_downward(package):
     for name, path in own.items():
         for target in imported(path, modules):
             is_allowed = room(target) in {package, *MAY_IMPORT[package]}
-            if not room(target):  # the single files; the modelling files run where hfgolf is not installed
+            if not room(target):  # the single files; the modeling files also run without hfgolf
                 is_allowed = package != "model"
             assert is_allowed, f"{name} imports {target}"
 

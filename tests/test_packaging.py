@@ -44,7 +44,7 @@ def test_image_pins_python_apt_and_pip_packages():
     assert "snapshot.debian.org" in apt and apt.index("$SNAPSHOT") < apt.index("apt-get")
     installs = re.findall(r"pip install .*", dockerfile())
     assert len(installs) == 2 and all("-c constraints.txt" in install for install in installs)
-    assert "--no-build-isolation" in installs[-1]  # else pip builds hfgolf with the newest setuptools
+    assert "--no-build-isolation" in installs[-1]  # otherwise pip builds hfgolf with the newest setuptools
     assert {"torch", "numpy", "setuptools", "nvidia-ml-py", "triton", "cuda-toolkit", "nvidia-cublas"} <= set(pins())
 
 

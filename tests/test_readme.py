@@ -215,7 +215,7 @@ def test_small_config_trains_without_a_network(run, tiny_run, tmp_path, monkeypa
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # else nobody would ask the Hub at all
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # otherwise the Hub is never contacted
     of_data = {"data__source": "python_stdlib", "data__files": "[]", "data__split": "documents"}
     folder = run(tiny_run(**of_data, data__val_fraction=0.002, train__eval_tokens=500))
     assert json.loads((folder / "summary.json").read_text())["steps"] == 6

@@ -96,7 +96,7 @@ def test_token_of_hf_auth_login_is_redacted(monkeypatch, tmp_path, variable):
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, str(path if variable == "HF_TOKEN_PATH" else tmp_path / "home"))
     assert redact("it is an_old_token_of_another_form!") == "it is [redacted]!"
-    program = "from huggingface_hub import get_token; print(get_token())"  # it looks where we look
+    program = "from huggingface_hub import get_token; print(get_token())"  # it reads the same file as we do
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "an_old_token_of_another_form"
 

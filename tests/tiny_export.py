@@ -1,4 +1,4 @@
-"""What the tests of publish/ have in common beside fixtures: a tiny model, its figures, how its export is pushed."""
+"""Helpers for the tests of publish/: a tiny model, its figures, and a push of its export."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build_tiny() -> tuple[Any, Any]:
     model = GolfForCausalLM(
         GolfConfig(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **shape)
     )
-    for parameter in model.parameters():  # the output projections begin as zeros, which would hide the blocks
+    for parameter in model.parameters():  # output projections start at zero, which would hide the blocks
         torch.nn.init.normal_(parameter, std=0.2)
     return model.eval(), tokenizer
 

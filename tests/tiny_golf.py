@@ -18,7 +18,7 @@ VOCABULARY = 97
 
 
 def build_model(**changes: Any) -> GolfForCausalLM:
-    """Return a model whose every weight matters: output projections and head are not zero."""
+    """Return a model in which every weight matters: output projections and head are nonzero."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,

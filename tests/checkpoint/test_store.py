@@ -319,7 +319,7 @@ def test_readers_never_see_a_partial_checkpoint(run, tiny_run, tmp_path):
         has_latest = False
         while not over.is_set():
             for checkpoint in list(folder.glob("step-*")):
-                if not is_whole(checkpoint) and checkpoint.exists():  # else it was let go while being read
+                if not is_whole(checkpoint) and checkpoint.exists():  # otherwise it was deleted while being read
                     halves.append(checkpoint.name)
                 looks += 1
             has_latest = has_latest or (folder / "latest").exists()
