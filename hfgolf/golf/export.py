@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -273,8 +274,11 @@ class _Export:
         """Return the model's card with a section on its bytes, in front of the one on its training."""
         after, before, ledger = outcome.after, outcome.before, outcome.ledger
         assert ledger is not None
+        loss = after["nats"] / after["tokens"]
         figures = {
-            "val_loss": after["nats"] / after["tokens"],
+            "model": str(self.folder / "model"),
+            "val_loss": loss,
+            "val_perplexity": math.exp(min(loss, 700.0)),
             "val_bits_per_byte": after["bpb"],
             "val_tokens": after["tokens"],
             "val_bytes": after["bytes"],

@@ -64,6 +64,7 @@ def run_source(folder: Path) -> Source:
             " changed since the run; restore it, or use --model with --files."
         )
     summary = read_summary(run.summary)
+    summary.pop("sample", None)  # the weights before rounding wrote it
     length = config.batch.sequence_length
     return Source(
         model,

@@ -101,7 +101,10 @@ def test_the_card_says_bytes_and_bits_per_byte(exported):
     assert f"an artifact of {size:,} bytes" in card and f"of a budget of {BUDGET:,}" in " ".join(card.split())
     assert f"scores {ledger['after']['bpb']:.4f} bits per byte" in " ".join(card.split())
     assert f"| bits per byte | {ledger['after']['bpb']:.4f} |" in card
+    assert f"| perplexity | {np.exp(ledger['after']['nats'] / ledger['after']['tokens']):,.4f} |" in card
     assert ledger["weights_sha256"] in card
+    assert f'from_pretrained("{exported / "model"}"' in card
+    assert "A sample" not in card, "that of the run is by the weights before rounding"
     assert "model.safetensors" in {path.name for path in exported_files(exported / "model")}, "it can be pushed"
 
 

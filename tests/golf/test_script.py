@@ -102,6 +102,11 @@ def test_the_script_is_small_plain_text_and_needs_torch_and_numpy_only(changes):
     assert '"""' not in source and "->" not in source and "apply_dropout" not in source and "config." not in source
 
 
+def test_what_a_config_does_not_use_costs_nothing():
+    small, large = (len(packed_script(build_model(**MODELS[name]).config)) for name in ("default", "record"))
+    assert small < large - 400 and small < 8_000
+
+
 def test_the_program_of_every_shipped_config_fits():
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         config = load_config([f"--config={path}"]).config.model
