@@ -41,9 +41,11 @@ def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
     assert folder.is_relative_to(tmp_path / "cache") and (folder / "train.arrow").is_file() and "MB/s" in where
 
     kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert [path for path in kept if b"one and four make" in path.read_bytes()] == [], "the text beside its tokens"
+    assert [path for path in kept if b"one and four make" in path.read_bytes()] == [], (
+        "the text was stored with its tokens"
+    )
 
-    monkeypatch.setattr(token_cache, "build_encoder", lambda *_: pytest.fail("it tokenizes again"))
+    monkeypatch.setattr(token_cache, "build_encoder", lambda *_: pytest.fail("tokenized again"))
     monkeypatch.setattr(sys, "argv", ["scripts/prepare_data.py", *tiny_run()])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(ROOT / "scripts" / "prepare_data.py"), run_name="__main__")

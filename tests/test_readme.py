@@ -211,7 +211,7 @@ def test_small_config_trains_without_a_network(run, tiny_run, tmp_path, monkeypa
     assert small["data"]["source"] == "python_stdlib" and small["tokenizer"]["kind"] == "bpe"
 
     def connect(*arguments: object) -> None:
-        pytest.fail(f"it looked for {arguments[1:]}")
+        pytest.fail(f"tried to connect to {arguments[1:]}")
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)

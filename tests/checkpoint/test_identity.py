@@ -126,10 +126,10 @@ def test_resume_with_new_text_keeps_the_tokenizer(run, tiny_run, text, caplog):
     assert "changed since then: train.max_steps 40 -> 43, files (text.txt)" in caplog.messages
     assert (first / "model" / "tokenizer.json").read_bytes() == tokenizer
     losses = [loss for row in rows(first) for loss in row["train_losses"]]
-    assert max(losses[40:]) < losses[0] - 0.5, "the weights know these ids"
+    assert max(losses[40:]) < losses[0] - 0.5, "the weights fit these ids"
     state = state_of(first, 43)
     assert (state["step"], state["tokens"], state["blocks"]) == (43, 43 * 256, 3 * 8)
-    assert rows(first)[42]["epoch"] < rows(first)[39]["epoch"] / 10, "3 steps of it after 40 of the other"
+    assert rows(first)[42]["epoch"] < rows(first)[39]["epoch"] / 10, "3 steps of the new text after 40 of the old"
     with caplog.at_level(logging.INFO, "hfgolf"):  # the run is one of the new text now
         run(tiny_run(**options, train__max_steps=45, train__save_every_steps=20, train__resume="latest"))
     assert state_of(first, 45)["blocks"] == 5 * 8

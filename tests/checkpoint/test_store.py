@@ -384,7 +384,7 @@ def test_checkpoint_code_is_never_executed(run, tiny_run, tmp_path, monkeypatch,
     """By an attacker who also fixes the manifest; with a scaler, so that its file is read."""
     folder, mark = run(tiny_run()), tmp_path / "executed"
     pickle.loads(pickle.dumps(Bomb(mark)))
-    assert mark.is_dir(), "the bomb is none"
+    assert mark.is_dir(), "the bomb does not go off"
     mark.rmdir()
 
     def with_scaler(**options: Any) -> Accelerator:

@@ -108,7 +108,7 @@ def test_second_start_reuses_the_cache(data, caplog, monkeypatch):
     first = load_tokens(data, bpe())
     assert not first.is_hit and "cache miss: no cache in" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(token_cache, "build_encoder", lambda *_: pytest.fail("it tokenizes again"))
+    monkeypatch.setattr(token_cache, "build_encoder", lambda *_: pytest.fail("tokenized again"))
     second = load_tokens(data, bpe())
     assert second.is_hit and second.path == first.path and np.array_equal(second.train.tokens, first.train.tokens)
     assert f"cache hit: {first.path} ({len(first.train):,} train tokens" in caplog.text

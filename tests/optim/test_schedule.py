@@ -268,8 +268,8 @@ def test_momentum_rises_from_its_start():
     assert at((0, 50, 100, 1000), momentum_warmup_steps=100) == pytest.approx([0.85, 0.9, 0.95, 0.95])
     assert at((0, 50, 100), momentum_warmup_steps=100, momentum_start=0.55) == pytest.approx([0.55, 0.75, 0.95])
     assert at((0,), momentum_warmup_steps=0) == [0.95]
-    assert at((0, 300), momentum=0.5) == [0.5, 0.5], "never above optim.momentum"
-    assert at((9999,), momentum_warmup_steps=100) == [0.95], "without momentum_end it stays"
+    assert at((0, 300), momentum=0.5) == [0.5, 0.5], "momentum never exceeds optim.momentum"
+    assert at((9999,), momentum_warmup_steps=100) == [0.95], "without momentum_end, momentum is constant"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -323,7 +323,7 @@ def test_apply_schedule_scales_each_group_from_its_peak(weight_decay):
         assert [muon["lr"], sgd["lr"]] == pytest.approx([0.02 * left * scale, 0.4 * left * scale])
         assert [muon["weight_decay"], sgd["weight_decay"]] == pytest.approx([0.1 * decay, 0.3 * decay])
         assert muon["momentum"] == pytest.approx({2: 0.89, 5: 0.95, 8: 0.83}[step])
-        assert sgd["momentum"] == 0.95, "that of SGD is constant"
+        assert sgd["momentum"] == 0.95, "momentum of SGD is constant"
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])

@@ -79,7 +79,7 @@ def test_run_writes_all_documented_files(run, tiny_run, capsys):
         summary["val_loss"] * summary["val_tokens"] / math.log(2) / summary["val_bytes"]
     )
     assert summary["peak_memory_bytes"] >= max(row["memory_bytes"] for row in table) > 10**8
-    assert summary["predicted_memory_bytes"] > 10**8, "Python and torch are part of what a person sees"
+    assert summary["predicted_memory_bytes"] > 10**8, "includes the memory of Python and torch"
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["seed"] == 1337 and metadata["packages"]["torch"] == torch.__version__
     assert metadata["python"] == platform.python_version() and metadata["hardware"]["cpu"]

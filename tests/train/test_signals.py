@@ -171,7 +171,7 @@ def test_sigusr1_saves_without_stopping(tiny_run, tmp_path, start):
     step = int(saved.name.removeprefix("step-"))
     assert step > asked_at
     started.wait_until(lambda: last_step(folder) > step + 2)
-    assert list((folder / "checkpoints").glob("step-*")) == [saved], "one wish is one checkpoint"
+    assert list((folder / "checkpoints").glob("step-*")) == [saved], "one request gives one checkpoint"
     assert "stopped by" not in started.output
 
 
@@ -195,7 +195,7 @@ def test_interrupted_evaluation_is_repeated_after_the_resume(run, tiny_run, monk
             run(tiny_run(run__name="stopped", **options, train__resume=resume))
         assert (ended.value.code, len(batches)) == (143, 2)
         folder = straight.with_name("stopped")
-        assert [row["step"] for row in rows(folder)] == [1, 2], "there is no row of an evaluation that is not whole"
+        assert [row["step"] for row in rows(folder)] == [1, 2], "an interrupted evaluation leaves no row"
         checkpoints = [path for path in (folder / "checkpoints").iterdir() if not path.is_symlink()]
         assert [path.name for path in checkpoints] == ["step-000003"]
         *_, last = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -219,7 +219,7 @@ def test_signal_outside_the_loop_ends_at_once_and_the_command_resumes(run, tiny_
     def asked(*arguments: Any, **named: Any) -> Any:
         real(*arguments, **named)
         signal.raise_signal(signal.SIGTERM)
-        pytest.fail("it went on")
+        pytest.fail("the signal did not end the process")
 
     straight = run(tiny_run(run__name="straight"))
     with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
@@ -399,7 +399,7 @@ def test_nested_use_does_not_remove_handlers():
 def test_signal_outside_the_loop_is_one_line(capsys, number):
     with pytest.raises(SystemExit) as ended, Signals():
         signal.raise_signal(number)
-        pytest.fail("it went on")
+        pytest.fail("the signal did not end the process")
     assert ended.value.code == 128 + number
     line = f"stopped by {number.name} before the first step; run the same command to start again\n"
     assert capsys.readouterr().err == line

@@ -46,7 +46,7 @@ def test_reads_a_finished_run(run, tiny_run):
     rows[-1] |= {"val_loss": 9.0, "val_tokens": 500}  # worse than the one before, and on a part of the data
     write_rows(folder, rows)
     outcome = read_outcome(RunFolder(folder))
-    assert outcome.curve[-1].loss == 9.0, "the best was chosen by the losses it would then be judged by"
+    assert outcome.curve[-1].loss == 9.0, "the last loss counts; the best one would be biased"
     assert not outcome.is_whole and outcome.evaluated_on[0] == 500
 
     rows[-1]["val_loss"] = None  # how a NaN is logged
