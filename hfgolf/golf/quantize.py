@@ -90,7 +90,7 @@ def quantize_model(
     weights = matrices(model)
     on_grid = _on_grid(weights)
     if on_grid is not None and (size := overhead_bytes + size_of(on_grid)) <= budget_bytes:
-        return _kept(on_grid, size)
+        return _kept(on_grid, size, budget_bytes - size)
     feedback = None
     if method == "gptq":
         feedback = {name: error_feedback(curvature[name].hessian, damping) for name in weights}
@@ -140,7 +140,7 @@ def _on_grid(weights: Mapping[str, NDArray[np.float32]]) -> dict[str, Quantized]
     return tensors if any(one.integers.any() for one in tensors.values()) else None
 
 
-def _kept(tensors: dict[str, Quantized], size: int) -> QuantizedModel:
+def _kept(tensors: dict[str, Quantized], size: int, free: int) -> QuantizedModel:
     """Return what quantize_model returns for a model that is on a grid. D is that of SDClip: the mean relative step."""
     plan = allocate({name: one.dequantized() for name, one in tensors.items()}, "sdclip", {}, None)
     steps = {
@@ -148,7 +148,7 @@ def _kept(tensors: dict[str, Quantized], size: int) -> QuantizedModel:
         for name, unit in plan.items()
     }
     scale = mean_relative_step(steps)
-    note = "The matrices are on a grid already (golf.qat_fraction), so nothing was rounded anew."
+    note = f"The matrices are on a grid already (golf.qat_fraction), so they are kept; {free:,} bytes stay free."
     return QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale, size, [(scale, size)], [note])
 
 
