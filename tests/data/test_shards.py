@@ -50,6 +50,7 @@ def shard_options(folder: Path, tokens: TokenCache, header: bool) -> dict[str, A
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("header", [True, False], ids=["with header", "nanoGPT's"])
 def test_training_on_shards_matches_training_on_text(run, tiny_run, text_tokens, tmp_path, header):
     folders = [

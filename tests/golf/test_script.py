@@ -78,7 +78,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, id=name, marks=[] if name in ("default", "record") else pytest.mark.slow)
+        for name, changes in MODELS.items()
+    ],
+)
 def test_logits_are_those_of_the_model(changes):
     """Of the program that is packed for this model, whose every vector has random weights."""
     model = build_model(**changes)
@@ -107,6 +113,7 @@ def test_what_a_config_does_not_use_costs_nothing():
     assert small < large - 400 and small < 8_000
 
 
+@pytest.mark.slow
 def test_the_program_of_every_shipped_config_fits():
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         config = load_config([f"--config={path}"]).config.model

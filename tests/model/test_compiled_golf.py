@@ -36,6 +36,7 @@ def test_a_training_step_is_one_graph_with_the_same_gradients(build_golf, token_
     assert not [name for name in golf.state_dict() if "_orig_mod" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["golf_baseline", "golf_record", "bigram", "value_embedding", "poly5", "two_caps"])
 def test_the_switches_of_golf_are_one_graph_too(build_golf, all_options, token_ids, name):
     expected = losses_and_gradients(build_golf(**all_options[name]).train(), token_ids)
@@ -45,6 +46,7 @@ def test_the_switches_of_golf_are_one_graph_too(build_golf, all_options, token_i
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_does_not_fold_the_loops_flag(build_golf, token_ids):
     """It once did, for an entrant of the challenge: his quantization-aware training never ran (#315)."""
     golf, eager = (build_golf(loop=[0, 1, 3]).train() for _ in range(2))
