@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,13 +78,10 @@ def shrunk(values):
 
 @pytest.mark.parametrize("kind", ["plain", "other"])
 def test_a_small_program_computes_the_same(kind):
-    class Config:
-        gain, width = None, 7
-
-    Config.kind = kind
-    source = shrunk({"gain": None, "width": 7, "kind": kind})
-    expected = run(PROGRAM.replace("x * rate", "x"), Config)
-    assert run(source, Config) == expected
+    values = {"gain": None, "width": 7, "kind": kind}
+    config = SimpleNamespace(**values)
+    source = shrunk(values)
+    assert run(source, config) == run(PROGRAM.replace("x * rate", "x"), config)
     assert len(source) < 0.6 * len(PROGRAM)
     assert "boost" not in source, "no value of gain, no method that needs one"
     assert "config." not in source and "assert" not in source and "Docstring" not in source and "->" not in source
