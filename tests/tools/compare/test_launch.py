@@ -90,7 +90,7 @@ def test_completed_runs_are_skipped(planned, train_script, run, caplog):
     assert run_missing(runs, train_script(NEVER), jobs=2) == {}
     assert caplog.messages == ["2 runs: 2 already complete, 0 to do"]
     runs[0].folder.summary.unlink()  # like a stopped run
-    assert run_missing(runs, train_script(NEVER), jobs=1) == {"a-seed1": "it was not to be started"}
+    assert run_missing(runs, train_script(NEVER), jobs=1) == {"a-seed1": "this run must not start"}
     with pytest.raises(
         UserError, match=r"b-seed1 holds a run with another config \(optim.learning_rate 0.01 -> 0.03\)"
     ):
