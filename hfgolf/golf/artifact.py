@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,10 @@ from hfgolf.golf.decoder import (
     read_tensors,
 )
 from hfgolf.golf.grid import Quantized, entropy_bits
+from hfgolf.golf.quantize import has_grid
 from hfgolf.golf.rans import Coded, Encoder, split_integers
+from hfgolf.golf.script import config_differences
+from hfgolf.model.modeling_golf import GolfForCausalLM
 
 Tensor = Quantized | NDArray[np.floating]
 
@@ -75,6 +78,18 @@ class Encoded:
     data: bytes
     tensors: dict[str, TensorBytes]
     parts: dict[str, float]
+
+
+def model_encoder(model: GolfForCausalLM) -> Callable[[Mapping[str, Quantized]], Encoded]:
+    """Return a function that encodes a model, given its matrices on their grids. The rest is what it is now."""
+    parameters = dict(model.named_parameters())  # in the order of the state dict, a shared tensor once
+    rest = {
+        name: parameter.detach().float().cpu().numpy()
+        for name, parameter in parameters.items()
+        if not has_grid(name, parameter)
+    }
+    config = config_differences(model.config)
+    return lambda tensors: encode(config, {**rest, **tensors}, list(parameters))
 
 
 def encode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], order: Sequence[str]) -> Encoded:

@@ -35,7 +35,7 @@ from hfgolf.golf.grid import Quantized
 from hfgolf.golf.program import evaluate
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
 from hfgolf.golf.rescore import ARTIFACT, LEDGER, SCRIPT, TOKEN_BYTES, TOKENS, rescore
-from hfgolf.golf.script import config_differences, packed_script
+from hfgolf.golf.script import packed_script
 from hfgolf.golf.source import Source
 from hfgolf.golf.table import Row, as_data, table
 from hfgolf.model.layers_golf import GolfNetwork
@@ -129,13 +129,7 @@ class _Export:
         fixed = sum(path.stat().st_size for path, counted_by in files.items() if settings.count in counted_by)
         outcome.before = self._timed("score before", lambda: self._score(tokens, token_bytes))
         curvature = self._timed("curvature", self._curvature)
-        weights, rest = matrices(source.model), _rest(source.model)
-        order = [name for name in _shapes(source.model) if name in weights or name in rest]
-        config = config_differences(source.model.config)
-
-        def encode(tensors: dict[str, Quantized]) -> artifact.Encoded:
-            return artifact.encode(config, {**rest, **tensors}, order)
-
+        weights, encode = matrices(source.model), artifact.model_encoder(source.model)
         outcome.quantized = self._timed(
             "rounding and coding",
             lambda: quantize_model(
@@ -302,13 +296,6 @@ def _shapes(model: GolfForCausalLM) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         network = GolfNetwork(model.config)
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-
-
-def _rest(model: GolfForCausalLM) -> dict[str, NDArray[np.float32]]:
-    """Return the parameters that are not rounded to a grid."""
-    state = model.state_dict()
-    on_grid = matrices(model)
-    return {name: state[name].float().cpu().numpy() for name in _shapes(model) if name not in on_grid}
 
 
 def _is_same(tensors: dict[str, Quantized], decoded: dict[str, artifact.Tensor]) -> bool:

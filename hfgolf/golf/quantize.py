@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from hfgolf.errors import UserError
 from hfgolf.golf.allocate import Allocation, allocate, mean_relative_step, predicted_bytes, scale_for_bytes, scale_range
@@ -55,8 +55,13 @@ def matrices(model: nn.Module) -> dict[str, NDArray[np.float32]]:
     return {
         name: parameter.detach().to("cpu", torch.float32, copy=True).numpy()
         for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and parameter_kind(name) != "vector"
+        if has_grid(name, parameter)
     }
+
+
+def has_grid(name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter is a matrix that goes on a grid; the rest of a model is stored as it is."""
+    return parameter.ndim == 2 and parameter_kind(name) != "vector"
 
 
 def quantize_model(

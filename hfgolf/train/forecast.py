@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from accelerate import DistributedType
 
 from hfgolf.checkpoint.contents import first_nonfinite
-from hfgolf.golf.artifact import encode
+from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.curvature import Curvature, calibration_batches, measure_curvature, token_counts
 from hfgolf.golf.forecast import forecast
-from hfgolf.golf.grid import Quantized
 from hfgolf.golf.quantize import matrices
-from hfgolf.golf.script import config_differences, packed_script
-from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.golf.script import packed_script
 from hfgolf.train.run import Run
 from hfgolf.train.validation import averaged_weights
 
@@ -33,9 +30,13 @@ def forecast_export(run: Run) -> dict[str, Any]:
         return {}  # recovery.py handles them
     with run.stopwatch.charge("evaluate"), averaged_weights(run):
         weights, curvature = matrices(run.raw_model), calibrated_curvature(run)
-        size_of = coder(run.raw_model)
+        encode = model_encoder(run.raw_model)
         seen = forecast(
-            weights, curvature, golf, overhead_bytes=len(packed_script(run.raw_model.config)), size_of=size_of
+            weights,
+            curvature,
+            golf,
+            overhead_bytes=len(packed_script(run.raw_model.config)),
+            size_of=lambda tensors: len(encode(tensors).data),
         )
     return {
         "golf_bytes": seen.num_bytes,
@@ -57,11 +58,3 @@ def calibrated_curvature(run: Run) -> dict[str, Curvature]:
         batch_size=run.micro_batch_size,
     )
     return measure_curvature(model, batches, token_counts(tokens, model.config.vocab_size))
-
-
-def coder(model: GolfForCausalLM) -> Callable[[dict[str, Quantized]], int]:
-    """Return a function that returns the bytes of the model's artifact with these matrices."""
-    parameters, on_grid = dict(model.named_parameters()), matrices(model)
-    rest = {name: one.detach().float().cpu().numpy() for name, one in parameters.items() if name not in on_grid}
-    config = config_differences(model.config)
-    return lambda tensors: len(encode(config, {**rest, **tensors}, list(parameters)).data)

@@ -12,10 +12,11 @@ from accelerate.utils import broadcast_object_list
 
 from hfgolf.checkpoint.contents import first_nonfinite
 from hfgolf.errors import UserError
+from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.qat import packed_codes
 from hfgolf.golf.quantize import quantize_model
 from hfgolf.golf.script import packed_script
-from hfgolf.train.forecast import calibrated_curvature, coder
+from hfgolf.train.forecast import calibrated_curvature
 from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
     """Return the grid that an export by nearest rounding would use now, packed; or the reason why there is none."""
     golf, model = run.config.golf, run.raw_model
     assert golf.budget_bytes is not None
+    encode = model_encoder(model)
     try:
         with run.stopwatch.charge("evaluate"):
             quantized = quantize_model(
@@ -60,7 +62,7 @@ def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
                 calibrated_curvature(run),
                 budget_bytes=int(AIM * golf.budget_bytes),
                 overhead_bytes=len(packed_script(model.config)),
-                size_of=coder(model),
+                size_of=lambda tensors: len(encode(tensors).data),
                 method="nearest",
                 allocation=golf.allocation,
             )
