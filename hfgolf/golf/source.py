@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hfgolf.command_line import load_config
-from hfgolf.config import DataConfig, GolfSection, TokenizerConfig
+from hfgolf.config import GolfSection
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.errors import UserError
+from hfgolf.evaluate.text import tokenize_files
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import model_card
@@ -87,22 +88,12 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
     UserError if one of them can't be used.
     """
     model, tokenizer = _load_golf(name)
-    data = DataConfig(
-        source="files",
-        files=calibration_files,
-        val_files=files,
-        text_column=text_column,
-        cache_dir=str(cache / "tokens"),
-        in_memory=True,
-    )
-    tokenizer.save_pretrained(cache / "tokenizer")
-    kind = TokenizerConfig(kind="pretrained", name_or_path=str(cache / "tokenizer"))
     try:
-        corpus = load_corpus(data)
-        tokens = load_tokens(data, kind, corpus)
+        corpus, tokens = tokenize_files(
+            files, tokenizer, model.config.vocab_size, text_column, cache, train_files=calibration_files
+        )
     except UserError as error:
-        message = str(error).replace("data.val_files", "--files").replace("data.files", "--calibration_files")
-        raise UserError(message) from None
+        raise UserError(str(error).replace("--train_files", "--calibration_files")) from None
     readme = Path(name) / "README.md"
     card = readme.read_text(encoding="utf-8") if readme.is_file() else f"# {Path(name).name}\n"
     return Source(
