@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hfgolf.golf import artifact
+from hfgolf.golf.curvature import Curvature, measure_curvature
 from hfgolf.golf.grid import round_nearest, row_codes_of
 from hfgolf.golf.script import config_differences
 from hfgolf.model.configuration_golf import GolfConfig
@@ -51,3 +52,14 @@ def encode_model(model: GolfForCausalLM) -> bytes:
         for name, tensor in decoded.items():
             state[name].copy_(torch.from_numpy(getattr(tensor, "dequantized", lambda tensor=tensor: tensor)()))
     return data
+
+
+def measured_model(std: float, rows: int) -> tuple[GolfForCausalLM, dict[str, Curvature]]:
+    """Return a model with random weights, and its curvature on some rows of 32 random tokens."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = GolfForCausalLM(GolfConfig(**shape, max_position_embeddings=32)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    ids = torch.randint(96, (rows, 33), generator=torch.Generator().manual_seed(1))
+    return model, measure_curvature(model, [{"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}])

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
+from tiny_golf import measured_model
 
 from hfgolf.config import GolfSection
 from hfgolf.golf import curvature as curvature_module
 from hfgolf.golf.allocate import allocate, scale_range
-from hfgolf.golf.curvature import measure_curvature, token_counts
+from hfgolf.golf.curvature import token_counts
 from hfgolf.golf.forecast import TOLERATED_NATS, forecast, predicted_loss
 from hfgolf.golf.gptq import error_feedback
 from hfgolf.golf.grid import entropy_bits
 from hfgolf.golf.quantize import matrices, quantize_model
-from hfgolf.model.configuration_golf import GolfConfig
-from hfgolf.model.modeling_golf import GolfForCausalLM
 
 
 @pytest.fixture(scope="module")
 def model_and_curvature():
-    torch.manual_seed(0)
-    shape = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = GolfForCausalLM(GolfConfig(**shape, max_position_embeddings=32)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.4)
-    ids = torch.randint(96, (16, 33), generator=torch.Generator().manual_seed(1))
-    return model, measure_curvature(model, [{"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}])
+    return measured_model(std=0.4, rows=16)
 
 
 def size_of(tensors):

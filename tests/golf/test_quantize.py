@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from tiny_golf import measured_model
 
 from hfgolf.errors import UserError
 from hfgolf.golf.allocate import allocate, mean_relative_step, predicted_bytes, scale_for_bytes
@@ -105,13 +106,7 @@ def test_an_outlier_makes_its_row_coarser_rather_than_being_cut_off():
 
 @pytest.fixture(scope="module")
 def small_model():
-    torch.manual_seed(0)
-    shape = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = GolfForCausalLM(GolfConfig(**shape, max_position_embeddings=32)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
-    ids = torch.randint(96, (4, 33), generator=torch.Generator().manual_seed(1))
-    return model, measure_curvature(model, [{"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}])
+    return measured_model(std=0.15, rows=4)
 
 
 def size_of(tensors):
