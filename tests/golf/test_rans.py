@@ -41,6 +41,30 @@ def test_a_million_draws_take_their_entropy(draws):
     assert not coded.raw, "integers below 64 have no raw bits"
 
 
+def test_one_lane_is_decoded_by_the_textbook():
+    """A decoder written from Duda 2013, arXiv:1311.2540, one symbol at a time, reads the same integers.
+
+    constriction's coder for Python has words of 32 bits and frequencies of 24, so it cannot read this stream.
+    """
+    integers = np.rint(RANDOM.normal(0, 3, 2000)).astype(np.int32)
+    coded = round_trip([(0, integers)], num_lanes=1)
+    ((lowest, frequencies),) = coded.tables
+    symbol_of = np.repeat(np.arange(len(frequencies)), frequencies)
+    starts = np.cumsum(frequencies) - frequencies
+    words = np.frombuffer(coded.stream, "<u2").tolist()
+    state = words.pop(0) | words.pop(0) << 16
+    decoded = []
+    for _ in integers:
+        slot = state % 2**14
+        symbol = symbol_of[slot]
+        decoded.append(lowest + int(symbol))
+        state = int(frequencies[symbol]) * (state // 2**14) + slot - int(starts[symbol])
+        if state < 2**16:
+            state = state * 2**16 + words.pop(0)
+    assert decoded == integers.tolist()
+    assert state == 2**16 and not words
+
+
 def test_large_integers_take_about_their_entropy():
     """Their low bits are stored as they are, as if they were uniform within a 32nd of their size."""
     draws = np.rint(RANDOM.normal(0, 1000, 10**6)).astype(np.int32)
