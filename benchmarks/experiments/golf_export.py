@@ -38,8 +38,8 @@ from hfgolf.train.console import quiet_libraries
 
 RESULT = Path(__file__).parent / "results" / "golf_export.json"
 EXPECTED = {2_000_000: 0.0026, 1_000_000: 0.0407}
-"""Budget: added bits per byte. What a hand-tuned step for the embedding costs after 150 steps at 3.3 and at 1.8 bits per
-weight, a little more than these budgets allow. At 500,000 bytes nothing is expected of this shape."""
+"""Budget: added bits per byte. What a hand-tuned step for the embedding costs after 150 steps at 3.3 and at 1.8 bits
+per weight, which is a little more than fits. At 500,000 bytes, nothing is expected of this shape."""
 Weights = dict[str, NDArray[np.float32]]
 
 
