@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hfgolf.data.corpus import Corpus, SourceFile
+from hfgolf.data.sentencepiece_model import SPACE
 from hfgolf.data.tokenizer import entry_bytes
 from hfgolf.errors import UserError
 
@@ -167,7 +168,7 @@ def _spelled_bytes(tokenizer: Any, tokens: np.ndarray, separators: np.ndarray) -
     """
     counts = entry_bytes(tokenizer)[tokens]
     counts[separators] = 0
-    spaced = [number for entry, number in tokenizer.get_vocab().items() if entry.startswith("\u2581")]
+    spaced = [number for entry, number in tokenizer.get_vocab().items() if entry.startswith(SPACE)]
     firsts = separators[separators + 1 < len(tokens)] + 1
     counts[firsts[np.isin(tokens[firsts], spaced)]] -= 1
     return counts.astype(np.uint16)

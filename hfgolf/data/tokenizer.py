@@ -29,6 +29,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unic
 from hfgolf.config import TokenizerConfig
 from hfgolf.data.manifest import read_manifest, write_manifest
 from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
+from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
 from hfgolf.durable import find_damage, replace_folder
 from hfgolf.errors import UserError
 from hfgolf.wording import first_line
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SPACE = "\u2581"  # how SentencePiece spells a space
 _BYTE_ENTRY = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 END_OF_TEXT = "<|endoftext|>"
 # Candidates for a pretrained tokenizer that does not declare an eos_token.
@@ -180,7 +180,7 @@ def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
         elif is_byte_level and symbols.issuperset(entry):
             counts[number] = len(entry)
         else:
-            counts[number] = 1 if _BYTE_ENTRY.fullmatch(entry) else len(entry.replace(_SPACE, " ").encode())
+            counts[number] = 1 if _BYTE_ENTRY.fullmatch(entry) else len(entry.replace(SPACE, " ").encode())
     counts[tokenizer.eos_token_id] = 0  # it separates documents
     return counts
 
@@ -228,13 +228,13 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:
     """Load a tokenizer from one file: tokenizer.json, *.tiktoken or a SentencePiece *.model."""
-    package = {".tiktoken": "tiktoken", ".model": "sentencepiece"}.get(path.suffix)
-    if package and find_spec(package) is None:
-        raise UserError(f"tokenizer.name_or_path: {path} needs the package {package}; pip install {package}.")
-    if package == "tiktoken":  # the file does not store the pre-tokenizer; transformers uses that of cl100k
+    if path.suffix == ".model":
+        return load_sentencepiece(path)
+    if path.suffix == ".tiktoken":
+        if find_spec("tiktoken") is None:
+            raise UserError(f"tokenizer.name_or_path: {path} needs the package tiktoken; pip install tiktoken.")
+        # the file does not store the pre-tokenizer; transformers uses that of cl100k
         return PreTrainedTokenizerFast(tokenizer_object=TikTokenConverter(str(path)).converted())
-    if package == "sentencepiece":
-        return PreTrainedTokenizerFast(**PreTrainedTokenizerFast.convert_to_native_format(vocab_file=str(path)))
     return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 

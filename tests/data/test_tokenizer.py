@@ -143,10 +143,8 @@ def test_pretrained_tokenizer_is_used_unchanged(tmp_path):
 
     (tmp_path / "empty.json").write_text("")
     (tmp_path / "words.tiktoken").write_text("YQ== 0\n")
-    (tmp_path / "spm.model").write_bytes(b"")
-    needed = {"words.tiktoken": "tiktoken", "spm.model": "sentencepiece"}
-    for name in ("nowhere", "empty.json", *(name for name, package in needed.items() if find_spec(package) is None)):
-        with pytest.raises(UserError, match=needed.get(name, "cannot be loaded")) as caught:
+    for name in ("nowhere", "empty.json", *(["words.tiktoken"] if find_spec("tiktoken") is None else [])):
+        with pytest.raises(UserError, match="tiktoken" if "tiktoken" in name else "cannot be loaded") as caught:
             load_pretrained(tmp_path / name)
         assert "\n" not in str(caught.value)
 
