@@ -88,7 +88,9 @@ def _convert(model: Any) -> Tokenizer:
 
 def _normalizer(rules: Any) -> normalizers.Sequence:
     """Return what SentencePiece does to a text: rewrite characters, drop spaces, put one in front, mark them."""
-    steps = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
+    steps: list[normalizers.Normalizer] = []
+    if rules.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if rules.add_dummy_prefix:
