@@ -23,7 +23,7 @@ from hfgolf.data.pieces import ROWS_PER_BATCH
 from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
-from hfgolf.evaluate.token_bytes import bytes_per_token
+from hfgolf.evaluate.token_bytes import bytes_per_token, challenge_bytes
 from hfgolf.evaluate.windows import IGNORED, Plan, score
 
 if TYPE_CHECKING:
@@ -68,8 +68,12 @@ class Certificate:
         return (
             f"Certificate holds: {facts['num_documents']:,} documents, {facts['num_bytes']:,} bytes"
             f" (sha256 {facts['sha256'][:16]}), {duplicates}; decoded exactly; bytes of all tokens add up;"
-            f" {coverage['num_scored']:,} of {facts['num_tokens']:,} tokens scored once."
+            f" {coverage['num_scored']:,} of {facts['num_tokens']:,} tokens scored once{self._challenge()}."
         )
+
+    def _challenge(self) -> str:
+        counted, raw = self.facts["challenge_bytes"], self.facts["scored_bytes"]
+        return f"; Parameter Golf's rule would count {counted:,} bytes" if counted not in (None, raw) else ""
 
     def require(self) -> None:
         """Raise UserError, with the problems, unless the certificate holds."""
@@ -127,6 +131,9 @@ def certify_text(
         "first_difference": text.difference,
         "decoded_bytes": text.decoded_bytes,
     }
+    if plan.num_tokens == len(stream.tokens):
+        counted = challenge_bytes(stream.tokens, tokenizer)
+        facts["challenge_bytes"] = None if counted is None else _scored_bytes(counted, plan)
     if not problems:  # the bytes of a tokenizer that rewrites its text cannot add up
         problems += _byte_problems(stream, tokenizer, plan, text, facts)
     facts |= {"training_documents": None, "duplicates": None}
@@ -247,9 +254,7 @@ def _byte_problems(
                 f"decoding token by token gives other bytes than the vocabulary, first at token {start + place} (id"
                 f" {stream.tokens[start + place]}); use another tokenizer"
             ]
-    total = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    num_bytes = int((total[plan.windows[:, 2] + 1] - total[plan.windows[:, 1]]).sum())
-    facts["scored_bytes"] = num_bytes
+    facts["scored_bytes"] = num_bytes = _scored_bytes(counts, plan)
     nats_per_token = math.log(len(tokenizer))
     nats = score(lambda _, labels: (labels != IGNORED).sum().double() * nats_per_token, stream.read, plan, 64)
     found, expected = nats / math.log(2) / num_bytes, math.log2(len(tokenizer)) * plan.num_scored / num_bytes
@@ -257,6 +262,12 @@ def _byte_problems(
     if not math.isclose(found, expected, rel_tol=1e-9):
         return [f"a uniform model costs {found} bits per byte instead of {expected}"]
     return []
+
+
+def _scored_bytes(counts: np.ndarray, plan: Plan) -> int:
+    """Return the bytes of the targets that a plan scores."""
+    total = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    return int((total[plan.windows[:, 2] + 1] - total[plan.windows[:, 1]]).sum())
 
 
 def _duplicate_problems(training: Iterable[bytes], text: _Text, facts: dict[str, Any]) -> list[str]:

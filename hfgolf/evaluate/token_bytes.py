@@ -1,4 +1,4 @@
-"""How many bytes of text each token of a stream stands for.
+"""How many bytes of text each token of a stream stands for, by the text and by Parameter Golf's rule.
 
 The vocabulary says how many bytes an entry spells. The text decides: in each piece the sum must be the bytes of its raw
 UTF-8 text, which the token cache counted from the text itself. A tokenizer that rewrites its text fails here.
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hfgolf.data.sentencepiece_model import SPACE
 from hfgolf.data.tokenizer import entry_bytes
 from hfgolf.errors import UserError
 
@@ -52,6 +53,26 @@ def bytes_per_token(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> np.nd
             " be counted token by token; use a lossless tokenizer."
         )
     return counts.astype(np.uint16)
+
+
+def challenge_bytes(tokens: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray | None:
+    """Return the bytes that Parameter Golf's rule counts for each token, (num_tokens,) int64.
+
+    None for a vocabulary that is not SentencePiece's. An entry counts the UTF-8 bytes of its piece without a leading
+    U+2581, plus one for that space unless the token before is special (or there is none). A byte entry counts one,
+    special entries none. A space inside a piece, U+2581 too, counts three. Source: the challenge's train_gpt.py.
+    """
+    counts = entry_bytes(tokenizer)
+    is_special = counts == 0
+    is_spaced = np.zeros(len(counts), bool)
+    for entry, number in tokenizer.get_vocab().items():
+        if entry.startswith(SPACE) and not is_special[number]:
+            is_spaced[number] = True
+            counts[number] = len(entry.removeprefix(SPACE).encode())
+    if not is_spaced.any():
+        return None
+    follows_text = np.append(False, ~is_special[tokens[:-1]])
+    return counts[tokens] + (is_spaced[tokens] & follows_text)
 
 
 def _adds_a_space(tokenizer: PreTrainedTokenizerFast) -> bool:

@@ -92,10 +92,23 @@ class TextEvaluation:
         if self.certificate is not None and not self.certificate.holds:
             reasons.append(self.certificate.line)
             if self.evaluation is not None:  # the text was rewritten, but is known
-                num_bytes = self.certificate.facts["decoded_bytes"]
-                score = bits_per_byte(self.evaluation.nats, num_bytes)
-                reasons.append(f"it would be {score:.4f} {self.certificate.unit} ({num_bytes:,} bytes)")
+                facts = self.certificate.facts
+                counts = {self.certificate.unit: facts["decoded_bytes"], "bits per raw byte": facts["num_bytes"]}
+                if facts["challenge_bytes"] not in (None, facts["decoded_bytes"]):
+                    counts["bits per byte by Parameter Golf's rule"] = facts["challenge_bytes"]
+                for unit, num_bytes in counts.items():
+                    score = bits_per_byte(self.evaluation.nats, num_bytes)
+                    reasons.append(f"it would be {score:.4f} {unit} ({num_bytes:,} bytes)")
         return reasons
+
+    def _challenge_row(self) -> list[tuple[str, str]]:
+        """Return the score by Parameter Golf's rule if it counts other bytes than the text has."""
+        assert self.evaluation is not None
+        num_bytes = self.certificate.facts["challenge_bytes"] if self.certificate is not None else None
+        if num_bytes in (None, self.evaluation.num_bytes):
+            return []
+        score = bits_per_byte(self.evaluation.nats, num_bytes)
+        return [("challenge", f"{score:.4f} bits per byte by Parameter Golf's rule, which counts {num_bytes:,} bytes")]
 
     def figures(self) -> dict[str, Any]:
         """Return the score and its settings for --json."""
@@ -129,6 +142,7 @@ class TextEvaluation:
             ("loss", f"{self.evaluation.loss:.4f} nats per token"),
             ("perplexity", f"{self.evaluation.perplexity:,.4f}"),
             ("bits per byte", f"{self.evaluation.bits_per_byte:.4f}"),
+            *self._challenge_row(),
         ]
         return "\n".join(f"{name:<15}{value}" for name, value in rows)
 

@@ -6,17 +6,20 @@ import dataclasses
 import hashlib
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Dataset
 from tokenizers import normalizers
 
+from hfgolf.data.sentencepiece_model import load_sentencepiece
 from hfgolf.errors import UserError
 from hfgolf.evaluate.certificate import Certificate, certify, certify_text
 from hfgolf.evaluate.loss import plan_evaluation
 from hfgolf.evaluate.windows import plan_windows
 
+SENTENCEPIECE = Path(__file__).parents[1] / "data/sentencepiece.model"
 # two characters of every plane, with noncharacters and private use; the last of them all
 PLANES = "".join(chr(plane << 16 | place) for plane in range(17) for place in (0xA1, 0xFFFD)) + chr(0x10FFFF)
 ODD = "\r\n a\r\n\r\nb\n\r  \t   two,   three     \n\n\n<|endoftext|> </s> \x00\x7f\x85\ufeff e\u0301 \ufb01 \ufffd"
@@ -70,6 +73,17 @@ def test_a_tokenizer_that_rewrites_its_text_gets_none(certified, sentencepiece_l
         " character 6: '\\ufb01sh and \\xbd' became 'fish and 1\\u20442'); use a lossless tokenizer."
     )
     assert certificate.facts["decoded_bytes"] == len("the endna\u00efve fish and 1\u20442fi".encode())
+
+
+def test_it_says_what_the_challenges_rule_counts(certified):
+    tokenizer = load_sentencepiece(SENTENCEPIECE).backend_tokenizer
+    certificate = certified(tokenizer, " the best model", "two  spaces\n of bytes")
+    assert certificate.holds and certificate.facts["num_bytes"] == certificate.facts["scored_bytes"] == 36
+    assert certificate.facts["challenge_bytes"] == 35  # not the space in front of the first document
+    assert certificate.line.endswith("tokens scored once; Parameter Golf's rule would count 35 bytes.")
+    certificate = certified(tokenizer, "the best model", "two spaces")
+    assert certificate.facts["challenge_bytes"] == certificate.facts["scored_bytes"]
+    assert certificate.line.endswith("tokens scored once.")
 
 
 def test_a_file_that_is_not_utf8_is_refused_by_name(certified):

@@ -188,3 +188,4 @@ def test_a_tokenizer_that_rewrites_text_gets_no_bits_per_byte(tmp_path, sentence
     assert "first in document 0, character 4: '\\ufb01ne \\ufb01sh' became 'fine fish'" in error
     relabeled = score["loss"] * score["num_tokens"] / math.log(2) / len("one fine fish")
     assert f"no score: it would be {relabeled:.4f} bits per byte of the normalized text (13 bytes)\n" in error
+    assert f"no score: it would be {relabeled * 13 / 15:.4f} bits per raw byte (15 bytes)\n" in error

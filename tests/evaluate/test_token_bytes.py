@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hfgolf.data.sentencepiece_model import load_sentencepiece
 from hfgolf.errors import UserError
-from hfgolf.evaluate.token_bytes import bytes_per_token, entry_bytes
+from hfgolf.evaluate.token_bytes import bytes_per_token, challenge_bytes, entry_bytes
 
 TEXT = " naïve café,  two spaces;\ttab\r\n\r\n漢字 \U0001f600 \U000e0041 <|endoftext|> ﬁ ½ \u2581 the end "
+
+SENTENCEPIECE = Path(__file__).parents[1] / "data/sentencepiece.model"
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "sentencepiece"])
@@ -57,3 +61,24 @@ def test_the_published_entries_count_as_they_are_spelled(tokenizer, sentencepiec
     assert (entries["</s>"], entries["<0xE2>"], entries["\u2581"]) == (0, 1, 1)
     words = [entry for entry in entries if "\u2581" in entry[1:] and not entry.startswith("<")]
     assert words and all(entries[word] == len(word) for word in words)  # of ASCII and spaces
+
+
+def test_the_challenges_rule_counts_a_leading_space_only_after_text(tokenizer):
+    """The rule as the challenge states it, one token after the other."""
+    fast = load_sentencepiece(SENTENCEPIECE)
+    ids = [1, *fast.backend_tokenizer.encode(" the  best\tbytes of 日本 é").ids, 3, 2, 267, 326, 0, 267, 1, 326, 326]
+    expected, before = [], None
+    for number in ids:
+        entry = fast.convert_ids_to_tokens(number)
+        if number < 4:
+            expected.append(0)
+        elif entry.startswith("<0x"):
+            expected.append(1)
+        else:
+            counts_space = entry.startswith("\u2581") and before is not None and before >= 4
+            expected.append(len(entry.removeprefix("\u2581").encode()) + counts_space)
+        before = number
+    assert challenge_bytes(np.array(ids), fast).tolist() == expected
+    assert sum(expected[: ids.index(3)]) == len("the  best\tbytes of 日本 é".encode())  # without the first space
+    assert challenge_bytes(np.array([3, 267, 267]), fast).tolist() == [0, len("the"), len(" the")]
+    assert challenge_bytes(np.array([65, 66]), tokenizer) is None
