@@ -31,7 +31,7 @@ SUMMARY = {
 }
 
 
-def build_tiny() -> tuple[Any, Any]:
+def build_tiny(**changes: Any) -> tuple[Any, Any]:
     tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, Path("unused"))
     assert tokenizer is not None
     tokenizer.model_max_length = 32
@@ -42,7 +42,7 @@ def build_tiny() -> tuple[Any, Any]:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "max_position_embeddings": 32,
-    }
+    } | changes
     model = GolfForCausalLM(
         GolfConfig(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **shape)
     )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
 from hfgolf.config import TokenizerConfig
@@ -209,7 +209,9 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
             tokenizer = _from_file(path)
         else:
             # explicit, because transformers would otherwise ask on stdin whether to run a tokenizer's code
-            tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                name_or_path, config=_placeholder(name_or_path), trust_remote_code=False
+            )
     except UserError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, ...: depends on what is broken
@@ -224,6 +226,15 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
         size = f"id {tokenizer.eos_token_id}, {len(tokenizer)} entries"
         _log.info("%s has no eos_token; documents are separated by %s (%s)", where, added, size)
     return tokenizer
+
+
+def _placeholder(name_or_path: str) -> PreTrainedConfig | None:
+    """Return an empty config for a model whose config needs code, which never runs. transformers would warn of it."""
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name_or_path)
+    except OSError:  # a tokenizer without a model
+        return None
+    return PreTrainedConfig() if "AutoConfig" in config.get("auto_map", {}) else None
 
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:

@@ -45,6 +45,13 @@ SWITCHES = (
 )
 """The fields that turn on what only golf models have; off by default. The other fields of golf depend on these."""
 
+_AUTO_MAP = {
+    "AutoConfig": "configuration_golf.GolfConfig",
+    "AutoModel": "modeling_golf.GolfModel",
+    "AutoModelForCausalLM": "modeling_golf.GolfForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_golf.GolfForSequenceClassification",
+}
+
 
 class GolfConfig(PreTrainedConfig):
     """Configure a Golf model. The defaults describe a modern decoder block.
@@ -115,9 +122,8 @@ class GolfConfig(PreTrainedConfig):
     """
 
     model_type = "golf"
-    keys_to_ignore_at_inference = ("past_key_values",)
-    # Makes save_pretrained ship this file and write the auto_map that AutoConfig reads.
-    _auto_class: ClassVar[str | None] = "AutoConfig"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # Trainer appends to a list
+    _auto_class: ClassVar[str | None] = "AutoConfig"  # makes save_pretrained ship this file
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -185,6 +191,11 @@ class GolfConfig(PreTrainedConfig):
         if self.switch_that_reads_ids not in (None, "value_embedding_layers"):
             self.use_cache = False  # a KV cache does not keep the earlier ids
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Save config.json with all classes of an auto_map. transformers would name only the class that is saved."""
+        self.auto_map = dict(_AUTO_MAP)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     @property
     def head_dim(self) -> int:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
@@ -161,6 +161,8 @@ class GolfPreTrainedModel(PreTrainedModel):
 class GolfModel(GolfPreTrainedModel, GolfStack):
     """The transformer without its head: token ids in, normed hidden states out."""
 
+    _auto_class = "AutoModel"
+
     def __init__(self, config: GolfConfig) -> None:
         super().__init__(config)
         self.build(config, GolfDecoderLayer)
@@ -294,7 +296,6 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -305,13 +306,15 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
 
         Args:
             labels: (B, T) the same ids as input_ids; shifted here. -100 is ignored.
-            shift_labels: (B, T) labels already shifted: the id after each position. -100 is ignored.
             num_items_in_batch: divisor of the summed loss. None: the number of targets that are not ignored.
             logits_to_keep: compute only the last logits_to_keep logits (0: all), or those at the given time indices.
             return_logits: None: return them unless the model is training with labels. The training loss is computed
                 in chunks, so the logits of the whole batch never exist.
+            shift_labels: (B, T) labels already shifted: the id after each position. -100 is ignored. Like in
+                transformers' own models it has no parameter: Trainer would demand it of each batch, as of any parameter
+                with "label" in its name, and otherwise report no eval_loss.
         """
-        targets = shift_labels
+        targets = kwargs.pop("shift_labels", None)
         if targets is None and labels is not None:
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         if use_cache is None and targets is not None:
@@ -354,6 +357,19 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
     def _logits(self, hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return cap_logits(self.lm_head(hidden_states[:, kept]), self.config)
+
+
+class GolfForSequenceClassification(GenericForSequenceClassification, GolfPreTrainedModel):
+    """The transformer with a classifier that reads the last token that is not padding."""
+
+    _auto_class = "AutoModelForSequenceClassification"
+
+    def __init__(self, config: GolfConfig) -> None:
+        GolfPreTrainedModel.__init__(self, config)  # the other base would build its model through AutoModel
+        self.num_labels: int = config.num_labels  # type: ignore[assignment]  # a property of transformers' config
+        self.model = GolfModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
 
 
 def chunked_cross_entropy(

@@ -68,13 +68,26 @@ def _save_all_but_weights(model: GolfForCausalLM, tokenizer: PreTrainedTokenizer
     custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # its docstring also allows a config
     config.save_pretrained(folder)
     _generation_config(model, tokenizer).save_pretrained(folder)
+    _save_tokenizer(tokenizer, folder)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer for which an appended end of text is one token, as fine-tuning needs it to learn where to stop.
+
+    hfgolf's own tokenizers take it as plain text, because a corpus may spell it. Those of transformers do not.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
     for key in ("is_local", "local_files_only"):  # otherwise the file records how this tokenizer was loaded
         tokenizer.init_kwargs.pop(key, None)
+    tokenizer.init_kwargs.pop("split_special_tokens", None)
     tokenizer.save_pretrained(folder)
 
 
 def _generation_config(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Return the defaults of generate() and pipeline(). They sample, because small models repeat with greedy search."""
+    """Return the defaults of generate() and pipeline(). They sample, because small models repeat with greedy search.
+
+    They set a length only if there is a hard limit: max_new_tokens would override the caller's max_length.
+    """
     eos = tokenizer.eos_token_id
     return GenerationConfig(
         bos_token_id=eos,
@@ -83,5 +96,5 @@ def _generation_config(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBas
         do_sample=True,
         temperature=0.8,
         top_k=50,
-        max_new_tokens=max(1, min(256, model.config.max_position_embeddings // 2)),  # leaves half for the prompt
+        max_length=model.config.max_position_embeddings if model.config.position_embedding == "learned" else None,
     )

@@ -74,6 +74,8 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
     nonfinite = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if nonfinite:
         raise UserError(f"--model: {nonfinite} of {name_or_path} has nonfinite values; export another checkpoint.")
+    if isinstance(model, GolfForCausalLM):
+        tokenizer.split_special_tokens = True  # like in training, text that spells a special token is text
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 

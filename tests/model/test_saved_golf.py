@@ -73,7 +73,9 @@ def test_the_folder_says_how_to_load_it_and_holds_the_code(build_golf, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["auto_map"] == {
         "AutoConfig": "configuration_golf.GolfConfig",
+        "AutoModel": "modeling_golf.GolfModel",
         "AutoModelForCausalLM": "modeling_golf.GolfForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_golf.GolfForSequenceClassification",
     }
     for path in tmp_path.glob("*.py"):
         source = Path(__file__).parents[2] / "hfgolf" / "model" / path.name

@@ -82,7 +82,6 @@ def test_exported_folder_is_complete_and_readable(exported):
     assert len(modes) == 1, "safetensors alone would be readable by its owner only"
     generation = json.loads((exported / "generation_config.json").read_text())
     assert (generation["eos_token_id"], generation["pad_token_id"], generation["do_sample"]) == (256, 256, True)
-    assert generation["max_new_tokens"] == 16
     assert AutoTokenizer.from_pretrained(exported).model_max_length == 32
 
 
