@@ -28,7 +28,13 @@ _LAYER_NAMES = {
     "mlp.c_fc": "mlp.up_proj",
     "mlp.c_proj": "mlp.down_proj",
 }
-_GOLF_ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "silu": "silu"}
+_GOLF_ACTIVATIONS = {
+    "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu": "gelu",
+    "silu": "silu",
+    "relu2": "relu2",
+}
 # The values that the source's config must have for both models to compute the same function.
 _REQUIRED_OF_GPT2: dict[str, tuple[Any, ...]] = {
     "activation_function": tuple(_GOLF_ACTIVATIONS),
@@ -39,12 +45,11 @@ _REQUIRED_OF_GPT2: dict[str, tuple[Any, ...]] = {
 _REQUIRED_OF_GOLF: dict[str, tuple[Any, ...]] = {
     "norm": ("layernorm",),
     "position_embedding": ("learned",),
-    "activation": ("gelu_new", "gelu", "silu"),
-    "use_bias": (True,),
+    "activation": ("gelu_new", "gelu", "silu", "relu2"),
     "qk_norm": (False,),
     "embedding_norm": (False,),
     "logit_soft_cap": (None,),
-    **{switch: (getattr(GolfConfig, switch),) for switch in SWITCHES},
+    **{switch: (getattr(GolfConfig, switch),) for switch in SWITCHES if switch != "norm_weight"},
 }
 
 
@@ -87,6 +92,8 @@ def golf_from_gpt2(gpt2: GPT2LMHeadModel) -> GolfForCausalLM:
 
 def gpt2_from_golf(golf: GolfForCausalLM) -> GPT2LMHeadModel:
     """Convert a Golf model with GPT-2's options to a GPT-2 model with the same logits and dtype, in evaluation mode.
+
+    Zero biases stand in for none, and norm weights of one for norms without weights.
 
     Raises:
         ValueError: the Golf model uses an option that GPT-2 does not have.
@@ -133,8 +140,10 @@ def _copy_parameters(source: nn.Module, target: nn.Module, names: dict[str, str]
         # GPT-2 stores linear weights as (in, out), but embeddings and the head as (out, in)
         is_transposed = kind == "weight" and parameter.ndim == 2 and ".h." in f"{name} {names[module]}"
         targets.pop(f"{names[module]}.{kind}").copy_(parameter.T if is_transposed else parameter)
-    if targets:
-        raise ValueError(f"convert_gpt2: the source has no {', '.join(targets)}.")
+    for name in targets:
+        if not name.endswith((".bias", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+            raise ValueError(f"convert_gpt2: the source has no {name}.")
+        targets[name].fill_(float(name.endswith(".weight")))
 
 
 def _require(converter: str, config: PreTrainedConfig, required: dict[str, tuple[Any, ...]]) -> None:

@@ -1,0 +1,408 @@
+"""Golf models as architectures of transformers, and back: the same logits, without code of our own.
+
+Owns the table that says which class of transformers computes exactly what a Golf config does, under which names, and
+the comparison of logits that comes with each conversion. Does not know folders, cards or the Hub.
+
+Differences that the table bridges:
+- The embedding's norm depends on the token alone, so it folds into the embedding table. A tied head keeps the raw
+  table, so one matrix becomes two.
+- Zero biases stand in for none, and norm weights of one for norms without weights.
+- Angles scaled down by 1e30 stand in for no positions.
+- Nemotron stores its norm weights less 1. NanoChat rotates the other way round, as if the halves of a head were
+  swapped.
+- xIELU (Huang et al. 2024, arXiv:2411.13010) with alpha_p = 1, alpha_n = 0 and beta = 0 is squared ReLU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    ApertusForCausalLM,
+    ArceeForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    NanoChatForCausalLM,
+    NemotronForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+    Starcoder2ForCausalLM,
+)
+
+from hfgolf.errors import UserError
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.convert_gpt2 import golf_from_gpt2, gpt2_from_golf
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.wording import join_words
+
+TOLERANCE = 1e-5  # of the largest logit: what fp32 sums in another order differ by
+_NO_POSITIONS = 1e30  # the factor that RoPE's angles are divided by
+_ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu", "gelu_new": "gelu_new", "silu": "silu", "swiglu": "silu"}
+_SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
+_EITHER = (False, True)
+_UNGATED = ("relu2", "gelu", "gelu_new", "silu")
+_BIASES = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+# Fields that every architecture takes over under the same name.
+_SHARED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "attention_dropout"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+# Fields that do not change what a trained model computes, or that the code below treats one by one.
+_FREE = {
+    *_SHARED,
+    *("rope_theta", "norm_eps", "tie_word_embeddings"),
+    *("dropout", "use_cache", "initializer_range", "tied_embedding_std", "matrix_init"),
+}
+# Fields of a native config without an effect on its logits.
+_COSMETIC = {*PreTrainedConfig().to_dict(), "use_cache", "initializer_range", "pretraining_tp", "max_window_layers"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row of the table: a class of transformers, and the Golf configs that it computes."""
+
+    model: Any
+    options: dict[str, tuple[Any, ...]]
+    """The values it has for a Golf field; ... means any number. A field that is neither here nor in _FREE must have its
+    default, so that a new switch is refused until somebody proves otherwise."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Its own config fields, and the Golf fields they are."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Parts of Golf's parameter names, and its own."""
+    rope: dict[str, Any] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    swaps_halves: bool = False
+
+    @property
+    def folds_embedding_norm(self) -> bool:
+        return "embedding_norm" in self.options  # otherwise it has one
+
+    @property
+    def name(self) -> str:
+        return str(self.model.__name__).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+
+
+_RMS: dict[str, tuple[Any, ...]] = {"position_embedding": ("rope", "none"), "norm_weight": _EITHER}
+_LAYERNORM: dict[str, tuple[Any, ...]] = {"norm": ("layernorm",), "qk_norm": (False,), "norm_weight": _EITHER}
+_RMS_EPS = {"rms_norm_eps": "norm_eps"}
+
+# The first row that fits is taken.
+ARCHITECTURES = (
+    Architecture(
+        ApertusForCausalLM,
+        _RMS | {"activation": _UNGATED, "embedding_norm": _EITHER},
+        _RMS_EPS,
+        {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"},
+    ),
+    Architecture(
+        Qwen3ForCausalLM,
+        _RMS | {"activation": ("swiglu",), "embedding_norm": _EITHER},
+        _RMS_EPS | {"head_dim": "head_dim"},
+    ),
+    Architecture(
+        ArceeForCausalLM,
+        _RMS | {"activation": _UNGATED, "qk_norm": (False,), "embedding_norm": _EITHER, "use_bias": _EITHER},
+        _RMS_EPS | _BIASES,
+    ),
+    Architecture(
+        LlamaForCausalLM,
+        _RMS | {"activation": ("swiglu",), "qk_norm": (False,), "embedding_norm": _EITHER, "use_bias": _EITHER},
+        _RMS_EPS | _BIASES,
+    ),
+    Architecture(
+        NanoChatForCausalLM,
+        _RMS | {"activation": _UNGATED, "norm_weight": (False,), "logit_soft_cap": (...,)},
+        _RMS_EPS | {"final_logit_softcapping": "logit_soft_cap"},
+        {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+        swaps_halves=True,
+    ),
+    Architecture(
+        NemotronForCausalLM,
+        _LAYERNORM
+        | {"position_embedding": ("rope", "none"), "activation": ("relu2",)}
+        | {"embedding_norm": _EITHER, "use_bias": _EITHER},
+        {"norm_eps": "norm_eps"} | _BIASES,
+        rope={"partial_rotary_factor": 1.0},
+        norm_offset=1.0,
+    ),
+    Architecture(
+        Starcoder2ForCausalLM,
+        _LAYERNORM
+        | {"position_embedding": ("rope", "none"), "activation": _UNGATED}
+        | {"embedding_norm": _EITHER, "use_bias": _EITHER},
+        {"norm_epsilon": "norm_eps", "use_bias": "use_bias", "embedding_dropout": "dropout"}
+        | {"residual_dropout": "dropout"},
+        {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+    ),
+    Architecture(  # its names and fields are in model/convert_gpt2.py
+        GPT2LMHeadModel,
+        _LAYERNORM
+        | {"position_embedding": ("learned",), "activation": _UNGATED, "embedding_norm": (False,)}
+        | {"use_bias": _EITHER},
+    ),
+)
+
+
+def find_architecture(config: GolfConfig) -> Architecture:
+    """Return the first architecture that computes what a Golf model with this config does.
+
+    Raises UserError if there is none. It names the closest ones and the fields in which they differ.
+    """
+    misfits = [(row, _misfits(config, row)) for row in ARCHITECTURES]
+    fewest = min(len(found) for _, found in misfits)
+    closest = [(row, found) for row, found in misfits if len(found) == fewest]
+    if fewest == 0:
+        return closest[0][0]
+    ways = [f"{row.name} needs {join_words(found, maximum=4)}" for row, found in closest]
+    raise UserError(
+        f"no architecture of transformers computes this model. The closest: {'; '.join(ways)}."
+        " Train with that, or export it as Golf."
+    )
+
+
+def _misfits(config: GolfConfig, row: Architecture) -> list[str]:
+    """Return each field whose value an architecture does not have, with what it has instead."""
+    names = [name for name, kind in GolfConfig.__annotations__.items() if "ClassVar" not in str(kind)]
+    found = []
+    for name in names:
+        default = getattr(GolfConfig, name)
+        if name in ("loop_active", "activation_slope") or (name in _FREE and name not in row.options):
+            continue  # the first two do nothing without loop and leaky_relu2, which no row has
+        value, allowed = getattr(config, name), row.options.get(name, (default,))
+        if value not in allowed and not (... in allowed and value is not None):
+            choices = " or ".join("a number" if known is ... else _said(known) for known in allowed)
+            found.append(f"model.{name} {choices} (now {_said(value)})")
+    if row.model is GPT2LMHeadModel and config.num_key_value_heads != config.num_attention_heads:
+        found.append(f"model.num_key_value_heads {config.num_attention_heads} (now {config.num_key_value_heads})")
+    return found
+
+
+def _said(value: Any) -> str:
+    return json.dumps(value).strip('"')  # as in YAML
+
+
+@torch.no_grad()
+def to_native(golf: GolfForCausalLM, xielu: bool = False) -> PreTrainedModel:
+    """Return the same model in transformers' own classes, with equal logits and dtype, in evaluation mode.
+
+    xielu: write Apertus' squared ReLU as xIELU with fixed constants, for tools that know only that. The constants are
+    exact in fp32; in bf16 the activation grows by a thousandth.
+
+    Raises UserError if transformers has no such architecture, or no xIELU for it.
+    """
+    config = golf.config
+    row = find_architecture(config)
+    if xielu and (row.model is not ApertusForCausalLM or config.activation != "relu2"):
+        raise UserError(f"--xielu: only Apertus with relu2 has it; this model is {row.name} with {config.activation}.")
+    if row.model is GPT2LMHeadModel:
+        return gpt2_from_golf(golf)
+    native = row.model(_native_config(config, row, golf.dtype, xielu)).eval()
+    nn.Module.to(native, device=golf.device, dtype=golf.dtype)
+    state = {_renamed(name, row.names): tensor for name, tensor in _split(golf).items()}
+    if config.embedding_norm and row.folds_embedding_norm:
+        state["model.embed_tokens.weight"] = golf.model.embed_norm(state["model.embed_tokens.weight"])
+    state = {name: tensor for name, tensor in state.items() if "embed_norm" not in name}
+    for name, tensor in native.state_dict().items():
+        if name.endswith("norm.weight"):
+            state[name] = state.get(name, torch.ones_like(tensor)) - row.norm_offset
+        elif "act_fn" in name:
+            state[name] = torch.full_like(tensor, _XIELU[name.rpartition(".")[2]])
+        elif name.endswith("bias"):
+            state.setdefault(name, torch.zeros_like(tensor))
+        elif row.swaps_halves and ("q_proj" in name or "k_proj" in name):
+            state[name] = _swapped(state[name], config.head_dim)
+    native.load_state_dict(state)
+    return native
+
+
+@torch.no_grad()
+def from_native(native: PreTrainedModel) -> GolfForCausalLM:
+    """Return the Golf model with the logits and dtype of a native one, in evaluation mode. An embedding norm that was
+    folded stays folded.
+
+    Raises UserError if the table does not have its architecture, or Golf lacks one of its options.
+    """
+    if isinstance(native, GPT2LMHeadModel):
+        try:
+            return golf_from_gpt2(native)
+        except ValueError as error:
+            raise UserError(f"{error}") from None
+    row = next((row for row in ARCHITECTURES if type(native) is row.model), None)
+    if row is None:
+        names = join_words([row.name for row in ARCHITECTURES])
+        raise UserError(f"{type(native).__name__} cannot become a Golf model; these can: {names}.")
+    state = native.state_dict()
+    config = _golf_config(native, row, state)
+    _require_same(native.config, _native_config(config, row, native.dtype, native.config.hidden_act == "xielu"))
+    golf = GolfForCausalLM(config).eval()
+    nn.Module.to(golf, device=native.device, dtype=native.dtype)
+    back = {theirs: ours for ours, theirs in row.names.items()}
+    state = {_renamed(name, back): tensor for name, tensor in state.items() if "act_fn" not in name}
+    for name, tensor in state.items():
+        if name.endswith("norm.weight"):
+            state[name] = tensor + row.norm_offset
+        elif row.swaps_halves and ("q_proj" in name or "k_proj" in name):
+            state[name] = _swapped(tensor, config.head_dim)
+    for name, tensor in golf.state_dict().items():
+        source = [state.pop(part) for part in _parts(name) if part in state]
+        if not source and not name.endswith("bias"):
+            raise UserError(f"{row.name}: there is no {name}.")
+        tensor.copy_(torch.cat(source) if source else torch.zeros_like(tensor))
+    left = [name for name, tensor in state.items() if tensor.any()]
+    if left:
+        raise UserError(f"{row.name}: Golf has nothing like {join_words(left, maximum=3)}.")
+    return golf
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two models' logits are apart on `num_tokens` tokens."""
+
+    largest: float
+    largest_logit: float
+    num_tokens: int
+
+    @property
+    def is_rounding(self) -> bool:
+        return self.largest <= TOLERANCE * max(1.0, self.largest_logit)  # False for NaN
+
+
+@torch.no_grad()
+def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -> Difference:
+    """Return how far the logits of two models are apart, on random ids and on those of a real text."""
+    config: Any = one.config
+    length = min(128, config.max_position_embeddings)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(config.vocab_size, (2, length), generator=generator)]
+    rows += [torch.tensor([real_ids[:length]])] if real_ids else []
+    largest = largest_logit = 0.0
+    for ids in rows:
+        expected, actual = (model(input_ids=ids.to(model.device)).logits.cpu() for model in (one, other))
+        apart = (expected - actual).abs().max().item()
+        largest = apart if math.isnan(apart) else max(largest, apart)
+        largest_logit = max(largest_logit, expected.abs().max().item())
+    return Difference(largest, largest_logit, sum(ids.numel() for ids in rows))
+
+
+def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool = False) -> tuple[PreTrainedModel, str]:
+    """Return a model as "native" or "golf", on the CPU, and a sentence that says what it is and how exact.
+
+    real_ids: of a text that the model may be asked about. Converts and compares in fp32, and returns the model's dtype.
+
+    Raises UserError if it cannot be converted, or if the logits differ by more than rounding.
+    """
+    if isinstance(model, GolfForCausalLM) == (to == "golf"):
+        return model, f"{type(model).__name__}, as it was"
+    dtype = model.dtype
+    model = nn.Module.to(model, device="cpu", dtype=torch.float32)
+    result = to_native(model, xielu) if isinstance(model, GolfForCausalLM) else from_native(model)
+    difference = compare(model, result, real_ids)
+    if not difference.is_rounding:
+        raise UserError(
+            f"{type(result).__name__} has other logits than {type(model).__name__}: they differ by"
+            f" {difference.largest:.2g}, and the largest is {difference.largest_logit:.2g}; nothing was converted."
+        )
+    folded = to == "native" and model.config.embedding_norm and not isinstance(result, NanoChatForCausalLM)
+    added = ", its embedding's norm folded into the table" if folded else ""
+    sentence = (
+        f"{type(result).__name__}{added}: logits within {difference.largest:.1e} of {type(model).__name__}'s"
+        f" on {difference.num_tokens} tokens, random and real"
+    )
+    nn.Module.to(model, dtype=dtype)
+    return nn.Module.to(result, dtype=dtype), sentence
+
+
+# softplus(alpha_p) = 1 and softplus(alpha_n) = 0 in fp32
+_XIELU = {"alpha_p": math.log(math.e - 1), "alpha_n": -100.0, "beta": 0.0, "eps": -1e-6}
+
+
+def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype, xielu: bool) -> PreTrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta} | row.rope
+    if config.position_embedding == "none":
+        rope |= {"rope_type": "linear", "factor": _NO_POSITIONS}
+    is_folded = config.embedding_norm and row.folds_embedding_norm
+    values = {name: getattr(config, name) for name in _SHARED}
+    values |= {theirs: getattr(config, ours) for theirs, ours in row.fields.items()}
+    native: PreTrainedConfig = row.model.config_class(
+        hidden_act="xielu" if xielu else _ACTIVATIONS[config.activation],
+        rope_parameters=rope,
+        tie_word_embeddings=config.tie_word_embeddings and not is_folded,
+        initializer_range=config.initializer_range or 0.02,
+        dtype=dtype,
+        **values,
+    )
+    return native
+
+
+def _golf_config(native: PreTrainedModel, row: Architecture, state: dict[str, Tensor]) -> GolfConfig:
+    theirs: Any = native.config
+    values = {name: getattr(theirs, name) for name in _SHARED}
+    values |= {name: allowed[0] for name, allowed in row.options.items() if len(allowed) == 1}
+    values |= {ours: getattr(theirs, name) for name, ours in row.fields.items() if ours != "head_dim"}
+    if "use_bias" in row.options:
+        values["use_bias"] = any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
+    values["embedding_norm"] = not row.folds_embedding_norm
+    rope = theirs.rope_parameters
+    has_none = rope.get("rope_type") == "linear" and rope.get("factor", 1.0) >= _NO_POSITIONS
+    values |= {"position_embedding": "none" if has_none else "rope", "rope_theta": rope["rope_theta"]}
+    if values.get("activation") != "swiglu":
+        values["activation"] = _ungated_activation(theirs.hidden_act, row, state)
+    try:
+        return GolfConfig(tie_word_embeddings=theirs.tie_word_embeddings, **values)
+    except ValueError as error:
+        raise UserError(f"{row.name}: {error}") from None
+
+
+def _ungated_activation(name: str, row: Architecture, state: dict[str, Tensor]) -> str:
+    """Return Golf's name of an activation. Raises UserError if it has none: of xIELU, only squared ReLU has."""
+    if name == "xielu":
+        constants = {key: tensor for key, tensor in state.items() if "act_fn" in key}
+        wanted = {key: torch.full_like(tensor, _XIELU[key.rpartition(".")[2]]) for key, tensor in constants.items()}
+        if all(torch.allclose(constants[key], wanted[key]) for key in constants if not key.endswith("eps")):
+            return "relu2"
+        raise UserError(f"{row.name}: its xIELU was trained; Golf has only the one that is squared ReLU.")
+    known = _SAME_ACTIVATION.get(name, name)
+    if known not in _UNGATED:
+        raise UserError(f"{row.name}: hidden_act {name} is not one of Golf's: {', '.join(_UNGATED)}.")
+    return known
+
+
+def _require_same(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> None:
+    """Raise UserError if a config says more than what Golf has, by what its Golf config would become."""
+    found, expected = theirs.to_dict(), ours.to_dict()
+    for name in found.keys() - _COSMETIC - set(_BIASES) - {"use_bias", "hidden_act"}:
+        if found[name] != expected.get(name):
+            raise UserError(
+                f"{type(theirs).__name__}: {name} is {found[name]!r}; Golf has only {expected.get(name)!r} for it."
+            )
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        name = name.replace(f".{old}.", f".{new}.")
+    return name
+
+
+def _split(golf: GolfForCausalLM) -> dict[str, Tensor]:
+    """Return a Golf model's tensors with q, k and v apart."""
+    split: dict[str, Tensor] = {}
+    for name, tensor in golf.state_dict().items():
+        parts = _parts(name)
+        split |= dict(zip(parts, tensor.split(golf.config.fused_rows) if len(parts) > 1 else [tensor], strict=True))
+    return split
+
+
+def _parts(name: str) -> list[str]:
+    return [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if "qkv_proj" in name else [name]
+
+
+def _swapped(weight: Tensor, head_dim: int) -> Tensor:
+    """Swap the halves of each head's rows."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).flip(1).flatten(0, 2)

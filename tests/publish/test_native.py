@@ -1,0 +1,226 @@
+"""Native architectures as oracles: transformers' own classes give the logits of the Golf models they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hfgolf.errors import UserError
+from hfgolf.model.configuration_golf import SWITCHES, GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.native import ARCHITECTURES, compare, converted, find_architecture, from_native, to_native
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+LEARNED = {"norm": "layernorm", "position_embedding": "learned", "qk_norm": False, "embedding_norm": False}
+LEARNED |= {"num_key_value_heads": 4}
+LAYERNORM = {"norm": "layernorm", "qk_norm": False}
+# (class, options of Golf): what issue and docs promise
+PAIRS: list[tuple[str, dict[str, Any]]] = [
+    ("Apertus", {}),
+    ("Apertus", {"activation": "gelu"}),
+    ("Apertus", {"activation": "gelu_new"}),
+    ("Apertus", {"activation": "silu"}),
+    ("Apertus", {"num_key_value_heads": 1}),
+    ("Apertus", {"tie_word_embeddings": False}),
+    ("Apertus", {"embedding_norm": False}),
+    ("Apertus", {"position_embedding": "none"}),
+    ("Apertus", {"norm_weight": False, "rope_theta": 500.0, "norm_eps": 1e-5}),
+    ("Qwen3", {"activation": "swiglu"}),
+    ("Qwen3", {"activation": "swiglu", "position_embedding": "none", "embedding_norm": False}),
+    ("Llama", {"activation": "swiglu", "qk_norm": False}),
+    ("Llama", {"activation": "swiglu", "qk_norm": False, "use_bias": True}),
+    ("Arcee", {"qk_norm": False}),
+    ("Arcee", {"qk_norm": False, "use_bias": True, "activation": "gelu"}),
+    ("NanoChat", {"norm_weight": False, "logit_soft_cap": 5.0}),
+    ("NanoChat", {"norm_weight": False, "logit_soft_cap": 5.0, "tie_word_embeddings": False, "activation": "gelu"}),
+    ("Nemotron", LAYERNORM),
+    ("Nemotron", LAYERNORM | {"use_bias": True, "position_embedding": "none"}),
+    ("Starcoder2", LAYERNORM | {"activation": "gelu_new", "use_bias": True}),
+    ("Starcoder2", LAYERNORM | {"activation": "silu", "embedding_norm": False}),
+    ("GPT2", LEARNED | {"activation": "gelu_new", "use_bias": True}),
+    ("GPT2", LEARNED | {"activation": "relu2"}),
+    ("GPT2", LEARNED | {"activation": "gelu", "norm_weight": False}),
+]
+
+
+def build(**options: Any) -> GolfForCausalLM:
+    """Return a model in which every weight matters and none is zero or one."""
+    torch.manual_seed(0)
+    golf = GolfForCausalLM(GolfConfig(**SHAPE | options))
+    with torch.no_grad():
+        for parameter in golf.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return golf.eval()
+
+
+def token_ids() -> torch.Tensor:
+    return torch.randint(1, 61, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("name", "options"), PAIRS, ids=str)
+def test_native_logits_and_cached_greedy_tokens_are_golfs_there_and_back(name, options):
+    golf = build(**options)
+    native = to_native(golf)
+    assert type(native).__module__.startswith("transformers.models.") and type(native).__name__.startswith(name)
+    ids = token_ids()
+    with torch.no_grad():
+        expected = golf(ids).logits
+        torch.testing.assert_close(native(ids).logits, expected, rtol=0, atol=5e-6)
+        greedy = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "eos_token_id": None}
+        assert torch.equal(native.generate(ids[:1, :5], **greedy), golf.generate(ids[:1, :5], **greedy))
+        back = from_native(native)
+        assert isinstance(back, GolfForCausalLM)
+        torch.testing.assert_close(back(ids).logits, expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(("name", "options"), PAIRS[::3], ids=str)
+def test_loss_and_left_padding_are_golfs(name, options):
+    golf = build(**options)
+    native = to_native(golf)
+    ids = token_ids()
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    labels = ids.masked_fill(mask == 0, -100)
+    with torch.no_grad():
+        expected = golf(ids, attention_mask=mask, labels=labels)
+        actual = native(ids, attention_mask=mask, position_ids=positions, labels=labels)
+    torch.testing.assert_close(actual.logits[mask.bool()], expected.logits[mask.bool()], rtol=0, atol=5e-6)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=5e-6)
+
+
+def test_xielu_with_fixed_constants_is_squared_relu():
+    golf = build()
+    native = to_native(golf, xielu=True)
+    assert native.config.hidden_act == "xielu"
+    with torch.no_grad():
+        torch.testing.assert_close(native(token_ids()).logits, golf(token_ids()).logits, rtol=0, atol=5e-6)
+    assert from_native(native).config.activation == "relu2"
+    with torch.no_grad():
+        native.model.layers[0].mlp.act_fn.alpha_n.fill_(0.5)
+    with pytest.raises(UserError, match="its xIELU was trained"):
+        from_native(native)
+    with pytest.raises(UserError, match="only Apertus with relu2 has it"):
+        to_native(build(activation="gelu"), xielu=True)
+
+
+def test_each_architecture_of_the_table_is_tested():
+    assert {row.name for row in ARCHITECTURES} == {name for name, _ in PAIRS}
+    for name, options in PAIRS:
+        assert find_architecture(GolfConfig(**SHAPE | options)).name == name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"logit_soft_cap": 15.0},
+            r"needs model\.logit_soft_cap null \(now 15\.0\); NanoChat needs model\.norm_weight false \(now true\)\.",
+        ),
+        ({"position_embedding": "learned"}, r"model\.position_embedding rope or none \(now learned\)"),
+        ({"use_bias": True}, r"model\.use_bias false \(now true\)"),
+        ({"activation": "swiglu", "use_bias": True}, r"model\.use_bias false"),
+        (LAYERNORM | {"qk_norm": True}, r"model\.(norm rmsnorm|qk_norm false)"),
+        (LEARNED | {"num_key_value_heads": 2}, r"model\.num_key_value_heads 4 \(now 2\)"),
+        ({"loop": [0, 0, 2]}, r"model\.loop null \(now \[0, 0, 2\]\)"),
+    ],
+    ids=str,
+)
+def test_what_no_architecture_computes_is_one_line(options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        to_native(build(**options))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_switch_is_refused_unless_it_is_at_its_default():
+    """Each field that the table does not know by name, by changing it: a switch of tomorrow is refused, too."""
+    known = {name for row in ARCHITECTURES for name in row.options}
+    switches = [name for name in SWITCHES if name not in known]
+    assert len(switches) == len(SWITCHES) - 1
+    for name in switches:
+        config = GolfConfig(**SHAPE)
+        setattr(config, name, "changed")
+        with pytest.raises(UserError, match=rf"model\.{name} .* \(now changed\)"):
+            find_architecture(config)
+
+
+def test_a_field_that_is_added_tomorrow_is_refused(monkeypatch):
+    monkeypatch.setattr(GolfConfig, "__annotations__", GolfConfig.__annotations__ | {"new_switch": "bool"})
+    monkeypatch.setattr(GolfConfig, "new_switch", False, raising=False)
+    config = GolfConfig(**SHAPE)
+    assert find_architecture(config).name == "Apertus"
+    config.new_switch = True
+    with pytest.raises(UserError, match=r"model\.new_switch false \(now true\)"):
+        find_architecture(config)
+
+
+NATIVE: dict[str, Any] = {name: value for name, value in SHAPE.items() if not name.endswith("token_id")}
+
+
+def test_a_native_model_that_golf_never_made_becomes_golf():
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(**NATIVE, rms_norm_eps=1e-5)).eval()
+    golf = from_native(llama)
+    assert (golf.config.activation, golf.config.norm_eps, golf.config.qk_norm) == ("swiglu", 1e-5, False)
+    ids = token_ids()
+    with torch.no_grad():
+        torch.testing.assert_close(golf(ids).logits, llama(ids).logits, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("native", "message"),
+    [
+        (lambda: Qwen3ForCausalLM(Qwen3Config(**NATIVE, head_dim=16)), "head_dim is 16; Golf has only 8"),
+        (
+            lambda: LlamaForCausalLM(
+                LlamaConfig(**NATIVE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+            ),
+            "rope_parameters is",
+        ),
+        (lambda: MistralForCausalLM(MistralConfig(**NATIVE)), "MistralForCausalLM cannot become a Golf model"),
+    ],
+    ids=["head_dim", "rope", "mistral"],
+)
+def test_what_golf_does_not_have_is_one_line(native, message):
+    with pytest.raises(UserError, match=message) as caught:
+        from_native(native())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_conversion_says_what_it_did_and_how_exact_it_is():
+    golf = build()
+    native, said = converted(golf, "native", [1, 2, 3])
+    assert said.startswith("ApertusForCausalLM, its embedding's norm folded into the table: logits within ")
+    assert said.endswith(" of GolfForCausalLM's on 131 tokens, random and real")
+    difference = compare(golf, native, [1, 2, 3])
+    assert difference.is_rounding and difference.largest < 5e-6
+    assert converted(native, "golf", [1, 2, 3])[1].startswith("GolfForCausalLM: logits within ")
+    assert converted(golf, "golf", [])[0] is golf
+
+
+def test_logits_that_differ_stop_a_conversion(monkeypatch):
+    from hfgolf.publish import native as module
+
+    def wrong(golf: GolfForCausalLM, xielu: bool) -> Any:
+        native = to_native(golf)
+        with torch.no_grad():
+            native.get_input_embeddings().weight[5] += 0.01
+        return native
+
+    monkeypatch.setattr(module, "to_native", wrong)
+    with pytest.raises(UserError, match="ApertusForCausalLM has other logits than GolfForCausalLM: they differ by"):
+        converted(build(), "native", [])
