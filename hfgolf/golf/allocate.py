@@ -51,6 +51,13 @@ class UnitSteps:
         within_alphabet = self.row_max * 2 ** (0.5 / CODES_PER_OCTAVE) / MAX_INTEGER  # codes round by half an eighth
         return row_codes_of(np.maximum(scale * self.row_steps, within_alphabet))
 
+    def error_variances(self, scale: float) -> NDArray[np.float64]:
+        """Return the mean square of a weight's error by row, (rows,), at D = scale.
+
+        It is step**2 / 12, but never more than the weight's own square: the weight is 0 then.
+        """
+        return np.minimum(np.square(steps_of(self.row_codes(scale)).astype(np.float64)) / 12, self.row_rms**2)
+
     def predicted_bytes(self, scale: float) -> float:
         """Return the size at D = scale if rows are Gaussian: their entropy, and side information."""
         relative = steps_of(self.row_codes(scale)) / self.row_rms
@@ -108,6 +115,15 @@ def allocate(
 def predicted_bytes(allocation: Allocation, scale: float) -> float:
     """Return the predicted size of all matrices at D = scale."""
     return sum(unit.predicted_bytes(scale) for unit in allocation.values())
+
+
+def lost_share(allocation: Allocation, scale: float) -> float:
+    """Return the predicted share of the weights' sum of squares that rounding to nearest at D = scale takes: 0 to 1."""
+    lost = total = 0.0
+    for unit in allocation.values():
+        lost += float(unit.error_variances(scale).sum()) * unit.columns
+        total += float(np.square(unit.row_rms).sum()) * unit.columns
+    return lost / total
 
 
 def mean_relative_step(allocation: Allocation) -> float:

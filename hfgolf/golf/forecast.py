@@ -24,7 +24,8 @@ from hfgolf.golf.allocate import (
 )
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.gptq import Feedback, error_feedback
-from hfgolf.golf.grid import CODES_PER_OCTAVE, Quantized, round_nearest, steps_of
+from hfgolf.golf.grid import CODES_PER_OCTAVE, Quantized, round_nearest
+from hfgolf.golf.quantize import plan_steps
 
 TOLERATED_NATS = 0.01
 """Per token. About the noise between seeds of a small model, and what the best published artifacts lose."""
@@ -74,23 +75,22 @@ def forecast(
     scale = loss = None
     if golf.budget_bytes is not None:
         available = (golf.budget_bytes - overhead_bytes) * predicted_bytes(plan, tolerable) / size
-        scale = scale_for_bytes(plan, available, finest, coarsest)
-        loss = loss_at(scale)
+        loss = loss_at(scale_for_bytes(plan, available, finest, coarsest))
+        exported, _ = plan_steps(
+            weights, curvature, available, golf.method, golf.allocation, golf.column_steps, golf.damping
+        )
+        scale = scale_for_bytes(exported, available, *scale_range(exported))
     return Forecast(overhead_bytes + size, scale, loss)
 
 
 def predicted_loss(
     plan: Allocation, scale: float, curvature: Mapping[str, Curvature], feedback: Mapping[str, Feedback] | None
 ) -> float:
-    """Return what rounding at D = scale is predicted to cost, in nats per token.
-
-    A step's error has the variance step**2 / 12, but never more than the weight's own square: it is 0 then.
-    """
+    """Return what rounding at D = scale is predicted to cost, in nats per token."""
     total = 0.0
     for name, unit in plan.items():
         columns = np.diag(curvature[name].hessian) if feedback is None else feedback[name].column_weights()
         if unit.column_codes is not None:
             columns = columns * 4.0 ** (unit.column_codes / CODES_PER_OCTAVE)
-        variances = np.minimum(np.square(steps_of(unit.row_codes(scale)).astype(np.float64)) / 12, unit.row_rms**2)
-        total += 0.5 * float(curvature[name].row_weights @ variances) * float(columns.sum())
+        total += 0.5 * float(curvature[name].row_weights @ unit.error_variances(scale)) * float(columns.sum())
     return total

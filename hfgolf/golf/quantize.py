@@ -6,7 +6,7 @@ Owns the search for the one number D that the budget allows. Does not know files
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hfgolf.errors import UserError
-from hfgolf.golf.allocate import Allocation, allocate, mean_relative_step, predicted_bytes, scale_for_bytes, scale_range
+from hfgolf.golf.allocate import (
+    Allocation,
+    allocate,
+    lost_share,
+    mean_relative_step,
+    predicted_bytes,
+    scale_for_bytes,
+    scale_range,
+)
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.gptq import Feedback, error_feedback, round_with_feedback
 from hfgolf.golf.grid import Quantized, round_nearest, steps_of
@@ -26,8 +34,7 @@ from hfgolf.optim.groups import parameter_kind
 SDCLIP_LEVELS = 31  # of 6 bits, to either side
 _AIM = 0.9985  # of the budget; a real size a little off is still in [_LOWEST, 1]
 _LOWEST = 0.995
-_MAX_CODINGS = 4
-_MAX_RETRIES = 5  # codings more, each aiming lower, if none of them fits
+_MAX_CODINGS = 12  # two to four as a rule; the size is nearly smooth in D
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ def quantize_model(
         curvature: from measure_curvature; nearest rounding with sdclip or uniform steps doesn't read it.
         budget_bytes: of everything. overhead_bytes: what everything but the matrices takes.
         size_of: the bytes of coded matrices. The search predicts sizes, codes really, and corrects the prediction by
-            what it was off: three codings as a rule, four at most unless none of them fits.
+            what it was off: two to four codings as a rule.
         method: gptq or nearest. allocation: curvature, sdclip or uniform, see allocate.py.
         progress: called with one line per coding.
 
@@ -96,42 +103,56 @@ def quantize_model(
     on_grid = _on_grid(weights)
     if on_grid is not None and (size := overhead_bytes + size_of(on_grid)) <= budget_bytes:
         return _kept(on_grid, size, budget_bytes - size)
-    feedback = None
-    if method == "gptq":
-        feedback = {name: error_feedback(curvature[name].hessian, damping) for name in weights}
-    plan = allocate(weights, allocation, curvature, feedback, column_steps)
+    plan, feedback = plan_steps(
+        weights, curvature, budget_bytes - overhead_bytes, method, allocation, column_steps, damping
+    )
     finest, coarsest = scale_range(plan)
     codings: list[tuple[float, int]] = []
+    tensors: dict[str, Quantized] = {}
     best: QuantizedModel | None = None
-    prediction = _Prediction()
-    aim = _AIM * budget_bytes
-    for coding in range(_MAX_CODINGS + _MAX_RETRIES):
-        scale = scale_for_bytes(plan, prediction.before(aim - overhead_bytes), finest, coarsest)
-        # the first coding shows how far off the prediction is, and nearest rounding is quick and close in size
-        is_trial = feedback is not None and coding == 0
-        tensors = _rounded(weights, plan, scale, None if is_trial else feedback)
+    for coding in range(_MAX_CODINGS):
+        scale = _next_scale(plan, codings, budget_bytes, overhead_bytes)
+        tensors = _rounded(weights, plan, scale, feedback, tensors)
         size = overhead_bytes + size_of(tensors)
         codings.append((scale, size))
-        progress(f"coding {coding + 1}: D {scale:.4g}, {size:,} bytes{', rounded to nearest' if is_trial else ''}")
-        if size > budget_bytes and scale == coarsest and not is_trial:
+        progress(f"coding {coding + 1}: D {scale:.4g}, {size:,} bytes")
+        if size > budget_bytes and scale == coarsest:
             raise UserError(
                 f"golf.budget_bytes: {budget_bytes:,} is too small: with the coarsest steps the model still takes"
                 f" {size:,} bytes; raise the budget to that at least, or train a smaller model."
             )
-        if not is_trial and size <= budget_bytes and (best is None or size > best.size_bytes):
+        if size <= budget_bytes and (best is None or size > best.size_bytes):
             best = QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale * mean_relative_step(plan), size, codings)
-        if best is not None and (best.size_bytes >= _LOWEST * budget_bytes or scale == finest):
+        if best is not None and (best.size_bytes >= _LOWEST * budget_bytes or best.scale == finest):
             break
-        prediction.learn(predicted_bytes(plan, scale), size - overhead_bytes, is_trial)
-        if coding + 1 >= _MAX_CODINGS:
-            if best is not None:
-                break
-            aim *= 0.998
     if best is None:
         raise UserError(
             f"golf.budget_bytes: found no steps that fit in {budget_bytes:,}; the last attempt took {size:,} bytes."
         )
     return replace(best, findings=_findings(best, budget_bytes, finest))
+
+
+def plan_steps(
+    weights: Mapping[str, NDArray[np.float32]],
+    curvature: Mapping[str, Curvature],
+    available_bytes: float,
+    method: str,
+    allocation: str,
+    column_steps: bool,
+    damping: float,
+) -> tuple[Allocation, dict[str, Feedback] | None]:
+    """Return the steps at D = 1 and how errors are passed on; None: rounding to nearest.
+
+    The inputs of a matrix come from matrices that are rounded, too, but its Hessian is of exact ones. Their noise is
+    about the share of the weights that rounding takes, so it is added to the damping. At 3 bits per weight it is
+    nothing; at 1 bit, errors would otherwise go where the noisy inputs do not cancel them.
+    """
+    nearest = allocate(weights, allocation, curvature, None, column_steps)
+    if method == "nearest":
+        return nearest, None
+    noise = lost_share(nearest, scale_for_bytes(nearest, available_bytes, *scale_range(nearest)))
+    feedback = {name: error_feedback(curvature[name].hessian, damping + noise) for name in weights}
+    return allocate(weights, allocation, curvature, feedback, column_steps), feedback
 
 
 def _on_grid(weights: Mapping[str, NDArray[np.float32]]) -> dict[str, Quantized] | None:
@@ -157,22 +178,30 @@ def _kept(tensors: dict[str, Quantized], size: int, free: int) -> QuantizedModel
     return QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale, size, [(scale, size)], [note])
 
 
-class _Prediction:
-    """Correct predicted sizes by real ones: their ratio, and from two codings of a kind on, a power (a secant)."""
+def _next_scale(
+    plan: Allocation, codings: Sequence[tuple[float, int]], budget_bytes: int, overhead_bytes: int
+) -> float:
+    """Return the D to code next: the predicted one, corrected by the real sizes so far.
 
-    def __init__(self) -> None:
-        self.predicted = self.real = self.power = 1.0
-        self.was_trial = True
-
-    def learn(self, predicted: float, real: float, is_trial: bool) -> None:
-        if not self.was_trial and predicted != self.predicted:
-            power = math.log(real / self.real) / math.log(predicted / self.predicted)
-            self.power = min(max(power, 0.3), 1.5)
-        self.predicted, self.real, self.was_trial = predicted, real, is_trial
-
-    def before(self, real: float) -> float:
-        """Return the predicted size whose real one is `real`."""
-        return self.predicted * (max(real, 1.0) / self.real) ** (1 / self.power)
+    The ratio of predicted and real sizes corrects it, and from two codings on a power (a secant). If that leaves the
+    range between the best D that fits and the best that does not, it is the middle of this range.
+    """
+    finest, coarsest = scale_range(plan)
+    aim = _AIM * budget_bytes - overhead_bytes
+    if not codings:
+        return scale_for_bytes(plan, aim, finest, coarsest)
+    predicted = [predicted_bytes(plan, scale) for scale, _ in codings[-2:]]
+    real = [max(1, size - overhead_bytes) for _, size in codings[-2:]]
+    power = 1.0
+    if len(codings) > 1 and predicted[0] != predicted[1]:
+        power = min(max(math.log(real[1] / real[0]) / math.log(predicted[1] / predicted[0]), 0.3), 1.5)
+    scale = scale_for_bytes(plan, predicted[-1] * (max(aim, 1.0) / real[-1]) ** (1 / power), finest, coarsest)
+    fits = max(((size, scale) for scale, size in codings if size <= budget_bytes), default=None)
+    exceeds = min(((size, scale) for scale, size in codings if size > budget_bytes), default=None)
+    if fits and exceeds:
+        low, high = sorted((fits[1], exceeds[1]))
+        scale = scale if low < scale < high else math.sqrt(low * high)
+    return scale
 
 
 def _findings(quantized: QuantizedModel, budget_bytes: int, finest: float) -> list[str]:
@@ -192,12 +221,19 @@ def _rounded(
     plan: Allocation,
     scale: float,
     feedback: Mapping[str, Feedback] | None,
+    before: Mapping[str, Quantized],
 ) -> dict[str, Quantized]:
+    """Return all matrices rounded at D = scale. before: the same at another D; rows with the same step are kept."""
+
     def one(name: str) -> Quantized:
-        codes = plan[name].row_codes(scale), plan[name].column_codes
+        weight, row_codes, column_codes = weights[name], plan[name].row_codes(scale), plan[name].column_codes
         if feedback is None:
-            return round_nearest(weights[name], *codes)
-        return round_with_feedback(weights[name], *codes, feedback[name])
+            return round_nearest(weight, row_codes, column_codes)
+        if name not in before:
+            return round_with_feedback(weight, row_codes, column_codes, feedback[name])
+        integers, is_new = before[name].integers.copy(), row_codes != before[name].row_codes
+        integers[is_new] = round_with_feedback(weight[is_new], row_codes[is_new], column_codes, feedback[name]).integers
+        return Quantized(integers, row_codes, column_codes)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy lets go of the GIL
         return dict(zip(weights, pool.map(one, weights), strict=True))

@@ -11,6 +11,7 @@ from tiny_golf import measured_model
 
 from hfgolf.errors import UserError
 from hfgolf.golf.allocate import allocate, mean_relative_step, predicted_bytes, scale_for_bytes
+from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.curvature import Curvature, measure_curvature
 from hfgolf.golf.gptq import error_feedback
 from hfgolf.golf.grid import MAX_INTEGER, entropy_bits, gaussian_bits, round_nearest, steps_of
@@ -133,6 +134,41 @@ def test_lands_just_below_the_budget(small_model, allocation, method, bits):
     assert quantized.codings[-1][0] == quantized.scale and len(quantized.codings) <= 5
     assert quantized.findings == []
     assert set(quantized.tensors) == set(matrices(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("bits", [0.5, 1, 2, 4])
+def test_real_artifacts_land_in_the_last_half_percent_of_the_budget(seed, bits):
+    model, curvature = measured_model(std=0.15, rows=4, seed=seed)
+    encode = model_encoder(model)
+    budget = 7000 + round(sum(weight.size for weight in matrices(model).values()) * bits / 8)
+    quantized = quantize_model(
+        model,
+        curvature,
+        budget_bytes=budget,
+        overhead_bytes=7000,
+        size_of=lambda tensors: len(encode(tensors).data),
+    )
+    assert 0.995 * budget <= quantized.size_bytes <= budget
+    assert quantized.size_bytes == 7000 + len(encode(quantized.tensors).data)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bits", [0.3, 0.6, 1, 1.5, 3])
+def test_passing_errors_on_is_never_predicted_to_be_worse_than_rounding_to_nearest(seed, bits):
+    model, curvature = measured_model(std=0.15, rows=4, seed=seed)
+    weights = matrices(model)
+    budget = round(sum(weight.size for weight in weights.values()) * bits / 8)
+    losses = {}
+    for method in ("gptq", "nearest"):
+        tensors = quantize_model(
+            model, curvature, budget_bytes=budget, overhead_bytes=0, size_of=size_of, method=method
+        ).tensors
+        losses[method] = sum(
+            curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items()
+        )
+    assert losses["gptq"] < losses["nearest"]
 
 
 def test_a_budget_that_is_too_small_says_what_is_needed(small_model):
