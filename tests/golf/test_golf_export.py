@@ -66,7 +66,7 @@ def test_the_files_fit_and_the_ledger_is_what_is_on_disk(exported):
     ledger = json.loads((exported / "ledger.json").read_text())
     sizes = {path.name: path.stat().st_size for path in exported.iterdir() if path.is_file()}
     assert {file["name"]: file["bytes"] for file in ledger["files"]}.items() <= sizes.items()
-    assert 0.99 * BUDGET <= ledger["totals"]["challenge"] <= BUDGET
+    assert 0.995 * BUDGET <= ledger["totals"]["challenge"] <= BUDGET
     assert ledger["totals"]["challenge"] == sizes["artifact.bin"] + sizes["score.py"]
     others = sizes["tokenizer.json.xz"] + sizes["config.yaml"]
     assert ledger["totals"]["everything"] == ledger["totals"]["challenge"] + others
