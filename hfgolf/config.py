@@ -163,8 +163,14 @@ class TokenizerConfig:
     """Size of a BPE vocabulary, including special tokens; ignored by byte, char and pretrained."""
     name_or_path: str | None = None
     """For pretrained: a Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model)."""
+    case_operators: bool = False
+    """With bpe: capital letters become operators and lower-case letters, without loss; see docs/vocabulary.md."""
 
     def __post_init__(self) -> None:
+        if self.case_operators and self.kind != "bpe":
+            raise UserError(
+                f"tokenizer.case_operators: true requires tokenizer.kind bpe, not {self.kind}, whose entries are given."
+            )
         _require("tokenizer.vocab_size", self.vocab_size, 257 <= self.vocab_size < 2**24, "257 to 16777215")
         if self.kind == "pretrained" and not self.name_or_path:
             raise UserError(

@@ -31,6 +31,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.case_operators import has_case_operators
 from hfgolf.data.corpus import SPLITS, Corpus, cache_folder, identity_changes, load_corpus
 from hfgolf.data.lock import locked
 from hfgolf.data.manifest import NAME as MANIFEST
@@ -43,6 +44,7 @@ from hfgolf.data.tokenizer import (
     Encoder,
     build_encoder,
     build_tokenizer,
+    decode_texts,
     find_tokenizer,
     find_tokenizer_loss,
     tokenizer_sha256,
@@ -286,13 +288,19 @@ def _write_split(
 def _encode(
     pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (ids, tokens per piece, raw bytes per piece), one table of pieces at a time."""
+    """Yield (ids, tokens per piece, raw bytes per piece), one table of pieces at a time.
+
+    Raises UserError if an id is outside the vocabulary, or if case operators don't restore a piece.
+    """
+    is_transformed = has_case_operators(json.loads(tokenizer.backend_tokenizer.to_str()))
     for table, (ids, num_ids) in encode_ahead(pieces, encode):
         if ids.max(initial=0) >= len(tokenizer):
             raise UserError(
                 f"The tokenizer returned id {ids.max()}, but its vocabulary has only {len(tokenizer)} entries."
                 " Its files are inconsistent: load or train another tokenizer."
             )
+        if is_transformed and decode_texts(tokenizer, (ids, num_ids)) != table["text"].to_pylist():
+            raise UserError("tokenizer.case_operators: true does not restore this text exactly; set it to false.")
         is_start = table["is_start"].to_numpy()
         num_tokens = np.array(num_ids, np.uint32)
         ends = np.cumsum(num_tokens, dtype=np.int64)

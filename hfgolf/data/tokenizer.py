@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFas
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
 from hfgolf.config import TokenizerConfig
+from hfgolf.data.case_operators import OPERATORS, add_case_operators, has_case_operators
 from hfgolf.data.manifest import read_manifest, write_manifest
 from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
@@ -80,7 +81,7 @@ def build_tokenizer(
     if path.exists():
         _log.info("tokenizer damaged: %s (%s); training it again", path, _problem(path))
     pieces = train_pieces()
-    tokenizer = _wrap(_train_bpe(pieces, config.vocab_size) if config.kind == "bpe" else _train_char(pieces))
+    tokenizer = _wrap(_train_bpe(pieces, config) if config.kind == "bpe" else _train_char(pieces))
     partial = path.with_name(f".partial-{path.name}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -143,15 +144,20 @@ def _encode_bytes(texts: list[str]) -> Encoded:
     return np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32), list(map(len, encoded))
 
 
+def decode_texts(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> list[str]:
+    """Return the texts that were encoded, as far as the tokenizer restores them."""
+    ids, num_ids = encoded
+    ids_of_texts = [text_ids.tolist() for text_ids in np.split(ids, np.cumsum(num_ids)[:-1])]
+    return tokenizer.backend_tokenizer.decode_batch(ids_of_texts, skip_special_tokens=False)
+
+
 def find_tokenizer_loss(tokenizer: PreTrainedTokenizerFast, texts: list[str], encoded: Encoded) -> str | None:
     """Return a message with the share of characters lost if decoding does not restore the texts, otherwise None.
 
     Characters that a tokenizer drops, lowercases or normalizes cost no bits, so bits per byte would flatter its model.
     encoded: the texts as encoded by this tokenizer.
     """
-    ids, num_ids = encoded
-    ids_of_texts = [text_ids.tolist() for text_ids in np.split(ids, np.cumsum(num_ids)[:-1])]
-    decoded = tokenizer.backend_tokenizer.decode_batch(ids_of_texts, skip_special_tokens=False)
+    decoded = decode_texts(tokenizer, encoded)
     # SentencePiece adds and removes a leading space, or keeps an existing one. Do not count that as a loss.
     pairs = [(text.removeprefix(" "), back.removeprefix(" ")) for text, back in zip(texts, decoded, strict=True)]
     if all(text == back for text, back in pairs):
@@ -167,18 +173,20 @@ def find_tokenizer_loss(tokenizer: PreTrainedTokenizerFast, texts: list[str], en
 def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     """Return the number of UTF-8 bytes that each entry of a vocabulary spells, (V,) int64; special tokens spell none.
 
-    Byte-level entries spell one byte per character. In SentencePiece's, U+2581 is a space and <0x0A> is one byte.
+    Byte-level entries spell one byte per character, case operators none. In SentencePiece's, U+2581 is a space and
+    <0x0A> is one byte.
     """
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     is_byte_level = '"ByteLevel"' in json.dumps(rules["decoder"])
     symbols = set(pre_tokenizers.ByteLevel.alphabet())
+    silent = {bytes_to_unicode()[ord(operator)] for operator in OPERATORS} if has_case_operators(rules) else set()
     counts = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
     added = {token["id"]: token for token in rules["added_tokens"]}
     for entry, number in tokenizer.get_vocab().items():
         if number in added:
             counts[number] = 0 if added[number]["special"] else len(entry.encode())
         elif is_byte_level and symbols.issuperset(entry):
-            counts[number] = len(entry)
+            counts[number] = sum(symbol not in silent for symbol in entry)
         else:
             counts[number] = 1 if _BYTE_ENTRY.fullmatch(entry) else len(entry.replace(SPACE, " ").encode())
     counts[tokenizer.eos_token_id] = 0  # it separates documents
@@ -192,7 +200,8 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
 
 def _tokenizer_path(config: TokenizerConfig, corpus_identity: dict[str, Any], folder: Path) -> Path:
     vocab_size = config.vocab_size if config.kind == "bpe" else None
-    key = json.dumps([_FORMAT_VERSION, config.kind, vocab_size, corpus_identity], sort_keys=True)
+    options = ["case_operators"] if config.case_operators else []
+    key = json.dumps([_FORMAT_VERSION, config.kind, vocab_size, corpus_identity, *options], sort_keys=True)
     return folder / f"{config.kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
@@ -288,11 +297,14 @@ def _train_char(pieces: Dataset) -> Tokenizer:
     return byte_level_tokenizer(sorted(character for character in seen if ord(character) >= 128))
 
 
-def _train_bpe(pieces: Dataset, vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE with GPT-2's pre-tokenizer to `vocab_size` entries, including the end-of-text token."""
+def _train_bpe(pieces: Dataset, config: TokenizerConfig) -> Tokenizer:
+    """Train byte-level BPE with GPT-2's pre-tokenizer to config.vocab_size entries, including the end-of-text token."""
+    vocab_size = config.vocab_size
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
+    if config.case_operators:
+        add_case_operators(tokenizer)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],

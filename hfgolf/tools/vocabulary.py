@@ -115,12 +115,14 @@ def measure_vocabulary(
 ) -> Vocabulary | int:
     """Return the figures of a vocabulary of `size` entries; if the text yields fewer entries, their number.
 
-    Trains BPE like a run, on the sample's training part; NUM_BYTES means plain bytes. config: the model's architecture.
-    folder: a cache for trained tokenizers of this sample.
+    Trains BPE like a run, on the sample's training part; NUM_BYTES means plain bytes. config: the model's architecture
+    and whether to use case operators. folder: a cache for trained tokenizers of this sample.
 
     Raises UserError for an impossible size.
     """
-    tokenizer_config = TokenizerConfig("byte") if size == NUM_BYTES else TokenizerConfig("bpe", size)
+    tokenizer_config = TokenizerConfig("byte")
+    if size != NUM_BYTES:
+        tokenizer_config = TokenizerConfig("bpe", size, case_operators=config.tokenizer.case_operators)
     try:
         tokenizer = build_tokenizer(tokenizer_config, {}, lambda: sample.train, folder)
     except TooFewEntriesError as error:

@@ -108,6 +108,8 @@ def tokenize(tmp_path: Path) -> Callable[..., tuple[Corpus, TokenCache]]:
             fast = PreTrainedTokenizerFast(tokenizer_object=kind, eos_token="</s>")
             fast.save_pretrained(tmp_path / "tokenizer")
             config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
+        elif kind == "case operators":
+            config = TokenizerConfig(vocab_size=280, case_operators=True)
         elif kind != "bpe":
             config = TokenizerConfig(kind=kind)
         files = {"files": [str(tmp_path / "train*.txt")], "val_files": [str(tmp_path / "val*.txt")]}

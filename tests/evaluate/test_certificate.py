@@ -23,7 +23,7 @@ SENTENCEPIECE = Path(__file__).parents[1] / "data/sentencepiece.model"
 # two characters of every plane, with noncharacters and private use; the last of them all
 PLANES = "".join(chr(plane << 16 | place) for plane in range(17) for place in (0xA1, 0xFFFD)) + chr(0x10FFFF)
 ODD = "\r\n a\r\n\r\nb\n\r  \t   two,   three     \n\n\n<|endoftext|> </s> \x00\x7f\x85\ufeff e\u0301 \ufb01 \ufffd"
-DOCUMENTS = [PLANES, ODD, "the end", "the naive cafe and the end " * 1500]  # the last: six pieces
+DOCUMENTS = [PLANES, ODD, "the end", "the naive cafe and THE End " * 1500]  # the last: six pieces
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def certified(tokenize):
     return certified_
 
 
-@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "pretrained"])
+@pytest.mark.parametrize("kind", ["byte", "char", "bpe", "case operators", "pretrained"])
 def test_it_holds_on_text_of_every_kind(certified, sentencepiece_like, tmp_path, kind):
     certificate = certified(sentencepiece_like() if kind == "pretrained" else kind, *DOCUMENTS)
     assert certificate.holds and certificate.problems == (), certificate.line

@@ -1,0 +1,78 @@
+r"""Case operators: capital letters as operators and lower-case letters, inside the tokenizer, without loss.
+
+`The USA, iPhone` becomes `^the& usa, i^phone`: ^ (U+0001) makes a capital of the next letter, & (U+0002) of all letters
+of the next word. An operator stands before the space in front of a word, so that ` usa` and ` the` are entries that
+lower-case text uses, too. The letters are A to Z; all others stay as they are. U+0001 to U+0003 in a text are spelled
+U+0003 and a digit. Source: the record #1855 of Parameter Golf, whose operators are private-use characters in front of
+words.
+
+The transform is a normalizer and a decoder of the tokenizers library, so it is in tokenizer.json: whoever encodes or
+decodes with that file applies it. An operator is one byte of a byte-level vocabulary and stands for no byte of the
+text, so the bytes of a token are its others (see tokenizer.entry_bytes).
+
+A piece of a document is encoded by itself. Only if a piece ends inside a word, in 4,096 characters without a space or
+newline, may the tokens of both pieces decode together to another case than one after the other.
+"""
+
+from __future__ import annotations
+
+from string import ascii_uppercase
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+CAPITAL, CAPITALS, ESCAPE = "\x01", "\x02", "\x03"
+OPERATORS = CAPITAL + CAPITALS + ESCAPE
+_MAX_LETTERS = 32  # of a word in capitals: a longer one gets an operator per letter; lookbehinds must be bounded
+_WORD = rf"(?=[A-Z]{{2,{_MAX_LETTERS}}}(?![A-Za-z]))"  # a whole word in capitals starts here
+_IN_WORD = "".join(rf"(?<!\x02{space}[A-Z]{{1,{_MAX_LETTERS - 1}}})" for space in ("", " "))
+# GPT-2's split (Radford et al. 2019), except that a word includes an operator in front of it
+_SPLIT = r"'(?:[sdmt]|ll|ve|re)|[\x01\x02]? ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def add_case_operators(tokenizer: Tokenizer) -> None:
+    """Put the transform into a byte-level BPE tokenizer that is not trained yet."""
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.Prepend("\n"),  # tokenizers 0.23 panics later if something is inserted at the very start
+            *(normalizers.Replace(plain, spelled) for plain, spelled in _escapes()),
+            normalizers.Replace(Regex(f" {_WORD}"), f"{CAPITALS} "),
+            normalizers.Replace(Regex(rf"(?<![A-Za-z \x02]){_WORD}"), CAPITALS),
+            normalizers.Replace(Regex(r"(?<!\x02) (?=[A-Z])"), f"{CAPITAL} "),
+            normalizers.Replace(Regex(rf"(?=[A-Z])(?<![\x01\x02] |[\x01\x02]){_IN_WORD}"), CAPITAL),
+            *(normalizers.Replace(letter, letter.lower()) for letter in ascii_uppercase),
+            normalizers.Replace(Regex(r"\A\n"), ""),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    each_letter = Regex(rf"(?=[a-z])(?<=\x02 ?[a-z]{{0,{_MAX_LETTERS - 1}}})")
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.ByteLevel(),
+            decoders.Replace(each_letter, CAPITAL),
+            *(
+                decoders.Replace(f"{CAPITAL}{space}{letter.lower()}", f"{space}{letter}")
+                for letter in ascii_uppercase
+                for space in (" ", "")
+            ),
+            decoders.Replace(CAPITAL, ""),  # without a letter after it, as a model may write it
+            decoders.Replace(CAPITALS, ""),
+            *(decoders.Replace(spelled, plain) for plain, spelled in reversed(_escapes())),
+        ]
+    )
+
+
+def has_case_operators(rules: dict[str, Any]) -> bool:
+    """Return whether a tokenizer.json, given as its content, has the transform."""
+    decoder = rules["decoder"] or {}
+    return {"type": "Replace", "pattern": {"String": CAPITALS}, "content": ""} in decoder.get("decoders", [])
+
+
+def _escapes() -> list[tuple[str, str]]:
+    """Return (character, its spelling); that of ESCAPE first, because the other spellings contain it."""
+    return [(ESCAPE, f"{ESCAPE}0"), (CAPITAL, f"{ESCAPE}1"), (CAPITALS, f"{ESCAPE}2")]
