@@ -88,7 +88,8 @@ class DataConfig:
     shards: data.files and data.val_files hold tokens in 16 bits, with the header of llm.c and the golf challenge or,
     as nanoGPT's, without. tokenizer.kind pretrained or byte says whose tokens they are."""
     files: list[str] = field(default_factory=list)
-    """Paths, globs or URLs. txt, md, py: one document per file; jsonl, parquet, csv: one per row. Also .gz, .zst."""
+    """Paths, globs or URLs. txt, md, py: one document per file; jsonl, parquet, csv, arrow: one per row.
+    Also .gz, .zst."""
     hub_name: str | None = None
     """Hub dataset, such as roneneldan/TinyStories."""
     hub_config: str | None = None
@@ -98,7 +99,10 @@ class DataConfig:
     streaming: bool = False
     """Stream a Hub dataset into the token cache instead of downloading it first; resuming stays exact."""
     text_column: str = "text"
-    """Column that holds the text in jsonl, parquet, csv and Hub datasets."""
+    """Column that holds the text in jsonl, parquet, csv, arrow and Hub datasets."""
+    ids_column: str | None = None
+    """Column that holds token ids, such as input_ids, to use instead of text; a separator in a row ends a document.
+    tokenizer.kind pretrained or byte says whose tokens they are."""
     max_documents: int | None = None
     """Read only the first N documents (files or rows); null: all."""
     split: Literal["documents", "contiguous"] = "documents"
@@ -145,6 +149,11 @@ class DataConfig:
                 f"data.val_bytes_files and data.separator_id require data.source shards, not {self.source}."
             )
         _require_not_negative("data", self, "separator_id")
+        is_cut = self.split == "contiguous" and not self.val_files
+        if self.ids_column is not None and (self.source not in ("hub", "files") or is_cut):
+            raise UserError(
+                "data.ids_column requires data.source hub or files, and data.split documents or data.val_files."
+            )
         if self.source == "hub" and not self.hub_name:
             raise UserError(
                 "data.hub_name is null, but data.source is hub; name a dataset, such as roneneldan/TinyStories."
@@ -658,9 +667,11 @@ class RunConfig:
             _require_sane(key, value)
         if self.schedule.loop_start and self.model.loop is None:
             raise UserError("schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.")
-        if self.data.source == "shards" and self.tokenizer.kind not in ("pretrained", "byte"):
+        has_tokens = self.data.source == "shards" or self.data.ids_column is not None
+        if has_tokens and self.tokenizer.kind not in ("pretrained", "byte"):
+            source = "source shards" if self.data.source == "shards" else "ids_column"
             raise UserError(
-                f"tokenizer.kind: {self.tokenizer.kind} is trained on text, but data.source shards has only tokens; set"
+                f"tokenizer.kind: {self.tokenizer.kind} is trained on text, but data.{source} has only tokens; set"
                 " pretrained and tokenizer.name_or_path, or byte."
             )
         if self.golf.qat_fraction and self.optim.ema_export:

@@ -22,11 +22,13 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, cast
+
+import numpy as np
 
 from hfgolf.config import DataConfig
 from hfgolf.data.file_hashes import file_hashes, file_state
@@ -45,7 +47,7 @@ BLOCK_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1000
 DOWNLOAD_TIMEOUT_SECONDS = 60
 _MIN_DOWNLOAD_BYTES = 1 << 16  # per DOWNLOAD_TIMEOUT_SECONDS; a slower download fails
-_TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _COMPRESSIONS = (".gz", ".zst")
 
 
@@ -88,8 +90,9 @@ class Corpus:
 
         Raises UserError if text cannot be read or a split is empty.
         """
-        if self.data.source == "shards":
-            raise UserError("data.source shards holds tokens, not text: what needs the text itself cannot use it.")
+        if self.data.source == "shards" or self.data.ids_column is not None:
+            key = "source shards" if self.data.source == "shards" else f"ids_column {self.data.ids_column}"
+            raise UserError(f"data.{key} holds tokens, not text: what needs the text itself cannot use it.")
         from datasets import Dataset
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,12 +105,23 @@ class Corpus:
                 for name, split, blocks in self._documents(folder):
                     writer = val if (split or self.hashed_split(name)) == "val" else train
                     writer.add_document(blocks)
+        self._require_unchanged()
+        if not train.num_pieces or not val.num_pieces:
+            self.raise_empty("train" if not train.num_pieces else "val")
+        return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
+
+    def rows_of_ids(self, split: str, scratch: Path) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (name, token ids) of each row of a split, with data.ids_column. Raises UserError like write_pieces."""
+        scratch.mkdir(parents=True, exist_ok=True)
+        for name, fixed, ids in self._documents(scratch):
+            if (fixed or self.hashed_split(name)) == split:
+                yield name, np.asarray(ids)
+        self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
         for file in self.files:
             if file_state(file.path) != self.states[file.path]:
                 raise UserError(f"{file.path} changed while it was being read; start again when nothing writes to it.")
-        if not train.num_pieces or not val.num_pieces:
-            raise UserError(self._empty_split_message("train" if not train.num_pieces else "validation"))
-        return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
 
     def hashed_split(self, name: str) -> str:
         if self.data.val_files:
@@ -127,35 +141,43 @@ class Corpus:
             train.end_document()
             val.end_document()
 
-    def _documents(self, scratch: Path) -> Iterator[tuple[str, str | None, Iterable[str]]]:
-        """Yield (name, fixed split or None, blocks of text) for each document, in order.
+    def _documents(self, scratch: Path) -> Iterator[tuple[str, str | None, Any]]:
+        """Yield (name, fixed split or None, blocks of text or token ids) for each document, in order.
 
         scratch: a folder for files that must be decompressed first.
         """
+        documents: Iterator[tuple[str, str | None, Any]]
         if self.data.source == "hub":
-            documents = _rows(_load_hub(self.data), str(self.data.hub_name), None, self.data.text_column)
+            documents = _rows(_load_hub(self.data), str(self.data.hub_name), None, self.data)
         else:
             documents = itertools.chain.from_iterable(self._read(file, scratch) for file in self.files)
         return itertools.islice(documents, self.data.max_documents)
 
-    def _read(self, file: SourceFile, scratch: Path) -> Iterator[tuple[str, str | None, Iterable[str]]]:
+    def _read(self, file: SourceFile, scratch: Path) -> Iterator[tuple[str, str | None, Any]]:
         kind = _TABLES.get(file.endings[0])
         if kind:
             with _readable_by_datasets(file, scratch) as path:
-                yield from _rows(_load_table(path, kind), file.name, file.split, self.data.text_column)
+                yield from _rows(_load_table(path, kind), file.name, file.split, self.data)
+        elif self.data.ids_column is not None:
+            raise UserError(f"data.ids_column: {file.path} has no columns; name jsonl, parquet or arrow files.")
         elif self.data.source != "python_stdlib":
             yield file.name, file.split, _text_blocks(file)
         elif text := _utf8_text(file.path):
             yield file.name, None, (text,)
 
-    def _empty_split_message(self, split: str) -> str:
-        where = f"data.source {self.data.source}"
+    def raise_empty(self, split: str) -> NoReturn:
+        """Raise the UserError for an empty split."""
+        where, split = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
         if self.data.val_files:
-            return f"The {split} split of {where} is empty; every file in data.files is also in data.val_files."
+            raise UserError(
+                f"The {split} split of {where} is empty; every file in data.files is also in data.val_files."
+            )
         remedy = (
             f"change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set data.split contiguous"
         )
-        return f"The {split} split of {where} is empty: too few documents for data.split {self.data.split}; {remedy}."
+        raise UserError(
+            f"The {split} split of {where} is empty: too few documents for data.split {self.data.split}; {remedy}."
+        )
 
 
 def load_corpus(data: DataConfig) -> Corpus:
@@ -170,6 +192,8 @@ def load_corpus(data: DataConfig) -> Corpus:
         "max_documents": data.max_documents,
         "piece_characters": PIECE_CHARACTERS,
     }
+    if data.ids_column is not None:
+        identity["ids_column"] = data.ids_column
     if data.source == "hub":
         hub = {key: getattr(data, key) for key in ("hub_name", "hub_config", "hub_split", "text_column")}
         return Corpus({**identity, **hub, "hub_revision": _hub_revision(data)}, data)
@@ -408,18 +432,24 @@ def _hub_message(data: DataConfig, error: Exception) -> str:
     return f"data.hub_name: cannot load {name}: {first_line(error)} Check the name, the network and `hf auth login`."
 
 
-def _rows(table: Any, name: str, split: str | None, column: str) -> Iterator[tuple[str, str | None, Iterable[str]]]:
-    """Yield each row as a document named `name#row`, skipping empty and null texts."""
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**32 for number in value)
+
+
+def _rows(table: Any, name: str, split: str | None, data: DataConfig) -> Iterator[tuple[str, str | None, Any]]:
+    """Yield each row as a document named `name#row`: blocks of its text, or its ids. Skips empty and null rows."""
     row = 0
+    key, column = ("text_column", data.text_column) if data.ids_column is None else ("ids_column", data.ids_column)
     try:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):
             if column not in batch:
-                raise UserError(f"{name} has no column {column!r}; set data.text_column to one of: {', '.join(batch)}.")
-            for text in batch[column]:
-                if text is not None and not isinstance(text, str):
-                    raise UserError(f"{name}, row {row}: {column!r} holds {type(text).__name__}, not text.")
-                if text:
-                    yield f"{name}#{row}", split, (text,)
+                raise UserError(f"{name} has no column {column!r}; set data.{key} to one of: {', '.join(batch)}.")
+            for value in batch[column]:
+                if value is not None and not (isinstance(value, str) if key == "text_column" else _are_ids(value)):
+                    wanted = "text" if key == "text_column" else "a list of token ids"
+                    raise UserError(f"{name}, row {row}: {column!r} holds {type(value).__name__}, not {wanted}.")
+                if value:
+                    yield f"{name}#{row}", split, (value,) if key == "text_column" else value
                 row += 1
     except UserError:
         raise

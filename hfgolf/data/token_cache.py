@@ -37,6 +37,7 @@ from hfgolf.data.lock import locked
 from hfgolf.data.manifest import NAME as MANIFEST
 from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, read_manifest, write_manifest
 from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes, sample_evenly, texts
+from hfgolf.data.ready_ids import encoded_rows, find_other_encoding
 from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.token_stream import TokenStream, open_stream, pieces_path, write_arrow
 from hfgolf.data.tokenizer import (
@@ -233,10 +234,16 @@ def _build(
         partial = folder.with_name(f".partial-{folder.name}")
         partial.mkdir(parents=True)
         encode = build_encoder(tokenizer, config.kind)
-        for split in SPLITS:
-            _write_split(split, pieces()[split], tokenizer, encode, partial)
-        sample = list(texts(sample_evenly(pieces()["val"], _ROUND_TRIP_BYTES)))
-        tokenizer_loss = find_tokenizer_loss(tokenizer, sample, encode(sample))
+        if corpus.data.ids_column is not None:
+            for split in SPLITS:
+                _write_stream(split, encoded_rows(corpus, split, tokenizer, building), len(tokenizer), partial)
+            tokenizer_loss = find_other_encoding(corpus, tokenizer, encode, building)
+        else:
+            for split in SPLITS:
+                encoded = _encode(split, pieces()[split], tokenizer, encode)
+                _write_stream(split, encoded, len(tokenizer), partial)
+            sample = list(texts(sample_evenly(pieces()["val"], _ROUND_TRIP_BYTES)))
+            tokenizer_loss = find_tokenizer_loss(tokenizer, sample, encode(sample))
         write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss)
         replace_folder(partial, folder)
     finally:
@@ -259,25 +266,22 @@ def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
     return f"{', '.join(changes)} changed since {name}"
 
 
-def _write_split(
-    split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder, folder: Path
+def _write_stream(
+    split: str, encoded: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], vocab_size: int, folder: Path
 ) -> None:
-    """Tokenize the pieces of a split and write its two Arrow files.
+    """Write the two Arrow files of a split, from parts (ids, tokens per piece, raw bytes per piece).
 
     The ids first go to a raw binary file. The Arrow file must be a single record batch, because only that maps to one
     contiguous array, and memory must stay bounded.
     """
     path, raw = folder / f"{split}.arrow", folder / "ids.bin"
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     num_tokens, num_bytes = [], []
-    progress = _Progress(f"tokenizing {split}", num_text_bytes(pieces))
     with open(raw, "wb") as file:
-        for ids, piece_tokens, piece_bytes in _encode(pieces, tokenizer, encode):
+        for ids, piece_tokens, piece_bytes in encoded:
             file.write(ids.astype(dtype).data)  # tofile does not report why a write failed
             num_tokens.append(piece_tokens)
             num_bytes.append(piece_bytes)
-            progress.add(int(piece_bytes.sum()))
-    progress.end()
     tokens = np.memmap(raw, dtype, "r")
     array = pa.Array.from_buffers(pa.from_numpy_dtype(dtype), len(tokens), [None, pa.py_buffer(tokens)])
     write_arrow(path, {"input_ids": array})
@@ -286,13 +290,14 @@ def _write_split(
 
 
 def _encode(
-    pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder
+    split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield (ids, tokens per piece, raw bytes per piece), one table of pieces at a time.
 
     Raises UserError if an id is outside the vocabulary, or if case operators don't restore a piece.
     """
     is_transformed = has_case_operators(json.loads(tokenizer.backend_tokenizer.to_str()))
+    progress = _Progress(f"tokenizing {split}", num_text_bytes(pieces))
     for table, (ids, num_ids) in encode_ahead(pieces, encode):
         if ids.max(initial=0) >= len(tokenizer):
             raise UserError(
@@ -307,6 +312,8 @@ def _encode(
         ids = np.insert(ids, (ends - num_tokens)[is_start], tokenizer.eos_token_id)
         num_bytes = pc.binary_length(table["text"]).to_numpy()  # of the raw UTF-8 text, not of decoded tokens
         yield ids, num_tokens + is_start, num_bytes.astype(np.uint32)
+        progress.add(int(num_bytes.sum()))
+    progress.end()
 
 
 def encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, Encoded]]:

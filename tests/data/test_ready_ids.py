@@ -1,0 +1,175 @@
+"""A dataset's column of token ids trains like the text that the ids were made from."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dataset_hub import serving_dataset
+from datasets import Dataset
+
+from hfgolf.command_line import load_config
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.corpus import load_corpus
+from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.errors import UserError
+from hfgolf.evaluate.token_bytes import bytes_per_token
+from hfgolf.run.metrics import read_rows
+
+END = 256
+BYTE = TokenizerConfig(kind="byte")
+TEXTS = [f"Document {number} is a na\u00efve one of {number * 7} \u20ac." for number in range(40)]
+ROWS = [list(text.encode()) for text in TEXTS]
+
+
+def write_rows(folder: Path, kind: str, rows: list[Any], name: str = "train") -> str:
+    """Write a table with a column of ids; return what data.files takes."""
+    folder.mkdir(exist_ok=True)
+    table = Dataset.from_dict({"input_ids": rows, "text": [str(number) for number in range(len(rows))]})
+    if kind == "disk":
+        table.save_to_disk(folder / name)
+        return str(folder / name / "*.arrow")
+    path = folder / f"{name}.{kind}"
+    {"jsonl": table.to_json, "parquet": table.to_parquet}[kind](path)
+    return str(path)
+
+
+def tokens_of(tmp_path: Path, rows: list[Any], kind: str = "jsonl", **options: Any) -> TokenCache:
+    files = [write_rows(tmp_path / "rows", kind, rows)]
+    options = {"val_fraction": 0.3, **options}
+    return load_tokens(
+        DataConfig(source="files", files=files, ids_column="input_ids", cache_dir=str(tmp_path / "cache"), **options),
+        BYTE,
+    )
+
+
+def documents(stream: Any) -> list[list[int]]:
+    return [part[1:].tolist() for part in np.split(stream.tokens, np.flatnonzero(stream.tokens == END))[1:]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "disk"])
+def test_rows_are_documents_and_their_bytes_those_of_the_decoded_text(tmp_path, kind):
+    tokens = tokens_of(tmp_path, ROWS, kind)
+    train, val = documents(tokens.train), documents(tokens.val)
+    assert train and val and sorted(train + val) == sorted(ROWS)
+    assert train == [row for row in ROWS if row in train]  # in order
+    assert tokens.val.num_bytes == sum(map(len, val)) == bytes_per_token(tokens.val, tokens.tokenizer).sum()
+    assert tokens.val.piece_tokens.tolist() == [len(row) + 1 for row in val]
+    assert tokens.tokenizer_loss is None
+    again = tokens_of(tmp_path, ROWS, kind)
+    assert again.is_hit and again.path == tokens.path
+
+
+def test_separators_in_a_row_end_documents(tmp_path):
+    rows = [[END, 65, 66, END, 67], [68, END], [END], [], [69]]
+    validation = write_rows(tmp_path / "rows", "jsonl", [[END, 97, END, 98, 99, END]], "val")
+    tokens = tokens_of(tmp_path, rows, val_files=[validation])
+    assert documents(tokens.train) == [[65, 66], [67], [68], [69]]
+    assert documents(tokens.val) == [[97], [98, 99]] and tokens.val.piece_bytes.tolist() == [1, 2]
+
+
+def test_ids_that_the_tokenizer_would_not_make_are_told(tmp_path):
+    tokens = tokens_of(tmp_path, [[*row, 0xFF] for row in ROWS])  # not UTF-8, so it decodes to U+FFFD
+    message = "of the text of 15 of 15 documents in a sample than data.ids_column input_ids has"
+    assert len(tokens.val.piece_tokens) == 15 and message in str(tokens.tokenizer_loss)
+    with pytest.raises(UserError, match="stand for"):
+        bytes_per_token(tokens.val, tokens.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[65, 300]] * 9, r"train.jsonl#\d contains id 300, but the tokenizer has 257 entries"),
+        ([[65, -1]] * 9, "row 0: 'input_ids' holds list, not a list of token ids"),
+        ([[65, 1.5]] * 9, "row 0: 'input_ids' holds list, not a list of token ids"),
+        (["some text"] * 9, "row 0: 'input_ids' holds str, not a list of token ids"),
+        ([[65]], "split of data.source files is empty: too few documents"),
+    ],
+)
+def test_fault_is_one_line(tmp_path, rows, message):
+    with pytest.raises(UserError, match=message) as caught:
+        tokens_of(tmp_path, rows)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_column_and_files_without_columns_are_one_line(tmp_path):
+    files = [write_rows(tmp_path / "rows", "jsonl", ROWS)]
+    data = {"source": "files", "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match=r"has no column 'ids'; set data\.ids_column to one of: input_ids, text"):
+        load_tokens(DataConfig(files=files, ids_column="ids", **data), BYTE)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"a\.txt has no columns; name jsonl, parquet or arrow files"):
+        load_tokens(DataConfig(files=[str(tmp_path / "a.txt")], ids_column="ids", **data), BYTE)
+    with pytest.raises(UserError, match="ids_column input_ids holds tokens, not text"):
+        load_corpus(DataConfig(files=files, ids_column="input_ids", **data)).write_pieces(tmp_path / "text")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data.ids_column=ids"], "data.ids_column requires data.source hub or files, and data.split documents"),
+        (
+            ["--data.ids_column=ids", "--data.source=files", "--data.files=[a.jsonl]", "--train.max_steps=1"],
+            "tokenizer.kind: bpe is trained on text, but data.ids_column has only tokens; set pretrained",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_reported_before_reading(options, message):
+    with pytest.raises(UserError) as caught:
+        load_config(options)
+    assert message in str(caught.value)
+
+
+SCRIPT = """
+import json, sys
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.token_cache import load_tokens
+data = DataConfig(
+    source="hub", hub_name="somebody/tokens", streaming=True, ids_column="input_ids", cache_dir=sys.argv[1],
+    val_fraction=0.3,
+)
+tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+print(json.dumps([tokens.train.tokens.tolist(), tokens.val.tokens.tolist()]))
+"""
+
+
+@pytest.mark.slow
+def test_hub_dataset_with_ids(tmp_path):
+    """A process of its own, because huggingface_hub reads its endpoint when it is imported."""
+    written = io.BytesIO()
+    Dataset.from_dict({"input_ids": ROWS}).to_parquet(written)
+    with serving_dataset("somebody/tokens", {"train.parquet": written.getvalue()}) as endpoint:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "cache")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    train, val = json.loads(done.stdout.splitlines()[-1])
+    parts = [part for ids in (train, val) for part in np.split(ids, np.flatnonzero(np.array(ids) == END))[1:]]
+    assert sorted(part[1:].tolist() for part in parts) == sorted(ROWS)
+
+
+@pytest.mark.slow
+def test_training_on_ids_matches_training_on_text(run, tiny_run, tmp_path):
+    config = load_config(tiny_run()).config
+    text = load_tokens(config.data, config.tokenizer)
+    options: dict[str, Any] = {"data__source": "files", "data__ids_column": "input_ids"}
+    for name, key, stream in (("train", "files", text.train), ("val", "val_files", text.val)):
+        rows = [part.tolist() for part in np.split(stream.tokens, np.flatnonzero(stream.tokens == END))[1:]]
+        options[f"data__{key}"] = write_rows(tmp_path / "rows", "parquet", rows, name)
+    folders = [run(tiny_run(run__name="text")), run(tiny_run(run__name="ids", **options))]
+    text_rows, id_rows = (read_rows(folder / "metrics.jsonl") for folder in folders)
+    for column in ("train_losses", "sample_hashes", "val_loss", "val_bits_per_byte", "val_bytes", "val_tokens"):
+        assert [row.get(column) for row in id_rows] == [row.get(column) for row in text_rows], column
