@@ -619,7 +619,9 @@ class GolfSection:
     """A model in a number of bytes: `scripts/golf_export.py` rounds its matrices and codes the integers."""
 
     budget_bytes: int | None = None
-    """Bytes of everything that counts: program, weights, and header; null: say it at export."""
+    """Bytes of everything that counts; null: say it at export."""
+    count: Literal["challenge", "everything"] = "challenge"
+    """What counts. challenge: the program and the weights; everything: also the packed tokenizer and config."""
     method: Literal["gptq", "nearest"] = "gptq"
     """gptq: pass the error of each rounded column on to the columns that follow; nearest: don't."""
     allocation: Literal["curvature", "sdclip", "uniform"] = "curvature"

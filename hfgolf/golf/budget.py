@@ -1,18 +1,52 @@
 """The budget: which files count, what they take on disk, and whether that is within it.
 
-Owns the ledger and the gate. Does not know how the bytes are made.
+Owns what an artifact needs besides itself, the ledger and the gate. Does not know how an artifact is made.
 """
 
 from __future__ import annotations
 
 import hashlib
+import lzma
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hfgolf.golf.script import packed_script
+from hfgolf.model.configuration_golf import GolfConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SCRIPT = "score.py"
 COUNTS = ("challenge", "everything")
 """challenge: the program and the weights, as in Parameter Golf. everything: also what was needed to make them."""
+
+
+def files_besides(
+    config: GolfConfig, tokenizer: PreTrainedTokenizerFast, config_file: Path | None
+) -> dict[str, tuple[bytes, tuple[str, ...]]]:
+    """Return {name: (content, those of COUNTS that count it)} of all that a budget must hold besides the artifact.
+
+    config_file: what it takes to train the model again; None: it is not known.
+    """
+    files = {
+        SCRIPT: (packed_script(config), COUNTS),
+        "tokenizer.json.xz": (_packed(tokenizer.backend_tokenizer.to_str().encode()), ("everything",)),
+    }
+    if config_file is not None:
+        files["config.yaml.xz"] = (_packed(config_file.read_bytes()), ("everything",))
+    return files
+
+
+def bytes_besides(config: GolfConfig, tokenizer: PreTrainedTokenizerFast, config_file: Path, count: str) -> int:
+    """Return what the files besides the artifact take, of those that `count`, one of COUNTS, counts."""
+    files = files_besides(config, tokenizer, config_file).values()
+    return sum(len(content) for content, counted_by in files if count in counted_by)
+
+
+def _packed(content: bytes) -> bytes:
+    return lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
 
 
 @dataclass(frozen=True)

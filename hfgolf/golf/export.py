@@ -7,7 +7,6 @@ another module's. Knows no command line.
 from __future__ import annotations
 
 import json
-import lzma
 import math
 import shutil
 import time
@@ -27,15 +26,14 @@ from hfgolf.evaluate.certificate import Certificate, certify
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.evaluate.windows import plan_windows
 from hfgolf.golf import artifact
-from hfgolf.golf.budget import COUNTS, Ledger, read_ledger
+from hfgolf.golf.budget import COUNTS, Ledger, files_besides, read_ledger
 from hfgolf.golf.compressors import Compressed, compare
 from hfgolf.golf.curvature import calibration_batches, measure_curvature, token_counts
 from hfgolf.golf.decoder import weights_of, weights_sha256
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.program import evaluate
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
-from hfgolf.golf.rescore import ARTIFACT, LEDGER, SCRIPT, TOKEN_BYTES, TOKENS, rescore
-from hfgolf.golf.script import packed_script
+from hfgolf.golf.rescore import ARTIFACT, LEDGER, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.source import Source
 from hfgolf.golf.table import Row, as_data, table
 from hfgolf.model.layers_golf import GolfNetwork
@@ -196,17 +194,13 @@ class _Export:
 
     def _write_files(self) -> dict[Path, tuple[str, ...]]:
         """Write all files of the ledger but the artifact; return how each counts."""
-        tokenizer = self.source.tokenizer.backend_tokenizer.to_str().encode()
-        contents = {SCRIPT: packed_script(self.source.model.config)} | {
-            path.name: path.read_bytes() for path in self.settings.code_files
-        }
-        others = {"tokenizer.json.xz": lzma.compress(tokenizer, preset=9 | lzma.PRESET_EXTREME)}
-        if self.source.config_file is not None:
-            others["config.yaml"] = self.source.config_file.read_bytes()
-        for name, content in {**others, **contents}.items():
+        source = self.source
+        files = files_besides(source.model.config, source.tokenizer, source.config_file)
+        files |= {path.name: (path.read_bytes(), COUNTS) for path in self.settings.code_files}
+        for name, (content, _) in files.items():
             write_bytes(self.partial / name, content)
-        counted = dict.fromkeys(contents, COUNTS) | dict.fromkeys(others, ("everything",))
-        return {self.partial / name: how for name, how in (counted | {TOKENS: (), TOKEN_BYTES: ()}).items()}
+        counted = {name: how for name, (_, how) in files.items()} | {TOKENS: (), TOKEN_BYTES: ()}
+        return {self.partial / name: how for name, how in counted.items()}
 
     def _score(self, tokens: NDArray[np.integer], token_bytes: NDArray[np.integer]) -> dict[str, Any]:
         model = self.source.model

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.errors import UserError
-from hfgolf.golf.budget import Entry, read_ledger
+from hfgolf.golf.budget import SCRIPT, Entry, read_ledger
 from hfgolf.run.record import read_json
 
-ARTIFACT, SCRIPT, TOKENS, TOKEN_BYTES, LEDGER = "artifact.bin", "score.py", "tokens.bin", "bytes.bin", "ledger.json"
+ARTIFACT, TOKENS, TOKEN_BYTES, LEDGER = "artifact.bin", "tokens.bin", "bytes.bin", "ledger.json"
 _RELATIVE_TOLERANCE = 1e-6  # of nats: another machine, or another number of threads, adds in another order
 
 

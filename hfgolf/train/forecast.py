@@ -8,10 +8,10 @@ from accelerate import DistributedType
 
 from hfgolf.checkpoint.contents import first_nonfinite
 from hfgolf.golf.artifact import model_encoder
+from hfgolf.golf.budget import bytes_besides
 from hfgolf.golf.curvature import Curvature, calibration_batches, measure_curvature, token_counts
 from hfgolf.golf.forecast import forecast
 from hfgolf.golf.quantize import matrices
-from hfgolf.golf.script import packed_script
 from hfgolf.train.run import Run
 from hfgolf.train.validation import averaged_weights
 
@@ -35,7 +35,7 @@ def forecast_export(run: Run) -> dict[str, Any]:
             weights,
             curvature,
             golf,
-            overhead_bytes=len(packed_script(run.raw_model.config)),
+            overhead_bytes=bytes_besides(run.raw_model.config, run.tokens.tokenizer, run.folder.config, golf.count),
             size_of=lambda tensors: len(encode(tensors).data),
         )
     return {

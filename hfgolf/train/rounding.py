@@ -13,9 +13,9 @@ from accelerate.utils import broadcast_object_list
 from hfgolf.checkpoint.contents import first_nonfinite
 from hfgolf.errors import UserError
 from hfgolf.golf.artifact import model_encoder
+from hfgolf.golf.budget import bytes_besides
 from hfgolf.golf.qat import packed_codes
 from hfgolf.golf.quantize import quantize_model
-from hfgolf.golf.script import packed_script
 from hfgolf.train.forecast import calibrated_curvature
 from hfgolf.train.run import Run
 
@@ -61,7 +61,7 @@ def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
                 model,
                 calibrated_curvature(run),
                 budget_bytes=int(AIM * golf.budget_bytes),
-                overhead_bytes=len(packed_script(model.config)),
+                overhead_bytes=bytes_besides(model.config, run.tokens.tokenizer, run.folder.config, golf.count),
                 size_of=lambda tensors: len(encode(tensors).data),
                 method="nearest",
                 allocation=golf.allocation,

@@ -68,7 +68,7 @@ def test_the_files_fit_and_the_ledger_is_what_is_on_disk(exported):
     assert {file["name"]: file["bytes"] for file in ledger["files"]}.items() <= sizes.items()
     assert 0.995 * BUDGET <= ledger["totals"]["challenge"] <= BUDGET
     assert ledger["totals"]["challenge"] == sizes["artifact.bin"] + sizes["score.py"]
-    others = sizes["tokenizer.json.xz"] + sizes["config.yaml"]
+    others = sizes["tokenizer.json.xz"] + sizes["config.yaml.xz"]
     assert ledger["totals"]["everything"] == ledger["totals"]["challenge"] + others
     assert ledger["after"]["tokens"] == ledger["before"]["tokens"]
     assert 0 < ledger["after"]["bpb"] - ledger["before"]["bpb"] < 0.5

@@ -15,7 +15,8 @@ from tiny_golf import build_model, encode_model
 
 from hfgolf.command_line import load_config
 from hfgolf.golf import script
-from hfgolf.golf.rescore import ARTIFACT, SCRIPT, TOKEN_BYTES, TOKENS, rescore
+from hfgolf.golf.budget import SCRIPT
+from hfgolf.golf.rescore import ARTIFACT, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.script import MAX_BYTES, config_differences, packed_script, unpack
 from hfgolf.model.configuration_golf import GolfConfig
 

@@ -11,6 +11,7 @@ from hfgolf.data.token_stream import open_stream
 from hfgolf.errors import UserError
 from hfgolf.golf import forecast
 from hfgolf.golf.artifact import encode
+from hfgolf.golf.budget import files_besides
 from hfgolf.golf.curvature import calibration_batches, measure_curvature
 from hfgolf.golf.quantize import matrices, quantize_model
 from hfgolf.golf.script import config_differences, packed_script
@@ -37,6 +38,18 @@ def test_forecasts_do_not_change_training(run, tiny_run):
     for row in rows:
         if "golf_bytes" in row:
             assert row["golf_margin_bytes"] == 30_000 - row["golf_bytes"] and row["golf_step"] > 0
+
+
+@pytest.mark.slow
+def test_a_forecast_counts_what_the_export_will_count(run, tiny_run):
+    options = {"train__max_steps": 2, "golf__forecast_every_steps": 2}
+    challenge = read_rows(run(tiny_run(**options)) / "metrics.jsonl")[-1]
+    folder = run(tiny_run(**options, run__name="all", golf__count="everything"))
+    model, tokenizer = load_exported(str(folder / "model"))
+    files = files_besides(model.config, tokenizer, folder / "config.yaml")
+    besides = sum(len(content) for content, counted_by in files.values() if "challenge" not in counted_by)
+    assert besides > 0
+    assert read_rows(folder / "metrics.jsonl")[-1]["golf_bytes"] == challenge["golf_bytes"] + besides
 
 
 @pytest.mark.slow
