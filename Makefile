@@ -1,11 +1,12 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test test-slow [ARGS="-k muon"]
+# make test-ecosystem: peft, trl and transformers serve on exported models, in a virtual environment of their own
 # make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only train_throughput"
 PYTHON ?= python3
 VENV := .venv
 CONFIG ?= configs/small.yaml
 ARGS ?=
 
-.PHONY: setup train test test-slow test-gpu bench-cpu bench-gpu check image
+.PHONY: setup train test test-slow test-ecosystem test-gpu bench-cpu bench-gpu check image
 
 setup: $(VENV)/.ready
 
@@ -22,6 +23,15 @@ test: setup
 
 test-slow: setup
 	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+
+test-ecosystem: .venv-ecosystem/.ready
+	.venv-ecosystem/bin/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
+
+.venv-ecosystem/.ready: constraints.txt tests/ecosystem/constraints.txt setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv-ecosystem
+	.venv-ecosystem/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -c tests/ecosystem/constraints.txt -e ".[dev,ecosystem]"
+	touch $@
 
 test-gpu: setup
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"

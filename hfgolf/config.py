@@ -607,6 +607,9 @@ class HubConfig:
     """Create the repository as private."""
     every_steps: int | None = None
     """Also push every N steps; null: only at the end."""
+    format: Literal["auto", "golf", "native"] = "auto"
+    """native: an architecture of transformers with the same logits, which loads without trust_remote_code; refused if
+    there is none. golf: with hfgolf's modeling code. auto: native if there is one. The run folder holds golf."""
 
     def __post_init__(self) -> None:
         _require_positive("hub", self, "every_steps")

@@ -13,14 +13,23 @@ def main() -> None:
     parser.add_argument("--repo", required=True, help="repository, as user/name; created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create the repository as private")
     parser.add_argument("--message", default="Push with hfgolf", help="commit message (Push with hfgolf)")
+    parser.add_argument(
+        "--format",
+        choices=["auto", "golf", "native"],
+        default="auto",
+        help="auto: native, which loads without trust_remote_code, if transformers has the architecture (auto)",
+    )
     arguments = parser.parse_args()
     model = arguments.run / "model"
     if not (model / "config.json").is_file():
         raise UserError(f"--run: there is no exported model in {model}; a run writes it when it ends.")
 
     from hfgolf.publish.hub import push_folder
+    from hfgolf.train.console import quiet_libraries
 
-    print(f"pushed to {push_folder(model, arguments.repo, arguments.private, arguments.message)}")
+    quiet_libraries()
+    pushed = push_folder(model, arguments.repo, arguments.private, arguments.message, arguments.format)
+    print(f"pushed to {pushed}")
 
 
 if __name__ == "__main__":

@@ -10,28 +10,27 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
-from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.wording import one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def export_model(
-    model: GolfForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     card: str,
     pictures: Sequence[Path] = (),
 ) -> None:
-    """Write weights, config with auto_map, modeling files, tokenizer, generation config and the card to `folder`.
+    """Write weights, config, tokenizer, generation config and the card to `folder`; for Golf, also the modeling files.
 
     pictures: image files that the card shows; they are copied next to it. The folder is replaced in one step, so nobody
     can load a mixture of two exports.
@@ -48,7 +47,7 @@ def export_model(
     replace_folder(partial, folder)
 
 
-def supporting_files(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+def supporting_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
     """Return {file name: content} of everything needed to load the weights, except the weights themselves.
 
     The same model and tokenizer give the same bytes. Raises UserError if temporary files cannot be written.
@@ -62,10 +61,11 @@ def supporting_files(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase)
         raise UserError(f"TMPDIR: cannot write temporary files ({reason}); set it to a folder with space.") from None
 
 
-def _save_all_but_weights(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     config = copy.deepcopy(model.config)  # save_pretrained adds fields that the model should not keep
     config.architectures, config.dtype = [type(model).__name__], model.dtype
-    custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # its docstring also allows a config
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # its docstring also allows a config
     config.save_pretrained(folder)
     _generation_config(model, tokenizer).save_pretrained(folder)
     _save_tokenizer(tokenizer, folder)
@@ -83,7 +83,7 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _generation_config(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """Return the defaults of generate() and pipeline(). They sample, because small models repeat with greedy search.
 
     They set a length only if there is a hard limit: max_new_tokens would override the caller's max_length.
@@ -96,5 +96,12 @@ def _generation_config(model: GolfForCausalLM, tokenizer: PreTrainedTokenizerBas
         do_sample=True,
         temperature=0.8,
         top_k=50,
-        max_length=model.config.max_position_embeddings if model.config.position_embedding == "learned" else None,
+        max_length=position_limit(model),
     )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return the number of learned positions, which no text can exceed; None if there is no such limit."""
+    config: Any = model.config
+    is_learned = getattr(config, "position_embedding", None) == "learned" or config.model_type == "gpt2"
+    return int(config.max_position_embeddings) if is_learned else None

@@ -1,7 +1,8 @@
 """Push an exported model to the Hub. A failure is a warning in a run, and an error in a script.
 
 Owns the upload. A run pushes in a separate process and never waits for it without a limit: not during training, not on
-a signal and not at the end. Knows nothing about the folder except which files an export writes.
+a signal and not at the end. Knows nothing about the folder except which files an export writes; convert.py gives it the
+native form.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -37,17 +39,28 @@ _EXPORTED = (
 )
 
 
-def push_folder(folder: Path, repo_id: str, private: bool, message: str) -> str:
+def push_folder(folder: Path, repo_id: str, private: bool, message: str, format: str = "auto") -> str:
     """Create the repository if needed, upload the exported files in one commit, and return the repository's URL.
 
-    First sets repo_id in the card's example. huggingface_hub reads HF_ENDPOINT and the token. Raises UserError if the
-    Hub is unreachable, refuses or does not respond, if `private` is true but the repository is public, or if a file is
-    a link.
+    format: as hub.format. What was pushed follows the URL if that was a choice. First sets repo_id in the card's
+    example. huggingface_hub reads HF_ENDPOINT and the token. Raises UserError if the Hub is unreachable, refuses or
+    does not respond, if `private` is true but the repository is public, if a file is a link, or if there is no native
+    form but it was asked for.
     """
+    from hfgolf.publish.convert import in_format  # late: it imports eight architectures
+
+    files = exported_files(folder)  # refuses links before anything reads the files
+    with tempfile.TemporaryDirectory() as scratch:
+        outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
+        files = files if outgoing == folder else exported_files(outgoing)
+        url = _upload(outgoing, files, repo_id, private, message)
+    return url if said is None else f"{url} as {said}"
+
+
+def _upload(folder: Path, files: list[Path], repo_id: str, private: bool, message: str) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import get_session
 
-    files = exported_files(folder)
     api = HfApi()
     get_session().timeout = RESPONSE_TIMEOUT_SECONDS
     try:
@@ -91,8 +104,8 @@ class HubPusher:
     repo_id: None pushes nothing.
     """
 
-    def __init__(self, repo_id: str | None, private: bool) -> None:
-        self._repo_id, self._private = repo_id, private
+    def __init__(self, repo_id: str | None, private: bool, format: str = "auto") -> None:
+        self._repo_id, self._private, self._format = repo_id, private, format
         self._running: threading.Thread | None = None
 
     def push_later(self, folder: Path, message: str) -> None:
@@ -129,7 +142,8 @@ class HubPusher:
     def _push(self, folder: Path, message: str, delete_after: bool) -> None:
         num_bytes = sum(path.stat().st_size for path in folder.iterdir())
         seconds = int(PUSH_TIMEOUT_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
-        options = [f"--seconds={seconds}", f"--message={message}", *["--private"] * self._private]
+        options = [f"--seconds={seconds}", f"--message={message}", f"--format={self._format}"]
+        options += ["--private"] * self._private
         command = [sys.executable, "-m", "hfgolf.publish.hub", str(folder), str(self._repo_id), *options]
         package = Path(__file__).parents[2]
         environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -149,7 +163,8 @@ class HubPusher:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _retry_command(self, folder: Path) -> str:
-        return f"python scripts/push_to_hub.py --run {folder.parent} --repo {self._repo_id}"
+        command = f"python scripts/push_to_hub.py --run {folder.parent} --repo {self._repo_id}"
+        return command if self._format == "auto" else f"{command} --format {self._format}"
 
 
 def main() -> None:
@@ -159,11 +174,12 @@ def main() -> None:
     parser.add_argument("repo_id")
     parser.add_argument("--private", action="store_true")
     parser.add_argument("--message", required=True)
+    parser.add_argument("--format", required=True)
     parser.add_argument("--seconds", type=int, required=True)
     arguments = parser.parse_args()
     if hasattr(signal, "alarm"):
         signal.alarm(arguments.seconds)
-    print(push_folder(arguments.folder, arguments.repo_id, arguments.private, arguments.message))
+    print(push_folder(arguments.folder, arguments.repo_id, arguments.private, arguments.message, arguments.format))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Owns the text and its metadata. Does not know how the figures were measured.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import Template
 
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig, RunSection
@@ -21,6 +23,11 @@ from hfgolf.redact import redact
 from hfgolf.wording import join_words
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
+_USAGE = Path(__file__).with_name("usage.md")
+_USAGE_IN_CARD = re.compile(
+    r"^## How to load it\n.*?(?=\n+(## How good it is|A sample, generated|## How it was trained))",
+    re.DOTALL | re.MULTILINE,
+)
 _RESULTS = {"val_loss": "loss (nats per token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
 
 
@@ -52,11 +59,18 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
         datasets=[config.data.hub_name] if config.data.hub_name else None,
         eval_results=results or None,
     )
+    gate = ["gate_proj"] if config.model.activation == "swiglu" else []
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
         title=_plain(title),
-        location=config.hub.repo_id or summary.get("model", title),
+        usage=usage(
+            config.hub.repo_id or summary.get("model", title),
+            needs_code=True,
+            is_limited=config.model.position_embedding == "learned",
+            num_tokens=config.batch.sequence_length,
+            targets=["qkv_proj", "o_proj", "up_proj", *gate, "down_proj"],
+        ),
         dataset=_plain(_dataset(config)),
         config=config,
         figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
@@ -67,6 +81,24 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
         yaml=_public_yaml(config),
     )
     return redact(f"{card}\n")
+
+
+def usage(location: str, *, needs_code: bool, is_limited: bool, num_tokens: int, targets: list[str]) -> str:
+    """Return the sections on loading and fine-tuning a model.
+
+    needs_code: the modeling code comes with the weights. is_limited: num_tokens is a hard limit. targets: the modules
+    for LoRA.
+    """
+    template = Template(_USAGE.read_text(encoding="utf-8"))
+    trust = ", trust_remote_code=True" if needs_code else ""
+    return template.render(
+        location=location, trust=trust, is_limited=is_limited, num_tokens=num_tokens, targets=json.dumps(targets)
+    )
+
+
+def with_usage(card: str, sections: str) -> str:
+    """Return a card with other sections on loading and fine-tuning; an edited card without them stays as it is."""
+    return _USAGE_IN_CARD.sub(lambda _: sections, card, count=1)
 
 
 def set_location(path: Path, location: str) -> None:

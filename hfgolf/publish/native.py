@@ -282,6 +282,7 @@ def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(config.vocab_size, (2, length), generator=generator)]
     rows += [torch.tensor([real_ids[:length]])] if real_ids else []
+    rows += [torch.tensor([real_ids[-length:]])] if len(real_ids) > length else []
     largest = largest_logit = 0.0
     for ids in rows:
         expected, actual = (model(input_ids=ids.to(model.device)).logits.cpu() for model in (one, other))

@@ -31,7 +31,7 @@ from hfgolf.checkpoint.identity import (
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import RunConfig
+from hfgolf.config import HubConfig, RunConfig
 from hfgolf.data.batches import num_blocks
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
@@ -204,6 +204,7 @@ def _build(resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCach
     """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
     _require_room(resolved.config, len(tokens.tokenizer), accelerator)
     raw_model = _build_model(resolved.config, tokens, accelerator.device)
+    _require_native(resolved.config.hub, raw_model)
     resolved, predicted_memory_bytes = _choose_micro_batch(resolved, raw_model, accelerator)
     config = resolved.config
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, raw_model.fused_projections())
@@ -226,6 +227,18 @@ def _build(resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCach
         support,
     )
     return _Learner(resolved, accelerator, raw_model, model, optimizer, ema, state, checkpoints, predicted_memory_bytes)
+
+
+def _require_native(hub: HubConfig, model: GolfForCausalLM) -> None:
+    """Refuse, before any training, to push a native form that does not exist."""
+    if not (hub.push and hub.format == "native"):
+        return
+    from hfgolf.publish.native import find_architecture  # late: it imports eight architectures
+
+    try:
+        find_architecture(model.config)
+    except UserError as error:
+        raise UserError(f"hub.format: {error}") from None
 
 
 def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) -> None:
@@ -313,7 +326,7 @@ def _start(
         meter=_build_meter(config, learner.raw_model, accelerator, stopwatch),
         tracker=Tracker(accelerator, config, folder.path, state),
         monitor=Monitor(folder.metrics, config.flat()),
-        hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private),
+        hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private, config.hub.format),
         step_limit=step_limit(config.train, config.batch, blocks_per_epoch, state),
         first_step=state.step,
     )

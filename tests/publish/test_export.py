@@ -46,7 +46,7 @@ def test_exported_model_works_without_hfgolf(source, exported, hub, python, tmp_
     save_file({"ids": ids}, tmp_path / "ids.safetensors")
     name, endpoint = str(exported), None
     if source == "hub":
-        assert push(python, hub, exported).returncode == 0
+        assert push(python, hub, exported, "--format", "golf").returncode == 0
         name, endpoint = "user/name", hub.endpoint
     outcome = python("-I", "-c", USE, name, tmp_path, endpoint=endpoint)
     assert outcome.returncode == 0, outcome.stderr

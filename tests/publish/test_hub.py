@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import socket
@@ -9,11 +10,13 @@ import socket
 import huggingface_hub.constants
 import pytest
 from hub_server import TOKEN
-from tiny_export import ROOT, contents, push
+from tiny_export import ROOT, SUMMARY, build_tiny, contents, push
 
 from hfgolf.errors import UserError
 from hfgolf.publish import hub as hub_module
+from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import HubPusher, push_folder
+from hfgolf.publish.model_card import model_card
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def our_hub(hub, monkeypatch):
 
 
 def test_push_is_one_complete_commit(exported, hub, python):
-    outcome = push(python, hub, exported)
+    outcome = push(python, hub, exported, "--format", "golf")
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout == f"pushed to {hub.endpoint}/user/name\n"
     repository = hub.repositories["user/name"]
@@ -42,10 +45,45 @@ def test_push_is_one_complete_commit(exported, hub, python):
     assert card.count('from_pretrained("user/name"') == 2 and "runs/tiny" not in card
 
     (exported / "README.md").write_text(f"{card}\nEdited.\n")
-    again = push(python, hub, exported, "--message", "second")
+    again = push(python, hub, exported, "--format", "golf", "--message", "second")
     assert again.returncode == 0, again.stderr
     assert repository.commits == ["Push with hfgolf", "second"]
     assert repository.files == contents(exported)
+
+
+def test_a_push_is_native_by_default_and_needs_no_trust(exported, hub, python):
+    """The repository holds no code, its card loads as it says, and the run folder stays as it is."""
+    before = contents(exported)
+    (exported / "README.md").write_text(before["README.md"].decode().replace("It continues text", "It continues prose"))
+    outcome = push(python, hub, exported)
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.startswith(f"pushed to {hub.endpoint}/user/name as ApertusForCausalLM, its embedding's norm")
+    files = hub.repositories["user/name"].files
+    assert set(files) == {name for name in before if not name.endswith(".py")}
+    assert hub.repositories["user/name"].commits == ["Push with hfgolf"]
+    card = files["README.md"].decode()
+    assert "trust_remote_code" not in card and card.count('from_pretrained("user/name")') == 2
+    assert '["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]' in card and "continues prose" in card
+    assert "\n\n\n" not in card and "## How good it is" in card
+    example = card.split("```python\n")[1].split("```")[0]
+    loaded = python(
+        "-I", "-c", f"{example}\nprint(type(model).__name__, tokenizer('a').input_ids)", endpoint=hub.endpoint
+    )
+    assert loaded.stdout == "ApertusForCausalLM [97]\n", loaded.stderr
+    after = contents(exported)
+    assert {name for name in before if before[name] != after[name]} == {"README.md"}
+
+
+def test_a_model_without_a_native_form_is_pushed_as_golf(our_hub, tmp_path, tiny_config):
+    folder = tmp_path / "runs" / "tiny" / "model"
+    folder.parent.mkdir(parents=True)
+    export_model(*build_tiny(logit_soft_cap=15.0), folder, model_card(tiny_config, SUMMARY))
+    with pytest.raises(UserError, match=r"Apertus needs model\.logit_soft_cap null"):
+        push_folder(folder, "user/name", private=False, message="m", format="native")
+    assert not our_hub.repositories
+    said = push_folder(folder, "user/name", private=False, message="m")
+    assert " as GolfForCausalLM: no architecture of transformers computes this model." in said and "\n" not in said
+    assert our_hub.repositories["user/name"].files == contents(folder)
 
 
 def test_private_is_sent_and_never_dropped_silently(exported, our_hub):
@@ -133,7 +171,7 @@ def test_only_exported_files_are_pushed(exported, our_hub, tmp_path, caplog):
     (exported / ".env").write_text("HF_TOKEN=secret")
     (exported / "notes.json").write_text("{}")
     (exported / "checkpoints").mkdir()
-    push_folder(exported, "user/name", private=False, message="m")
+    push_folder(exported, "user/name", private=False, message="m", format="golf")
     assert set(our_hub.repositories["user/name"].files) == before
     assert caplog.messages == [
         "hub: not pushed, because an export does not write it: '.env', 'checkpoints', 'notes.json'"
@@ -152,4 +190,7 @@ def test_run_pushes_during_training_and_at_the_end(tiny_run, hub, python, tmp_pa
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     repository = hub.repositories["user/trained"]
     assert repository.commits[0] == "step 3" and "validation loss" in repository.commits[-1]
-    assert repository.files == contents(tmp_path / "runs" / "tiny" / "model")
+    exported = contents(tmp_path / "runs" / "tiny" / "model")
+    assert set(repository.files) == {name for name in exported if not name.endswith(".py")}, "native by default"
+    assert json.loads(repository.files["config.json"])["model_type"] == "apertus"
+    assert repository.files["tokenizer.json"] == exported["tokenizer.json"]

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from hfgolf.command_line import load_config
 from hfgolf.data.batches import block_starts, sample_hash
+from hfgolf.errors import UserError
 from hfgolf.train import finish, setup, validation
 from hfgolf.train.feed import blocks_per_epoch
 from hfgolf.train.run import Run
@@ -110,3 +111,10 @@ def test_samples_and_pushes_use_the_exported_weights(build, monkeypatch, is_aver
     finish.push_in_training(run)
     assert seen == [True, True]
     assert torch.equal(weight, initial + 1)
+
+
+def test_a_native_form_that_does_not_exist_is_refused_before_training(build):
+    pushed = {"hub__push": "true", "hub__repo_id": "user/name"}
+    with pytest.raises(UserError, match=r"^hub\.format: no architecture .* Apertus needs model\.logit_soft_cap null"):
+        build(**pushed, hub__format="native", model__logit_soft_cap=15)
+    assert build(**pushed, model__logit_soft_cap=15).config.hub.format == "auto"

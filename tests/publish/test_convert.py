@@ -1,0 +1,164 @@
+"""A native folder in the hands of transformers alone: no code, no question, the same logits and tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_native import LAYERNORM, LEARNED
+from tiny_export import build_tiny
+
+from hfgolf.errors import UserError
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.convert import convert_folder
+from hfgolf.publish.export import export_model
+from hfgolf.publish.load import load_exported
+
+MODELS = {
+    "Apertus": {},
+    "Qwen3": {"activation": "swiglu"},
+    "Llama": {"activation": "swiglu", "qk_norm": False},
+    "Arcee": {"qk_norm": False},
+    "NanoChat": {"norm_weight": False, "logit_soft_cap": 5.0},
+    "Nemotron": LAYERNORM,
+    "Starcoder2": LAYERNORM | {"activation": "gelu_new"},
+    "GPT2": LEARNED | {"activation": "gelu_new", "num_key_value_heads": 2},
+}
+USE = """
+import json, sys
+from pathlib import Path
+sys.modules["hfgolf"] = None  # makes importing it fail, even if it is installed
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+root = Path(sys.argv[1])
+ids = load_file(root / "ids.safetensors")["ids"]
+said, tensors = {}, {}
+for folder in sorted(root.glob("native-*")):
+    name = folder.name.removeprefix("native-")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        tensors["logits-" + name] = model(ids).logits
+    tensors["greedy-" + name] = model.generate(
+        ids[:1, :5], max_new_tokens=8, do_sample=False, use_cache=True, eos_token_id=None
+    )
+    said[name] = [type(model).__name__, tokenizer("na\u00efve <|endoftext|>").input_ids, tokenizer.decode([97, 32, 98])]
+    AutoModel.from_pretrained(folder)
+    if name not in ("Apertus", "NanoChat"):  # for which transformers has no classifier
+        AutoModelForSequenceClassification.from_pretrained(folder)
+save_file(tensors, root / "tensors.safetensors")
+print(json.dumps(said))
+"""
+SMOOTHED = """
+import json, sys
+sys.modules["hfgolf"] = None
+import torch
+from datasets import Dataset
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+rows = [tokenizer(f"{number} and {number}").input_ids for number in range(10, 18)]
+data = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
+arguments = TrainingArguments(sys.argv[2], max_steps=30, learning_rate=0.01, label_smoothing_factor=0.1,
+    per_device_train_batch_size=8, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True)
+trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+ids = torch.tensor(rows)
+with torch.no_grad():
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+before = trainer.evaluate()["eval_loss"]
+trainer.train()
+print(json.dumps({"expected": cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1).item(), "before": before,
+    "after": trainer.evaluate()["eval_loss"], "plain": model(ids, labels=ids).loss.item()}))
+"""
+
+
+@pytest.mark.slow
+def test_native_folders_need_only_transformers(python, tmp_path):
+    """Each architecture: logits, greedy tokens through a KV cache, tokenizer, AutoModel and a classifier."""
+    ids = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    golfs = {}
+    for name, options in MODELS.items():
+        golfs[name], tokenizer = build_tiny(**options)
+        export_model(golfs[name], tokenizer, tmp_path / f"golf-{name}", "# A card")
+        said = convert_folder(str(tmp_path / f"golf-{name}"), tmp_path / f"native-{name}", "native")
+        assert said.startswith(name) and "logits within" in said
+        assert not list((tmp_path / f"native-{name}").glob("*.py"))
+    outcome = python("-I", "-c", USE, tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    said, tensors = json.loads(outcome.stdout), load_file(tmp_path / "tensors.safetensors")
+    assert said.keys() == MODELS.keys()
+    for name, golf in golfs.items():
+        kind, read, written = said[name]
+        assert kind.startswith(name) and read == [*"naïve ".encode(), 256] and written == "a b"
+        with torch.no_grad():
+            torch.testing.assert_close(tensors[f"logits-{name}"], golf(ids).logits, rtol=0, atol=1e-5)
+        greedy = golf.generate(ids[:1, :5], max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert torch.equal(tensors[f"greedy-{name}"], greedy), name
+
+
+@pytest.mark.slow
+def test_label_smoothing_of_trainer_learns_the_next_token(exported, python, tmp_path):
+    """On the native form. Trainer would not shift the labels of a class that it does not know, such as Golf's."""
+    convert_folder(str(exported), tmp_path / "native", "native")
+    outcome = python("-I", "-c", SMOOTHED, tmp_path / "native", tmp_path / "trainer")
+    assert outcome.returncode == 0, outcome.stderr
+    said = json.loads(outcome.stdout.splitlines()[-1])
+    assert said["before"] == pytest.approx(said["expected"], rel=1e-4)
+    assert said["after"] < said["before"] - 1 and said["plain"] < 3, said
+
+
+def test_a_native_folder_becomes_golf_again(exported, tmp_path):
+    golf, _ = build_tiny()
+    convert_folder(str(exported), tmp_path / "native", "native")
+    said = convert_folder(str(tmp_path / "native"), tmp_path / "golf", "golf")
+    assert said.startswith("GolfForCausalLM: logits within ")
+    back, tokenizer = load_exported(str(tmp_path / "golf"))
+    assert isinstance(back, GolfForCausalLM) and back.config.eos_token_id == 256
+    ids = torch.tensor([tokenizer("hello")["input_ids"]])
+    with torch.no_grad():
+        torch.testing.assert_close(back.cpu()(ids).logits, golf(ids).logits, rtol=0, atol=5e-6)
+    card = (tmp_path / "golf" / "README.md").read_text()
+    assert "trust_remote_code=True" in card and "qkv_proj" in card and f'"{tmp_path / "golf"}"' in card
+    assert {path.name for path in (tmp_path / "golf").iterdir()} == {path.name for path in exported.iterdir()}
+
+
+def test_an_edited_card_without_the_sections_stays(exported, tmp_path):
+    (exported / "README.md").write_text("# Mine\n\nNothing else.\n")
+    convert_folder(str(exported), tmp_path / "native", "native")
+    assert (tmp_path / "native" / "README.md").read_text() == "# Mine\n\nNothing else.\n"
+
+
+def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, python, tmp_path):
+    script = Path(__file__).parents[2] / "scripts" / "export.py"
+    native = tmp_path / "native"
+    outcome = python(script, "--model", exported, "--to", "native", "--xielu", "--output", native)
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.startswith(f"exported {exported} to {native} as ApertusForCausalLM")
+    assert json.loads((native / "config.json").read_text())["hidden_act"] == "xielu"
+    outcome = python(script, "--model", native, "--to", "golf", "--output", tmp_path / "golf")
+    assert outcome.returncode == 0, outcome.stderr
+    for arguments, message in (
+        (["--model", exported], "--model: say what to convert it to and where, with --to and --output."),
+        (["--model", exported, "--checkpoint", "best"], "--checkpoint: only a run has checkpoints"),
+        (["--model", exported, "--to", "native", "--output", native], f"--output: {native} already exists"),
+        (["--model", exported, "--to", "golf", "--xielu", "--output", "x"], "--xielu: only a native model has it"),
+        ([], "one of the arguments --run --model is required"),
+    ):
+        outcome = python(script, *arguments)
+        assert outcome.returncode == 2 and outcome.stderr.startswith(f"error: {message}"), outcome.stderr
+        assert outcome.stderr.count("\n") == 1
+
+
+def test_what_has_no_native_form_is_refused_before_anything_is_written(tmp_path):
+    export_model(*build_tiny(logit_soft_cap=5.0), tmp_path / "golf", "# A card")
+    with pytest.raises(UserError, match="no architecture of transformers computes this model"):
+        convert_folder(str(tmp_path / "golf"), tmp_path / "native", "native")
+    assert not (tmp_path / "native").exists()
