@@ -127,6 +127,10 @@ def test_any_checkpoint_exports_without_overwriting(killed, run_script, tmp_path
         weights = load_file(output / "model.safetensors")
         saved = load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
         assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    said = run_script("export.py", "--run", folder, "--checkpoint", "latest", "--to", "native")
+    started = f"exported step 6 to {folder / 'model-native'} as ApertusForCausalLM, its embedding's norm folded"
+    assert said.status == 0 and said.out.startswith(started) and "logits within" in said.out, said.err
+    assert said.err == "" and json.loads((folder / "model-native" / "config.json").read_text())["vocab_size"] == 257
 
     def refused(*arguments: object) -> str:
         said = run_script("export.py", "--run", folder, *arguments)
@@ -134,6 +138,7 @@ def test_any_checkpoint_exports_without_overwriting(killed, run_script, tmp_path
         return said.err
 
     assert "already exists; name a new folder" in refused("--output", tmp_path)
+    assert "model-native already exists; name a new folder" in refused("--to", "native")
     assert "--output: cannot write to" in refused("--output", folder / "config.yaml" / "model")
     assert "there is no nothing in" in refused("--checkpoint", "nothing")
     (folder / "summary.json").write_text("{}")
