@@ -85,8 +85,8 @@ class DataConfig:
 
     source: Literal["python_stdlib", "files", "hub", "shards"] = "python_stdlib"
     """python_stdlib: the source code of Python's standard library; files: see data.files; hub: see data.hub_name;
-    shards: data.files and data.val_files hold tokens in 16 bits, with the header of llm.c and the golf challenge or,
-    as nanoGPT's, without. tokenizer.kind pretrained or byte says whose tokens they are."""
+    shards: data.files and data.val_files hold tokens in 16 bits, with the header of llm.c and the golf challenge,
+    without one (nanoGPT) or as .npy. tokenizer.kind pretrained or byte says whose tokens they are."""
     files: list[str] = field(default_factory=list)
     """Paths, globs or URLs. txt, md, py: one document per file; jsonl, parquet, csv, arrow: one per row.
     Also .gz, .zst."""

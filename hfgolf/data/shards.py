@@ -1,7 +1,8 @@
 """Tokens that another program wrote, in shards: mapped where they are, checked, never copied to the cache.
 
-Owns two formats, uint16 ids after 256 int32 (magic 20240520, version 1, number of tokens, zeros), or uint16 ids and
-nothing else, as nanoGPT writes them; and the bytes of text that validation tokens stand for. Does not know text.
+Owns three formats: uint16 ids after 256 int32 (magic 20240520, version 1, number of tokens, zeros); uint16 ids and
+nothing else, as nanoGPT writes them; and NumPy's .npy. Owns the bytes of text that validation tokens stand for, too.
+Does not know text.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hfgolf.data.corpus import Corpus, SourceFile
 from hfgolf.data.sentencepiece_model import SPACE
 from hfgolf.data.tokenizer import entry_bytes
 from hfgolf.errors import UserError
+from hfgolf.wording import first_line
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 
@@ -92,10 +94,16 @@ class ShardStream:
 def open_shard(path: Path) -> np.ndarray:
     """Map the values of a shard, (num_values,) uint16.
 
-    Raises UserError if its version, count or size is wrong.
+    Raises UserError if its magic number, version, count, size or type is wrong.
     """
+    if path.suffix == ".npy":
+        return _open_array(path)
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    if len(header) == HEADER_BYTES // 4 and header[0] != MAGIC and not header[3:].any():  # ids are not all 0
+        raise UserError(
+            f"data.files: {path} has the magic number {header[0]} in its header; only {MAGIC}, of 16-bit ids, is known."
+        )
     if not len(header) or header[0] != MAGIC:
         if size < 2 or size % 2:
             raise UserError(f"data.files: {path} has {size} bytes, not a whole number of 16-bit ids; write it again.")
@@ -110,6 +118,18 @@ def open_shard(path: Path) -> np.ndarray:
             f" {size:,} bytes; copy it again."
         )
     return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=count)
+
+
+def _open_array(path: Path) -> np.ndarray:
+    """Map a NumPy file, which states its own type and shape."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise UserError(f"data.files: {path} is not a NumPy file ({first_line(error)}); copy it again.") from error
+    if array.dtype != np.dtype("<u2") or array.ndim != 1 or not array.size:
+        shape = "x".join(map(str, array.shape)) or "a single value"
+        raise UserError(f"data.files: {path} holds {array.dtype} ({shape}), not a list of 16-bit ids (uint16).")
+    return array
 
 
 def require_vocabulary(ids: np.ndarray, vocab_size: int, path: Path) -> None:

@@ -38,24 +38,27 @@ def text_tokens(tiny_run) -> TokenCache:
     return load_tokens(config.data, config.tokenizer)
 
 
-def shard_options(folder: Path, tokens: TokenCache, header: bool) -> dict[str, Any]:
+def shard_options(folder: Path, tokens: TokenCache, header: bool, ending: str = "bin") -> dict[str, Any]:
     """Write the tokens of a text as three training shards and two of validation; return the options to read them."""
     for name, stream, cuts in (("train", tokens.train, [1000, 1001]), ("val", tokens.val, [777])):
         for number, part in enumerate(np.split(np.asarray(stream.tokens), cuts)):
-            write_shard(folder / f"{name}_{number:06d}.bin", part, header)
+            path = folder / f"{name}_{number:06d}.{ending}"
+            np.save(path, part) if ending == "npy" else write_shard(path, part, header)
     return {
         "data__source": "shards",
-        "data__files": folder / "train_*.bin",
-        "data__val_files": folder / "val_*.bin",
+        "data__files": folder / f"train_*.{ending}",
+        "data__val_files": folder / f"val_*.{ending}",
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("header", [True, False], ids=["with header", "nanoGPT's"])
-def test_training_on_shards_matches_training_on_text(run, tiny_run, text_tokens, tmp_path, header):
+@pytest.mark.parametrize(
+    ("header", "ending"), [(True, "bin"), (False, "bin"), (False, "npy")], ids=["with header", "nanoGPT's", "NumPy's"]
+)
+def test_training_on_shards_matches_training_on_text(run, tiny_run, text_tokens, tmp_path, header, ending):
     folders = [
         run(tiny_run(run__name="text")),
-        run(tiny_run(run__name="shards", **shard_options(tmp_path, text_tokens, header))),
+        run(tiny_run(run__name="shards", **shard_options(tmp_path, text_tokens, header, ending))),
     ]
     text, shards = (read_rows(folder / "metrics.jsonl") for folder in folders)
     for column in ("train_losses", "sample_hashes", "val_loss", "val_bits_per_byte", "val_bytes", "val_tokens"):
@@ -141,6 +144,44 @@ def test_wrong_header_is_one_line(tmp_path, content, message):
     with pytest.raises(UserError) as caught:
         open_shard(path)
     assert str(path) in str(caught.value) and message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("magic", [20240801, 20240521, 0x4E4A])
+def test_header_of_another_format_is_one_line(tmp_path, magic):
+    path = tmp_path / "train.bin"
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 7, 2
+    path.write_bytes(header.tobytes() + np.array([5, 6], "<u4").tobytes())
+    with pytest.raises(UserError, match=f"has the magic number {magic} in its header; only 20240520"):
+        open_shard(path)
+
+
+def test_numpy_files_are_shards(tmp_path):
+    for name, ids in (("train0", [65, 66]), ("train1", [67]), ("val", [END, 68, 69])):
+        np.save(tmp_path / f"{name}.npy", np.array(ids, np.uint16))
+    files = {"files": [str(tmp_path / "train*.npy")], "val_files": [str(tmp_path / "val.npy")]}
+    tokens = load_tokens(options(tmp_path, **files), BYTE)
+    assert tokens.train.read(np.arange(4)).tolist() == [65, 66, 67, 65]
+    assert (tokens.val.tokens.tolist(), tokens.val.num_bytes) == ([END, 68, 69], 2)
+    assert np.array_equal(pickle.loads(pickle.dumps(tokens.train)).read(np.arange(3)), [65, 66, 67])
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.array([1, 2], np.uint32), r"holds uint32 \(2\), not a list of 16-bit ids"),
+        (np.array([[1, 2]], np.uint16), r"holds uint16 \(1x2\), not a list"),
+        (np.array([], np.uint16), r"holds uint16 \(0\), not a list"),
+        (np.array([1, None]), "is not a NumPy file"),
+        (None, "is not a NumPy file"),
+    ],
+)
+def test_wrong_numpy_file_is_one_line(tmp_path, array, message):
+    path = tmp_path / "train.npy"
+    path.write_bytes(b"\x93NUMPY") if array is None else np.save(path, array)
+    with pytest.raises(UserError, match=message) as caught:
+        open_shard(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_partial_token_is_rejected(tmp_path):
