@@ -3,9 +3,9 @@
     python benchmarks/experiments/evaluation_modes.py --name small --model runs/small/model --files "texts/*.txt"
 
 Adds the figures of a name to results/evaluation_modes.json. The kept ones are of two models trained with one CPU thread
-of a busy machine, so their seconds (with start-up) say little. "small": configs/small.yaml, scored on its first 11
-validation documents. "shakespeare": configs/shakespeare_char.yaml for 22 minutes, on the first 20,000 characters of its
-validation part, one document. Both have a context of 256 tokens.
+of a busy machine, and scored on one that ten other jobs shared, so their seconds say little. "small":
+configs/small.yaml, scored on its first 11 validation documents. "shakespeare": configs/shakespeare_char.yaml for 22
+minutes, on the first 20,000 characters of its validation part, one document. Both have a context of 256 tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
         figures = result.figures()
         del figures["model"]
         rows.append({"options": way, "seconds": time.perf_counter() - started_at, **figures})
-        print(f"{figures['bits_per_byte']:.4f}  {way}")
+        print(f"{figures['bits_per_byte']:.4f}  {way}", flush=True)
     kept = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
     kept |= {"hardware": fingerprint(), arguments.name: rows}
     write_text(arguments.output, json.dumps(kept, indent=1) + "\n")

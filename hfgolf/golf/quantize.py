@@ -112,7 +112,7 @@ def quantize_model(
     best: QuantizedModel | None = None
     for coding in range(_MAX_CODINGS):
         scale = _next_scale(plan, codings, budget_bytes, overhead_bytes)
-        tensors = _rounded(weights, plan, scale, feedback, tensors)
+        tensors = rounded(weights, plan, scale, feedback, tensors)
         size = overhead_bytes + size_of(tensors)
         codings.append((scale, size))
         progress(f"coding {coding + 1}: D {scale:.4g}, {size:,} bytes")
@@ -216,7 +216,7 @@ def _findings(quantized: QuantizedModel, budget_bytes: int, finest: float) -> li
     return []
 
 
-def _rounded(
+def rounded(
     weights: Mapping[str, NDArray[np.float32]],
     plan: Allocation,
     scale: float,

@@ -8,10 +8,8 @@ from tiny_golf import measured_model
 
 from hfgolf.config import GolfSection
 from hfgolf.golf import curvature as curvature_module
-from hfgolf.golf.allocate import allocate, scale_range
 from hfgolf.golf.curvature import token_counts
-from hfgolf.golf.forecast import TOLERATED_NATS, forecast, predicted_loss
-from hfgolf.golf.gptq import error_feedback
+from hfgolf.golf.forecast import TOLERATED_NATS, forecast
 from hfgolf.golf.grid import entropy_bits
 from hfgolf.golf.quantize import matrices, quantize_model
 
@@ -23,17 +21,6 @@ def model_and_curvature():
 
 def size_of(tensors):
     return 100 + round(sum(entropy_bits(one.integers) * one.integers.size / 8 for one in tensors.values()))
-
-
-@pytest.mark.parametrize("column_steps", [False, True])
-def test_with_steps_by_curvature_every_weight_costs_the_same(model_and_curvature, column_steps):
-    model, curvature = model_and_curvature
-    weights = matrices(model)
-    feedback = {name: error_feedback(one.hessian) for name, one in curvature.items()}
-    plan = allocate(weights, "curvature", curvature, feedback, column_steps)
-    scale = 8 * scale_range(plan)[0]  # finer than nearly all weights
-    count = sum(weight.size for weight in weights.values())
-    assert predicted_loss(plan, scale, curvature, feedback) == pytest.approx(count * scale**2 / 24, rel=0.03)
 
 
 @pytest.mark.parametrize("method", ["gptq", "nearest"])
@@ -48,11 +35,12 @@ def test_an_export_has_the_bytes_and_the_price_that_were_forecast(model_and_curv
     )
     errors = {name: one.dequantized() - weights[name] for name, one in exported.tensors.items()}
     price = sum(curvature[name].loss_increase(error) for name, error in errors.items())
-    assert price == pytest.approx(TOLERATED_NATS, rel=0.3)
+    assert price == pytest.approx(TOLERATED_NATS, rel=0.2)
     golf = GolfSection(budget_bytes=seen.num_bytes, **options)
     again = forecast(weights, curvature, golf, overhead_bytes=500, size_of=size_of)
-    assert again.num_bytes == seen.num_bytes and again.loss == pytest.approx(TOLERATED_NATS, rel=0.02)
-    assert again.scale == pytest.approx(exported.scale, rel=0.1)
+    assert again.num_bytes == pytest.approx(seen.num_bytes, rel=0.02)
+    assert again.loss == pytest.approx(TOLERATED_NATS, rel=0.2)
+    assert again.scale == pytest.approx(exported.scale, rel=0.03)
 
 
 def test_less_room_costs_more(model_and_curvature):
