@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from hfgolf.command_line import one_line
+from hfgolf.data.batches import Batch
 from hfgolf.durable import replace_folder, write_bytes, write_text
 from hfgolf.errors import UserError
 from hfgolf.evaluate.certificate import Certificate, certify
+from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.evaluate.windows import plan_windows
 from hfgolf.golf import artifact
@@ -35,18 +38,21 @@ from hfgolf.golf.program import evaluate
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
 from hfgolf.golf.rescore import ARTIFACT, LEDGER, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.source import Source
-from hfgolf.golf.table import Row, as_data, table
+from hfgolf.golf.table import Row, as_data, measure_each, table
 from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
+
+MEASURED_TOKENS = 8192
+"""On which the loss is measured for each matrix."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """How to export. count: one of budget.COUNTS. code_files: files that count besides.
 
-    mode, stride: of the evaluation, see evaluate/windows.py. compare_seconds: for other compressors, on the same
-    integers.
+    mode, stride: of the evaluation, see evaluate/windows.py. measure_each: evaluate the model with each matrix alone
+    rounded, for the table. compare_seconds: for other compressors, on the same integers.
     """
 
     budget_bytes: int
@@ -59,6 +65,7 @@ class Settings:
     mode: str = "flat"
     stride: int | None = None
     code_files: Sequence[Path] = ()
+    measure_each: bool = False
     compare_seconds: float = 10.0
 
 
@@ -127,7 +134,7 @@ class _Export:
         fixed = sum(path.stat().st_size for path, counted_by in files.items() if settings.count in counted_by)
         outcome.before = self._timed("score before", lambda: self._score(tokens, token_bytes))
         curvature = self._timed("curvature", self._curvature)
-        weights, encode = matrices(source.model), artifact.model_encoder(source.model)
+        weights, coder = matrices(source.model), _Coder(source.model)
         outcome.quantized = self._timed(
             "rounding and coding",
             lambda: quantize_model(
@@ -135,7 +142,7 @@ class _Export:
                 curvature,
                 budget_bytes=settings.budget_bytes,
                 overhead_bytes=fixed,
-                size_of=lambda tensors: len(encode(tensors).data),
+                size_of=lambda tensors: len(coder.encode(tensors).data),
                 method=settings.method,
                 allocation=settings.allocation,
                 column_steps=settings.column_steps,
@@ -143,11 +150,11 @@ class _Export:
                 progress=self.say,
             ),
         )
-        encoded = encode(outcome.quantized.tensors)
+        encoded = coder.encode(outcome.quantized.tensors)
         write_bytes(self.partial / ARTIFACT, encoded.data)
         decoded = artifact.decode(encoded.data, _shapes(source.model))[1]
         outcome.weights_sha256 = weights_sha256(weights_of(decoded.values()))
-        if encode(outcome.quantized.tensors).data != encoded.data or not _is_same(outcome.quantized.tensors, decoded):
+        if not _is_same(outcome.quantized.tensors, decoded):
             outcome.problems.append("The artifact does not decode to the integers that were coded.")
         outcome.after = self._timed("score of the files", self._rescore)
         self._check(outcome)
@@ -155,7 +162,8 @@ class _Export:
         outcome.ledger = read_ledger(files, settings.count, settings.budget_bytes)
         if outcome.ledger.problem:
             outcome.problems.append(outcome.ledger.problem)
-        outcome.rows = table(weights, outcome.quantized.tensors, curvature, encoded.tensors)
+        measured = self._measured(outcome.quantized) if settings.measure_each else None
+        outcome.rows = table(weights, outcome.quantized.tensors, curvature, encoded.tensors, measured)
         outcome.compressors = self._timed("comparison", lambda: self._compare(outcome.quantized, encoded))
         compared = [vars(result) for result in outcome.compressors]
         outcome.table = as_data(outcome.rows) | {"parts": encoded.parts, "compressors": compared}
@@ -210,16 +218,34 @@ class _Export:
         return evaluate(network, model.config, tokens, token_bytes, self.settings.mode, self.settings.stride)
 
     def _curvature(self) -> Any:
+        stream, model = self.source.tokens.train, self.source.model
+        batches = self._calibration_batches(self.source.blocks_read, self.settings.calibration_tokens)
+        return measure_curvature(model, batches, token_counts(stream, model.config.vocab_size))
+
+    def _calibration_batches(self, blocks_read: int, num_tokens: int) -> Iterator[Batch]:
         source = self.source
-        stream, model = source.tokens.train, source.model
-        batches = calibration_batches(
-            stream,
+        return calibration_batches(
+            source.tokens.train,
             seed=source.seed,
             sequence_length=source.sequence_length,
-            blocks_read=source.blocks_read,
-            num_tokens=self.settings.calibration_tokens,
+            blocks_read=blocks_read,
+            num_tokens=num_tokens,
         )
-        return measure_curvature(model, batches, token_counts(stream, model.config.vocab_size))
+
+    def _measured(self, quantized: QuantizedModel) -> dict[str, float]:
+        """Return the rise of the loss for each matrix, on the training text that follows the calibration text."""
+        calibration_blocks = max(1, self.settings.calibration_tokens // self.source.sequence_length)
+        batches = list(self._calibration_batches(self.source.blocks_read + calibration_blocks, MEASURED_TOKENS))
+
+        def loss_of(model: nn.Module) -> float:
+            with evaluation_mode(model), torch.no_grad():
+                losses = [float(model(**batch).loss) for batch in batches]
+            return float(np.average(losses, weights=[batch["input_ids"].numel() for batch in batches]))
+
+        measured: dict[str, float] = self._timed(
+            "loss of each matrix", lambda: measure_each(self.source.model, quantized.tensors, loss_of, self.say)
+        )
+        return measured
 
     def _rescore(self) -> dict[str, Any]:
         return rescore(self.partial, self.settings.mode, self.settings.stride)
@@ -283,6 +309,19 @@ class _Export:
         )
         before_training, heading, training = card.partition("## How it was trained")
         return f"{before_training.rstrip()}\n\n{section}{heading}{training}".rstrip() + "\n"
+
+
+class _Coder:
+    """Encodes a model, and remembers the last result: it is the one to keep, as a rule."""
+
+    def __init__(self, model: GolfForCausalLM) -> None:
+        self._encode = artifact.model_encoder(model)
+        self._last: tuple[Mapping[str, Quantized], artifact.Encoded] | None = None
+
+    def encode(self, tensors: Mapping[str, Quantized]) -> artifact.Encoded:
+        if self._last is None or self._last[0] is not tensors:
+            self._last = tensors, self._encode(tensors)
+        return self._last[1]
 
 
 def _shapes(model: GolfForCausalLM) -> dict[str, tuple[int, ...]]:

@@ -131,7 +131,7 @@ def as_data(rows: list[Row]) -> dict[str, Any]:
     total = _folded("total", rows) if rows else None
     totals = {
         key: getattr(total, key)
-        for key in ("weights", "entropy_bits", "coded_bits", "bytes", "side_bytes", "predicted_loss")
+        for key in ("weights", "entropy_bits", "coded_bits", "bytes", "side_bytes", "predicted_loss", "measured_loss")
         if total is not None
     }
     return {"tensors": [asdict(row) for row in rows], "total": totals, "findings": findings(rows)}
@@ -158,15 +158,19 @@ def as_text(rows: list[Row]) -> str:
 
 
 def measure_each(
-    model: nn.Module, tensors: Mapping[str, Quantized], loss_of: Callable[[nn.Module], float]
+    model: nn.Module,
+    tensors: Mapping[str, Quantized],
+    loss_of: Callable[[nn.Module], float],
+    progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, float]:
     """Return by how much the loss rises if each matrix alone is rounded, in the units of loss_of.
 
     loss_of: evaluates the model, for instance on a part of the calibration text. The model is left as it was.
+    progress: called with one line per matrix.
     """
     before = loss_of(model)
     rises = {}
-    for name, one in tensors.items():
+    for number, (name, one) in enumerate(tensors.items(), start=1):
         parameter = model.get_parameter(name)
         kept = parameter.detach().clone()
         with torch.no_grad():
@@ -175,6 +179,7 @@ def measure_each(
                 rises[name] = loss_of(model) - before
             finally:
                 parameter.copy_(kept)
+        progress(f"{number} of {len(tensors)}: {name} {rises[name]:+.5f}")
     return rises
 
 

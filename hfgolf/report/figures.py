@@ -33,10 +33,10 @@ _DASHES = {
     "long-dashed": (9, 3),
 }
 _MARKERS = ("o", "s", "D", "^", "v")
-_INK = "#1f2328"  # text and axes; in SVG, replaced by the color of the surrounding text
-_STYLE: dict[Any, Any] = {
-    **dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), _INK),
-    **{"font.size": 8.5, "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.labelcolor": _INK},
+INK = "#1f2328"  # text and axes; in SVG, replaced by the color of the surrounding text
+STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK),
+    **{"font.size": 8.5, "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.labelcolor": INK},
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.15},
     **{"lines.linewidth": 1.3, "lines.markersize": 3.5, "legend.frameon": False},
     "svg.fonttype": "none",  # keep text as text, so that the browser picks a font and readers can search
@@ -106,20 +106,20 @@ class Drawing:
 
         text = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self.chart.name}):
+        with matplotlib.rc_context(STYLE | {"svg.hashsalt": self.chart.name}):
             self.figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
         svg = text.getvalue()
         svg = re.sub(
             r'<g id="[^"]*">', "<g>", svg[svg.index("<svg") :]
         )  # ids must be unique in a page with several charts
-        return svg.replace(_INK, "currentColor")
+        return svg.replace(INK, "currentColor")
 
     def to_png(self) -> bytes:
         """Return a PNG image on a white background."""
         import matplotlib
 
         picture = io.BytesIO()
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(STYLE):
             self.figure.savefig(picture, format="png", dpi=DPI, facecolor="white")
         return picture.getvalue()
 
@@ -128,7 +128,7 @@ def draw_charts(runs: Sequence[RunRecord]) -> list[Drawing]:
     """Draw each of CHARTS that some run has values for. All runs share each chart; their names must differ."""
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         drawings = [_draw(chart, runs) for chart in CHARTS]
     return [drawing for drawing in drawings if drawing is not None]
 
@@ -163,7 +163,7 @@ def _draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
         return None
     limits = (run.config.get(chart.limit or "") for run in runs)
     for level in sorted({limit for limit in limits if isinstance(limit, int | float)}):
-        axes.axhline(level, color=_INK, linestyle=":", linewidth=1, label=f"{chart.limit_label} {_short(level)}")
+        axes.axhline(level, color=INK, linestyle=":", linewidth=1, label=f"{chart.limit_label} {_short(level)}")
     _set_axes(axes, chart, curves, last_step=max(run.last["step"] for run in runs))
     _add_legend(axes)
     return Drawing(chart, figure, max(curve.values_per_point for curve in curves))
@@ -198,7 +198,7 @@ def _draw_run(axes: Axes, chart: Chart, run: RunRecord, number: int | None) -> l
     if line and number is not None:
         line.set_label(run.name)
     if line:
-        _mark_events(axes, run, _INK if number is None else line.get_color())
+        _mark_events(axes, run, INK if number is None else line.get_color())
     return curves
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfgolf.durable import write_bytes, write_text
 from hfgolf.redact import redact, redact_values
+from hfgolf.report.artifact_bytes import draw_tensors, sentences
 from hfgolf.report.figures import EVENTS, draw_charts, line_style
 from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures, seconds_by_kind, stated_price, status
 from hfgolf.wording import dollars, duration
@@ -46,7 +47,7 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
     }
     pictures = output.with_suffix("")
     pictures.mkdir(parents=True, exist_ok=True)
-    for drawing in drawings:
+    for drawing in [*drawings, *(page["tensors"] for page in pages if page["tensors"])]:
         write_bytes(pictures / f"{drawing.chart.name}.png", drawing.to_png())
     for suffix in (".html", ".md"):
         page = _template(f"report{suffix}").render(content, drawings=drawings)
@@ -103,13 +104,14 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
         "events": [_describe_event(event) for event in events[:_MAX_LISTED]],
         "more_events": max(0, len(events) - _MAX_LISTED),
         "findings": [_describe_finding(event) for event in run.events("finding")[:_MAX_LISTED]],
+        "export": sentences(run),
         "samples": samples,
         "profile": run.profile,
         "config": run.config_yaml,
         "config_values": run.config,
         "metadata": json.dumps(redact_values(run.metadata), indent=1) if run.metadata else "",
     }
-    return redact_values(page)
+    return redact_values(page) | {"tensors": draw_tensors(run, number)}
 
 
 def _time(kind: str, seconds: float, total: float, price: float | None) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class RunRecord:
     summary: dict[str, Any]
     """The final figures; empty if the run is not complete."""
     profile: dict[str, Any]
+    golf: dict[str, dict[str, Any]]
+    """The "ledger" and the "table" of its golf export; both are empty without one."""
 
     @property
     def last(self) -> dict[str, Any]:
@@ -70,6 +72,7 @@ def read_run(folder: Path) -> RunRecord:
         metadata=read_json(folder / "metadata.json"),
         summary=read_summary(folder / "summary.json"),
         profile=read_json(folder / "profile.json"),
+        golf={name: read_json(folder / "golf" / f"{name}.json") for name in ("ledger", "table")},
     )
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+from hub_server import TOKEN, serving
 from safetensors.numpy import load_file
+from tiny_export import ROOT
 from transformers import AutoModelForCausalLM
 
 from hfgolf.command_line import load_config
 from hfgolf.golf import artifact
+from hfgolf.golf.decoder import weights_of
 from hfgolf.golf.script import MAX_BYTES
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.publish.hub import exported_files
 from hfgolf.train.loop import train
 
@@ -159,14 +167,59 @@ def test_golf_score_refuses_what_differs_from_the_ledger(exported, run_script, t
 def test_the_script_exports_with_the_settings_of_the_command_line(trained, tmp_path, run_script):
     output = tmp_path / "small"
     options = ["--output", output, "--budget_bytes", "60000", "--count", "everything", "--method", "nearest"]
-    ended = run_script("golf_export.py", "--run", trained, *options, "--mode", "sliding", "--stride", "16")
+    options += ["--mode", "sliding", "--stride", "16", "--measure_each"]
+    ended = run_script("golf_export.py", "--run", trained, *options)
     assert ended.status == 0, ended.err
     for line in ("Certificate holds", "bits per byte", "sliding, stride 16", "SDClip", "artifact.bin", "LZMA"):
         assert line in ended.out
     assert re.search(r"coding 1: D .*bytes", ended.err), "progress"
     ledger = json.loads((output / "ledger.json").read_text())
     assert ledger["totals"]["everything"] <= 60_000 < 60_000 + MAX_BYTES
+    table = json.loads((output / "table.json").read_text())
+    assert all(abs(row["measured_loss"]) < 0.1 for row in table["tensors"]) and "measured" in ended.out
+    assert f"{len(table['tensors'])} of {len(table['tensors'])}: model." in ended.err, "progress"
     assert ledger["settings"]["method"] == "nearest" and ledger["settings"]["calibration_tokens"] == 512
+
+
+def test_an_export_into_the_run_is_in_its_report(trained, exported, run_script):
+    ended = run_script("golf_export.py", "--run", trained, "--budget_bytes", BUDGET)
+    assert ended.status == 0, ended.err
+    assert "Where the bytes are" in (trained / "report.html").read_text()
+    assert (trained / "report" / "golf_tensors_0.png").is_file()
+
+
+LOGITS_WITHOUT_HFGOLF = """
+import sys
+sys.modules["hfgolf"] = None  # importing it fails
+import numpy, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("ada/small", trust_remote_code=True).eval()
+with torch.no_grad():
+    numpy.save(sys.argv[1], model(torch.arange(32)[None]).logits.numpy())
+"""
+
+
+def test_a_pushed_export_gives_the_logits_of_the_artifact(exported, tmp_path):
+    shutil.copytree(exported, tmp_path / "golf")  # a push sets the location in the card
+    push = [ROOT / "scripts" / "push_to_hub.py", "--run", tmp_path / "golf", "--repo", "ada/small"]
+    load = ["-c", LOGITS_WITHOUT_HFGOLF, tmp_path / "logits.npy"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    with serving() as hub:
+        environment["HF_ENDPOINT"] = hub.endpoint
+        for arguments in (push, load):
+            command = [sys.executable, *map(str, arguments)]
+            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+    config = GolfConfig.from_pretrained(exported / "model")
+    network = GolfNetwork(config).eval()
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    _, tensors = artifact.decode((exported / "artifact.bin").read_bytes(), shapes)
+    weights = zip(tensors, weights_of(tensors.values()), strict=True)
+    network.load_state_dict({name: torch.from_numpy(np.array(weight)) for name, weight in weights})
+    with torch.no_grad():
+        expected = network(torch.arange(32)[None]).numpy()
+    np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), expected, atol=1e-5)
 
 
 def test_any_golf_model_can_be_exported(trained, corpus_file, tmp_path, run_script):

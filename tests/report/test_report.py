@@ -503,3 +503,63 @@ def test_seconds_bytes_and_dollars_are_formatted():
     ]
     assert [size(b) for b in (640e6, 949e6, 1.1e9)] == ["640 MB", "949 MB", "1.1 GB"]
     assert [dollars(d) for d in (0, 0.00123, 0.1, 1234.5)] == ["$0.00", "$0.0012", "$0.10", "$1,234.50"]
+
+
+def golf_export_of(run_folder: Path, **changes: Any) -> None:
+    """Put a ledger and a table into a run's folder, as golf_export.py leaves them."""
+    row = {"bytes": 9000.0, "coded_bits": 3.25, "predicted_loss": 2e-4, "measured_loss": None}
+    rows = [
+        {**row, "name": "model.embed_tokens.weight", "nats_per_kilobyte": 3e-5},
+        {**row, "name": "model.layers.0.mlp.up_proj.weight", "nats_per_kilobyte": 1e-5},
+    ]
+    files = [
+        {"name": "artifact.bin", "bytes": 19_000, "counted_by": ["challenge", "everything"]},
+        {"name": "config.yaml", "bytes": 700, "counted_by": ["everything"]},
+    ]
+    scores = {"before": {"bpb": 1.25}, "after": {"bpb": 1.2625}}
+    ledger = {"budget_bytes": 20_000, "count": "challenge", "totals": {"challenge": 19_000}, "files": files, **scores}
+    (run_folder / "golf").mkdir(exist_ok=True)
+    (run_folder / "golf" / "ledger.json").write_text(json.dumps(changes.get("ledger", ledger)))
+    table = {"tensors": rows, "findings": ["embed_tokens has outliers."]}
+    (run_folder / "golf" / "table.json").write_text(json.dumps(table | changes.get("table", {})))
+
+
+def test_a_golf_export_is_shown_by_tensor(folder):
+    run = folder(rows())
+    golf_export_of(run)
+    page = report(run)
+    for said in (
+        "19,000 of 20,000 bytes (artifact.bin 19,000): 1.2625 bits per byte, 1.2500 before rounding.",
+        "The next kilobyte is best spent on embed_tokens: 3e-05 nats per token.",
+        "best taken from layers.0.mlp.up_proj: 1e-05.",
+        "embed_tokens has outliers.",
+        "3.25 bits",
+    ):
+        assert said in page.text
+    assert "measured" not in page.text
+    assert (run / "report" / "golf_tensors_0.png").is_file()
+    assert "](report/golf_tensors_0.png)" in (run / "report.md").read_text()
+
+
+def test_what_was_measured_for_each_tensor_is_drawn(folder):
+    run = folder(rows())
+    golf_export_of(run)
+    path = run / "golf" / "table.json"
+    path.write_text(path.read_text().replace('"measured_loss": null', '"measured_loss": -1e-5'))
+    assert "measured" in report(run).text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"table": {"tensors": None}},
+        {"table": {"tensors": [{"name": "w", "bytes": "many"}]}},
+        {"table": {"tensors": [7], "findings": 3}},
+        {"ledger": [1]},
+        {"ledger": {"files": [{}], "count": "challenge"}},
+    ],
+)
+def test_a_broken_export_does_not_break_the_report(folder, changes):
+    run = folder(rows())
+    golf_export_of(run, **changes)
+    assert ("Where the bytes are" in report(run).text) is ("table" not in changes)
