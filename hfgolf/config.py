@@ -115,7 +115,8 @@ class DataConfig:
     """With shards: files beside those of validation that hold the bytes of text of each token, 16 bits each, in a
     shard's format; empty: the tokenizer's vocabulary says them."""
     separator_id: int | None = None
-    """With shards: the token between documents; null: the tokenizer's end of text."""
+    """With shards: the token between documents, which becomes the tokenizer's end of text if it is a special token;
+    null: the tokenizer's end of text."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """shuffled: each epoch reads the blocks in another order, which follows from run.seed; sequential: as they lie."""
     cache_dir: str | None = None

@@ -145,13 +145,17 @@ def open_shards(corpus: Corpus, tokenizer: Any) -> tuple[ShardStream, ShardStrea
     """Return the training and the validation tokens of shards.
 
     The validation tokens stand for the bytes in data.val_bytes_files, or else for what their vocabulary entries spell.
-    Raises UserError if a file is damaged, an id is not in the vocabulary, or the bytes do not belong to the tokens.
+    If data.separator_id is a special token, it becomes the tokenizer's end of text, in the exported model too. Raises
+    UserError if a file is damaged, an id is not in the vocabulary, or the bytes do not belong to the tokens.
     """
     data, vocab_size = corpus.data, len(tokenizer)
     train_paths, val_paths = (_paths(corpus, split) for split in (None, "val"))
     separator = tokenizer.eos_token_id if data.separator_id is None else data.separator_id
     if separator >= vocab_size:
         raise UserError(f"data.separator_id: {separator} is not in the tokenizer, which has {vocab_size} entries.")
+    known = tokenizer.added_tokens_decoder.get(separator)
+    if known is not None and known.special:  # text that the model sees later is separated by the same token
+        tokenizer.eos_token = known.content
     stream = ShardStream(val_paths, vocab_size, np.zeros(0), np.zeros(0))
     tokens = stream.tokens
     require_vocabulary(tokens, vocab_size, val_paths[0].parent)

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf.command_line import load_config
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data.batches import block_starts
 from hfgolf.data.shards import ShardStream, open_shard
 from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.run.metrics import read_rows
@@ -84,6 +85,21 @@ def test_stream_reads_across_shards_and_wraps(tmp_path):
     assert isinstance(tokens.val, ShardStream)
     assert (tokens.val.piece_tokens.tolist(), tokens.val.piece_bytes.tolist()) == ([3, 2], [2, 1])
     assert bytes_per_token(tokens.val, tokens.tokenizer).tolist() == [0, 1, 1, 0, 1]
+
+
+def test_a_special_separator_becomes_the_end_of_text(tmp_path):
+    """As in the golf challenge, whose shards separate documents by <s>: what evaluates or samples later does, too."""
+    write_shard(tmp_path / "train.bin", [5] * 9)
+    write_shard(tmp_path / "val.bin", [1, 267, 1, 267])
+    model = str(Path(__file__).with_name("sentencepiece.model"))
+    kind = TokenizerConfig(kind="pretrained", name_or_path=model)
+    plain = load_tokens(options(tmp_path), kind)
+    tokens = load_tokens(options(tmp_path, separator_id=1), kind)
+    assert (plain.tokenizer.eos_token_id, tokens.tokenizer.eos_token_id) == (2, 1)
+    assert tokens.tokenizer_sha256 == plain.tokenizer_sha256 and tokens.val.piece_tokens.tolist() == [2, 2]
+    tokens.tokenizer.save_pretrained(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert loaded.eos_token == "<s>" and tokenizer_sha256(loaded) == tokens.tokenizer_sha256
 
 
 def test_tokens_before_the_first_separator_are_a_document(tmp_path):
