@@ -39,7 +39,7 @@ def main() -> int:
         "--measure_each",
         action="store_true",
         help="also measure the loss with each matrix alone rounded, for the table: one pass over 8,192 training tokens"
-        " per matrix, about a second each for 5 M weights on two cores",
+        " per matrix, each 1.5 seconds of one core for 5 M weights",
     )
     parser.add_argument(
         "--compare_seconds", type=within(0, 1e6), default=10.0, help="for other compressors, in the table (10)"
