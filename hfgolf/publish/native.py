@@ -312,6 +312,9 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
         )
     folded = to == "native" and model.config.embedding_norm and not isinstance(result, NanoChatForCausalLM)
     added = ", its embedding's norm folded into the table" if folded else ""
+    rates = ("residual_dropout", "resid_pdrop")
+    if to == "native" and model.config.dropout and not any(getattr(result.config, rate, 0) for rate in rates):
+        added += ", without its dropout for further training"
     sentence = (
         f"{type(result).__name__}{added}: logits within {difference.largest:.1e} of {type(model).__name__}'s"
         f" on {difference.num_tokens} tokens, random and real"

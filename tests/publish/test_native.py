@@ -210,6 +210,8 @@ def test_a_conversion_says_what_it_did_and_how_exact_it_is():
     assert difference.is_rounding and difference.largest < 5e-6
     assert converted(native, "golf", [1, 2, 3])[1].startswith("GolfForCausalLM: logits within ")
     assert converted(golf, "golf", [])[0] is golf
+    assert "table, without its dropout for further training: logits" in converted(build(dropout=0.1), "native", [])[1]
+    assert "dropout" not in converted(build(**LAYERNORM, activation="gelu", dropout=0.1), "native", [])[1]
 
 
 def test_logits_that_differ_stop_a_conversion(monkeypatch):
