@@ -39,7 +39,7 @@ def certified(tokenize):
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "case operators", "pretrained"])
-def test_it_holds_on_text_of_every_kind(certified, sentencepiece_like, tmp_path, kind):
+def test_certificate_holds_on_text_of_every_kind(certified, sentencepiece_like, tmp_path, kind):
     certificate = certified(sentencepiece_like() if kind == "pretrained" else kind, *DOCUMENTS)
     assert certificate.holds and certificate.problems == (), certificate.line
     raw = [document.encode() for document in DOCUMENTS]
@@ -60,7 +60,7 @@ def test_it_holds_on_text_of_every_kind(certified, sentencepiece_like, tmp_path,
     assert certificate.line.startswith(f"Certificate holds: 4 documents, {sum(map(len, raw)):,} bytes (sha256 ")
 
 
-def test_a_tokenizer_that_rewrites_its_text_gets_none(certified, sentencepiece_like):
+def test_tokenizer_that_rewrites_text_gets_no_certificate(certified, sentencepiece_like):
     certificate = certified(
         sentencepiece_like(normalizers.NFKC()), "the end", "na\u00efve \ufb01sh and \u00bd", "\ufb01"
     )
@@ -86,12 +86,12 @@ def test_it_says_what_the_challenges_rule_counts(certified):
     assert certificate.line.endswith("tokens scored once.")
 
 
-def test_a_file_that_is_not_utf8_is_refused_by_name(certified):
+def test_file_that_is_not_utf8_is_rejected_by_name(certified):
     with pytest.raises(UserError, match=r"val1\.txt is not UTF-8 \(byte 3: "):
         certified("byte", "fine", "caf\udce9 au lait")
 
 
-def test_a_validation_document_in_the_training_text_is_found(certified):
+def test_validation_document_in_the_training_text_is_found(certified):
     certificate = certified("byte", "one", "copied", train="copied")
     assert certificate.facts["duplicates"] == [1]
     assert "1 of 2 validation documents are also training documents (the first is document 1, 6 bytes" in (
@@ -110,20 +110,20 @@ def parts(tokenize):
     return tokens, plan_windows("flat", 8, 4)
 
 
-def test_unknown_training_text_is_said_to_be_unknown(parts):
+def test_certificate_says_if_the_training_text_is_unknown(parts):
     tokens, plan = parts
     certificate = certify_text(rows("one", "two"), None, tokens.val, tokens.tokenizer, plan)
     assert certificate.holds and "training text not known" in certificate.line
 
 
 @pytest.mark.parametrize("texts", [("one",), ("one", "two", "three"), ("one", "twos"), ("onetwo",)])
-def test_tokens_of_another_text_get_none(parts, texts):
+def test_tokens_of_another_text_get_no_certificate(parts, texts):
     tokens, plan = parts
     certificate = certify_text(rows(*texts), None, tokens.val, tokens.tokenizer, plan)
     assert certificate.problems[0] == "the tokens were made from another text; build the token cache again"
 
 
-def test_changed_tokens_get_none(parts):
+def test_changed_tokens_get_no_certificate(parts):
     tokens, plan = parts
     ids = tokens.val.tokens.copy()
     ids[2] = ord("N")
@@ -142,7 +142,7 @@ def test_changed_tokens_get_none(parts):
         (lambda windows: windows + np.array([0, 0, 1]), "do not score each token once, in order"),
     ],
 )
-def test_windows_that_leave_out_or_repeat_get_none(parts, change, says):
+def test_windows_that_skip_or_repeat_tokens_get_no_certificate(parts, change, says):
     tokens, plan = parts
     changed = change(plan.windows)
     if isinstance(changed, np.ndarray):
@@ -151,7 +151,7 @@ def test_windows_that_leave_out_or_repeat_get_none(parts, change, says):
     assert not certificate.holds and says in certificate.line
 
 
-def test_the_two_counts_of_bytes_are_independent(parts, monkeypatch):
+def test_two_byte_counts_are_independent(parts, monkeypatch):
     """A table that is wrong in the middle of a piece, but right in its sum, is found by decoding."""
     from hfgolf.evaluate import certificate as module
 
@@ -161,7 +161,7 @@ def test_the_two_counts_of_bytes_are_independent(parts, monkeypatch):
     assert "other bytes than the vocabulary, first at token 1 (id 111)" in certificate.line
 
 
-def test_a_dropped_tail_goes_with_its_bytes(tokenize):
+def test_dropped_tail_drops_its_bytes(tokenize):
     _, tokens = tokenize("byte", "one", "two")
     plan, num_bytes = plan_evaluation(tokens.val, tokens.tokenizer, "flat", 5, drop_tail=True)
     certificate = certify_text(rows("one", "two"), None, tokens.val, tokens.tokenizer, plan)

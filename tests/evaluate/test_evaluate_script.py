@@ -34,7 +34,7 @@ def foreign(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_run_and_the_script_agree_on_its_validation_text(tiny_run, tmp_path, corpus_file, evaluate, precision):
+def test_script_agrees_with_the_run_on_its_validation_text(tiny_run, tmp_path, corpus_file, evaluate, precision):
     from accelerate.state import AcceleratorState, GradientState
 
     from hfgolf.command_line import load_config
@@ -56,7 +56,7 @@ def test_a_run_and_the_script_agree_on_its_validation_text(tiny_run, tmp_path, c
     assert (figures["sequence_length"], figures["mixed_precision"]) == (32, precision)
 
 
-def test_it_judges_any_causal_model(foreign, tmp_path, evaluate):
+def test_script_evaluates_any_causal_model(foreign, tmp_path, evaluate):
     (tmp_path / "a.txt").write_text("ä" * 10, encoding="utf-8")
     (tmp_path / "b.txt").write_text("b" * 7)
     status, printed, _ = evaluate("--model", foreign, "--files", tmp_path / "a.txt", tmp_path / "b.txt", "--json")
@@ -67,7 +67,7 @@ def test_it_judges_any_causal_model(foreign, tmp_path, evaluate):
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
 
 
-def test_the_table_is_aligned(foreign, tmp_path, evaluate):
+def test_table_is_aligned(foreign, tmp_path, evaluate):
     (tmp_path / "a.txt").write_text("some text")
     status, printed, _ = evaluate("--model", foreign, "--files", tmp_path / "*.txt", "--sequence_length", 8)
     lines = printed.splitlines()
@@ -80,7 +80,7 @@ def test_the_table_is_aligned(foreign, tmp_path, evaluate):
     assert "flat: 9 of 10 tokens scored once, 1 to 9\n" in printed
 
 
-def test_the_modes_differ_in_context_and_say_what_they_scored(foreign, tmp_path, evaluate):
+def test_modes_differ_in_context_and_report_their_coverage(foreign, tmp_path, evaluate):
     (tmp_path / "a.txt").write_text("some text, longer than a window\n")
     (tmp_path / "b.txt").write_text("more")
     common = ("--model", foreign, "--files", tmp_path / "*.txt", "--sequence_length", 8, "--json")
@@ -129,7 +129,7 @@ def texts(tmp_path):
         ),
     ],
 )
-def test_test_time_training_is_legal_and_learns_what_repeats(foreign, texts, evaluate, adapt, says):
+def test_test_time_training_is_legal_and_learns_repeated_text(foreign, texts, evaluate, adapt, says):
     common = ("--model", foreign, "--files", texts, "--json")
     flat = json.loads(evaluate(*common).out)
     status, printed, error = evaluate(*common, "--adapt", *adapt, "--check_legality")
@@ -140,7 +140,7 @@ def test_test_time_training_is_legal_and_learns_what_repeats(foreign, texts, eva
     assert adapted["bits_per_byte"] < flat["bits_per_byte"] - 0.1
 
 
-def test_a_scorer_that_is_not_legal_gets_no_score(foreign, texts, evaluate, monkeypatch):
+def test_illegal_scorer_gets_no_score(foreign, texts, evaluate, monkeypatch):
     real = GPT2LMHeadModel.forward
 
     def peeking(self, input_ids, **options):
@@ -156,7 +156,7 @@ def test_a_scorer_that_is_not_legal_gets_no_score(foreign, texts, evaluate, monk
     )
 
 
-def test_the_certificate_goes_with_the_score(foreign, texts, tmp_path, evaluate):
+def test_certificate_accompanies_the_score(foreign, texts, tmp_path, evaluate):
     path = tmp_path / "certificate.json"
     common = ("--model", foreign, "--files", texts, "--certificate", path)
     status, printed, _ = evaluate(*common)
@@ -172,7 +172,7 @@ def test_the_certificate_goes_with_the_score(foreign, texts, tmp_path, evaluate)
     assert json.loads(path.read_text())["holds"] is False
 
 
-def test_a_tokenizer_that_rewrites_text_gets_no_bits_per_byte(tmp_path, sentencepiece_like, evaluate):
+def test_tokenizer_that_rewrites_text_gets_no_bits_per_byte(tmp_path, sentencepiece_like, evaluate):
     rewriting = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like(normalizers.NFKC()), eos_token="</s>")
     rewriting.save_pretrained(tmp_path / "model")
     config = GPT2Config(

@@ -42,7 +42,7 @@ def test_samples_are_numbered_by_seed(generate):
         ),
     ],
 )
-def test_a_model_that_is_not_whole_writes_nothing(generate, tmp_path, change, says):
+def test_incomplete_model_writes_nothing(generate, tmp_path, change, says):
     """transformers would replace missing weights with random ones and continue."""
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)
@@ -92,7 +92,7 @@ def with_special_token(folder: Path) -> None:
         (lambda folder: (folder / "tokenizer.json").unlink(), "cannot load the tokenizer of"),
     ],
 )
-def test_an_odd_file_of_a_model_is_one_line(generate, tmp_path, run_script, change, says):
+def test_malformed_model_file_is_one_line(generate, tmp_path, run_script, change, says):
     change(tmp_path / "model")
     (tmp_path / "text.txt").write_text("line 1\n" * 9)
     for status, printed, error in (
@@ -103,7 +103,7 @@ def test_an_odd_file_of_a_model_is_one_line(generate, tmp_path, run_script, chan
         assert len(error) < 600
 
 
-def test_how_a_text_is_written_is_what_the_options_say(generate, tmp_path):
+def test_options_control_sampling(generate, tmp_path):
     """The generation config in a model's folder may ask for a million beams, or an endless text."""
     plain = generate("--prompt", "ab")
     with_keys("generation_config.json", num_beams=10**6, min_length=10**11, eos_token_id="x")(tmp_path / "model")

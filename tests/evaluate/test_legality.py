@@ -159,12 +159,12 @@ def throws_dice(model, tokens):
         (throws_dice, r"^two runs on the same tokens give different distributions"),
     ],
 )
-def test_a_cheat_is_caught(model, tokens, cheat, says):
+def test_cheating_scorer_is_caught(model, tokens, cheat, says):
     (problem,) = legality_problems(partial(cheat, model), tokens, VOCAB)
     assert re.search(says, problem), problem
 
 
-def test_separators_are_not_flipped(model, tokens):
+def test_separators_are_never_replaced(model, tokens):
     """The windows of documents may depend on where the separators are: that is no leak."""
     seen = []
 

@@ -27,7 +27,7 @@ class Shard:
         return tensor
 
 
-def test_a_uniform_model_costs_log2_of_the_vocabulary(build_model, stream, accelerator):
+def test_uniform_model_costs_log2_of_the_vocabulary(build_model, stream, accelerator):
     model = build_model()
     torch.nn.init.zeros_(model.lm_head.weight)  # also the embeddings, because they are tied
     evaluation = evaluate_loss(model, stream, accelerator, sequence_length=8, batch_size=3)
@@ -43,7 +43,7 @@ def test_bits_per_byte_is_nats_over_ln_2_over_bytes():
 
 @pytest.mark.parametrize("budget", [None, 60, 52, 19, 1])
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_it_is_the_plain_sum_over_every_token_of_whole_pieces(build_model, stream, accelerator, budget, batch_size):
+def test_loss_is_the_plain_sum_over_whole_pieces(build_model, stream, accelerator, budget, batch_size):
     model = build_model()
     num_targets, num_bytes = {None: (63, 69), 60: (52, 59), 52: (52, 59), 19: (19, 19), 1: (19, 19)}[budget]
     nats = 0.0
@@ -59,7 +59,7 @@ def test_it_is_the_plain_sum_over_every_token_of_whole_pieces(build_model, strea
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_documents_are_scored_as_if_each_was_alone(build_model, stream, accelerator, skip):
+def test_documents_score_as_if_each_were_alone(build_model, stream, accelerator, skip):
     model = build_model()
     tokens = torch.from_numpy(stream.tokens.astype("int64"))
     documents = tokens[:53], tokens[53:]
@@ -79,7 +79,7 @@ def test_documents_are_scored_as_if_each_was_alone(build_model, stream, accelera
     assert evaluation.nats == pytest.approx(nats, rel=1e-6)
 
 
-def test_the_processes_share_the_tokens_without_a_rest(build_model, stream, accelerator):
+def test_processes_score_each_token_once(build_model, stream, accelerator):
     model = build_model()
     settings = {"sequence_length": 8, "batch_size": 2}
     whole = evaluate_loss(model, stream, accelerator, **settings)
@@ -88,7 +88,7 @@ def test_the_processes_share_the_tokens_without_a_rest(build_model, stream, acce
         assert sum(part.nats for part in parts) == pytest.approx(whole.nats, rel=1e-6)
 
 
-def test_a_foreign_model_is_judged_by_its_own_loss(stream, accelerator):
+def test_foreign_model_is_evaluated_by_its_own_loss(stream, accelerator):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2)).eval()
     evaluation = evaluate_loss(model, stream, accelerator, sequence_length=63, batch_size=2)
@@ -98,7 +98,7 @@ def test_a_foreign_model_is_judged_by_its_own_loss(stream, accelerator):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_left_in_its_mode_even_by_an_error(build_model, stream, accelerator, training):
+def test_evaluation_restores_the_mode_even_after_an_error(build_model, stream, accelerator, training):
     model = build_model(dropout=0.5).train(training)
     settings = {"sequence_length": 8, "batch_size": 2}
     first, second = (evaluate_loss(model, stream, accelerator, **settings) for _ in range(2))
@@ -111,7 +111,7 @@ def test_the_model_is_left_in_its_mode_even_by_an_error(build_model, stream, acc
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)])
-def test_it_computes_in_the_precision_of_the_run_and_without_gradients(build_model, stream, precision, dtype):
+def test_evaluation_uses_the_precision_of_the_run_without_gradients(build_model, stream, precision, dtype):
     model = build_model()
     seen = set()
     layer = model.model.layers[0].self_attn.qkv_proj

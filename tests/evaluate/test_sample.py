@@ -11,7 +11,7 @@ from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 
 
-def test_the_seed_decides_and_nothing_else(build_model, tokenizer):
+def test_only_the_seed_decides_a_sample(build_model, tokenizer):
     model = build_model(dropout=0.5).train()
     torch.manual_seed(1)
     first = generate_text(model, tokenizer, "ab", max_new_tokens=10, seed=7)
@@ -21,7 +21,7 @@ def test_the_seed_decides_and_nothing_else(build_model, tokenizer):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_generator_and_mode_are_left_as_they_were(build_model, tokenizer, training):
+def test_sampling_restores_generator_and_mode(build_model, tokenizer, training):
     model = build_model().train(training)
     before = torch.get_rng_state()
     generate_text(model, tokenizer, max_new_tokens=3)
@@ -29,7 +29,7 @@ def test_generator_and_mode_are_left_as_they_were(build_model, tokenizer, traini
     assert model.training is training
 
 
-def test_temperature_0_takes_the_likeliest_token_each_time(build_model, tokenizer):
+def test_temperature_0_takes_the_likeliest_token(build_model, tokenizer):
     model = build_model().eval()
     ids = [256, *b"ab"]
     for _ in range(6):
@@ -40,21 +40,21 @@ def test_temperature_0_takes_the_likeliest_token_each_time(build_model, tokenize
     assert generate_text(model, tokenizer, "ab", max_new_tokens=6, top_k=1) == expected
 
 
-def test_a_text_that_spells_a_special_token_is_text(build_model, tokenizer):
+def test_sampled_text_that_spells_a_special_token_is_text(build_model, tokenizer):
     prompt = "é<|endoftext|>"
     assert generate_text(build_model(), tokenizer, prompt, max_new_tokens=1).startswith(prompt)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_logits_that_are_not_finite_are_one_line(build_model, tokenizer, value, temperature):
+def test_nonfinite_logits_are_one_line(build_model, tokenizer, value, temperature):
     model = build_model()
     model.lm_head.weight.data.fill_(value)
     with pytest.raises(UserError, match=r"^The model's logits are not finite, so it cannot generate text"):
         generate_text(model, tokenizer, "ab", max_new_tokens=4, temperature=temperature)
 
 
-def test_learned_positions_end_the_text(build_model, tokenizer):
+def test_sample_ends_at_the_last_learned_position(build_model, tokenizer):
     model = build_model(position_embedding="learned")
     text = generate_text(model, tokenizer, "x" * 14, max_new_tokens=100)
     assert len(tokenizer(text)["input_ids"]) <= 15 + 2  # an invalid byte decodes to a character of three bytes
@@ -62,6 +62,6 @@ def test_learned_positions_end_the_text(build_model, tokenizer):
         generate_text(model, tokenizer, "x" * 15)
 
 
-def test_rope_goes_on_beyond_its_training(build_model, tokenizer):
+def test_rope_samples_beyond_the_training_length(build_model, tokenizer):
     prompt = "x" * 40
     assert generate_text(build_model(), tokenizer, prompt, max_new_tokens=4).startswith(prompt)

@@ -53,7 +53,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("stride", [4, 16])
-def test_an_adapter_sees_only_what_was_scored(logits, tokens, stride):
+def test_adapter_sees_only_scored_tokens(logits, tokens, stride):
     plan = plan_windows("sliding", len(tokens), 16, stride)
     recorder = Recorder()
     chunks = stream_chunks(plan, 40)
@@ -73,7 +73,7 @@ def test_an_adapter_sees_only_what_was_scored(logits, tokens, stride):
     assert np.array_equal(places, tokens[1 : 1 + len(places)]), "each chunk once, in order"
 
 
-def test_documents_start_anew_and_their_last_chunk_is_not_trained_on(logits, tokens):
+def test_documents_start_fresh_and_their_last_chunk_is_not_trained_on(logits, tokens):
     plan, chunks = document_chunks(len(tokens), 16, 10, np.flatnonzero(tokens == SEPARATOR))
     recorder = Recorder()
     assert plan.targets().tolist() == [*range(1, len(tokens))]
@@ -103,7 +103,7 @@ def nats(logits, tokens, kind, adapter):
 
 
 @pytest.mark.parametrize(("kind", "rate"), [("sgd", 1.0), ("lora", 0.03)])
-def test_learning_from_scored_text_pays_on_text_that_repeats_and_leaves_no_trace(model, logits, tokens, kind, rate):
+def test_adapting_helps_on_repeated_text_and_restores_the_model(model, logits, tokens, kind, rate):
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     plain, plan = nats(logits, tokens, kind, None)
     whole = score(lambda inputs, labels: sum_nats(logits(inputs), labels), tokens.__getitem__, plan, 4)
@@ -118,7 +118,7 @@ def test_learning_from_scored_text_pays_on_text_that_repeats_and_leaves_no_trace
     assert nats(logits, tokens, kind, None)[0] == plain
 
 
-def test_lora_starts_each_document_with_the_model_itself(model, logits, tokens):
+def test_lora_starts_each_document_from_the_model_itself(model, logits, tokens):
     plan, chunks = document_chunks(len(tokens), 16, 8, np.flatnonzero(tokens == SEPARATOR))
     read = tokens.__getitem__
     plain, adapted = (
@@ -129,7 +129,7 @@ def test_lora_starts_each_document_with_the_model_itself(model, logits, tokens):
     assert same == [chunk.starts_document for chunk in chunks]
 
 
-def test_a_lora_step_is_one_of_adamw_on_the_targets_of_the_chunk(model, logits, tokens):
+def test_lora_step_is_one_adamw_step_on_the_targets_of_the_chunk(model, logits, tokens):
     begin, first, last = 3, 9, 14
     adapter = LoraAdapter(model, logits, rank=4, learning_rate=0.01)
     with adapter:
@@ -148,7 +148,7 @@ def test_a_lora_step_is_one_of_adamw_on_the_targets_of_the_chunk(model, logits, 
 
 
 @pytest.mark.parametrize("kind", ["sgd", "lora"])
-def test_the_model_is_put_back_even_after_a_break_or_an_error(model, logits, tokens, kind):
+def test_adapters_restore_the_model_after_a_break_or_an_error(model, logits, tokens, kind):
     before = logits(torch.arange(8)[None]).detach()
     adapter = adapters(model, logits, 1.0)[kind]
     plan = plan_windows("sliding", len(tokens), 16, 8)

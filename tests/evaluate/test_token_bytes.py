@@ -20,7 +20,7 @@ SENTENCEPIECE = Path(__file__).parents[1] / "data/sentencepiece.model"
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe", "sentencepiece"])
-def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenize, sentencepiece_like, kind):
+def test_token_bytes_add_up_to_the_text(tokenize, sentencepiece_like, kind):
     documents = [TEXT, "a", "\u2581 x" if kind != "sentencepiece" else "x", "word and " * 3000]  # the last: two pieces
     if kind == "sentencepiece":
         documents[0] = TEXT.replace("\u2581", "")  # Llama's rules read it as a space
@@ -37,13 +37,13 @@ def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(tokenize, sentencepie
         assert counts[:8].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
 
 
-def test_a_tokenizer_that_rewrites_its_text_is_refused(tokenize, sentencepiece_like):
+def test_tokenizer_that_rewrites_its_text_is_rejected(tokenize, sentencepiece_like):
     _, tokens = tokenize(sentencepiece_like(normalizers.NFKC()), "the end", "one ﬁne ﬁsh")
     with pytest.raises(UserError, match=r"^The tokens of piece 1 stand for 13 bytes, but its text has 15 \(1 of 2 "):
         bytes_per_token(tokens.val, tokens.tokenizer)
 
 
-def test_a_token_of_more_than_65535_bytes_is_refused(tokenizer):
+def test_token_of_more_than_65535_bytes_is_rejected(tokenizer):
     long = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     long.decoder, long.pre_tokenizer = decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False)
     long.add_tokens(["x" * 65_536])
@@ -53,7 +53,7 @@ def test_a_token_of_more_than_65535_bytes_is_refused(tokenizer):
         bytes_per_token(stream, fast)
 
 
-def test_the_published_entries_count_as_they_are_spelled(tokenizer, sentencepiece_like):
+def test_published_entries_count_the_bytes_they_spell(tokenizer, sentencepiece_like):
     counts = entry_bytes(tokenizer)
     assert counts.tolist() == [1] * 256 + [0]
     like = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like(), eos_token="</s>")

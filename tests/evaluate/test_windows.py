@@ -52,7 +52,7 @@ def test_sliding_windows_score_each_target_once_with_enough_context(length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("skip", [False, True])
-def test_documents_are_apart(length, skip):
+def test_document_windows_never_cross_a_separator(length, skip):
     for (num_tokens, stride), seed in itertools.product(shapes(length), range(4)):
         is_separator = np.random.default_rng(seed).random(num_tokens) < (0, 0.1, 0.5, 1)[seed]
         is_separator[0] = seed % 2  # a stream may also start inside a document
@@ -70,7 +70,7 @@ def test_documents_are_apart(length, skip):
                 assert begin >= document and target - begin >= min(available, length - stride + 1)
 
 
-def test_flat_is_rows_and_sliding_with_a_full_stride():
+def test_flat_equals_rows_and_sliding_with_a_full_stride():
     for num_tokens, length in ((40, 8), (41, 8), (42, 8), (3, 8)):
         flat = plan_windows("flat", num_tokens, length, stride=3)
         assert np.array_equal(flat.windows, plan_windows("sliding", num_tokens, length, length).windows)
@@ -78,7 +78,7 @@ def test_flat_is_rows_and_sliding_with_a_full_stride():
         assert flat.windows.tolist() == [list(row) for row in rows]
 
 
-def test_the_coverage_says_what_was_scored():
+def test_coverage_reports_what_was_scored():
     plan = plan_windows("flat", 42, 8, drop_tail=True)
     assert plan.coverage() == {
         "mode": "flat", "window": 8, "stride": 8, "num_scored": 40, "num_unscored": 2, "first_target": 1,
@@ -103,7 +103,7 @@ def test_the_coverage_says_what_was_scored():
         (("documents", 2, 8, 4, np.array([0, 1]), False, True), "nothing to score"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(arguments, says):
+def test_impossible_plans_are_rejected(arguments, says):
     with pytest.raises(ValueError, match=says):
         plan_windows(*arguments)
 
@@ -121,7 +121,7 @@ def plans(tokens, length, stride):
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_ranks_share_the_windows_in_batches_of_one_shape(tokens, batch_size, world):
+def test_ranks_share_the_windows_in_batches_of_one_shape(tokens, batch_size, world):
     for plan in plans(tokens, 8, 3):
         ranks = [list(batches(tokens.__getitem__, plan, batch_size, rank, world)) for rank in range(world)]
         seen = []
@@ -161,7 +161,7 @@ def plain_nats(model, tokens, plan):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_score_is_the_plain_sum_over_windows(tokens, batch_size):
+def test_score_is_the_plain_sum_over_windows(tokens, batch_size):
     model = CausalMean(12)
 
     def nats(inputs, labels):
@@ -179,13 +179,13 @@ def test_a_score_is_the_plain_sum_over_windows(tokens, batch_size):
         assert score(nats, tokens.__getitem__, plan, batch_size) == pytest.approx(whole.item(), rel=1e-6)
 
 
-def test_a_uniform_model_costs_the_logarithm_of_its_vocabulary(tokens):
+def test_uniform_model_costs_the_logarithm_of_its_vocabulary(tokens):
     for plan in plans(tokens, 8, 3):
         nats = score(lambda inputs, labels: sum_nats(torch.zeros(*inputs.shape, 12), labels), tokens.take, plan, 4)
         assert nats / math.log(2) / 200 == pytest.approx(math.log2(12) * 74 / 200, rel=1e-6)
 
 
-def test_it_ships_without_hfgolf():
+def test_windows_module_imports_only_torch_and_numpy():
     tree = ast.parse(Path(windows.__file__).read_text(encoding="utf-8"))
     imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imports |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -50,7 +50,7 @@ def assert_equal(found, tensors):
             np.testing.assert_allclose(found[name], tensor, rtol=2**-8 + 2**-10)
 
 
-def test_a_model_comes_back():
+def test_decoded_model_equals_the_encoded_one():
     tensors = model()
     encoded = artifact.encode(CONFIG, tensors, list(tensors))
     config, found = artifact.decode(encoded.data, shapes_of(tensors))
@@ -58,7 +58,7 @@ def test_a_model_comes_back():
     assert_equal(found, tensors)
 
 
-def test_encoding_what_was_decoded_changes_nothing():
+def test_encoding_a_decoded_model_gives_the_same_bytes():
     tensors = model()
     data = artifact.encode(CONFIG, tensors, list(tensors)).data
     _, found = artifact.decode(data, shapes_of(tensors))
@@ -67,7 +67,7 @@ def test_encoding_what_was_decoded_changes_nothing():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_models_come_back(seed):
+def test_random_models_survive_a_round_trip(seed):
     random = np.random.default_rng(seed)
     tensors = {}
     for number in range(int(random.integers(0, 7))):
@@ -86,7 +86,7 @@ def test_random_models_come_back(seed):
     assert_equal(found, tensors)
 
 
-def test_the_bytes_add_up():
+def test_bytes_of_all_parts_add_up_to_the_file():
     tensors = model()
     encoded = artifact.encode(CONFIG, tensors, list(tensors))
     in_tensors = sum(found.weights + found.side for found in encoded.tensors.values())
@@ -105,7 +105,7 @@ def test_gaussian_weights_take_their_entropy():
     assert len(encoded.data) == pytest.approx(entropy_bytes + code_bytes, rel=0.003)
 
 
-def test_classes_of_rows_and_columns_save_more_than_they_cost():
+def test_classes_save_more_bytes_than_they_cost():
     """Scales that differ by an octave: coding by classes approaches the entropy given the scales."""
     random = np.random.default_rng(2)
     tensor = matrix(random, 600, 500, scale=3, spread=1.0)
@@ -114,7 +114,7 @@ def test_classes_of_rows_and_columns_save_more_than_they_cost():
     assert encoded.tensors["a"].weights + side < 0.9 * entropy_bits(tensor.integers) * tensor.integers.size / 8
 
 
-def test_every_flipped_byte_is_refused():
+def test_every_flipped_byte_is_rejected():
     tensors = model()
     data = artifact.encode(CONFIG, tensors, list(tensors)).data
     shapes = shapes_of(tensors)
@@ -126,7 +126,7 @@ def test_every_flipped_byte_is_refused():
                 artifact.decode(bytes(damaged), shapes)
 
 
-def test_every_truncation_is_refused():
+def test_every_truncation_is_rejected():
     tensors = model()
     data = artifact.encode(CONFIG, tensors, list(tensors)).data
     for end in range(len(data)):
@@ -135,7 +135,7 @@ def test_every_truncation_is_refused():
 
 
 @pytest.mark.parametrize("more", [b"\0", b"\0\0\0\0", b"golf", bytes(1000)])
-def test_appended_bytes_are_refused(more):
+def test_appended_bytes_are_rejected(more):
     tensors = model()
     data = artifact.encode(CONFIG, tensors, list(tensors)).data
     with pytest.raises(ValueError, match="it is damaged"):
@@ -143,7 +143,7 @@ def test_appended_bytes_are_refused(more):
 
 
 @pytest.mark.parametrize("name", ["up.weight", "norm.weight", "zero.weight"])
-def test_weights_of_another_model_are_refused(name):
+def test_weights_of_another_model_are_rejected(name):
     tensors = model()
     data = artifact.encode(CONFIG, tensors, list(tensors)).data
     shapes = shapes_of(tensors)
@@ -152,7 +152,7 @@ def test_weights_of_another_model_are_refused(name):
         artifact.decode(data, shapes)
 
 
-def test_a_later_version_is_refused(monkeypatch):
+def test_later_format_version_is_rejected(monkeypatch):
     monkeypatch.setattr(artifact, "VERSION", 2)
     data = artifact.encode({}, {}, []).data
     with pytest.raises(ValueError, match="has version 2; this program reads version 1"):
@@ -160,12 +160,12 @@ def test_a_later_version_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [70000.0, -65519.0, np.inf, np.nan])
-def test_values_that_fp16_does_not_have_are_refused(value):
+def test_values_outside_fp16_are_rejected(value):
     with pytest.raises(ValueError, match="gain has a value that fp16 does not have"):
         artifact.encode({}, {"gain": np.array([1, value], np.float32)}, ["gain"])
 
 
-def test_zero_has_no_sign_and_half_values_are_kept():
+def test_fp16_values_are_exact_and_zero_loses_its_sign():
     values = np.array([-0.0, 0.0, 1.0, -1.5, 2.0**-24, 65280.0], np.float32)
     encoded = artifact.encode({}, {"a": values}, ["a"])
     found = artifact.decode(encoded.data, {"a": (6,)})[1]["a"]
@@ -173,7 +173,7 @@ def test_zero_has_no_sign_and_half_values_are_kept():
     assert not np.signbit(found[0])
 
 
-def test_the_hash_is_of_the_fp32_weights_in_order():
+def test_hash_covers_the_fp32_weights_in_order():
     import hashlib
 
     tensors = model()

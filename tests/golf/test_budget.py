@@ -26,7 +26,7 @@ def files(tmp_path):
     return [tmp_path / name for name in sizes]
 
 
-def test_the_budget_is_the_last_number_that_passes(files):
+def test_budget_itself_fits_and_one_byte_more_does_not(files):
     assert ledger_of(files, "challenge", CAP).problem is None
     with files[1].open("ab") as file:
         file.write(b"!")
@@ -38,7 +38,7 @@ def test_the_budget_is_the_last_number_that_passes(files):
     assert "tokenizer" not in problem and "\n" not in problem
 
 
-def test_everything_counts_everything(files):
+def test_counting_everything_includes_tokenizer_and_config(files):
     ledger = ledger_of(files, "everything", CAP)
     assert ledger.total() == 16_040_000 and ledger.total("challenge") == CAP
     assert "40,000 more than" in ledger.problem
@@ -46,12 +46,12 @@ def test_everything_counts_everything(files):
     assert "score.py could give 6,000 of its 6,000" in ledger.problem
 
 
-def test_a_megabyte_is_decimal(files):
+def test_megabyte_is_decimal(files):
     files[1].write_bytes(bytes(16 * 2**20 - 6_000))
     assert "777,216 more than" in ledger_of(files, "challenge", CAP).problem
 
 
-def test_the_ledger_says_what_is_on_disk(files):
+def test_ledger_lists_the_files_on_disk(files):
     files[0].write_bytes(b"import this\n")
     ledger = ledger_of(files, "challenge", CAP).as_data()
     assert ledger["totals"] == {"challenge": 15_994_012, "everything": 16_034_012}

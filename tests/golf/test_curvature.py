@@ -35,7 +35,7 @@ def floored(weights):
     return np.maximum(weights, ROW_FLOOR * weights.mean())
 
 
-def test_a_hidden_layer_has_its_inputs_and_the_gradients_of_its_outputs():
+def test_hidden_layer_curvature_is_input_and_gradient_moments():
     model, batch = tiny(), text()
     name = "model.layers.1.mlp.down_proj"
     module, seen = model.get_submodule(name), {}
@@ -59,7 +59,7 @@ def test_a_hidden_layer_has_its_inputs_and_the_gradients_of_its_outputs():
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
-def test_the_head_has_the_expected_squared_gradient(soft_cap):
+def test_head_curvature_is_the_expected_squared_gradient(soft_cap):
     """Over labels drawn from the model's own distribution, which is also its expected second derivative."""
     model, batch = tiny(tie_word_embeddings=False, logit_soft_cap=soft_cap), text()
     uncapped = model.lm_head(model.model(batch["input_ids"]).last_hidden_state).detach().flatten(0, 1)
@@ -73,7 +73,7 @@ def test_the_head_has_the_expected_squared_gradient(soft_cap):
     np.testing.assert_allclose(weights, floored(expected.numpy()), rtol=1e-4)
 
 
-def test_an_embedding_counts_tokens_of_the_whole_stream():
+def test_embedding_curvature_weighs_tokens_by_the_whole_stream():
     model, batch = tiny(tie_word_embeddings=False), text()
     counts = np.zeros(37, dtype=np.int64)
     counts[[3, 5]] = 300, 700
@@ -91,7 +91,7 @@ def test_an_embedding_counts_tokens_of_the_whole_stream():
     np.testing.assert_allclose(own.row_weights, floored((occurrences + 0.5) / 48), rtol=1e-9)
 
 
-def test_a_tied_embedding_is_the_sum_of_both_sides():
+def test_tied_embedding_curvature_sums_both_sides():
     generator = np.random.default_rng(0)
     sides = []
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_a_tied_embedding_is_the_sum_of_both_sides():
     assert "lm_head.weight" not in tied and tied["model.embed_tokens.weight"].row_weights.shape == (37,)
 
 
-def test_a_layer_that_runs_twice_has_the_gradients_of_both_passes():
+def test_repeated_layer_curvature_covers_all_passes():
     model, batch = tiny(), text()
     twice = tiny()
     shared = twice.model.layers[0]
@@ -127,7 +127,7 @@ def test_a_layer_that_runs_twice_has_the_gradients_of_both_passes():
     assert both.row_weights.shape == once.row_weights.shape
 
 
-def test_leaves_the_model_as_it_was():
+def test_measuring_curvature_leaves_the_model_unchanged():
     model = tiny().train()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_leaves_the_model_as_it_was():
         measure_curvature(model, [])
 
 
-def test_sums_are_exact_under_autocast():
+def test_curvature_sums_are_exact_under_autocast():
     """Accelerate wraps a model's forward in autocast."""
     model, batch = tiny(), text()
     exact = measure_curvature(model, [batch])
@@ -165,7 +165,7 @@ def test_large_vocabularies_are_measured_in_parts(monkeypatch):
 @pytest.mark.parametrize(
     "name", ["model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"]
 )
-def test_predicts_how_much_the_loss_rises(name):
+def test_curvature_predicts_the_rise_of_the_loss(name):
     """On labels that the model draws itself, where the curvature of the loss is that of its KL divergence."""
     model = tiny(tie_word_embeddings=False)
     ids = text(rows=64)["input_ids"]
@@ -188,7 +188,7 @@ def test_predicts_how_much_the_loss_rises(name):
     assert math.log2(np.mean(predicted) / np.mean(measured)) == pytest.approx(0, abs=0.5)
 
 
-def test_calibrates_on_the_blocks_that_a_run_would_read_next():
+def test_calibration_text_is_what_the_run_would_read_next():
     class Stream:
         tokens = np.arange(1000, dtype=np.uint16)
 
@@ -218,7 +218,7 @@ def test_calibrates_on_the_blocks_that_a_run_would_read_next():
         assert torch.equal(torch.cat([batch[key] for batch in batches]), expected[key])
 
 
-def test_real_tokenizers_and_models_are_measured():
+def test_curvature_of_a_trained_model_covers_every_matrix():
     model, tokenizer = build_tiny()
     names = set(measure_curvature(model, [text(vocabulary=len(tokenizer))]))
     assert names == {name for name, parameter in model.named_parameters() if parameter.ndim == 2}

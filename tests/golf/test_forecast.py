@@ -25,7 +25,7 @@ def size_of(tensors):
 
 @pytest.mark.parametrize("method", ["gptq", "nearest"])
 @pytest.mark.parametrize("allocation", ["curvature", "sdclip"])
-def test_an_export_has_the_bytes_and_the_price_that_were_forecast(model_and_curvature, method, allocation):
+def test_export_takes_the_forecast_bytes_at_the_forecast_loss(model_and_curvature, method, allocation):
     model, curvature = model_and_curvature
     weights, options = matrices(model), {"method": method, "allocation": allocation}
     seen = forecast(weights, curvature, GolfSection(**options), overhead_bytes=500, size_of=size_of)
@@ -43,7 +43,7 @@ def test_an_export_has_the_bytes_and_the_price_that_were_forecast(model_and_curv
     assert again.scale == pytest.approx(exported.scale, rel=0.03)
 
 
-def test_less_room_costs_more(model_and_curvature):
+def test_smaller_budget_has_a_higher_forecast_loss(model_and_curvature):
     model, curvature = model_and_curvature
     weights = matrices(model)
     large, middle, small = (
@@ -53,7 +53,7 @@ def test_less_room_costs_more(model_and_curvature):
     assert large < middle < small and small > 4 * large
 
 
-def test_counts_tokens_of_a_long_stream_in_parts(monkeypatch):
+def test_long_streams_are_counted_in_evenly_spaced_parts(monkeypatch):
     class Stream:
         tokens = np.repeat(np.arange(8, dtype=np.uint16), 1000)
 

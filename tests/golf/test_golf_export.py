@@ -70,7 +70,7 @@ def exported(trained, tmp_path_factory):
     return trained / "golf"
 
 
-def test_the_files_fit_and_the_ledger_is_what_is_on_disk(exported):
+def test_export_fits_and_its_ledger_lists_the_files_on_disk(exported):
     ledger = json.loads((exported / "ledger.json").read_text())
     sizes = {path.name: path.stat().st_size for path in exported.iterdir() if path.is_file()}
     assert {file["name"]: file["bytes"] for file in ledger["files"]}.items() <= sizes.items()
@@ -82,7 +82,7 @@ def test_the_files_fit_and_the_ledger_is_what_is_on_disk(exported):
     assert 0 < ledger["after"]["bpb"] - ledger["before"]["bpb"] < 0.5
 
 
-def test_the_model_is_the_one_that_was_scored(exported):
+def test_exported_model_is_the_one_that_was_scored(exported):
     model = AutoModelForCausalLM.from_pretrained(exported / "model", trust_remote_code=True)
     stored = load_file(exported / "model" / "model.safetensors")
     shapes = {name: tensor.shape for name, tensor in stored.items()}
@@ -102,7 +102,7 @@ def order_of(model, shapes):
     return {name: shapes[name] for name in model.state_dict() if name in shapes}
 
 
-def test_the_card_says_bytes_and_bits_per_byte(exported):
+def test_card_states_bytes_and_bits_per_byte(exported):
     card = (exported / "model" / "README.md").read_text()
     ledger = json.loads((exported / "ledger.json").read_text())
     size = (exported / "artifact.bin").stat().st_size
@@ -116,7 +116,7 @@ def test_the_card_says_bytes_and_bits_per_byte(exported):
     assert "model.safetensors" in {path.name for path in exported_files(exported / "model")}, "it can be pushed"
 
 
-def test_the_table_adds_up(exported):
+def test_table_adds_up_to_the_artifact(exported):
     table = json.loads((exported / "table.json").read_text())
     size = (exported / "artifact.bin").stat().st_size
     matrices = sum(row["bytes"] for row in table["tensors"])
@@ -127,7 +127,7 @@ def test_the_table_adds_up(exported):
     assert "zlib 9, Huffman only" in names and "LZMA 9e" in names and "brotli 11" in names
 
 
-def test_golf_score_repeats_the_score(exported, run_script):
+def test_golf_score_reproduces_the_score(exported, run_script):
     said = run_script("golf_score.py", exported, "--json")
     assert said.status == 0, said.err
     figures = json.loads(said.out)
@@ -154,7 +154,7 @@ def test_golf_score_repeats_the_score(exported, run_script):
         ("ledger.json", lambda data: b"{}", "ledger.json is missing or broken"),
     ],
 )
-def test_golf_score_refuses_what_differs_from_the_ledger(exported, run_script, tmp_path, name, spoil, said):
+def test_golf_score_rejects_what_differs_from_the_ledger(exported, run_script, tmp_path, name, spoil, said):
     folder = tmp_path / "golf"
     shutil.copytree(exported, folder)
     (folder / name).write_bytes(spoil((folder / name).read_bytes()))
@@ -164,7 +164,7 @@ def test_golf_score_refuses_what_differs_from_the_ledger(exported, run_script, t
         assert ended.out == ""
 
 
-def test_the_script_exports_with_the_settings_of_the_command_line(trained, tmp_path, run_script):
+def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, run_script):
     output = tmp_path / "small"
     options = ["--output", output, "--budget_bytes", "60000", "--count", "everything", "--method", "nearest"]
     options += ["--mode", "sliding", "--stride", "16", "--measure_each"]
@@ -235,7 +235,7 @@ def test_any_golf_model_can_be_exported(trained, corpus_file, tmp_path, run_scri
     assert "## How small it is" in (tmp_path / "out" / "model" / "README.md").read_text()
 
 
-def test_without_a_certificate_there_is_no_score(trained, corpus_file, tmp_path, run_script):
+def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, run_script):
     """The validation text is also the training text."""
     copy = tmp_path / "copy.txt"
     shutil.copyfile(corpus_file, copy)
@@ -259,7 +259,7 @@ def test_without_a_certificate_there_is_no_score(trained, corpus_file, tmp_path,
         (["--run", "RUN", "--budget_bytes", "9000", "--code_files", "nothing.py"], "nothing.py is not a file"),
     ],
 )
-def test_mistakes_get_one_line(trained, run_script, options, said, monkeypatch, tmp_path):
+def test_export_mistakes_are_one_line(trained, run_script, options, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     ended = run_script("golf_export.py", *(trained if option == "RUN" else option for option in options))
     last = ended.err.strip().splitlines()[-1]

@@ -31,7 +31,7 @@ def direct(weight, steps, hessian, damping):
 
 
 @pytest.mark.parametrize(("rows", "columns", "has_columns"), [(5, 7, False), (16, 40, True), (8, 150, False)])
-def test_equals_the_direct_implementation(rows, columns, has_columns):
+def test_gptq_equals_the_direct_implementation(rows, columns, has_columns):
     generator = np.random.default_rng(columns)
     weight = generator.standard_normal((rows, columns)).astype(np.float32)
     hessian = correlated(generator, columns)
@@ -42,7 +42,7 @@ def test_equals_the_direct_implementation(rows, columns, has_columns):
     np.testing.assert_array_equal(rounded.integers, expected)
 
 
-def test_is_better_than_nearest_on_correlated_inputs():
+def test_gptq_beats_nearest_rounding_on_correlated_inputs():
     generator = np.random.default_rng(0)
     ratios = []
     for _ in range(100):
@@ -60,7 +60,7 @@ def test_is_better_than_nearest_on_correlated_inputs():
     assert np.mean(ratios) < 0.5
 
 
-def test_inputs_without_correlation_leave_nothing_to_pass_on():
+def test_uncorrelated_inputs_make_gptq_round_to_nearest():
     weight = np.random.default_rng(1).standard_normal((9, 200)).astype(np.float32)
     codes = row_codes_of(np.full(9, 0.3))
     nearest = round_nearest(weight, codes)
@@ -69,7 +69,7 @@ def test_inputs_without_correlation_leave_nothing_to_pass_on():
         np.testing.assert_array_equal(rounded.integers, nearest.integers)
 
 
-def test_a_dead_column_changes_nothing_for_the_others():
+def test_dead_column_does_not_affect_the_others():
     generator = np.random.default_rng(2)
     hessian, weight = correlated(generator, 30), generator.standard_normal((6, 31)).astype(np.float32)
     with_dead = np.zeros((31, 31))

@@ -18,13 +18,13 @@ from hfgolf.golf.grid import (
 )
 
 
-def test_mantissas_are_the_powers_rounded_once():
+def test_mantissas_are_eighths_of_an_octave_rounded_once():
     exact = np.exp2(np.arange(8, dtype=np.longdouble) / 8)
     assert np.finfo(np.longdouble).nmant >= 60
     np.testing.assert_array_equal(MANTISSAS, exact.astype(np.float32))
 
 
-def test_each_step_is_a_mantissa_times_a_power_of_two_without_rounding():
+def test_steps_are_mantissas_times_exact_powers_of_two():
     codes = np.arange(-128, 255 + 127 + 1)  # every sum of a row code and a column code
     steps = steps_of(codes)
     assert steps.dtype == np.float32
@@ -41,7 +41,7 @@ def test_codes_and_steps_are_inverse():
 
 
 @pytest.mark.parametrize("has_columns", [False, True])
-def test_dequantized_is_one_fp32_product(has_columns):
+def test_dequantizing_is_one_fp32_product(has_columns):
     generator = np.random.default_rng(0)
     columns = generator.integers(-20, 20, 33).astype(np.int8) if has_columns else None
     rows = generator.integers(60, 180, 17).astype(np.uint8)
@@ -55,7 +55,7 @@ def test_dequantized_is_one_fp32_product(has_columns):
     np.testing.assert_array_equal(back.integers, matrix.integers)
 
 
-def test_nearest_is_within_half_a_step_and_keeps_zero():
+def test_nearest_rounding_is_within_half_a_step_and_keeps_zero():
     weight = np.random.default_rng(1).standard_normal((8, 50)).astype(np.float32)
     weight[3] = 0
     codes = row_codes_of(np.full(8, 0.3))
@@ -64,7 +64,7 @@ def test_nearest_is_within_half_a_step_and_keeps_zero():
     assert not matrix.integers[3].any()
 
 
-def test_nearest_stays_within_the_alphabet():
+def test_nearest_rounding_stays_within_the_alphabet():
     matrix = round_nearest(np.array([[1e6, -1e6]]), np.array([0], dtype=np.uint8))
     assert matrix.integers.tolist() == [[MAX_INTEGER, -MAX_INTEGER]]
 
@@ -77,13 +77,13 @@ def test_entropy_of_known_distributions():
 
 
 @pytest.mark.parametrize("step", [0.024, 0.1, 0.4145, 1.0, 1.5, 2.5, 4.0])
-def test_gaussian_formula_against_draws(step):
+def test_gaussian_entropy_matches_draws(step):
     draws = np.random.default_rng(2).standard_normal(400_000)
     measured = entropy_bits(np.rint(draws / step).astype(np.int32))
     assert float(gaussian_bits(step)) == pytest.approx(measured, abs=0.006)
 
 
-def test_gaussian_formula_is_the_known_one_for_small_steps():
+def test_gaussian_entropy_follows_the_closed_form_for_small_steps():
     golf_step = 12.85 / 31  # k = 12.85 at 6 bits, in standard deviations
     assert float(gaussian_bits(golf_step)) == pytest.approx(3.318 + golf_step**2 / 16.6, abs=0.001)
     below, above = gaussian_bits(np.array([1 / 32.01, 1 / 31.99]))  # where the table begins

@@ -77,7 +77,7 @@ def shrunk(values):
 
 
 @pytest.mark.parametrize("kind", ["plain", "other"])
-def test_a_small_program_computes_the_same(kind):
+def test_minified_program_computes_the_same(kind):
     values = {"gain": None, "width": 7, "kind": kind}
     config = SimpleNamespace(**values)
     source = shrunk(values)
@@ -89,6 +89,6 @@ def test_a_small_program_computes_the_same(kind):
     assert "counter += 1" in source, "an attribute that changes is no constant"
 
 
-def test_a_string_of_several_lines_is_refused():
+def test_multiline_string_is_rejected():
     with pytest.raises(ValueError, match="a string of several lines"):
         indented_by_one('if x:\n    y = """a\n    b"""\n')

@@ -49,7 +49,7 @@ def codes_of(model, step=0.5):
     }
 
 
-def test_gradients_are_those_of_a_straight_through_function(model, batch):
+def test_rounded_pass_has_straight_through_gradients(model, batch):
     codes = codes_of(model)
     rounding = Rounding(model, packed_codes(codes))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_a_straight_through_function(model, batch):
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_weights_come_back_after_an_error(model):
+def test_weights_are_restored_after_an_error(model):
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rounding = Rounding(model, packed_codes(codes_of(model)))
     with pytest.raises(RuntimeError), rounding.applied():
@@ -82,7 +82,7 @@ def test_weights_come_back_after_an_error(model):
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_a_compiled_graph_sees_the_rounding(model, batch):
+def test_compiled_graph_sees_the_rounding(model, batch):
     compiled = torch.compile(model, backend="eager")
     plain = compiled(**batch).loss.item()
     with Rounding(model, packed_codes(codes_of(model, 4.0))).applied():
@@ -92,7 +92,7 @@ def test_a_compiled_graph_sees_the_rounding(model, batch):
     assert compiled(**batch).loss.item() == plain
 
 
-def test_a_grid_is_read_off_the_weights():
+def test_grid_is_recognized_from_the_weights():
     generator = np.random.default_rng(0)
     weight = generator.standard_normal((30, 64)).astype(np.float32)
     assert grid_of(weight) is None
@@ -109,7 +109,7 @@ def test_a_grid_is_read_off_the_weights():
     assert grid_of(almost) is None
 
 
-def test_an_export_keeps_the_grid_of_a_rounded_model(model, batch):
+def test_export_keeps_the_grid_of_a_rounded_model(model, batch):
     def size_of(tensors):
         return round(sum(entropy_bits(one.integers) * one.integers.size / 8 for one in tensors.values()))
 

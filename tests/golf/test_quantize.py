@@ -38,7 +38,7 @@ def two_matrices():
 
 @pytest.mark.parametrize("column_steps", [False, True])
 @pytest.mark.parametrize("has_feedback", [False, True])
-def test_curvature_steps_cost_the_loss_the_same_everywhere(two_matrices, column_steps, has_feedback):
+def test_curvature_steps_give_every_row_the_same_loss(two_matrices, column_steps, has_feedback):
     weights, curvature = two_matrices
     feedback = {name: error_feedback(one.hessian) for name, one in curvature.items()} if has_feedback else None
     plan = allocate(weights, "curvature", curvature, feedback, column_steps)
@@ -68,7 +68,7 @@ def test_sdclip_spends_the_same_bits_on_every_row(two_matrices):
     assert predicted_bytes(plan, 12.85 / 31) == pytest.approx(sizes + side, rel=0.005)
 
 
-def test_uniform_steps_are_alike_and_their_size_is_smooth(two_matrices):
+def test_uniform_steps_have_a_smooth_size(two_matrices):
     weights, _ = two_matrices
     plan = allocate(weights, "uniform", {}, None)
     for unit in plan.values():
@@ -78,7 +78,7 @@ def test_uniform_steps_are_alike_and_their_size_is_smooth(two_matrices):
 
 
 @pytest.mark.parametrize("allocation", ["curvature", "sdclip", "uniform"])
-def test_predicts_the_entropy_of_gaussian_rows(two_matrices, allocation):
+def test_predicted_bytes_match_the_entropy_of_gaussian_rows(two_matrices, allocation):
     weights, curvature = two_matrices
     plan = allocate(weights, allocation, curvature, None)
     scale = scale_for_bytes(plan, 4000, 1e-9, 1e9)
@@ -95,7 +95,7 @@ def test_predicts_the_entropy_of_gaussian_rows(two_matrices, allocation):
     assert bits / 8 + side == pytest.approx(4000, rel=0.01)
 
 
-def test_an_outlier_makes_its_row_coarser_rather_than_being_cut_off():
+def test_outlier_makes_its_row_coarser_instead_of_being_clipped():
     weight = np.full((2, 50), 1e-3, dtype=np.float32)
     weight[1, 7] = 1e3
     unit = allocate({"w": weight}, "uniform", {}, None)["w"]
@@ -117,7 +117,7 @@ def size_of(tensors):
 @pytest.mark.parametrize("allocation", ["curvature", "sdclip", "uniform"])
 @pytest.mark.parametrize("method", ["gptq", "nearest"])
 @pytest.mark.parametrize("bits", [1.5, 3.3, 7])
-def test_lands_just_below_the_budget(small_model, allocation, method, bits):
+def test_quantized_model_fills_the_budget(small_model, allocation, method, bits):
     model, curvature = small_model
     budget = 3000 + round(sum(w.size for w in matrices(model).values()) * bits / 8)
     quantized = quantize_model(
@@ -171,7 +171,7 @@ def test_passing_errors_on_is_never_predicted_to_be_worse_than_rounding_to_neare
     assert losses["gptq"] < losses["nearest"]
 
 
-def test_a_budget_that_is_too_small_says_what_is_needed(small_model):
+def test_too_small_budget_error_names_the_bytes_needed(small_model):
     model, curvature = small_model
     with pytest.raises(UserError, match=r"golf.budget_bytes: 6,000 is too small: .* still takes \S+ bytes") as said:
         quantize_model(model, curvature, budget_bytes=6000, overhead_bytes=5500, size_of=size_of)
@@ -182,7 +182,7 @@ def test_a_budget_that_is_too_small_says_what_is_needed(small_model):
     assert quantized.size_bytes <= 1.05 * needed
 
 
-def test_a_budget_that_is_too_large_says_what_stays_free(small_model):
+def test_too_large_budget_reports_the_free_bytes(small_model):
     model, curvature = small_model
     quantized = quantize_model(model, curvature, budget_bytes=10**6, overhead_bytes=0, size_of=size_of)
     assert len(quantized.findings) == 1 and f"{10**6 - quantized.size_bytes:,} bytes stay free" in quantized.findings[0]
@@ -213,7 +213,7 @@ def test_curvature_and_feedback_lower_the_predicted_loss(small_model):
     assert losses["gptq", "curvature"] < losses["nearest", "curvature"] < losses["nearest", "sdclip"]
 
 
-def test_fresh_models_with_zero_projections_can_be_rounded():
+def test_fresh_model_with_zero_projections_can_be_rounded():
     model = GolfForCausalLM(GolfConfig(vocab_size=96, hidden_size=48, num_hidden_layers=2, num_attention_heads=2))
     ids = torch.arange(96).view(2, 48)
     curvature = measure_curvature(model, [{"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}])
@@ -225,7 +225,7 @@ def test_fresh_models_with_zero_projections_can_be_rounded():
         assert not quantized.tensors["model.layers.0.self_attn.o_proj.weight"].integers.any()
 
 
-def test_matrices_are_the_parameters_with_a_grid(small_model):
+def test_matrices_are_all_two_dimensional_parameters(small_model):
     model, _ = small_model
     names = set(matrices(model))
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names

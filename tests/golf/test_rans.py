@@ -34,14 +34,14 @@ def round_trip(chunks, num_contexts=1, num_lanes=None):
     ],
     ids=["gaussian", "skewed", "geometric"],
 )
-def test_a_million_draws_take_their_entropy(draws):
+def test_million_draws_take_their_entropy(draws):
     coded = round_trip([(0, draws)])
     entropy_bytes = entropy_bits(draws) * len(draws) / 8
     assert entropy_bytes <= len(coded.stream) <= 1.0005 * entropy_bytes + 4 * coded.num_lanes
     assert not coded.raw, "integers below 64 have no raw bits"
 
 
-def test_one_lane_is_decoded_by_the_textbook():
+def test_textbook_decoder_reads_a_single_lane():
     """A decoder written from Duda 2013, arXiv:1311.2540, one symbol at a time, reads the same integers.
 
     constriction's coder for Python has words of 32 bits and frequencies of 24, so it cannot read this stream.
@@ -84,18 +84,18 @@ def test_large_integers_take_about_their_entropy():
     ids=["empty", "one", "constant", "extremes", "all of int32"],
 )
 @pytest.mark.parametrize("num_lanes", [1, 8, 256])
-def test_special_cases_come_back(integers, num_lanes):
+def test_extreme_integers_survive_a_round_trip(integers, num_lanes):
     coded = round_trip([(0, integers)], num_lanes=num_lanes)
     assert len(coded.stream) >= 4 * num_lanes
 
 
-def test_a_constant_costs_nothing():
+def test_constant_integers_cost_nothing():
     coded = round_trip([(0, np.full(10**5, -3, np.int32))], num_lanes=8)
     assert len(coded.stream) == 4 * 8
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_chunks_in_random_contexts_come_back(seed):
+def test_random_chunks_in_random_contexts_survive_a_round_trip(seed):
     random = np.random.default_rng(seed)
     num_contexts = int(random.integers(1, 12))
     chunks = []
@@ -107,7 +107,7 @@ def test_random_chunks_in_random_contexts_come_back(seed):
     round_trip(chunks, num_contexts, num_lanes=int(2 ** random.integers(0, 9)))
 
 
-def test_contexts_save_what_they_know():
+def test_contexts_reach_the_entropy_of_each():
     """Two scales, told apart by the context, take the entropy of each; without it, that of their mixture."""
     contexts = RANDOM.integers(0, 2, 10**5)
     integers = np.rint(RANDOM.normal(0, 1, 10**5) * np.array([0.5, 8])[contexts]).astype(np.int32)
@@ -119,7 +119,7 @@ def test_contexts_save_what_they_know():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_frequencies_are_the_best_that_sum_to_two_to_the_14(seed):
+def test_frequencies_are_optimal(seed):
     """No move of one slot from a symbol to another saves bits."""
     random = np.random.default_rng(seed)
     counts = np.floor(10.0 ** random.uniform(-1, 7, int(random.integers(1, 900)))).astype(np.int64)
@@ -134,12 +134,12 @@ def test_frequencies_are_the_best_that_sum_to_two_to_the_14(seed):
         assert gains[winner] <= np.delete(losses, winner).min(initial=np.inf) * (1 + 1e-9)
 
 
-def test_symbols_are_few():
+def test_extreme_integers_have_small_symbols():
     symbols, _ = split_integers(np.array([-(2**31), 2**31 - 1]))
     assert symbols.tolist() == [-(32 * 26 + 32), 32 * 25 + 63]
 
 
-def test_one_lost_word_does_not_go_unnoticed():
+def test_damaged_word_is_detected():
     integers = np.rint(RANDOM.normal(0, 3, 5000)).astype(np.int32)
     encoder = Encoder(1)
     encoder.add(0, integers)

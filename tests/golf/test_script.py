@@ -86,7 +86,7 @@ MODELS = {
         for name, changes in MODELS.items()
     ],
 )
-def test_logits_are_those_of_the_model(changes):
+def test_script_logits_match_the_model(changes):
     """Of the program that is packed for this model, whose every vector has random weights."""
     model = build_model(**changes)
     data = encode_model(model)
@@ -99,7 +99,7 @@ def test_logits_are_those_of_the_model(changes):
 
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_the_script_is_small_plain_text_and_needs_torch_and_numpy_only(changes):
+def test_script_is_small_plain_text_and_needs_only_torch_and_numpy(changes):
     packed = packed_script(build_model(**changes).config)
     assert len(packed) <= MAX_BYTES == 12_000
     assert re.fullmatch(rb"import lzma,base64\nexec\(lzma\.decompress\(base64\.b85decode\(\"[!-~]+\"\)\)\)\n", packed)
@@ -109,13 +109,13 @@ def test_the_script_is_small_plain_text_and_needs_torch_and_numpy_only(changes):
     assert '"""' not in source and "->" not in source and "apply_dropout" not in source and "config." not in source
 
 
-def test_what_a_config_does_not_use_costs_nothing():
+def test_unused_features_cost_no_bytes():
     small, large = (len(packed_script(build_model(**MODELS[name]).config)) for name in ("default", "record"))
     assert small < large - 400 and small < 8_000
 
 
 @pytest.mark.slow
-def test_the_program_of_every_shipped_config_fits():
+def test_script_of_every_shipped_config_fits():
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         config = load_config([f"--config={path}"]).config.model
         fields = {
@@ -124,7 +124,7 @@ def test_the_program_of_every_shipped_config_fits():
         assert len(packed_script(GolfConfig(**fields))) <= MAX_BYTES, path.name
 
 
-def test_config_differences_are_what_changes_logits():
+def test_config_differences_keep_only_what_changes_logits():
     config = GolfConfig(hidden_size=64, dropout=0.1, use_cache=False, eos_token_id=3, bos_token_id=3)
     assert config_differences(config) == {
         "hidden_size": 64,
@@ -137,7 +137,7 @@ def test_config_differences_are_what_changes_logits():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["sliding", 4], ["documents", 8]])
-def test_it_scores_every_token_once_in_a_clean_process(golf_files, options):
+def test_script_scores_every_token_once_in_a_clean_process(golf_files, options):
     """The same figures by hand: each token's probability from the logits of the model, window by window."""
     model = build_model()
     encode_model(model)
@@ -174,7 +174,7 @@ def test_it_scores_every_token_once_in_a_clean_process(golf_files, options):
         ("bytes.bin", lambda data: data[2:], "tokens and bytes do not belong together"),
     ],
 )
-def test_damaged_files_get_one_line_and_no_score(golf_files, name, spoil, said):
+def test_damaged_files_are_one_line_and_no_score(golf_files, name, spoil, said):
     path = golf_files / name
     path.write_bytes(spoil(path.read_bytes()))
     command = [sys.executable, "-I", *(str(golf_files / file) for file in (SCRIPT, ARTIFACT, TOKENS, TOKEN_BYTES))]
@@ -183,7 +183,7 @@ def test_damaged_files_get_one_line_and_no_score(golf_files, name, spoil, said):
     assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_two_things_of_one_name_are_refused(monkeypatch):
+def test_duplicate_names_are_rejected(monkeypatch):
     monkeypatch.setattr(script, "SOURCES", (*script.SOURCES, "golf/program.py"))
     with pytest.raises(ValueError, match=r"two sources of score\.py define"):
         script.assemble({})

@@ -42,7 +42,7 @@ def test_figures_of_one_matrix():
     assert row.kurtosis == pytest.approx(8 * (4 + 256) / 20**2)
 
 
-def test_the_first_row_is_where_bytes_are_best_spent(parts):
+def test_first_row_is_where_bytes_are_best_spent(parts):
     rows = table(*parts)
     assert [row.name for row in rows] == NAMES[::-1]
     assert sum(row.share_of_bytes for row in rows) == pytest.approx(1)
@@ -60,7 +60,7 @@ def test_layers_fold_into_one_row(parts):
     assert up.entropy_bits == pytest.approx(np.mean([row.entropy_bits for row in members]))
 
 
-def test_text_and_data(parts):
+def test_table_prints_as_text_and_as_data(parts):
     rows = table(*parts)
     data = json.loads(json.dumps(as_data(rows)))
     assert [one["name"] for one in data["tensors"]] == [row.name for row in rows]
@@ -87,7 +87,7 @@ def test_findings_name_what_stands_out(parts):
     assert "uses only 3 levels" in by_name[coarse]
 
 
-def test_measures_each_matrix_alone():
+def test_measured_loss_is_of_each_matrix_alone():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(4, 2, bias=False))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     tensors = {

@@ -16,7 +16,7 @@ def short_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [1, 5, 13])
-def test_it_is_causal_softmax_attention_and_so_are_its_gradients(length):
+def test_causal_blocks_match_softmax_attention_and_its_gradients(length):
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, length, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     gradient = torch.randn(2, 3, length, 4, dtype=torch.float64)
@@ -30,7 +30,7 @@ def test_it_is_causal_softmax_attention_and_so_are_its_gradients(length):
         torch.testing.assert_close(blocks, sdpa, rtol=1e-6, atol=1e-6)  # the softmax is in fp32
 
 
-def test_dropout_leaves_the_mean_alone_and_zeroes_its_share():
+def test_attention_dropout_zeroes_its_share_and_keeps_the_mean():
     torch.manual_seed(0)
     query = key = torch.zeros(1, 1, 11, 11)  # the last query attends to all eleven equally
     weights = torch.stack(
@@ -42,7 +42,7 @@ def test_dropout_leaves_the_mean_alone_and_zeroes_its_share():
 
 @pytest.mark.parametrize("key_value_heads", [4, 1])
 @pytest.mark.parametrize("padding", [0, 5])
-def test_a_model_with_blocks_says_the_same(build_golf, token_ids, key_value_heads, padding):
+def test_model_with_causal_blocks_gives_the_same_logits(build_golf, token_ids, key_value_heads, padding):
     golf = build_golf(num_key_value_heads=key_value_heads)
     mask = torch.ones_like(token_ids)
     mask[0, :padding] = 0
@@ -53,7 +53,7 @@ def test_a_model_with_blocks_says_the_same(build_golf, token_ids, key_value_head
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_model_with_blocks_generates_the_same(build_golf, token_ids, cache):
+def test_model_with_causal_blocks_generates_the_same(build_golf, token_ids, cache):
     golf = build_golf()
     options = {"attention_mask": torch.ones_like(token_ids), "pad_token_id": 0, "eos_token_id": None}
     options |= {"cache_implementation": cache, "max_new_tokens": 8, "do_sample": False, "disable_compile": True}
@@ -62,7 +62,7 @@ def test_a_model_with_blocks_generates_the_same(build_golf, token_ids, cache):
     assert torch.equal(golf.generate(token_ids, **options), expected)
 
 
-def test_a_saved_model_does_not_know_of_it(build_golf, tmp_path):
+def test_saved_model_does_not_mention_causal_blocks(build_golf, tmp_path):
     golf = build_golf()
     golf.set_attn_implementation(causal_blocks.NAME)
     golf.save_pretrained(tmp_path)
@@ -79,13 +79,13 @@ def test_a_saved_model_does_not_know_of_it(build_golf, tmp_path):
         ("cuda", "bf16", 256, False),
     ],
 )
-def test_it_is_for_bf16_on_a_cpu(build_golf, device, precision, length, expected):
+def test_causal_blocks_are_chosen_for_bf16_on_a_cpu(build_golf, device, precision, length, expected):
     golf = build_golf()
     causal_blocks.choose_attention(golf, torch.device(device), precision, length)
     assert (golf.config._attn_implementation == causal_blocks.NAME) is expected
 
 
-def test_another_model_keeps_its_attention():
+def test_foreign_model_keeps_its_attention():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8))
     causal_blocks.choose_attention(gpt2, torch.device("cpu"), "bf16", 8)
     assert gpt2.config._attn_implementation == "sdpa"

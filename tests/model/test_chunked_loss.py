@@ -41,7 +41,7 @@ CAPS = [(None,), (3.0,), (3.0, 1.5), (3.0, None, "poly5"), (3.0, 1.5, "poly5"), 
 
 
 @pytest.mark.parametrize("caps", CAPS)
-def test_value_and_gradients_equal_the_plain_loss(caps):
+def test_chunked_loss_and_gradients_equal_the_plain_loss(caps):
     hidden, weight, targets = build_operands()
     expected = plain_nats(hidden, weight, targets, *caps)
     actual = chunked_cross_entropy(hidden, weight, targets, *caps)
@@ -53,7 +53,7 @@ def test_value_and_gradients_equal_the_plain_loss(caps):
 
 
 @pytest.mark.parametrize("caps", CAPS[:5])
-def test_gradients_equal_finite_differences(caps):
+def test_chunked_gradients_equal_finite_differences(caps):
     hidden, weight, targets = build_operands(torch.float64)
     assert torch.autograd.gradcheck(
         lambda h, w: chunked_cross_entropy(h, w, targets, *caps), (hidden, weight), fast_mode=True
@@ -61,7 +61,7 @@ def test_gradients_equal_finite_differences(caps):
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_operand_costs_no_gradient(frozen):
+def test_frozen_operand_gets_no_gradient(frozen):
     hidden, weight, targets = build_operands()
     free = weight if frozen == "hidden" else hidden
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
@@ -70,7 +70,7 @@ def test_a_frozen_operand_costs_no_gradient(frozen):
     torch.testing.assert_close(actual, expected)
 
 
-def test_no_gradient_is_computed_when_none_is_wanted():
+def test_no_gradient_is_computed_unless_needed():
     hidden, weight, targets = build_operands()
     num_flops = []
     for is_wanted in (True, False):
@@ -93,14 +93,14 @@ class Watch(TorchDispatchMode):
         return output
 
 
-def test_the_logits_of_the_batch_never_exist():
+def test_logits_of_the_whole_batch_never_exist():
     hidden, weight, targets = build_operands()
     with Watch() as watch:
         chunked_cross_entropy(hidden, weight, targets).backward()
     assert watch.largest == V * C  # the weight's gradient; a chunk of logits is 5 * V, all of them N * V
 
 
-def test_the_model_trains_without_the_logits_of_the_batch(build_golf):
+def test_model_trains_without_the_logits_of_the_whole_batch(build_golf):
     golf = build_golf(vocab_size=1000, hidden_size=16).train()
     ids = torch.randint(1000, (4, 64))
     with Watch() as watch:
@@ -108,7 +108,7 @@ def test_the_model_trains_without_the_logits_of_the_batch(build_golf):
     assert watch.largest < ids.numel() * 1000 / 4
 
 
-def test_gradients_may_be_asked_for_twice():
+def test_backward_may_run_twice():
     hidden, weight, targets = build_operands()
     nats = chunked_cross_entropy(hidden, weight, targets)
     first = torch.autograd.grad(nats / 7, (hidden, weight), retain_graph=True)
@@ -130,7 +130,7 @@ def test_bf16_autocast_is_close_and_sums_in_fp32():
         assert (rounded - exact).norm() < 0.02 * exact.norm()
 
 
-def test_fp16_gradients_of_a_mean_over_many_tokens_do_not_underflow():
+def test_fp16_gradients_over_many_tokens_do_not_underflow():
     hidden, weight, targets = build_operands()
     num_tokens, loss_scale = 2**22, 2.0**16  # a large batch, and the scale fp16 training starts with
     expected = torch.autograd.grad(plain_nats(hidden, weight, targets, None) / num_tokens, (hidden, weight))
@@ -143,7 +143,7 @@ def test_fp16_gradients_of_a_mean_over_many_tokens_do_not_underflow():
     torch.testing.assert_close(unscaled, expected)
 
 
-def test_ignored_rows_count_nothing_even_when_their_states_are_large():
+def test_ignored_rows_do_not_count_even_if_their_states_are_large():
     hidden, weight, targets = build_operands()
     loud = hidden.detach().clone()
     loud[targets == -100] = 1e4

@@ -23,7 +23,7 @@ def losses_and_gradients(golf, token_ids):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_training_step_is_one_graph_with_the_same_gradients(build_golf, token_ids, monkeypatch, backend):
+def test_training_step_compiles_to_one_graph_with_the_same_gradients(build_golf, token_ids, monkeypatch, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler on a CPU")
     monkeypatch.setattr(modeling_golf, "CHUNK_ELEMENTS_CPU", 30 * 61)  # two chunks
@@ -38,7 +38,7 @@ def test_a_training_step_is_one_graph_with_the_same_gradients(build_golf, token_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["golf_baseline", "golf_record", "bigram", "value_embedding", "poly5", "two_caps"])
-def test_the_switches_of_golf_are_one_graph_too(build_golf, all_options, token_ids, name):
+def test_golf_switches_compile_to_one_graph(build_golf, all_options, token_ids, name):
     expected = losses_and_gradients(build_golf(**all_options[name]).train(), token_ids)
     golf = build_golf(**all_options[name]).train()
     golf.compile(backend="aot_eager", fullgraph=True)
@@ -47,7 +47,7 @@ def test_the_switches_of_golf_are_one_graph_too(build_golf, all_options, token_i
 
 
 @pytest.mark.slow
-def test_a_compiled_graph_does_not_fold_the_loops_flag(build_golf, token_ids):
+def test_compiled_graph_follows_the_loop_flag(build_golf, token_ids):
     """It once did, for an entrant of the challenge: his quantization-aware training never ran (#315)."""
     golf, eager = (build_golf(loop=[0, 1, 3]).train() for _ in range(2))
     golf.compile(backend="aot_eager", fullgraph=True)
@@ -60,7 +60,7 @@ def test_a_compiled_graph_does_not_fold_the_loops_flag(build_golf, token_ids):
     assert abs(losses[0][0] - losses[1][0]) > 1e-3 and losses[0][0] == losses[2][0]
 
 
-def test_the_compiled_graph_keeps_causal_sdpa_without_a_mask(build_golf, token_ids):
+def test_compiled_graph_keeps_causal_sdpa_without_a_mask(build_golf, token_ids):
     calls = []
 
     def inspect(graph, example_inputs):

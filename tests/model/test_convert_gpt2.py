@@ -39,7 +39,7 @@ def test_copied_weights_give_gpt2_logits(options, token_ids):
     assert golf.num_parameters() == gpt2.num_parameters()
 
 
-def test_padded_logits_and_loss_are_those_of_gpt2(token_ids):
+def test_padded_logits_and_loss_match_gpt2(token_ids):
     gpt2 = build_gpt2()
     golf = golf_from_gpt2(gpt2)
     mask = torch.ones_like(token_ids)
@@ -54,7 +54,7 @@ def test_padded_logits_and_loss_are_those_of_gpt2(token_ids):
     torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=1e-5)
 
 
-def test_gradients_are_those_of_gpt2(token_ids):
+def test_gradients_match_gpt2(token_ids):
     gpt2 = build_gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).train()
     golf = golf_from_gpt2(gpt2).train()
     gpt2(token_ids, labels=token_ids).loss.backward()
@@ -65,7 +65,7 @@ def test_gradients_are_those_of_gpt2(token_ids):
     torch.testing.assert_close(golf.lm_head.weight.grad, gpt2.lm_head.weight.grad)
 
 
-def test_there_and_back_restores_every_weight_and_rate():
+def test_converting_there_and_back_restores_every_weight_and_rate():
     gpt2 = build_gpt2(attn_pdrop=0.3)
     back = gpt2_from_golf(golf_from_gpt2(gpt2))
     assert all(getattr(back.config, name) == getattr(gpt2.config, name) for name in PDROPS)
@@ -74,14 +74,14 @@ def test_there_and_back_restores_every_weight_and_rate():
         assert torch.equal(back.state_dict()[name], tensor), name
 
 
-def test_a_golf_model_with_gpt2_options_becomes_gpt2(build_golf, gpt2_style, token_ids):
+def test_golf_model_with_gpt2_options_becomes_gpt2(build_golf, gpt2_style, token_ids):
     golf = build_golf(**gpt2_style)
     with torch.no_grad():
         expected, actual = golf(token_ids).logits, gpt2_from_golf(golf)(token_ids).logits
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_what_the_other_cannot_express_is_refused(build_golf, gpt2_style):
+def test_inexpressible_options_are_rejected(build_golf, gpt2_style):
     with pytest.raises(ValueError, match="norm='rmsnorm'; only 'layernorm'"):
         gpt2_from_golf(build_golf())
     with pytest.raises(ValueError, match="num_key_value_heads=2; only 4"):

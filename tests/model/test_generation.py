@@ -25,7 +25,7 @@ def left_padded(rows):
     return token_ids, mask
 
 
-def test_greedy_with_the_cache_equals_greedy_without(build_golf, option, token_ids):
+def test_greedy_generation_is_the_same_with_and_without_a_cache(build_golf, option, token_ids):
     golf = build_golf(**option)
     without = generate(golf, token_ids, use_cache=False)
     assert torch.equal(generate(golf, token_ids), without)
@@ -34,14 +34,14 @@ def test_greedy_with_the_cache_equals_greedy_without(build_golf, option, token_i
 
 
 @pytest.mark.parametrize("name", ["modern", "loop_of_the_middle"])
-def test_a_static_cache_says_the_same(build_golf, all_options, token_ids, name):
+def test_static_cache_generates_the_same(build_golf, all_options, token_ids, name):
     golf = build_golf(**all_options[name])
     # disable_compile: compiling the decode step is transformers' job, and slow on a CPU
     said = generate(golf, token_ids, cache_implementation="static", disable_compile=True)
     assert torch.equal(said, generate(golf, token_ids))
 
 
-def test_a_left_padded_batch_says_what_each_prompt_says_alone(build_golf, option, token_ids):
+def test_left_padded_batch_generates_what_each_prompt_does_alone(build_golf, option, token_ids):
     golf = build_golf(**option)
     rows = [token_ids[0], token_ids[1, :11], token_ids[2, :3]]
     padded, mask = left_padded(rows)
@@ -50,7 +50,7 @@ def test_a_left_padded_batch_says_what_each_prompt_says_alone(build_golf, option
         assert torch.equal(said[-12:], generate(golf, row[None])[0, -12:])
 
 
-def test_positions_come_from_the_mask(build_golf, option, token_ids):
+def test_positions_follow_the_attention_mask(build_golf, option, token_ids):
     golf = build_golf(**option)
     row = token_ids[0, :9]
     padded, mask = left_padded([token_ids[1], row])
@@ -59,7 +59,7 @@ def test_positions_come_from_the_mask(build_golf, option, token_ids):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_a_prompt_fed_in_pieces_gives_the_logits_of_the_whole(build_golf, option, token_ids):
+def test_prompt_in_pieces_gives_the_logits_of_the_whole(build_golf, option, token_ids):
     golf = build_golf(**option)
     whole = golf(token_ids).logits
     first = golf(token_ids[:, :6], use_cache=True)
@@ -69,7 +69,7 @@ def test_a_prompt_fed_in_pieces_gives_the_logits_of_the_whole(build_golf, option
     torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_generating_past_the_learned_positions_is_named(build_golf, token_ids):
+def test_generating_past_the_learned_positions_names_the_limit(build_golf, token_ids):
     golf = build_golf(position_embedding="learned", max_position_embeddings=20)
     with pytest.raises(ValueError, match="max_position_embeddings=20"):
         generate(golf, token_ids)

@@ -5,14 +5,14 @@ import pytest
 from hfgolf.model.configuration_golf import GolfConfig
 
 
-def test_the_default_is_the_modern_block():
+def test_default_config_is_the_modern_block():
     config = GolfConfig()
     modern = (config.norm, config.position_embedding, config.activation, config.qk_norm, config.use_bias)
     assert modern == ("rmsnorm", "rope", "relu2", True, False)
     assert config.tie_word_embeddings
 
 
-def test_sizes_left_out_are_derived_and_saved(tmp_path):
+def test_omitted_sizes_are_derived_and_saved(tmp_path):
     config = GolfConfig(hidden_size=48, num_attention_heads=6)
     assert (config.num_key_value_heads, config.intermediate_size, config.head_dim) == (6, 192, 8)
     config.save_pretrained(tmp_path)
@@ -92,7 +92,7 @@ def test_sizes_left_out_are_derived_and_saved(tmp_path):
         ("logit_soft_cap_negative", -1.0),
     ],
 )
-def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(field, value):
+def test_bad_value_error_names_field_value_and_allowed_values(field, value):
     with pytest.raises(ValueError) as caught:
         GolfConfig(**{field: value})
     message = str(caught.value)
@@ -111,13 +111,13 @@ def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(field, value)
         ({"rope_dims": 16, "position_embedding": "none"}, 'with position_embedding="rope"'),
     ],
 )
-def test_switches_that_exclude_each_other_are_refused(options, message):
+def test_conflicting_switches_are_rejected(options, message):
     with pytest.raises(ValueError) as caught:
         GolfConfig(**options)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_switches_are_saved_as_they_are(tmp_path):
+def test_switches_survive_saving(tmp_path):
     config = GolfConfig(exclude_self_value="all", loop=(1, 2, 3), smear_gate=12)
     assert (config.exclude_self_value, config.loop, config.use_cache) == (5, [1, 2, 3], False)
     config.loop_active = False
@@ -125,10 +125,10 @@ def test_switches_are_saved_as_they_are(tmp_path):
     assert GolfConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
 
 
-def test_an_odd_head_size_is_fine_without_rope():
+def test_odd_head_size_is_allowed_without_rope():
     assert GolfConfig(hidden_size=12, position_embedding="learned").head_dim == 3
 
 
-def test_integers_pass_where_numbers_are_wanted():
+def test_integers_are_accepted_as_numbers():
     config = GolfConfig(rope_theta=10_000, logit_soft_cap=30, dropout=0, eos_token_id=[0, 1])
     assert config.logit_soft_cap == 30

@@ -11,7 +11,7 @@ from hfgolf.model.layers_golf import apply_dropout
 DROPOUTS = ("dropout", "attention_dropout")
 
 
-def test_changing_a_token_leaves_earlier_logits_alone(build_golf, option, token_ids):
+def test_changing_a_token_leaves_earlier_logits_unchanged(build_golf, option, token_ids):
     golf = build_golf(**option)
     changed = token_ids.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 61
@@ -31,7 +31,7 @@ def test_every_parameter_gets_a_finite_gradient(build_golf, option, token_ids):
 
 
 @pytest.mark.parametrize("hidden_size", [32, 256])
-def test_the_first_loss_is_near_ln_v(build_golf, option, hidden_size):
+def test_first_loss_is_near_ln_v(build_golf, option, hidden_size):
     golf = build_golf(fresh=True, **{"vocab_size": 512, "hidden_size": hidden_size, **option})
     token_ids = torch.randint(512, (4, 32), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -39,14 +39,14 @@ def test_the_first_loss_is_near_ln_v(build_golf, option, hidden_size):
     assert loss.item() == pytest.approx(math.log(512), abs=0.1)
 
 
-def test_the_first_loss_is_near_ln_v_at_the_width_of_gpt2(build_golf):
+def test_first_loss_is_near_ln_v_at_the_width_of_gpt2(build_golf):
     golf = build_golf(fresh=True, vocab_size=2048, hidden_size=768, num_attention_heads=12, num_hidden_layers=1)
     token_ids = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         assert golf(token_ids, labels=token_ids).loss.item() == pytest.approx(math.log(2048), abs=0.1)
 
 
-def test_a_fresh_block_is_the_identity(build_golf):
+def test_fresh_block_is_the_identity(build_golf):
     state = build_golf(fresh=True, use_bias=True).state_dict()
     for name, tensor in state.items():
         if name.endswith(("o_proj.weight", "down_proj.weight", "bias")):
@@ -55,7 +55,7 @@ def test_a_fresh_block_is_the_identity(build_golf):
             assert tensor.any(), name
 
 
-def test_the_two_label_conventions_and_the_plain_loss_agree(build_golf, option, token_ids):
+def test_both_label_conventions_give_the_plain_loss(build_golf, option, token_ids):
     golf = build_golf(**option)
     output = golf(token_ids, labels=token_ids)
     following = F.pad(token_ids[:, 1:], (0, 1), value=-100)
@@ -68,7 +68,7 @@ def test_the_two_label_conventions_and_the_plain_loss_agree(build_golf, option, 
     torch.testing.assert_close(share, total / 100)
 
 
-def test_all_targets_ignored_is_zero_not_nan(build_golf, token_ids):
+def test_loss_is_zero_if_all_targets_are_ignored(build_golf, token_ids):
     golf = build_golf().train()
     loss = golf(token_ids, shift_labels=torch.full_like(token_ids, -100)).loss
     loss.backward()
@@ -89,7 +89,7 @@ def test_logits_are_returned_except_when_training_with_labels(build_golf, token_
     assert golf(token_ids, shift_labels=token_ids, return_logits=True).logits.shape == (3, 17, 61)
 
 
-def test_kept_logits_are_the_last_or_the_chosen_ones(build_golf, token_ids):
+def test_logits_to_keep_selects_the_last_or_the_given_positions(build_golf, token_ids):
     golf = build_golf(logit_soft_cap=5.0)
     whole = golf(token_ids).logits
     torch.testing.assert_close(golf(token_ids, logits_to_keep=3).logits, whole[:, -3:])
@@ -132,7 +132,7 @@ def test_fused_projections_name_real_parameters_and_cover_their_rows(build_golf)
     assert all(sum(sizes) == len(parameters[name]) for name, sizes in fused.items())
 
 
-def test_rope_sees_only_distances(build_golf, token_ids):
+def test_rope_depends_only_on_distances(build_golf, token_ids):
     golf = build_golf()
     positions = torch.arange(17)[None]
     shifted = golf(token_ids, position_ids=positions + 23).logits
@@ -173,7 +173,7 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(build_golf, t
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
-def test_dropout_acts_in_training_only(build_golf, token_ids, name):
+def test_dropout_acts_only_in_training(build_golf, token_ids, name):
     golf, without = build_golf(**{name: 0.5}), build_golf()
     torch.testing.assert_close(golf(token_ids).logits, without(token_ids).logits)
     golf.train()
@@ -189,7 +189,7 @@ def test_bf16_autocast_stays_close_to_fp32(build_golf, token_ids, option):
     assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
 
 
-def test_input_errors_are_named(build_golf, token_ids):
+def test_input_errors_name_the_problem(build_golf, token_ids):
     golf = build_golf(position_embedding="learned")
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         golf()
@@ -215,7 +215,7 @@ def test_dropout_zeroes_its_share_independently_and_keeps_the_mean(rate):
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.999])
-def test_dropout_of_a_tiny_or_huge_rate_drops_some_and_keeps_some(rate):
+def test_dropout_at_extreme_rates_drops_some_and_keeps_some(rate):
     torch.manual_seed(0)
     dropped = apply_dropout(torch.ones(10**5), rate)
     assert 0 < (dropped == 0).sum() < 10**5 and dropped.isfinite().all()

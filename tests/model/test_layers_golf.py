@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from hfgolf.model.layers_golf import GolfNetwork
 
 
-def test_the_plain_network_loads_a_saved_model_and_gives_its_logits(build_golf, option, token_ids, tmp_path):
+def test_plain_network_loads_a_saved_model_with_equal_logits(build_golf, option, token_ids, tmp_path):
     golf = build_golf(**option)
     golf.save_pretrained(tmp_path)
     network = GolfNetwork(SimpleNamespace(**golf.config.to_dict())).eval()
@@ -21,7 +21,7 @@ def test_the_plain_network_loads_a_saved_model_and_gives_its_logits(build_golf, 
         torch.testing.assert_close(network(token_ids), golf(token_ids).logits, rtol=0, atol=1e-6)
 
 
-def test_the_layers_import_only_torch_and_the_standard_library():
+def test_layers_import_only_torch_and_the_standard_library():
     source = (Path(__file__).parents[2] / "hfgolf" / "model" / "layers_golf.py").read_text()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}

@@ -44,7 +44,7 @@ save_file(said, root / "said.safetensors")
 
 
 @pytest.mark.slow
-def test_a_process_without_hfgolf_loads_every_option_with_equal_logits(build_golf, all_options, token_ids, tmp_path):
+def test_every_option_loads_without_hfgolf_with_equal_logits(build_golf, all_options, token_ids, tmp_path):
     expected_logits, expected_words = {}, {}
     for name, option in all_options.items():
         golf = build_golf(**option)
@@ -68,7 +68,7 @@ def test_a_process_without_hfgolf_loads_every_option_with_equal_logits(build_gol
     assert saved == {"configuration_golf.py", "layers_golf.py", "modeling_golf.py"}
 
 
-def test_the_folder_says_how_to_load_it_and_holds_the_code(build_golf, tmp_path):
+def test_saved_folder_holds_its_code_and_loading_instructions(build_golf, tmp_path):
     build_golf().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["auto_map"] == {
@@ -84,18 +84,18 @@ def test_the_folder_says_how_to_load_it_and_holds_the_code(build_golf, tmp_path)
         assert "from hfgolf" not in path.read_text()
 
 
-def test_a_tied_head_is_stored_once_and_tied_again(build_golf, tmp_path):
+def test_tied_head_is_stored_once_and_tied_on_loading(build_golf, tmp_path):
     build_golf().save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     loaded = GolfForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
-def test_there_is_no_buffer_for_from_pretrained_to_leave_unset(build_golf, option):
+def test_model_has_no_buffers_that_loading_could_miss(build_golf, option):
     assert not list(build_golf(**option).buffers())
 
 
-def test_loading_initialises_only_what_the_file_lacks(build_golf, tmp_path):
+def test_loading_initializes_only_missing_weights(build_golf, tmp_path):
     golf = build_golf(tie_word_embeddings=False)
     golf.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")

@@ -27,14 +27,14 @@ def plain(golf):
     return golf.double(), {name: weight.double() for name, weight in golf.state_dict().items()}
 
 
-def test_the_baseline_is_its_description(build_golf, all_options, token_ids):
+def test_baseline_matches_its_description(build_golf, all_options, token_ids):
     golf, weights = plain(build_golf(**all_options["golf_baseline"]))
     expected = torch.stack([baseline_logits(weights, row, golf.config) for row in token_ids])
     torch.testing.assert_close(logits_of(golf, token_ids), expected, rtol=1e-6, atol=1e-6)  # angles are fp32
 
 
 @pytest.mark.parametrize("loop_active", [True, False])
-def test_the_record_is_its_description(build_golf, all_options, token_ids, loop_active):
+def test_record_matches_its_description(build_golf, all_options, token_ids, loop_active):
     token_ids[0, [0, 6, 7]] = token_ids[1, 9] = SEPARATOR
     golf, weights = plain(build_golf(**all_options["golf_record"], loop_active=loop_active))
     # the loop of layers 2 and 3, three times: ten passes, of which the first five are the encoder
@@ -58,7 +58,7 @@ TRANSPARENT = {
 
 
 @pytest.mark.parametrize("switch", list(TRANSPARENT.values()), ids=list(TRANSPARENT))
-def test_a_switch_whose_start_is_transparent_changes_nothing_at_first(build_golf, token_ids, switch):
+def test_transparent_switch_changes_nothing_at_the_start(build_golf, token_ids, switch):
     token_ids = token_ids.clamp(max=59)
     default, golf = build_golf(), build_golf(fresh=True, **switch)
     missing = golf.load_state_dict(default.state_dict(), strict=False)
@@ -70,7 +70,7 @@ def test_a_switch_whose_start_is_transparent_changes_nothing_at_first(build_golf
     assert changes == bool(missing.missing_keys)
 
 
-def test_norms_without_weights_equal_norms_whose_weights_are_one(build_golf, token_ids):
+def test_norms_without_weights_equal_norms_with_unit_weights(build_golf, token_ids):
     golf, without = build_golf(), build_golf(norm_weight=False)
     names = set(golf.state_dict()) - set(without.state_dict())
     assert names == {name for name in golf.state_dict() if "norm" in name}
@@ -80,7 +80,7 @@ def test_norms_without_weights_equal_norms_whose_weights_are_one(build_golf, tok
     assert torch.equal(logits_of(golf, token_ids), logits_of(without, token_ids))
 
 
-def test_a_loop_equals_the_same_layers_written_out(build_golf, token_ids):
+def test_loop_equals_the_unrolled_layers(build_golf, token_ids):
     looped = build_golf(num_hidden_layers=4, loop=[1, 2, 3])
     order = [0, 1, 2, 1, 2, 1, 2, 3]
     assert layer_order(looped.config) == order
@@ -93,7 +93,7 @@ def test_a_loop_equals_the_same_layers_written_out(build_golf, token_ids):
     torch.testing.assert_close(logits_of(looped, token_ids), logits_of(written, token_ids))
 
 
-def test_the_outputs_of_heads_have_no_part_along_their_own_values(build_golf, token_ids):
+def test_exclude_self_value_removes_the_part_along_the_own_value(build_golf, token_ids):
     golf = build_golf(exclude_self_value="all", num_key_value_heads=2)
     attention = golf.model.layers[1].self_attn
     seen = {}
@@ -106,7 +106,7 @@ def test_the_outputs_of_heads_have_no_part_along_their_own_values(build_golf, to
     assert heads[:, 1:].norm(dim=-1).min() > 1e-2  # and something is left, except for a first token alone
 
 
-def test_a_document_gives_the_logits_that_it_gives_alone(build_golf, all_options, token_ids):
+def test_document_span_gives_the_logits_of_each_document_alone(build_golf, all_options, token_ids):
     row = torch.where(token_ids == SEPARATOR, SEPARATOR + 1, token_ids)[:1]
     row[0, [0, 5, 12]] = SEPARATOR
     for implementation in ("sdpa", "eager"):
@@ -131,7 +131,7 @@ def test_bigrams_are_hashed_as_published(token_ids):
     assert bigram(token_ids[:1])[0, :, 0].tolist() == rows
 
 
-def test_the_smear_gives_a_separator_nothing_and_others_their_share():
+def test_smear_gate_skips_separators():
     smear = GolfSmear(SimpleNamespace(smear_gate=2, bos_token_id=SEPARATOR))
     with torch.no_grad():
         smear.gate.copy_(torch.tensor([1.0, -2.0]))
@@ -143,7 +143,7 @@ def test_the_smear_gives_a_separator_nothing_and_others_their_share():
     torch.testing.assert_close(smeared[0, 2], x[0, 2] + share * x[0, 1])
 
 
-def test_matrices_start_as_stated(build_golf):
+def test_matrices_are_initialized_as_stated(build_golf):
     uniform = build_golf(fresh=True, matrix_init="uniform", hidden_size=256).model.layers[0]
     weight = uniform.self_attn.qkv_proj.weight
     assert 0.99 / 16 < weight.abs().max() <= 1 / 16  # +-1 / sqrt(256)
@@ -160,7 +160,7 @@ def test_matrices_start_as_stated(build_golf):
     assert golf.lm_head.weight is golf.model.embed_tokens.weight
 
 
-def test_a_saved_switch_starts_again_where_it_starts(build_golf, all_options, tmp_path):
+def test_switch_parameters_reset_to_their_start(build_golf, all_options, tmp_path):
     """Weights that a file lacks start as in a new model: not at what the memory held."""
     golf = build_golf(fresh=True, **all_options["golf_record"])
     kept = {name: weight for name, weight in golf.state_dict().items() if "proj" in name}
@@ -173,7 +173,7 @@ def test_a_saved_switch_starts_again_where_it_starts(build_golf, all_options, tm
 
 
 @pytest.mark.parametrize("switch", ["smear_gate", "document", "bigram", "golf_record"])
-def test_a_switch_that_reads_earlier_ids_generates_without_a_cache(build_golf, all_options, token_ids, switch):
+def test_switch_that_reads_earlier_ids_generates_without_a_cache(build_golf, all_options, token_ids, switch):
     golf = build_golf(**all_options[switch])
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     said = golf.generate(token_ids, attention_mask=torch.ones_like(token_ids), **options)
@@ -185,7 +185,7 @@ def test_a_switch_that_reads_earlier_ids_generates_without_a_cache(build_golf, a
         golf(inputs_embeds=golf.model.embed_tokens(token_ids))
 
 
-def test_a_span_of_documents_needs_their_separator_and_a_mask(build_golf, token_ids):
+def test_document_span_needs_a_separator_and_a_mask(build_golf, token_ids):
     golf = build_golf(attention_span="document")
     with pytest.raises(ValueError, match="needs bos_token_id"):
         golf(token_ids)
@@ -194,7 +194,7 @@ def test_a_span_of_documents_needs_their_separator_and_a_mask(build_golf, token_
         golf(token_ids)
 
 
-def test_poly5_and_two_caps_by_their_formulas(build_golf, token_ids):
+def test_soft_caps_follow_their_formulas(build_golf, token_ids):
     scores = {}
     for name, options in {
         "none": {},
@@ -210,7 +210,7 @@ def test_poly5_and_two_caps_by_their_formulas(build_golf, token_ids):
     torch.testing.assert_close(scores["two"], two)
 
 
-def test_a_factored_embedding_is_the_product_of_its_factors(build_golf, token_ids):
+def test_factored_embedding_is_the_product_of_its_factors(build_golf, token_ids):
     factored, golf = build_golf(embedding_size=12, tie_word_embeddings=False), build_golf(tie_word_embeddings=False)
     state = factored.state_dict()
     table = state.pop("model.embed_tokens.weight") @ state.pop("model.embed_proj.weight").T
@@ -255,7 +255,7 @@ def test_value_embeddings_are_added_to_the_values(build_golf, token_ids):
     ("config", "vocabulary", "parameters", "others"),
     [("golf_baseline.yaml", 1024, 17_059_912, 20_552), ("golf_record.yaml", 8192, 35_945_671, 31_943)],
 )
-def test_the_shipped_stacks_have_exactly_the_published_parameters(config, vocabulary, parameters, others):
+def test_shipped_stacks_have_exactly_the_published_parameters(config, vocabulary, parameters, others):
     run_config = load_config(["--config", str(Path(__file__).parents[2] / "configs" / config)]).config
     assert run_config.tokenizer.vocab_size == vocabulary
     golf = meta_model(run_config.replace(train__mixed_precision="no"), vocabulary, "cpu")
