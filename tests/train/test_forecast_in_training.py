@@ -55,7 +55,8 @@ def test_a_forecast_counts_what_the_export_will_count(run, tiny_run):
 @pytest.mark.slow
 def test_last_forecast_matches_the_export(run, tiny_run, monkeypatch):
     monkeypatch.setattr(forecast, "TOLERATED_NATS", 1e-4)  # so small a model needs less than 1 bit per weight for 0.01
-    folder = run(tiny_run(train__max_steps=60, train__eval_every_steps=60, golf__forecast_every_steps=30))
+    golf = {"golf__forecast_every_steps": 30, "golf__calibration_tokens": 4096}  # below, too
+    folder = run(tiny_run(train__max_steps=60, train__eval_every_steps=60, **golf))
     row = read_rows(folder / "metrics.jsonl")[-1]
     assert row["golf_margin_bytes"] is row["golf_step"] is row["golf_loss"] is None
     assert json.loads((folder / "summary.json").read_text())["step"] == 60
