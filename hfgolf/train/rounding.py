@@ -21,8 +21,9 @@ from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 
-RENEW_EVERY_STEPS = 50
-FROZEN_PART = 0.1  # of the rounded part, at its end: what is exported trained on the grid it is on
+GRIDS = 10
+"""A new grid for each tenth of the rounded part. To choose one takes about as long as it takes an export; the last one
+stays, so that what is exported trained on the grid it is on."""
 AIM = 0.995  # of the budget: after the grid is frozen, the integers still change a little
 
 
@@ -36,10 +37,11 @@ def update_grid(run: Run, expected_steps: float) -> None:
         return
     if accelerator.distributed_type == DistributedType.FSDP:
         raise UserError("golf.qat_fraction: FSDP shards the matrices that it would round; use DDP, or set it to 0.")
-    is_late = state.step >= min((1 - FROZEN_PART * fraction) * expected_steps, expected_steps - 1)
+    steps_per_grid = fraction * expected_steps / GRIDS
+    is_late = state.step >= min(expected_steps - steps_per_grid, expected_steps - 1)
     is_due = state.step >= (1 - fraction) * expected_steps
     if state.grid:
-        is_due = not state.grid["frozen"] and (is_late or state.step - state.grid["step"] >= RENEW_EVERY_STEPS)
+        is_due = not state.grid["frozen"] and (is_late or state.step - state.grid["step"] >= steps_per_grid)
     if not is_due or first_nonfinite(run.raw_model.named_parameters()):
         return
     codes, problem = broadcast_object_list(list(_choose(run)) if accelerator.is_main_process else [None, None])

@@ -27,8 +27,7 @@ def grid_at(folder, step):
 
 
 @pytest.mark.slow
-def test_the_end_of_the_run_is_rounded_and_exported_on_its_grid(run, tiny_run, monkeypatch):
-    monkeypatch.setattr(rounding, "RENEW_EVERY_STEPS", 2)
+def test_the_end_of_the_run_is_rounded_and_exported_on_its_grid(run, tiny_run):
     folder = run(tiny_run(**QAT, golf__qat_fraction=0.5))
     counted = {row["step"]: row["golf_rounded_matrices"] for row in rows(folder)}
     model, _ = load_exported(str(folder / "model"))
@@ -45,12 +44,11 @@ def test_the_end_of_the_run_is_rounded_and_exported_on_its_grid(run, tiny_run, m
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 11], ids=["to be renewed", "frozen"])
 def test_a_resumed_run_rounds_as_before(run, tiny_run, tmp_path, monkeypatch, step):
-    monkeypatch.setattr(rounding, "RENEW_EVERY_STEPS", 3)
-    monkeypatch.setattr(rounding, "FROZEN_PART", 0.25)
+    monkeypatch.setattr(rounding, "GRIDS", 4)
     options = QAT | {"train__max_steps": 12, "golf__qat_fraction": 2 / 3, "train__keep_last": 20}
     whole = run(tiny_run(**options))
     grids = [grid_at(whole, at) for at in (4, 5, 8, 11)]
-    assert [grid and (grid["step"], grid["frozen"]) for grid in grids] == [{}, (4, False), (7, False), (10, True)]
+    assert [grid and (grid["step"], grid["frozen"]) for grid in grids] == [{}, (4, False), (6, False), (10, True)]
     shutil.copytree(whole, tmp_path / "parts" / "tiny", symlinks=True)
     (tmp_path / "parts" / "tiny" / "summary.json").unlink()
     resume_at = checkpoint(tmp_path / "parts" / "tiny", step)
