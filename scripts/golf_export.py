@@ -32,6 +32,9 @@ def main() -> int:
     parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="files that count besides")
     parser.add_argument("--method", choices=("gptq", "nearest"), help="default: golf.method of the run")
     parser.add_argument("--allocation", choices=("curvature", "sdclip", "uniform"), help="default: golf.allocation")
+    parser.add_argument(
+        "--column_steps", action="store_true", default=None, help="a step per column, too; default: golf.column_steps"
+    )
     parser.add_argument("--calibration_tokens", type=within(1, 2**40), help="default: golf.calibration_tokens")
     parser.add_argument("--mode", choices=("flat", "sliding", "documents"), default="flat", help="evaluation (flat)")
     parser.add_argument("--stride", type=within(1, 2**24), help="tokens between windows, if they overlap")

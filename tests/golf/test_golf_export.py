@@ -167,7 +167,7 @@ def test_golf_score_rejects_what_differs_from_the_ledger(exported, run_script, t
 def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, run_script):
     output = tmp_path / "small"
     options = ["--output", output, "--budget_bytes", "60000", "--count", "everything", "--method", "nearest"]
-    options += ["--mode", "sliding", "--stride", "16", "--measure_each"]
+    options += ["--mode", "sliding", "--stride", "16", "--measure_each", "--column_steps"]
     ended = run_script("golf_export.py", "--run", trained, *options)
     assert ended.status == 0, ended.err
     for line in ("Certificate holds", "bits per byte", "sliding, stride 16", "SDClip", "artifact.bin", "LZMA"):
@@ -178,6 +178,7 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
     table = json.loads((output / "table.json").read_text())
     assert all(abs(row["measured_loss"]) < 0.1 for row in table["tensors"]) and "measured" in ended.out
     assert f"{len(table['tensors'])} of {len(table['tensors'])}: model." in ended.err, "progress"
+    assert ledger["settings"]["column_steps"] is True
     assert ledger["settings"]["method"] == "nearest" and ledger["settings"]["calibration_tokens"] == 512
 
 
