@@ -30,11 +30,11 @@ from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.durable import write_text
 from hfgolf.golf.artifact import model_encoder
+from hfgolf.golf.budget import bytes_besides
 from hfgolf.golf.curvature import calibration_batches, measure_curvature, token_counts
 from hfgolf.golf.forecast import TOLERATED_NATS
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
-from hfgolf.golf.script import packed_script
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_exported
 from hfgolf.run.folder import RunFolder
@@ -49,12 +49,12 @@ SCORED_ROWS = 64
 class Exporter:
     """Rounds the weights of a checkpoint to any number of bytes, as golf_export.py does."""
 
-    def __init__(self, checkpoint: Path, config: RunConfig, tokens: TokenCache) -> None:
+    def __init__(self, checkpoint: Path, config: RunConfig, config_file: Path, tokens: TokenCache) -> None:
         model, _ = load_exported(str(checkpoint))
         assert isinstance(model, GolfForCausalLM)
         self.model, self.golf, self.length = model.float().eval(), config.golf, config.batch.sequence_length
         self.weights, self.encode = matrices(model), model_encoder(model)
-        self.overhead_bytes = len(packed_script(model.config))
+        self.overhead_bytes = bytes_besides(model.config, tokens.tokenizer, config_file, self.golf.count)
         batches = calibration_batches(
             tokens.train,
             seed=config.order_seed,
@@ -133,7 +133,7 @@ def main() -> int:
     for forecast in read_rows(run.metrics):
         checkpoint = run.checkpoints / f"step-{forecast['step']:06d}"
         if "golf_bytes" in forecast and checkpoint.is_dir():
-            rows.append(compared(forecast, Exporter(checkpoint, config, tokens)))
+            rows.append(compared(forecast, Exporter(checkpoint, config, run.config, tokens)))
             print("  ".join(f"{name} {value:,.5g}" for name, value in rows[-1].items()), flush=True)
     kept = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
     write_text(arguments.output, json.dumps(kept | {arguments.name: rows}, indent=1) + "\n")

@@ -9,6 +9,7 @@ import hashlib
 import lzma
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ def bytes_besides(config: GolfConfig, tokenizer: PreTrainedTokenizerFast, config
     return sum(len(content) for content, counted_by in files if count in counted_by)
 
 
+@lru_cache(maxsize=2)  # a run asks again at each forecast and each grid
 def _packed(content: bytes) -> bytes:
     return lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
 
