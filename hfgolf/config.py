@@ -611,9 +611,18 @@ class HubConfig:
     format: Literal["auto", "golf", "native"] = "auto"
     """native: an architecture of transformers with the same logits, which loads without trust_remote_code; refused if
     there is none. golf: with hfgolf's modeling code. auto: native if there is one. The run folder holds golf."""
+    license: str | None = None
+    """License of the weights for the model card, by the Hub's name, such as apache-2.0 or other; null: unsaid."""
+    language: list[str] = field(default_factory=list)
+    """Languages of the text for the model card: codes of ISO 639 such as en or deu, also code and multilingual."""
 
     def __post_init__(self) -> None:
         _require_positive("hub", self, "every_steps")
+        is_slug = self.license is None or re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", self.license) is not None
+        _require("hub.license", self.license, is_slug, "a name in lower case such as apache-2.0")
+        for code in self.language:
+            is_code = re.fullmatch(r"[a-z]{2,3}|code|multilingual", code) is not None
+            _require("hub.language", code, is_code, "codes of ISO 639 such as en or deu, code and multilingual")
         if self.push and not self.repo_id:
             raise UserError("hub.repo_id is null, but hub.push is true; name the repository, as user/name.")
 

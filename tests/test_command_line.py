@@ -166,6 +166,15 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             "golf.column_steps: true needs golf.allocation curvature, not sdclip.",
         ),
         (["--hub.push", "true"], "hub.repo_id is null, but hub.push is true; name the repository, as user/name."),
+        (
+            ["--hub.license", "Apache 2.0"],
+            "hub.license: 'Apache 2.0' is out of range; allowed: a name in lower case such as apache-2.0.",
+        ),
+        (
+            ["--hub.language", "[en, English]"],
+            "hub.language: 'English' is out of range; allowed: codes of ISO 639 such as en or deu, code and"
+            " multilingual.",
+        ),
         (["--optim.ema_decay", "1"], "optim.ema_decay: 1.0 is out of range; allowed: a number between 0 and 1."),
         (
             ["--optim.ema_half_life_tokens", "0"],

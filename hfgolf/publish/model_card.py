@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Template
@@ -20,7 +21,8 @@ from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig, RunSection
 from hfgolf.durable import write_text
 from hfgolf.redact import redact
-from hfgolf.wording import join_words
+from hfgolf.run.record import row_seconds
+from hfgolf.wording import dollars, duration, join_words
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _USAGE = Path(__file__).with_name("usage.md")
@@ -40,11 +42,13 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
     """
     title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
     figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
+    hub_dataset = _hub_dataset(config)
     results = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=config.data.hub_name or config.data.source,
+            dataset_type=hub_dataset or config.data.source,
             dataset_name=f"{_dataset(config)}, validation split",
+            dataset_config=config.data.hub_config if hub_dataset else None,
             metric_type=metric.removeprefix("val_"),
             metric_name=_RESULTS[metric],
             metric_value=round(value, 4),
@@ -52,11 +56,13 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
         for metric, value in figures.items()
     ]
     data = ModelCardData(
+        license=config.hub.license,
+        language=list(config.hub.language) or None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["hfgolf"],
         model_name=title,
-        datasets=[config.data.hub_name] if config.data.hub_name else None,
+        datasets=[hub_dataset] if hub_dataset else None,
         eval_results=results or None,
     )
     gate = ["gate_proj"] if config.model.activation == "swiglu" else []
@@ -71,10 +77,11 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
             num_tokens=config.batch.sequence_length,
             targets=["qkv_proj", "o_proj", "up_proj", *gate, "down_proj"],
         ),
-        dataset=_plain(_dataset(config)),
+        dataset=_trained_on(config),
         config=config,
         figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
         summary=summary,
+        effort=_effort(config, summary),
         pictures=[picture.name for picture in pictures],
         fence=_fence(summary.get("sample", "")),
         version=version("hfgolf"),
@@ -115,7 +122,31 @@ def _dataset(config: RunConfig) -> str:
     if config.data.source == "python_stdlib":
         return "the Python standard library"
     names = [name if "://" in name else Path(name).name for name in config.data.files]
-    return config.data.hub_name or join_words(names)
+    return _hub_dataset(config) or join_words(names)
+
+
+def _hub_dataset(config: RunConfig) -> str | None:
+    """Return the dataset's name on the Hub; None if the text is from elsewhere."""
+    return config.data.hub_name if config.data.source == "hub" else None
+
+
+def _trained_on(config: RunConfig) -> str:
+    """Return what the model was trained on as Markdown, with a link if it is on the Hub."""
+    name = _hub_dataset(config)
+    if name is None:
+        return _plain(_dataset(config))
+    part = f"{config.data.hub_config}, {config.data.hub_split}" if config.data.hub_config else config.data.hub_split
+    return f"[{_plain(name)}](https://huggingface.co/datasets/{quote(name)}) ({_plain(part)})"
+
+
+def _effort(config: RunConfig, summary: dict[str, Any]) -> str:
+    """Return how long the run took and what it cost, as the end of a sentence; "" if unknown."""
+    seconds = sum(row_seconds(summary).values())
+    if not seconds:
+        return ""
+    price = config.run.price_per_hour
+    cost = "" if price is None else f", which cost {dollars(seconds / 3600 * price)} at {dollars(price)} per hour"
+    return f" in {duration(seconds)}{cost}"
 
 
 def _plain(name: str) -> str:

@@ -150,8 +150,8 @@ def seconds_by_kind(run: RunRecord) -> dict[str, float]:
     if not timed:
         return {}
     first, last = timed[0], timed[-1] if run.summary.get("logged_at") is None else run.summary
-    seconds = _work_seconds(last)
-    total = last["logged_at"] - first["logged_at"] + sum(_work_seconds(first).values())
+    seconds = row_seconds(last)
+    total = last["logged_at"] - first["logged_at"] + sum(row_seconds(first).values())
     return seconds | {"idle": max(0.0, total - sum(seconds.values()))}
 
 
@@ -169,7 +169,8 @@ def status(run: RunRecord) -> str:
     return f"Not complete: still running, or it failed after its last row{when}, step {step}."
 
 
-def _work_seconds(row: dict[str, Any]) -> dict[str, float]:
+def row_seconds(row: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of each kind of work up to a row, or in all of a run for its summary."""
     return {
         key.removeprefix("seconds_"): value
         for key, value in row.items()

@@ -23,10 +23,33 @@ def test_metadata_has_the_fields_the_hub_indexes(exported):
 
 
 def test_hub_dataset_is_linked():
-    config = RunConfig().replace(run__name="tiny")
-    config = RunConfig(data=type(config.data)(source="hub", hub_name="some/texts"), run=config.run)
-    data = ModelCard(model_card(config, SUMMARY)).data.to_dict()
-    assert data["datasets"] == ["some/texts"]
+    texts = DataConfig(source="hub", hub_name="some/texts", hub_config="small", hub_split="all")
+    card = model_card(RunConfig(data=texts).replace(run__name="tiny"), SUMMARY)
+    data = ModelCard(card).data
+    assert data.datasets == ["some/texts"]
+    result = data.eval_results[0]
+    assert (result.dataset_type, result.dataset_config) == ("some/texts", "small")
+    assert "on [some/texts](https://huggingface.co/datasets/some/texts) (small, all) with hfgolf" in card
+
+
+def test_a_hub_name_that_the_run_did_not_read_is_no_dataset():
+    data = ModelCard(model_card(RunConfig(data=DataConfig(hub_name="some/texts")), SUMMARY)).data
+    assert data.datasets is None and {result.dataset_type for result in data.eval_results} == {"python_stdlib"}
+
+
+def test_license_and_language_are_the_users_or_absent(tiny_config):
+    data = ModelCard(model_card(tiny_config, SUMMARY)).data.to_dict()
+    assert not {"license", "language", "datasets"} & data.keys()
+    config = tiny_config.replace(hub__license="apache-2.0", hub__language=["en", "no"])
+    data = ModelCard(model_card(config, SUMMARY)).data
+    assert data.license == "apache-2.0" and data.language == ["en", "no"]
+
+
+def test_card_says_what_the_run_took_and_cost(tiny_config):
+    timed = SUMMARY | {"seconds_train": 1700.0, "seconds_setup": 100.0, "logged_at": 1e9}
+    assert "training tokens on an abacus in 30 min 00 s.\n" in model_card(tiny_config, timed)
+    card = model_card(tiny_config.replace(run__price_per_hour=2.5), timed)
+    assert "on an abacus in 30 min 00 s, which cost $1.25 at $2.50 per hour.\n" in card
 
 
 def test_text_is_well_formed_and_has_no_local_paths(exported):
