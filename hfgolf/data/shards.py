@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hfgolf.data.corpus import Corpus, SourceFile
+from hfgolf.data.corpus import Corpus
+from hfgolf.data.files import SourceFile
 from hfgolf.data.sentencepiece_model import SPACE
 from hfgolf.data.tokenizer import entry_bytes
 from hfgolf.errors import UserError

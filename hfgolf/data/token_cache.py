@@ -32,7 +32,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data.case_operators import has_case_operators
-from hfgolf.data.corpus import SPLITS, Corpus, cache_folder, identity_changes, load_corpus
+from hfgolf.data.corpus import SPLITS, Corpus, identity_changes, load_corpus
+from hfgolf.data.files import cache_folder
 from hfgolf.data.lock import locked
 from hfgolf.data.manifest import NAME as MANIFEST
 from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, read_manifest, write_manifest

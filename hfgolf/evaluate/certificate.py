@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers.decoders import DecodeStream
 
-from hfgolf.data.corpus import Corpus, cache_folder
+from hfgolf.data.corpus import Corpus
+from hfgolf.data.files import cache_folder
 from hfgolf.data.pieces import ROWS_PER_BATCH
 from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.durable import write_text

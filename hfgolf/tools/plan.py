@@ -20,7 +20,8 @@ import torch
 
 from hfgolf.config import RunConfig
 from hfgolf.data import token_cache
-from hfgolf.data.corpus import cache_folder, load_corpus
+from hfgolf.data.corpus import load_corpus
+from hfgolf.data.files import cache_folder
 from hfgolf.data.token_stream import open_stream
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.errors import UserError

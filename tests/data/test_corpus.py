@@ -27,6 +27,8 @@ from dataset_hub import serving_dataset
 
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data import corpus as corpus_module
+from hfgolf.data import documents as documents_module
+from hfgolf.data import files as files_module
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.pieces import PIECE_CHARACTERS
 from hfgolf.data.token_cache import load_tokens
@@ -148,7 +150,7 @@ class ShortAnswer(http.server.BaseHTTPRequestHandler):
 )
 def test_truncated_download_is_discarded(tmp_path, write, files_config, monkeypatch, trickles, reason):
     monkeypatch.setattr(ShortAnswer, "trickles", trickles)
-    monkeypatch.setattr(corpus_module, "DOWNLOAD_TIMEOUT_SECONDS", 0.05 if trickles else 5)
+    monkeypatch.setattr(files_module, "DOWNLOAD_TIMEOUT_SECONDS", 0.05 if trickles else 5)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ShortAnswer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/a.txt"
@@ -298,7 +300,7 @@ def test_pieces_do_not_depend_on_read_chunks(tmp_path, write, files_config, monk
     path = write("a.txt", ("long " * 3000 + "\n" + "x" * 20000 + "\n" + "line\n" * 5000) * 2)
     data = files_config(path, val_files=[write("val.txt", "v")])
     whole = load_corpus(data).write_pieces(tmp_path / "whole")["train"]["text"][:]
-    monkeypatch.setattr(corpus_module, "BLOCK_BYTES", 1013)
+    monkeypatch.setattr(documents_module, "BLOCK_BYTES", 1013)
     assert load_corpus(data).write_pieces(tmp_path / "blocks")["train"]["text"][:] == whole
 
 
@@ -355,4 +357,4 @@ def test_bad_input_is_one_clear_line(tmp_path, write, files_config):
 def test_uncreatable_cache_folder_is_one_line(write, files_config):
     path = write("a.txt", "text")
     with pytest.raises(UserError, match="cache_dir"):
-        corpus_module.cache_folder(files_config(path, cache_dir=path + "/below"))
+        files_module.cache_folder(files_config(path, cache_dir=path + "/below"))
