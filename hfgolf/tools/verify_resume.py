@@ -34,8 +34,6 @@ from hfgolf.train.signals import Signals, Stopped
 
 logger = logging.getLogger(__name__)
 
-# Without this, accelerate treats the processes of torchrun on a CPU as independent single-process runs.
-_ENVIRONMENT = {} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"}
 _POLL_SECONDS = 0.001  # saving a small model takes only a few hundredths of a second
 
 
@@ -120,7 +118,6 @@ class Session:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # only this process gets Ctrl-C, and then kills them
-                env=os.environ | _ENVIRONMENT,
             )
 
     def __enter__(self) -> Session:

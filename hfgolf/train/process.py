@@ -48,12 +48,48 @@ def resolve_precision(resolved: ResolvedConfig, before: str | None = None) -> Re
 
 
 def processes() -> PartialState:
-    """Return this process's rank, the number of processes and the device, before there is an Accelerator."""
+    """Return this process's rank, the number of processes and the device, before there is an Accelerator.
+
+    Raises UserError if accelerate does not see the processes that the launcher started: each would train alone.
+    """
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else None
+    if started and not torch.accelerator.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, accelerate ignores what torchrun says on a CPU
     # same arguments as Accelerator's own call: the first PartialState of a process decides for all later ones
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    if started and state.num_processes != started:
+        raise UserError(
+            f"WORLD_SIZE: {started} processes were started, but accelerate can use only {state.num_processes} on"
+            f" {state.device.type}; start one process, or set ACCELERATE_USE_CPU=true to train on the CPU."
+        )
+    return state
+
+
+def processes_asked_of_accelerate() -> int | None:
+    """Return how many processes `accelerate launch` was told to start, None if it did not start this one.
+
+    On a CPU it starts one, whatever it was told.
+    """
+    words = _launcher_words()
+    launch = next((word for word in words if word in ("launch", "accelerate.commands.launch")), None)
+    if launch is None:
+        return None
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    arguments = launch_command_parser().parse_args(words[words.index(launch) + 1 :])
+    if arguments.num_processes is not None or not (arguments.config_file or os.path.isfile(default_config_file)):
+        return arguments.num_processes
+    return int(load_config_from_file(arguments.config_file).num_processes)
+
+
+def _launcher_words() -> list[str]:
+    """Return the command line of the process that started this one, [] if it is gone."""
+    parent = psutil.Process().parent()
+    return parent.cmdline() if parent else []
 
 
 def _device_type() -> str:
@@ -71,8 +107,7 @@ def _accelerate_precision() -> str | None:
         return precision
     from accelerate.commands.config.config_args import default_config_file
 
-    parent = psutil.Process().parent()
-    words = " ".join(parent.cmdline()) if parent else ""
+    words = " ".join(_launcher_words())
     is_chosen = "--mixed_precision" in words or "--config_file" in words or os.path.isfile(default_config_file)
     return precision if is_chosen else None
 

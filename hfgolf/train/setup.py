@@ -60,7 +60,14 @@ from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
 from hfgolf.train.feed import start_batches
 from hfgolf.train.meter import Meter
-from hfgolf.train.process import processes, resolve_precision, seed_everything, set_cpu_threads, tune_memory
+from hfgolf.train.process import (
+    processes,
+    processes_asked_of_accelerate,
+    resolve_precision,
+    seed_everything,
+    set_cpu_threads,
+    tune_memory,
+)
 from hfgolf.train.run import Run
 from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.trackers import Tracker, check_trackers
@@ -179,6 +186,13 @@ def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None
     count = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
     cores = f", {config.train.cpu_threads} threads each" if accelerator.device.type == "cpu" else ""
     logger.info("device: %s, %s%s", accelerator_name(), count, cores)
+    asked = processes_asked_of_accelerate() or 1
+    if asked > 1 and accelerator.num_processes == 1:
+        logger.warning(
+            "accelerate was told to start %d processes, but on a CPU `accelerate launch` starts one; for %d, start with"
+            " `torchrun --nproc_per_node %d scripts/train.py`",
+            *[asked] * 3,
+        )
     precision, source = config.train.mixed_precision, resolved.sources["train.mixed_precision"]
     if source == "auto":
         source = "this hardware is fast at it" if precision == "bf16" else "this hardware is not fast at bf16"

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,7 +164,8 @@ def test_broken_compiler_falls_back_with_one_line(run, tiny_run, caplog):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_reading_the_precision_does_not_split_the_process_group():
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="two processes would need two GPUs")
+def test_torchrun_on_a_cpu_starts_processes_of_one_run():
     """The first PartialState decides for the whole process whether it is one of several; this call makes the first."""
     program = (
         "from accelerate import Accelerator, PartialState; from hfgolf.command_line import load_config;"
@@ -174,13 +176,60 @@ def test_reading_the_precision_does_not_split_the_process_group():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
     done = subprocess.run(
         [*command, sys.executable, "-c", program],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        env={key: value for key, value in os.environ.items() if key != "ACCELERATE_USE_CPU"} | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes") == 2
+
+
+def test_processes_that_accelerate_cannot_join_are_refused(monkeypatch):
+    """As on a Mac, whose GPU only one process can use."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr("accelerate.PartialState", lambda cpu: SimpleNamespace(num_processes=1, device=CPU))
+    with pytest.raises(UserError, match="WORLD_SIZE: 2 processes were started, but accelerate can use only 1 on"):
+        process.processes()
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (("train.py",), None),
+        (("--num_processes", "2", "train.py", "--config", "x.yaml"), 2),
+        (("--config_file", "multi.yaml", "train.py"), 3),
+        (("--config_file", "multi.yaml", "--num_processes=2", "train.py"), 2),
+    ],
+)
+def test_how_many_processes_accelerate_was_told_to_start(launched_by, monkeypatch, tmp_path, words, asked):
+    monkeypatch.chdir(tmp_path)
+    Path("multi.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nuse_cpu: true\n")
+    launched_by("no", *words)
+    assert process.processes_asked_of_accelerate() == asked
+
+
+def test_without_accelerate_launch_no_processes_were_asked_of_it():
+    assert process.processes_asked_of_accelerate() is None
+
+
+@pytest.mark.slow
+def test_accelerate_that_starts_too_few_processes_is_told(tiny_run, tmp_path):
+    """A MULTI_CPU config starts one process: accelerate starts several on a CPU only through MPI."""
+    config = tmp_path / "multi.yaml"
+    config.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
+    script = [str(ROOT / "scripts" / "train.py"), *tiny_run(train__max_steps=1)]
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), *script],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "accelerate was told to start 2 processes" in done.stdout
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to")
