@@ -192,6 +192,9 @@ class TokenizerConfig:
 class ModelSection:
     """The model architecture: a modern block by default; docs/config.md has the options that make it GPT-2."""
 
+    init_from: str | None = None
+    """Weights to start from, at step 0 with a new optimizer: a run (runs/small), a checkpoint, an exported folder or a
+    Hub name. The architecture and the tokenizer are those of the weights. null: random weights."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 5
@@ -206,6 +209,13 @@ class ModelSection:
     """Normalization before attention, before the MLP and before the head."""
     position_embedding: Literal["rope", "learned", "none"] = "rope"
     """rope: rotary embedding; learned: GPT-2's position table; none."""
+    rope_theta: float = 10_000.0
+    """Base of the wavelengths of rope."""
+    max_position_embeddings: int | None = None
+    """Longest sequence that the model is for, in tokens: a hard limit with learned positions; null: as long as
+    batch.sequence_length."""
+    vocab_size: int | None = None
+    """Rows of the embedding; null: as many as the tokenizer has entries."""
     activation: Literal["relu2", "leaky_relu2", "gelu", "gelu_new", "silu", "swiglu"] = "relu2"
     """Activation of the MLP; relu2 is squared ReLU, gelu_new is GPT-2's tanh approximation of GELU."""
     activation_slope: float = 0.5
@@ -282,7 +292,8 @@ class ModelSection:
     def __post_init__(self) -> None:
         _require_positive("model", self, "hidden_size", "intermediate_size", "num_attention_heads", maximum=2**17)
         _require_positive("model", self, "num_hidden_layers", maximum=1000)
-        _require_positive("model", self, "num_key_value_heads", "logit_soft_cap")
+        _require_positive("model", self, "num_key_value_heads", "logit_soft_cap", "rope_theta")
+        _require_positive("model", self, "max_position_embeddings", "vocab_size", maximum=2**24)
         for name in ("dropout", "attention_dropout"):
             rate = getattr(self, name)
             _require(f"model.{name}", rate, 0 <= rate < 1, "from 0 to below 1")
@@ -683,16 +694,27 @@ class RunConfig:
         if self.schedule.loop_start and self.model.loop is None:
             raise UserError("schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.")
         has_tokens = self.data.source == "shards" or self.data.ids_column is not None
-        if has_tokens and self.tokenizer.kind not in ("pretrained", "byte"):
+        if has_tokens and self.tokenizer.kind not in ("pretrained", "byte") and self.model.init_from is None:
             source = "source shards" if self.data.source == "shards" else "ids_column"
             raise UserError(
                 f"tokenizer.kind: {self.tokenizer.kind} is trained on text, but data.{source} has only tokens; set"
                 " pretrained and tokenizer.name_or_path, or byte."
             )
+        positions = self.model.max_position_embeddings
+        if self.model.position_embedding == "learned" and positions and self.batch.sequence_length > positions:
+            raise UserError(
+                f"batch.sequence_length: {self.batch.sequence_length} is longer than the {positions} learned positions"
+                " of model.max_position_embeddings; make it shorter."
+            )
         if self.golf.qat_fraction and self.optim.ema_export:
             raise UserError(
                 "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one."
             )
+
+    @property
+    def max_positions(self) -> int:
+        """Return the longest sequence that the model is for, in tokens."""
+        return max(self.batch.sequence_length, self.model.max_position_embeddings or 0)
 
     @property
     def order_seed(self) -> int | None:
@@ -709,8 +731,9 @@ class RunConfig:
 
     def replace(self, **values: Any) -> RunConfig:
         """Return a copy with each `section__key=value` replaced and checked."""
-        sections = {section.name: getattr(self, section.name) for section in dataclasses.fields(self)}
+        changes: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             section, key = name.split("__")
-            sections[section] = dataclasses.replace(sections[section], **{key: value})
-        return RunConfig(**sections)
+            changes.setdefault(section, {})[key] = value
+        sections = {name: dataclasses.replace(getattr(self, name), **keys) for name, keys in changes.items()}
+        return dataclasses.replace(self, **sections)

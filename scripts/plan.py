@@ -63,8 +63,10 @@ def main() -> None:
 
     from hfgolf.tools.plan import affordable_steps, count_tokens, make_plan, meta_model, run_length
     from hfgolf.train.console import show_log
+    from hfgolf.train.init_from import take_architecture
 
     show_log(is_main_process=False)  # warnings only
+    resolved = take_architecture(resolved)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, machine = find_machine(resolved, options.device, processes)
     price = options.price_per_hour or config.run.price_per_hour

@@ -11,11 +11,13 @@ from hfgolf.command_line import load_config, run_command
 
 
 def main() -> None:
-    config = load_config(description=__doc__).config
+    resolved = load_config(description=__doc__)
     from hfgolf.data.token_cache import load_tokens
     from hfgolf.train.console import show_log
+    from hfgolf.train.init_from import take_architecture
 
     show_log(is_main_process=True)
+    config = take_architecture(resolved).config
     started_at = time.perf_counter()
     # memory-mapped: there is no training here that would need them in RAM
     tokens = load_tokens(dataclasses.replace(config.data, in_memory=False), config.tokenizer)

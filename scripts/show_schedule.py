@@ -57,9 +57,12 @@ def main() -> None:
         help="locates warmups and the end if train.max_minutes limits the run",
     )
     arguments, run_options = parser.parse_known_args()
-    config = load_config(run_options).config
+    resolved = load_config(run_options)
     check_picture("--output", arguments.output)
 
+    from hfgolf.train.init_from import take_architecture
+
+    config = take_architecture(resolved).config
     axis = time_axis(config, arguments.seconds_per_step)
     corners = corner_steps(config, axis.steps)
     grid = (round(i * (axis.steps - 1) / POINTS) for i in range(POINTS + 1))

@@ -17,6 +17,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
+import huggingface_hub.constants
+import pytest
 import yaml
 
 TOKEN = "hf_ofNobodyAtAll"
@@ -66,6 +69,23 @@ def serving() -> Iterator[HubServer]:
         server.released.set()
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def serving_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """Serve a Hub that this process, and those it starts, take for the real one."""
+    with serving() as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        names = {"TOKEN": TOKEN, "ENDPOINT": server.endpoint, "HUB_OFFLINE": "0", "HUB_DISABLE_XET": "1"}
+        for name, value in names.items():
+            monkeypatch.setenv(f"HF_{name}", value)  # for processes started here
+        huggingface_hub.close_session()  # the client caches that it was offline
+        yield server
+        huggingface_hub.close_session()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -88,15 +88,18 @@ def rule(key: str) -> Change:
     return _RULES[max((prefix for prefix in _RULES if key.startswith(prefix)), key=len)]
 
 
-def run_identity(resolved: ResolvedConfig, corpus: Mapping[str, Any], tokenizer_sha256: str) -> dict[str, Any]:
+def run_identity(
+    resolved: ResolvedConfig, corpus: Mapping[str, Any], tokenizer_sha256: str, init_from: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the content of a checkpoint's `run.json`: plain JSON, with secrets redacted.
 
-    corpus: the identity of the text and its split (Corpus.identity).
+    corpus: the identity of the text and its split (Corpus.identity). init_from: the weights of model.init_from.
     """
     return {
         "config": json.loads(json.dumps(redact_values(resolved.config.flat()))),
         "corpus": _short_corpus(corpus),
         "tokenizer_sha256": tokenizer_sha256,
+        "init_from": redact_values(init_from),
     }
 
 
@@ -139,8 +142,9 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
     """Return the keys that are not FREE and whose values differ from `before`, {"section.key": value}.
 
     A key that is newer than the run counts as its default. A value that this run has yet to decide, or decided by
-    itself, does not count as different.
+    itself, does not count as different; model.init_from decides the architecture and the tokenizer.
     """
+    has_weights = resolved.config.model.init_from is not None
     before = RunConfig().flat() | dict(before)
     after = redact_values(resolved.config.flat())
     return [
@@ -149,8 +153,13 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
         if rule(key) is not Change.FREE
         and not (key in UNDECIDED and value == UNDECIDED[key])
         and resolved.sources.get(key) != "auto"
+        and not (has_weights and key not in resolved.sources and _is_of_weights(key))
         and _plain(before[key]) != _plain(value)
     ]
+
+
+def _is_of_weights(key: str) -> bool:
+    return key.startswith(("model.", "tokenizer.")) and rule(key) is Change.FIXED
 
 
 def differences(before: Mapping[str, Any], resolved: ResolvedConfig, keys: list[str]) -> list[str]:

@@ -59,10 +59,18 @@ def golf_from_gpt2(gpt2: GPT2LMHeadModel) -> GolfForCausalLM:
     Raises:
         ValueError: the GPT-2 model uses an option that Golf does not have.
     """
-    theirs = gpt2.config
+    config = golf_config_from_gpt2(gpt2.config)
+    golf = GolfForCausalLM(config).eval()
+    nn.Module.to(golf, device=gpt2.device, dtype=gpt2.dtype)
+    _copy_parameters(gpt2, golf, {theirs: ours for ours, theirs in _gpt2_names(config.num_hidden_layers).items()})
+    return golf
+
+
+def golf_config_from_gpt2(theirs: GPT2Config) -> GolfConfig:
+    """Return the config of `golf_from_gpt2`'s model. Raises ValueError like it."""
     _require("golf_from_gpt2", theirs, _REQUIRED_OF_GPT2)
     _require("golf_from_gpt2", theirs, {"embd_pdrop": (theirs.resid_pdrop,)})
-    config = GolfConfig(
+    return GolfConfig(
         vocab_size=theirs.vocab_size,
         hidden_size=theirs.n_embd,
         num_hidden_layers=theirs.n_layer,
@@ -84,10 +92,6 @@ def golf_from_gpt2(gpt2: GPT2LMHeadModel) -> GolfForCausalLM:
         eos_token_id=theirs.eos_token_id,
         pad_token_id=theirs.pad_token_id,
     )
-    golf = GolfForCausalLM(config).eval()
-    nn.Module.to(golf, device=gpt2.device, dtype=gpt2.dtype)
-    _copy_parameters(gpt2, golf, {theirs: ours for ours, theirs in _gpt2_names(config.num_hidden_layers).items()})
-    return golf
 
 
 def gpt2_from_golf(golf: GolfForCausalLM) -> GPT2LMHeadModel:

@@ -6,6 +6,8 @@ Owns the trust policy: code stored next to the weights is never executed.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,36 +35,34 @@ _MAX_LAYERS = 1000  # transformers builds all layers before it reads the weights
 def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer in evaluation mode, on a GPU if there is one.
 
-    Golf models use the classes of this installation; others use those of transformers. Only the special token ids of
-    the generation config are kept: the caller decides how to generate.
-
-    Raises UserError if the model does not exist, one of its files is damaged, it needs code from its repository, its
-    weights do not match its config, or a weight is not finite.
+    Only the special token ids of the generation config are kept: the caller decides how to generate. Raises UserError
+    like `load_model`, or if the tokenizer cannot be loaded.
     """
-    _check_json_files(Path(name_or_path))
-    AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
-    AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # hides its table of missing weights, which one line below replaces
-    part = ""
-    try:
-        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
-        layers = getattr(config, "num_hidden_layers", 1)
-        if layers > _MAX_LAYERS:
-            raise ValueError(f"config.json: num_hidden_layers {layers} is out of range; allowed: 1 to {_MAX_LAYERS}")
+    model = load_model(name_or_path)
+    with _loading(f"the tokenizer of {name_or_path}", "--model"):
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+        tokenizer("a text")  # an invalid vocabulary fails only when it is used
+    if isinstance(model, GolfForCausalLM):
+        tokenizer.split_special_tokens = True  # like in training, text that spells a special token is text
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def load_model(name_or_path: str, key: str = "--model") -> Any:
+    """Load a model in evaluation mode, on the CPU. key: what named it, for error messages.
+
+    Golf models use the classes of this installation; others use those of transformers. Raises UserError if the model
+    does not exist, one of its files is damaged, it needs code from its repository, its weights do not match its config,
+    or a weight is not finite.
+    """
+    load_config(name_or_path, key)
+    with _loading(name_or_path, key):  # without transformers' table of missing weights; one line below replaces it
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path, trust_remote_code=False, output_loading_info=True
         )
-        part = "the tokenizer of "
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
-        tokenizer("a text")  # an invalid vocabulary fails only when it is used
-    except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: depends on what is broken
-        raise UserError(f"--model: cannot load {part}{name_or_path}: {_reason(error)}.") from None
-    finally:
-        transformers_logging.set_verbosity(verbosity)
     model, loading = loaded
     # transformers would replace missing weights by random ones
-    missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
+    missing = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
     # for other models, transformers knows which leftover weights are harmless
     unused = loading["unexpected_keys"] if isinstance(model, GolfForCausalLM) else []
     for problem, names in (
@@ -70,17 +71,40 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
     ):
         if names:
             shown = join_words(names, maximum=3)
-            raise UserError(f"--model: {name_or_path} {problem}: {shown}; copy or export the model again.")
+            raise UserError(f"{key}: {name_or_path} {problem}: {shown}; copy or export the model again.")
     nonfinite = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if nonfinite:
-        raise UserError(f"--model: {nonfinite} of {name_or_path} has nonfinite values; export another checkpoint.")
-    if isinstance(model, GolfForCausalLM):
-        tokenizer.split_special_tokens = True  # like in training, text that spells a special token is text
-    model.generation_config = GenerationConfig.from_model_config(model.config)
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+        raise UserError(f"{key}: {nonfinite} of {name_or_path} has nonfinite values; export another checkpoint.")
+    return model.eval()
 
 
-def _check_json_files(folder: Path) -> None:
+def load_config(name_or_path: str, key: str = "--model") -> PreTrainedConfig:
+    """Load a model's config without its weights. Raises UserError like `load_model`."""
+    _check_json_files(Path(name_or_path), key)
+    AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
+    AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
+    with _loading(name_or_path, key):
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
+        layers = getattr(config, "num_hidden_layers", 1)
+        if layers > _MAX_LAYERS:
+            raise ValueError(f"config.json: num_hidden_layers {layers} is out of range; allowed: 1 to {_MAX_LAYERS}")
+    return config
+
+
+@contextmanager
+def _loading(what: str, key: str) -> Iterator[None]:
+    """Silence transformers, and turn its errors into a UserError."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: depends on what is broken
+        raise UserError(f"{key}: cannot load {what}: {_reason(error)}.") from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _check_json_files(folder: Path, key: str) -> None:
     """Raise UserError if one of the model's JSON files is not a JSON object."""
     for path in (folder / name for name in _JSON_FILES):
         try:
@@ -88,7 +112,7 @@ def _check_json_files(folder: Path) -> None:
         except (OSError, ValueError, RecursionError):
             is_object = False
         if not is_object:
-            raise UserError(f"--model: {path} is not a JSON object; copy or export the model again.")
+            raise UserError(f"{key}: {path} is not a JSON object; copy or export the model again.")
 
 
 def _reason(error: Exception) -> str:

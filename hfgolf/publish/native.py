@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import (
     ApertusForCausalLM,
     ArceeForCausalLM,
+    GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
     NanoChatForCausalLM,
@@ -37,7 +38,7 @@ from transformers import (
 
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
-from hfgolf.model.convert_gpt2 import golf_from_gpt2, gpt2_from_golf
+from hfgolf.model.convert_gpt2 import golf_config_from_gpt2, golf_from_gpt2, gpt2_from_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.wording import join_words
 
@@ -234,13 +235,12 @@ def from_native(native: PreTrainedModel) -> GolfForCausalLM:
             return golf_from_gpt2(native)
         except ValueError as error:
             raise UserError(f"{error}") from None
-    row = next((row for row in ARCHITECTURES if type(native) is row.model), None)
-    if row is None:
-        names = join_words([row.name for row in ARCHITECTURES])
-        raise UserError(f"{type(native).__name__} cannot become a Golf model; these can: {names}.")
+    row = _row(type(native))
     state = native.state_dict()
-    config = _golf_config(native, row, state)
-    _require_same(native.config, _native_config(config, row, native.dtype, native.config.hidden_act == "xielu"))
+    has_biases = any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
+    config = _golf_config(native.config, row, has_biases)
+    if native.config.hidden_act == "xielu":
+        _require_squared_relu(row, state)
     golf = GolfForCausalLM(config).eval()
     nn.Module.to(golf, device=native.device, dtype=native.dtype)
     back = {theirs: ours for ours, theirs in row.names.items()}
@@ -345,37 +345,68 @@ def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype, xi
     return native
 
 
-def _golf_config(native: PreTrainedModel, row: Architecture, state: dict[str, Tensor]) -> GolfConfig:
-    theirs: Any = native.config
+def golf_shape(config: PreTrainedConfig) -> GolfConfig:
+    """Return the config of the Golf model that computes what a native one does, without a look at its weights.
+
+    Raises UserError like `from_native`. If the architecture has biases, so has the Golf model, even if all are zero.
+    """
+    if isinstance(config, GolfConfig):
+        return config
+    if isinstance(config, GPT2Config):
+        try:
+            return golf_config_from_gpt2(config)
+        except ValueError as error:
+            raise UserError(f"{error}") from None
+    row = _row(next((row.model for row in ARCHITECTURES if type(config) is row.model.config_class), type(config)))
+    with torch.device("meta"):
+        names = [name for name, _ in row.model(config).named_parameters()]
+    return _golf_config(config, row, any(name.endswith("bias") for name in names))
+
+
+def _row(model: type) -> Architecture:
+    """Return the row of a class of transformers. Raises UserError if the table does not have it."""
+    row = next((row for row in ARCHITECTURES if model is row.model), None)
+    if row is None:
+        names = join_words([row.name for row in ARCHITECTURES])
+        raise UserError(f"{model.__name__} cannot become a Golf model; these can: {names}.")
+    return row
+
+
+def _golf_config(theirs: Any, row: Architecture, has_biases: bool) -> GolfConfig:
+    """Return the config of a native config's Golf model. Raises UserError if Golf lacks one of its options."""
     values = {name: getattr(theirs, name) for name in _SHARED}
     values |= {name: allowed[0] for name, allowed in row.options.items() if len(allowed) == 1}
     values |= {ours: getattr(theirs, name) for name, ours in row.fields.items() if ours != "head_dim"}
     if "use_bias" in row.options:
-        values["use_bias"] = any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
+        values["use_bias"] = has_biases
     values["embedding_norm"] = not row.folds_embedding_norm
     rope = theirs.rope_parameters
     has_none = rope.get("rope_type") == "linear" and rope.get("factor", 1.0) >= _NO_POSITIONS
     values |= {"position_embedding": "none" if has_none else "rope", "rope_theta": rope["rope_theta"]}
     if values.get("activation") != "swiglu":
-        values["activation"] = _ungated_activation(theirs.hidden_act, row, state)
+        values["activation"] = _ungated_activation(theirs.hidden_act, row)
     try:
-        return GolfConfig(tie_word_embeddings=theirs.tie_word_embeddings, **values)
+        config = GolfConfig(tie_word_embeddings=theirs.tie_word_embeddings, **values)
     except ValueError as error:
         raise UserError(f"{row.name}: {error}") from None
+    _require_same(theirs, _native_config(config, row, theirs.dtype, theirs.hidden_act == "xielu"))
+    return config
 
 
-def _ungated_activation(name: str, row: Architecture, state: dict[str, Tensor]) -> str:
-    """Return Golf's name of an activation. Raises UserError if it has none: of xIELU, only squared ReLU has."""
-    if name == "xielu":
-        constants = {key: tensor for key, tensor in state.items() if "act_fn" in key}
-        wanted = {key: torch.full_like(tensor, _XIELU[key.rpartition(".")[2]]) for key, tensor in constants.items()}
-        if all(torch.allclose(constants[key], wanted[key]) for key in constants if not key.endswith("eps")):
-            return "relu2"
-        raise UserError(f"{row.name}: its xIELU was trained; Golf has only the one that is squared ReLU.")
-    known = _SAME_ACTIVATION.get(name, name)
+def _ungated_activation(name: str, row: Architecture) -> str:
+    """Return Golf's name of an activation; xIELU counts as squared ReLU. Raises UserError if it has none."""
+    known = "relu2" if name == "xielu" else _SAME_ACTIVATION.get(name, name)
     if known not in _UNGATED:
         raise UserError(f"{row.name}: hidden_act {name} is not one of Golf's: {', '.join(_UNGATED)}.")
     return known
+
+
+def _require_squared_relu(row: Architecture, state: dict[str, Tensor]) -> None:
+    """Raise UserError if the constants of xIELU are not those with which it is squared ReLU."""
+    constants = {key: tensor for key, tensor in state.items() if "act_fn" in key and not key.endswith("eps")}
+    wanted = {key: torch.full_like(tensor, _XIELU[key.rpartition(".")[2]]) for key, tensor in constants.items()}
+    if not all(torch.allclose(constants[key], wanted[key]) for key in constants):
+        raise UserError(f"{row.name}: its xIELU was trained; Golf has only the one that is squared ReLU.")
 
 
 def _require_same(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> None:

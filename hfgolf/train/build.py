@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hfgolf.config import RunConfig
+from hfgolf.errors import UserError
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -21,9 +22,13 @@ def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfCon
     if config.model.attention_span == "document" and not token_ids:
         token_ids = {"bos_token_id": vocab_size - 1}  # it needs a separator, and any id costs the same
     shape = dataclasses.asdict(config.model)
-    del shape["gradient_checkpointing"]
-    limit = config.batch.sequence_length
-    return GolfConfig(vocab_size=vocab_size, max_position_embeddings=limit, **shape, **token_ids)
+    del shape["gradient_checkpointing"], shape["init_from"]
+    rows = config.model.vocab_size or vocab_size
+    if rows < vocab_size:
+        raise UserError(
+            f"model.vocab_size: an embedding with {rows} rows is too small for a tokenizer with {vocab_size} entries."
+        )
+    return GolfConfig(**shape | {"vocab_size": rows, "max_position_embeddings": config.max_positions}, **token_ids)
 
 
 def build_golf(config: RunConfig, vocab_size: int, device: str, **token_ids: Any) -> GolfForCausalLM:

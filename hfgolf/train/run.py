@@ -65,6 +65,11 @@ class Run:
         return self.resolved.config
 
     @property
+    def init_from(self) -> dict[str, str | None] | None:
+        """The weights that the run started from: name, revision (None: not from the Hub) and sha256; None: random."""
+        return self.checkpoints.identity.get("init_from")
+
+    @property
     def micro_batch_size(self) -> int:
         """Sequences per forward pass of one process; never "auto" here."""
         return int(self.config.batch.micro_batch_size)

@@ -59,6 +59,7 @@ from hfgolf.train.claim import claim
 from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
 from hfgolf.train.feed import start_batches
+from hfgolf.train.init_from import keep_architecture, load_weights, take_architecture
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
     processes,
@@ -85,7 +86,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     folder, origin = _claim(resolved)
     resolved, accelerator = _resolve(resolved, origin)
     tokens = _load_tokens(resolved, accelerator, origin)
-    learner = _build(resolved, accelerator, tokens, folder)
+    learner = _build(resolved, accelerator, tokens, folder, origin)
     _restore(learner, origin, folder, stopwatch)
     return _start(learner, origin, tokens, folder, stopwatch)
 
@@ -137,6 +138,7 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
     before = origin.identity["config"] if origin else {}
     resolved = resolve_precision(resolved, before.get("train.mixed_precision"))
     resolved = keep_decisions(resolved, before, partial(_is_possible, resolved))
+    resolved = keep_architecture(resolved, before) if origin else take_architecture(resolved)
     if processes().device.type == "cpu":
         threads = set_cpu_threads(resolved.config.train.cpu_threads, _local_processes())
         if resolved.config.train.cpu_threads == "auto":
@@ -210,14 +212,19 @@ def _load_tokens(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Or
         if origin:
             check_tokenizer(origin.checkpoint.name, origin.identity["tokenizer_sha256"], tokens.tokenizer_sha256)
     num_blocks(len(tokens.train), config.batch.sequence_length)  # raises if there is not one block
-    tokens.tokenizer.model_max_length = config.batch.sequence_length
+    tokens.tokenizer.model_max_length = config.max_positions
     return tokens
 
 
-def _build(resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCache, folder: RunFolder) -> _Learner:
+def _build(
+    resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCache, folder: RunFolder, origin: _Origin | None
+) -> _Learner:
     """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
     _require_room(resolved.config, len(tokens.tokenizer), accelerator)
     raw_model = _build_model(resolved.config, tokens, accelerator.device)
+    init_from = origin.identity.get("init_from") if origin else None
+    if resolved.config.model.init_from is not None and not origin:
+        init_from = load_weights(resolved.config, raw_model, tokens)
     _require_native(resolved.config.hub, raw_model)
     resolved, predicted_memory_bytes = _choose_micro_batch(resolved, raw_model, accelerator)
     config = resolved.config
@@ -226,7 +233,7 @@ def _build(resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCach
     support = supporting_files(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     torch.manual_seed(config.run.seed + accelerator.process_index)  # dropout must differ between ranks
-    state = TrainState()
+    state = TrainState(loop_active=raw_model.config.loop_active)
     decay = ema_decay(config.optim, config.batch.tokens_per_step)
     ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
     checkpoints = Checkpointer(
@@ -237,7 +244,7 @@ def _build(resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCach
         state,
         ema,
         config.train.keep_last,
-        run_identity(resolved, tokens.identity, tokens.tokenizer_sha256),
+        run_identity(resolved, tokens.identity, tokens.tokenizer_sha256, init_from),
         support,
     )
     return _Learner(resolved, accelerator, raw_model, model, optimizer, ema, state, checkpoints, predicted_memory_bytes)
@@ -376,4 +383,5 @@ def write_description(run: Run) -> None:
     if run.first_step:
         note = f"# The run resumed from step {run.first_step} with this config; starts/ has one config per start."
         config_yaml = f"{note}\n{config_yaml}"
-    run.folder.describe_start(config_yaml, run_metadata(run.resolved, fingerprint()), uncommitted_changes())
+    metadata = run_metadata(run.resolved, fingerprint()) | {"init_from": run.init_from}
+    run.folder.describe_start(config_yaml, metadata, uncommitted_changes())

@@ -7,9 +7,8 @@ import logging
 import shutil
 import socket
 
-import huggingface_hub.constants
 import pytest
-from hub_server import TOKEN
+from hub_server import TOKEN, serving_here
 from tiny_export import ROOT, SUMMARY, build_tiny, contents, push
 
 from hfgolf.errors import UserError
@@ -20,16 +19,9 @@ from hfgolf.publish.model_card import model_card
 
 
 @pytest.fixture
-def our_hub(hub, monkeypatch):
-    """The loopback Hub for this process."""
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    for name, value in {"TOKEN": TOKEN, "ENDPOINT": hub.endpoint, "HUB_OFFLINE": "0", "HUB_DISABLE_XET": "1"}.items():
-        monkeypatch.setenv(f"HF_{name}", value)  # for processes started here
-    huggingface_hub.close_session()  # the client caches that it was offline
-    yield hub
-    huggingface_hub.close_session()
+def our_hub(monkeypatch):
+    with serving_here(monkeypatch) as server:
+        yield server
 
 
 def test_push_is_one_complete_commit(exported, hub, python):

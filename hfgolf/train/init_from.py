@@ -1,0 +1,201 @@
+"""Start from weights (model.init_from): their architecture and tokenizer complete the config, then they fill the model.
+
+Owns which keys the weights decide, and what a config may not ask of them. Does not know how weights are read or
+converted (publish), or which weights a resumed run has: those of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from hfgolf.command_line import ResolvedConfig, as_yaml
+from hfgolf.config import ModelSection, RunConfig, TokenizerConfig
+from hfgolf.data.token_cache import TokenCache
+from hfgolf.data.tokenizer import find_tokenizer
+from hfgolf.errors import UserError
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.load import load_config, load_model
+from hfgolf.publish.native import converted, golf_shape
+from hfgolf.run.folder import RunFolder
+from hfgolf.wording import join_words
+
+logger = logging.getLogger(__name__)
+
+_OF_THE_RUN = {"dropout", "attention_dropout"}  # of the model's fields, those that every run chooses for itself
+_OF_THE_WEIGHTS = [
+    key.name
+    for key in dataclasses.fields(ModelSection)
+    if hasattr(GolfConfig, key.name) and key.name not in _OF_THE_RUN
+]
+_REAL_IDS = 256  # of the run's text, on which a converted model is compared with the original
+
+
+def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
+    """Return the config with the architecture and the tokenizer of model.init_from. Reads no weights.
+
+    Raises UserError if there are no such weights, Golf cannot compute their architecture, or the config states another
+    architecture or vocabulary; it lists the differences.
+    """
+    config = resolved.config
+    if config.model.init_from is None:
+        return resolved
+    source = find_weights(config.model.init_from)
+    native = load_config(source, "model.init_from")
+    try:
+        shape = golf_shape(native)
+    except UserError as error:
+        raise UserError(f"model.init_from: {error}") from None
+    stated = [key for key in _OF_THE_WEIGHTS if f"model.{key}" in resolved.sources]
+    differences = [
+        f"model.{key} {as_yaml(getattr(config.model, key))} (the weights: {as_yaml(getattr(shape, key))})"
+        for key in stated
+        if not _agrees(shape, key, getattr(config.model, key))
+    ]
+    if differences:
+        raise UserError(
+            f"model.init_from: {source} has another architecture than this config: {', '.join(differences)}; leave"
+            " these keys out, and the weights decide."
+        )
+    values = {f"model__{key}": getattr(shape, key) for key in _OF_THE_WEIGHTS if key not in stated}
+    if shape.loop is not None:
+        values["model__loop"] = tuple(shape.loop)
+    if {"tokenizer.kind", "tokenizer.name_or_path"} & resolved.sources.keys():
+        _require_same_vocabulary(config.tokenizer, source)
+    else:
+        values |= {"tokenizer__kind": "pretrained", "tokenizer__name_or_path": source}
+    return resolved.resolve("model.init_from", **values)
+
+
+def keep_architecture(resolved: ResolvedConfig, before: Mapping[str, Any]) -> ResolvedConfig:
+    """Return the config of a resumed run, whose checkpoint says what the weights decided. before: its config."""
+    if resolved.config.model.init_from is None:
+        return resolved
+    keys = {f"model.{key}" for key in _OF_THE_WEIGHTS} | {"tokenizer.kind", "tokenizer.name_or_path"}
+    values = {key.replace(".", "__"): before[key] for key in (keys & before.keys()) - resolved.sources.keys()}
+    return resolved.resolve("the run so far", **values)
+
+
+def find_weights(name: str) -> str:
+    """Return the folder that model.init_from names, in a form for `from_pretrained`, or the name on the Hub.
+
+    Raises UserError for a folder without a model.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return name
+    for candidate in (RunFolder(folder).model, folder):
+        if (candidate / "config.json").is_file():
+            return str(candidate)
+    checkpoints = sorted(str(path.parent) for path in RunFolder(folder).checkpoints.glob("*/config.json"))
+    instead = f"name one of its checkpoints: {join_words(checkpoints, maximum=3)}" if checkpoints else "name another"
+    raise UserError(f"model.init_from: there is no exported model in {folder}; {instead}.")
+
+
+def load_weights(config: RunConfig, model: GolfForCausalLM, tokens: TokenCache) -> dict[str, Any]:
+    """Load the weights of model.init_from into a run's new model; return what the run records of them.
+
+    model: of a config from `take_architecture`. tokens: those of the run. Raises UserError if the weights are damaged,
+    or if a converted model has other logits.
+    """
+    source = find_weights(str(config.model.init_from))
+    original = load_model(source, "model.init_from").float()
+    golf: Any
+    try:
+        golf, sentence = converted(original, "golf", tokens.train.tokens[:_REAL_IDS].tolist())
+    except UserError as error:
+        raise UserError(f"model.init_from: {error}") from None
+    _require_same_separator(golf.config, model.config)
+    _copy(golf, model)
+    model.config.loop_active = golf.config.loop_active
+    sha256, revision = weights_sha256(model), None if Path(source).is_dir() else _revision(source)
+    logger.info("weights: %s (%s), sha256 %s", source, sentence, sha256[:16])
+    length, made_for = config.batch.sequence_length, golf.config.max_position_embeddings
+    if length > made_for:
+        logger.info(
+            "positions: sequences of %d tokens; the weights are for %d, and have to learn the rest", length, made_for
+        )
+    return {"name": config.model.init_from, "revision": revision, "sha256": sha256}
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of a model's parameters: their names and values, in the order of their names."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _revision(name: str) -> str:
+    """Return the commit of a name on the Hub, as its files lie in the local cache: snapshots/COMMIT/config.json."""
+    return Path(str(cached_file(name, "config.json"))).parent.name
+
+
+def _agrees(shape: GolfConfig, key: str, stated: Any) -> bool:
+    """Return whether a stated value means what the weights have: null, for example, is 4 x hidden_size."""
+    if key == "max_position_embeddings" and (stated is None or shape.position_embedding != "learned"):
+        return True  # no limit of the weights; if null, the sequences decide
+    if key == "vocab_size" and stated is None:
+        return True
+    fields = {name: getattr(shape, name) for name in _OF_THE_WEIGHTS}
+    try:
+        return bool(getattr(GolfConfig(**fields | {key: stated}), key) == getattr(shape, key))
+    except ValueError:
+        return False
+
+
+def _require_same_vocabulary(config: TokenizerConfig, source: str) -> None:
+    """Raise UserError if a stated tokenizer does not have the entries of the weights' own, under the same ids."""
+    advice = f"leave out tokenizer.kind, or set pretrained and tokenizer.name_or_path {source}"
+    if config.kind in ("bpe", "char"):
+        raise UserError(
+            f"tokenizer.kind: {config.kind} would train a tokenizer on this text, but the weights belong to the one in"
+            f" {source}; {advice}."
+        )
+    own, theirs = (
+        _vocabulary(find_tokenizer(one, {}, Path()))
+        for one in (config, TokenizerConfig(kind="pretrained", name_or_path=source))
+    )
+    others = sorted(entry for entry in own.keys() | theirs.keys() if own.get(entry) != theirs.get(entry))
+    if others:
+        example = f"{others[0]!r} has id {own.get(others[0])} here and {theirs.get(others[0])} there"
+        raise UserError(
+            f"tokenizer.kind: {config.kind} is not the tokenizer of the weights in {source}: {len(own):,} entries here,"
+            f" {len(theirs):,} there, {len(others):,} differ; {example} (None: no such entry); {advice}."
+        )
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerFast | None) -> dict[str, int]:
+    assert tokenizer is not None  # nothing to train: neither bpe nor char
+    return tokenizer.get_vocab()
+
+
+def _require_same_separator(weights: GolfConfig, run: GolfConfig) -> None:
+    """Raise UserError if the model sees where documents begin, but by another token than the weights do."""
+    reads_ids = run.switch_that_reads_ids
+    if reads_ids and weights.bos_token_id != run.bos_token_id:
+        raise UserError(
+            f"model.init_from: with model.{reads_ids} the weights know token {weights.bos_token_id} as the one between"
+            f" documents, but here it is {run.bos_token_id}; see data.separator_id."
+        )
+
+
+@torch.no_grad()
+def _copy(golf: GolfForCausalLM, model: GolfForCausalLM) -> None:
+    """Copy the weights. A native architecture has biases even if all are zero, and then `golf` has none."""
+    weights = dict(golf.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            parameter.copy_(weights[name])
+        else:
+            parameter.zero_()

@@ -1,0 +1,305 @@
+"""A run that starts from weights: it begins exactly with them, refuses what they are not, and needs them only once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from accelerate import Accelerator
+from faults import train_on_two
+from hub_server import Repository, serving_here
+from safetensors.torch import load_file
+from tiny_export import build_tiny
+
+from hfgolf.command_line import ResolvedConfig, load_config
+from hfgolf.config import RunConfig
+from hfgolf.errors import UserError
+from hfgolf.evaluate.loss import evaluate_loss
+from hfgolf.publish.export import export_model
+from hfgolf.publish.load import load_exported
+from hfgolf.publish.native import ARCHITECTURES, to_native
+from hfgolf.run.metrics import read_rows
+from hfgolf.train import init_from, setup
+from hfgolf.train.init_from import take_architecture, weights_sha256
+from hfgolf.train.run import Run
+from hfgolf.train.validation import evaluate
+
+_NO_NORM = {"norm": "layernorm", "qk_norm": False}
+NATIVE: dict[str, dict[str, Any]] = {
+    "Apertus": {"num_key_value_heads": 1, "rope_theta": 500.0},
+    "Qwen3": {"activation": "swiglu", "tie_word_embeddings": False},
+    "Arcee": {"qk_norm": False, "use_bias": True},
+    "Llama": {"activation": "swiglu", "qk_norm": False, "intermediate_size": 48},
+    "NanoChat": {"norm_weight": False, "logit_soft_cap": 5.0},
+    "Nemotron": _NO_NORM,
+    "Starcoder2": _NO_NORM | {"activation": "gelu_new", "use_bias": True},
+    "GPT2": _NO_NORM | {"activation": "gelu_new", "position_embedding": "learned", "embedding_norm": False},
+}
+SHAPE = ("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads", "tokenizer.kind")
+
+
+@pytest.fixture
+def exported(tmp_path) -> Callable[..., Path]:
+    """Return a function that writes a tiny model with these options, as Golf or native."""
+
+    def write(name: str = "weights", native: bool = False, **options: Any) -> Path:
+        model, tokenizer = build_tiny(**options)
+        export_model(to_native(model) if native else model, tokenizer, tmp_path / name, "")
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def from_weights(tiny_run) -> Callable[..., list[str]]:
+    """Return the command line of the tiny run without a shape or a tokenizer, which those of the weights replace."""
+
+    def arguments(weights: object, **options: Any) -> list[str]:
+        stated = [
+            option for option in tiny_run(**options) if not option.startswith(tuple(f"--{key}=" for key in SHAPE))
+        ]
+        return [*stated, f"--model.init_from={weights}"]
+
+    return arguments
+
+
+@pytest.fixture
+def build(from_weights, reset_accelerate) -> Callable[..., Run]:
+    """Return a function that sets up a run from weights, like a new process."""
+
+    def build_(weights: object, **options: Any) -> Run:
+        reset_accelerate()
+        return setup.set_up(load_config(from_weights(weights, **options)))
+
+    return build_
+
+
+def resolve(*options: str) -> ResolvedConfig:
+    return take_architecture(load_config([*options, "--train.max_steps=1"]))
+
+
+def taken(*options: str) -> RunConfig:
+    return resolve(*options).config
+
+
+def test_the_table_of_this_test_is_complete():
+    assert list(NATIVE) == [row.name for row in ARCHITECTURES]
+
+
+def test_the_weights_decide_the_architecture_and_the_run_its_dropout(exported):
+    weights = exported(hidden_size=24, num_key_value_heads=1, dropout=0.5, rope_theta=77.0, norm_eps=1e-4)
+    resolved = resolve(f"--model.init_from={weights}", "--model.attention_dropout=0.25")
+    model = resolved.config.model
+    assert (model.hidden_size, model.num_key_value_heads, model.intermediate_size) == (24, 1, 96)
+    assert (model.rope_theta, model.norm_eps, model.max_position_embeddings, model.vocab_size) == (77.0, 1e-4, 32, 257)
+    assert (model.dropout, model.attention_dropout) == (0.0, 0.25)
+    assert resolved.config.tokenizer.kind == "pretrained" and resolved.config.tokenizer.name_or_path == str(weights)
+    assert resolved.sources["model.hidden_size"] == resolved.sources["tokenizer.kind"] == "model.init_from"
+    assert "  hidden_size: 24  # model.init_from\n" in resolved.to_yaml()
+
+
+def test_a_stated_shape_that_agrees_is_accepted(exported, tmp_path):
+    weights = exported(loop=[0, 1, 2], exclude_self_value=2)
+    stated = "{init_from: %s, hidden_size: 32, intermediate_size: null, num_key_value_heads: null, loop: [0, 1, 2], "
+    stated = stated % weights + "num_hidden_layers: 2, num_attention_heads: 2, exclude_self_value: all}"
+    (tmp_path / "config.yaml").write_text(f"model: {stated}")
+    assert taken(f"--config={tmp_path / 'config.yaml'}").model.loop == (0, 1, 2)
+    replay = resolve(f"--config={tmp_path / 'config.yaml'}")
+    (tmp_path / "replay.yaml").write_text(replay.to_yaml())
+    again = taken(f"--config={tmp_path / 'replay.yaml'}")
+    assert again.model == replay.config.model and again.tokenizer == replay.config.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model.hidden_size=64"], r"architecture .*: model.hidden_size 64 \(the weights: 32\); leave"),
+        (
+            ["--model.norm=layernorm", "--model.num_attention_heads=4"],
+            r"heads 4 \(.* 2\), model.norm layernorm \(.*rms",
+        ),
+        (["--model.activation=silu"], r"model.activation silu \(the weights: relu2\)"),
+        (
+            ["--model.num_hidden_layers=1", "--model.vocab_size=300"],
+            r"layers 1 \(.* 2\), model.vocab_size 300 \(.* 257",
+        ),
+        (["--tokenizer.kind=char"], r"tokenizer.kind: char would train a tokenizer .*tokenizer.name_or_path /"),
+        (["--batch.sequence_length=64"], None),  # rotary positions have no end
+    ],
+    ids=str,
+)
+def test_what_the_weights_are_not_is_refused_with_the_difference(exported, options, message):
+    arguments = [f"--model.init_from={exported()}", *options]
+    if message is None:
+        assert taken(*arguments).max_positions == 64
+        return
+    with pytest.raises(UserError, match=message):
+        taken(*arguments)
+
+
+def test_learned_positions_limit_the_sequences(exported):
+    weights = f"--model.init_from={exported(**NATIVE['GPT2'])}"
+    assert taken(weights, "--batch.sequence_length=32").max_positions == 32
+    assert taken(weights, "--batch.sequence_length=16").max_positions == 32  # the table keeps its rows
+    with pytest.raises(UserError, match=r"batch.sequence_length: 64 is longer than the 32 learned positions"):
+        taken(weights, "--batch.sequence_length=64")
+
+
+def test_another_vocabulary_is_refused_and_the_same_accepted(exported, tmp_path):
+    weights = exported()
+    assert taken(f"--model.init_from={weights}", "--tokenizer.kind=byte").tokenizer.kind == "byte"
+    copy = shutil.copytree(weights, tmp_path / "copy")
+    stated = ["--tokenizer.kind=pretrained", f"--tokenizer.name_or_path={copy}"]
+    assert taken(f"--model.init_from={weights}", *stated).tokenizer.name_or_path == str(copy)
+    rules = json.loads((copy / "tokenizer.json").read_text())
+    vocab = rules["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (copy / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(UserError, match=r"257 entries here, 257 there, 2 differ; 'a' has id 98 here and 97 there"):
+        taken(f"--model.init_from={weights}", *stated)
+
+
+def test_names_that_hold_no_weights_are_one_line(exported, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"model.init_from: there is no exported model in .*empty; name another\."):
+        taken(f"--model.init_from={tmp_path / 'empty'}")
+    with pytest.raises(UserError, match=r"^model.init_from: cannot load nobody/nothing: "):
+        taken("--model.init_from=nobody/nothing")
+    weights = exported()
+    (weights / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"^model.init_from: .*config.json is not a JSON object"):
+        taken(f"--model.init_from={weights}")
+    (weights / "config.json").write_text('{"model_type": "opt"}')
+    with pytest.raises(UserError, match=r"^model.init_from: OPTConfig cannot become a Golf model; these can: Apertus,"):
+        taken(f"--model.init_from={weights}")
+
+
+def test_a_run_begins_with_the_loss_of_the_weights(build, exported, caplog):
+    caplog.set_level(logging.INFO, "hfgolf")
+    weights = exported(rope_theta=50.0, norm_eps=1e-3, num_key_value_heads=1)
+    run = build(weights, optim__ema_decay=0.9)
+    model, _ = load_exported(str(weights))
+    options: dict[str, Any] = {"sequence_length": 32, "batch_size": 4}
+    expected = evaluate_loss(model.to(run.accelerator.device), run.tokens.val, run.accelerator, **options)
+    assert evaluate(run).loss == pytest.approx(expected.loss, rel=1e-6)
+    with run.ema.applied():
+        assert evaluate(run).loss == pytest.approx(expected.loss, rel=1e-6)
+    assert run.state.step == 0 and run.init_from["sha256"] == weights_sha256(model)
+    assert f"weights: {weights} (GolfForCausalLM, as it was), sha256 {weights_sha256(model)[:16]}" in caplog.text
+    metadata = json.loads(run.folder.metadata.read_text())
+    assert metadata["init_from"] == {"name": str(weights), "revision": None, "sha256": weights_sha256(model)}
+
+
+def test_the_vocabulary_may_be_smaller_than_the_embedding(build, exported):
+    """As in many models on the Hub, whose embeddings are padded to a multiple of 64."""
+    model, tokenizer = build_tiny()
+    model.resize_token_embeddings(320)
+    weights = exported("padded")
+    export_model(model, tokenizer, weights, "")
+    run = build(weights)
+    assert run.raw_model.config.vocab_size == 320 == len(run.raw_model.get_input_embeddings().weight)
+    assert torch.equal(run.raw_model.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_an_embedding_smaller_than_the_vocabulary_is_one_line(build, exported):
+    model, tokenizer = build_tiny()
+    model.config.bos_token_id = model.config.eos_token_id = model.config.pad_token_id = 0
+    model.resize_token_embeddings(100)
+    weights = exported("small")
+    export_model(model, tokenizer, weights, "")
+    with pytest.raises(UserError, match=r"model.vocab_size: an embedding with 100 rows is too small .* 257 entries"):
+        build(weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_architectures_begin_with_their_own_loss_and_train(run, from_weights, exported, name, caplog):
+    caplog.set_level(logging.INFO, "hfgolf")
+    weights = exported(native=True, **NATIVE[name])
+    assert json.loads((weights / "config.json").read_text())["architectures"][0].startswith(name)
+    folder = run(from_weights(weights, train__max_steps=2, train__eval_every_steps=1))
+    assert "GolfForCausalLM: logits within" in caplog.text
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NATIVE)
+def test_the_first_loss_is_that_of_the_native_model(build, exported, name):
+    weights = exported(native=True, **NATIVE[name])
+    run = build(weights)
+    model, _ = load_exported(str(weights))
+    options: dict[str, Any] = {"sequence_length": 32, "batch_size": 4}
+    expected = evaluate_loss(model.to(run.accelerator.device), run.tokens.val, Accelerator(), **options)
+    assert evaluate(run).loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_its_model_and_its_checkpoint_are_weights(run, tiny_run, from_weights, tmp_path):
+    before = run(tiny_run(run__name="before", train__max_steps=3))
+    run_first = run(from_weights(before, run__name="a", train__max_steps=1))
+    run_second = run(from_weights(before / "checkpoints" / "step-000003", run__name="b", train__max_steps=1))
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (run_first, run_second)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    shutil.rmtree(before / "model")
+    with pytest.raises(UserError, match=r"no exported model in .*before; name one of its checkpoints: .*step-000003"):
+        taken(f"--model.init_from={before}")
+
+
+@pytest.mark.slow
+def test_a_resume_is_exact_without_the_weights_it_started_from(run, from_weights, exported, monkeypatch):
+    weights = exported()
+    options = {"schedule__name": "constant", "model__dropout": 0.1, "optim__ema_decay": 0.9}
+    straight = run(from_weights(weights, run__name="straight", **options))
+    run(from_weights(weights, run__name="parts", train__max_steps=3, **options))
+    shutil.rmtree(weights)
+    monkeypatch.setattr(init_from, "load_config", lambda *arguments: pytest.fail("it read the weights again"))
+    parts = run(from_weights(weights, run__name="parts", train__resume="latest", **options))
+    for name in ("model.safetensors", "ema.safetensors"):
+        one, other = (load_file(folder / "checkpoints" / "latest" / name) for folder in (straight, parts))
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    for name in ("metadata.json", "checkpoints/latest/run.json"):
+        one, other = (json.loads((folder / name).read_text())["init_from"] for folder in (straight, parts))
+        assert one == other and one["name"] == str(weights)
+    with pytest.raises(UserError, match=r"does not fit this config \(model.init_from .*weights -> elsewhere\)"):
+        run(from_weights("elsewhere", run__name="parts", train__resume="latest", **options))
+    with pytest.raises(UserError, match=r"model.dropout 0.1 -> 0.0"):  # what the weights do not decide is compared
+        run(
+            from_weights(
+                weights, run__name="parts", train__resume="auto", schedule__name="constant", train__max_steps=9
+            )
+        )
+
+
+@pytest.mark.slow
+def test_a_name_on_the_hub_is_weights(build, exported, monkeypatch, tmp_path):
+    weights = exported(native=True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cached"))
+    with serving_here(monkeypatch) as hub:
+        files = {path.name: path.read_bytes() for path in weights.iterdir()}
+        hub.repositories["user/name"] = Repository(files=files, commits=["first"])
+        run = build("user/name")
+        assert run.init_from["name"] == "user/name" and run.init_from["revision"] == hub.repositories["user/name"].sha
+    assert run.init_from["sha256"] == build(weights, run__name="other").init_from["sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_train_as_one_from_weights(run, from_weights, exported, tmp_path):
+    weights = exported()
+    options = {"batch__micro_batch_size": 4, "optim__name": "adamw", "optim__learning_rate": 0.003}
+    one = run(from_weights(weights, run__name="one", **options))
+    train_on_two(from_weights(weights, run__name="two", **options), tmp_path / "output")
+    assert "2 processes" in (tmp_path / "output").read_text()
+    for name in ("train_loss", "val_loss"):
+        values = [
+            [row[name] for row in read_rows(folder / "metrics.jsonl") if row[name] is not None]
+            for folder in (one, one.with_name("two"))
+        ]
+        assert values[1] == pytest.approx(values[0], rel=1e-5)
