@@ -1,5 +1,6 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test test-slow [ARGS="-k muon"]
-# make test-ecosystem: peft, trl and transformers serve on exported models, in a virtual environment of their own
+# make test-ecosystem: peft, trl, transformers serve and llama.cpp on exported models, in a virtual environment of their
+#   own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
 # make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only train_throughput"
 PYTHON ?= python3
 VENV := .venv

@@ -26,11 +26,16 @@ def write_bytes(path: Path, content: bytes) -> None:
     partial = path.with_name(f".partial-{path.name}")
     try:
         partial.write_bytes(content)
-        sync(partial)
-        partial.replace(path)
+        replace_file(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def replace_file(partial: Path, path: Path) -> None:
+    """Rename a finished file to its final name, replacing an older one. Both must have the same parent."""
+    sync(partial)
+    partial.replace(path)
     sync(path.parent)
 
 

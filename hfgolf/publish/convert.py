@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model, position_limit
+from hfgolf.publish.gguf import gguf_fields
 from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import usage, with_usage
+from hfgolf.publish.model_card import read_card, usage, with_usage
 from hfgolf.publish.native import converted
 
 
@@ -30,12 +31,11 @@ def convert_folder(model: str, output: Path, to: str, xielu: bool = False, locat
     """
     folder = Path(model)
     original, tokenizer = load_exported(model)
-    readme = folder / "README.md"
-    card = readme.read_text(encoding="utf-8") if readme.is_file() else f"# {folder.name}"
+    card = read_card(folder)
     ids = tokenizer(card, verbose=False)["input_ids"]  # it may be longer than the model's longest text
     result, sentence = converted(original.cpu(), to, ids, xielu)
     pictures = [path for path in [folder / "loss.png"] if path.is_file()]
-    card = with_usage(card, _usage(result, location or str(output)))
+    card = with_usage(card, _usage(result, tokenizer, location or str(output)))
     try:
         export_model(result, tokenizer, output, card, pictures)
     except OSError as error:
@@ -67,7 +67,12 @@ def _model_type(folder: Path) -> Any:
         return None
 
 
-def _usage(model: PreTrainedModel, location: str) -> str:
+def _usage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, location: str) -> str:
+    try:
+        gguf_fields(model, tokenizer)
+        has_gguf = True
+    except UserError:
+        has_gguf = False
     config: Any = model.config
     linear = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
     return usage(
@@ -75,5 +80,6 @@ def _usage(model: PreTrainedModel, location: str) -> str:
         needs_code=isinstance(model, GolfForCausalLM),
         is_limited=position_limit(model) is not None,
         num_tokens=config.max_position_embeddings,
+        has_gguf=has_gguf,
         targets=[name for name in dict.fromkeys(linear) if name != "lm_head"],
     )

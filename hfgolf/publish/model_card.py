@@ -90,29 +90,43 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
     return redact(f"{card}\n")
 
 
-def usage(location: str, *, needs_code: bool, is_limited: bool, num_tokens: int, targets: list[str]) -> str:
-    """Return the sections on loading and fine-tuning a model.
+def read_card(folder: Path) -> str:
+    """Return the card in a model's folder; a title if there is none."""
+    readme = folder / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.is_file() else f"# {folder.name}"
+
+
+def usage(
+    location: str, *, needs_code: bool, is_limited: bool, num_tokens: int, targets: list[str], has_gguf: bool = False
+) -> str:
+    """Return the sections on loading and fine-tuning a model, and on running it elsewhere.
 
     needs_code: the modeling code comes with the weights. is_limited: num_tokens is a hard limit. targets: the modules
-    for LoRA.
+    for LoRA. has_gguf: it can be written as GGUF.
     """
     template = Template(_USAGE.read_text(encoding="utf-8"))
     trust = ", trust_remote_code=True" if needs_code else ""
     return template.render(
-        location=location, trust=trust, is_limited=is_limited, num_tokens=num_tokens, targets=json.dumps(targets)
+        location=location,
+        trust=trust,
+        is_limited=is_limited,
+        num_tokens=num_tokens,
+        targets=json.dumps(targets),
+        has_gguf=has_gguf,
     )
 
 
 def with_usage(card: str, sections: str) -> str:
-    """Return a card with other sections on loading and fine-tuning; an edited card without them stays as it is."""
+    """Return a card with other sections on loading and using the model; an edited card without them stays as it is."""
     return _USAGE_IN_CARD.sub(lambda _: sections, card, count=1)
 
 
 def set_location(path: Path, location: str) -> None:
-    """Set the location in the loading example of the card at `path`."""
+    """Set the location in the examples of the card at `path`."""
     card = path.read_text(encoding="utf-8")
-    # only the first two: a sample from a model trained on Python may contain more
+    # only the first ones: a sample from a model trained on Python may contain more
     named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
+    named = re.sub(r'(?<=export\.py --model ")[^"]*(?=" --to gguf)', lambda _: location, named, count=1)
     if named != card:
         write_text(path, named)
 

@@ -214,7 +214,7 @@ def to_native(golf: GolfForCausalLM, xielu: bool = False) -> PreTrainedModel:
         if name.endswith("norm.weight"):
             state[name] = state.get(name, torch.ones_like(tensor)) - row.norm_offset
         elif "act_fn" in name:
-            state[name] = torch.full_like(tensor, _XIELU[name.rpartition(".")[2]])
+            state[name] = torch.full_like(tensor, XIELU_OF_RELU2[name.rpartition(".")[2]])
         elif name.endswith("bias"):
             state.setdefault(name, torch.zeros_like(tensor))
         elif row.swaps_halves and ("q_proj" in name or "k_proj" in name):
@@ -324,7 +324,7 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
 
 
 # softplus(alpha_p) = 1 and softplus(alpha_n) = 0 in fp32
-_XIELU = {"alpha_p": math.log(math.e - 1), "alpha_n": -100.0, "beta": 0.0, "eps": -1e-6}
+XIELU_OF_RELU2 = {"alpha_p": math.log(math.e - 1), "alpha_n": -100.0, "beta": 0.0, "eps": -1e-6}
 
 
 def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype, xielu: bool) -> PreTrainedConfig:
@@ -404,7 +404,7 @@ def _ungated_activation(name: str, row: Architecture) -> str:
 def _require_squared_relu(row: Architecture, state: dict[str, Tensor]) -> None:
     """Raise UserError if the constants of xIELU are not those with which it is squared ReLU."""
     constants = {key: tensor for key, tensor in state.items() if "act_fn" in key and not key.endswith("eps")}
-    wanted = {key: torch.full_like(tensor, _XIELU[key.rpartition(".")[2]]) for key, tensor in constants.items()}
+    wanted = {key: torch.full_like(tensor, XIELU_OF_RELU2[key.rpartition(".")[2]]) for key, tensor in constants.items()}
     if not all(torch.allclose(constants[key], wanted[key]) for key in constants):
         raise UserError(f"{row.name}: its xIELU was trained; Golf has only the one that is squared ReLU.")
 

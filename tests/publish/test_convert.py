@@ -149,6 +149,8 @@ def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, pyth
         (["--model", exported], "--model: say what to convert it to and where, with --to and --output."),
         (["--model", exported, "--checkpoint", "best"], "--checkpoint: only a run has checkpoints"),
         (["--model", exported, "--to", "native", "--output", native], f"--output: {native} already exists"),
+        (["--model", exported, "--to", "gguf", "--output", "x"], "--output: x can't be written; allowed: a name that"),
+        (["--model", exported, "--quantization", "f16"], "--quantization: only a GGUF file has it; add --to gguf."),
         (["--model", exported, "--to", "golf", "--xielu", "--output", "x"], "--xielu: only a native model has it"),
         ([], "one of the arguments --run --model is required"),
     ):

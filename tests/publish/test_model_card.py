@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
 from huggingface_hub import ModelCard
 from tiny_export import SUMMARY
@@ -25,7 +27,7 @@ def test_metadata_has_the_fields_the_hub_indexes(exported):
 def test_hub_dataset_is_linked():
     texts = DataConfig(source="hub", hub_name="some/texts", hub_config="small", hub_split="all")
     card = model_card(RunConfig(data=texts).replace(run__name="tiny"), SUMMARY)
-    data = ModelCard(card).data
+    data: Any = ModelCard(card).data
     assert data.datasets == ["some/texts"]
     result = data.eval_results[0]
     assert (result.dataset_type, result.dataset_config) == ("some/texts", "small")
@@ -33,7 +35,7 @@ def test_hub_dataset_is_linked():
 
 
 def test_a_hub_name_that_the_run_did_not_read_is_no_dataset():
-    data = ModelCard(model_card(RunConfig(data=DataConfig(hub_name="some/texts")), SUMMARY)).data
+    data: Any = ModelCard(model_card(RunConfig(data=DataConfig(hub_name="some/texts")), SUMMARY)).data
     assert data.datasets is None and {result.dataset_type for result in data.eval_results} == {"python_stdlib"}
 
 
@@ -41,8 +43,8 @@ def test_license_and_language_are_the_users_or_absent(tiny_config):
     data = ModelCard(model_card(tiny_config, SUMMARY)).data.to_dict()
     assert not {"license", "language", "datasets"} & data.keys()
     config = tiny_config.replace(hub__license="apache-2.0", hub__language=["en", "no"])
-    data = ModelCard(model_card(config, SUMMARY)).data
-    assert data.license == "apache-2.0" and data.language == ["en", "no"]
+    card: Any = ModelCard(model_card(config, SUMMARY)).data
+    assert card.license == "apache-2.0" and card.language == ["en", "no"]
 
 
 def test_card_says_what_the_run_took_and_cost(tiny_config):

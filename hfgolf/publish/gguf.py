@@ -1,0 +1,227 @@
+"""A model with its tokenizer as one GGUF file, for llama.cpp and the programs built on it.
+
+Owns which architectures llama.cpp computes as transformers does, and the names, shapes and types of their tensors.
+native.py converts a Golf model to one of them first.
+
+Differences that the table bridges:
+- llama.cpp's Apertus has only xIELU; with the constants of native.py it is squared ReLU.
+- llama.cpp's Llama and Arcee rotate neighboring pairs of a head, transformers its two halves: rows of q and k move.
+- llama.cpp's Apertus cannot tie its embeddings, so the head is a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hfgolf.durable import replace_file
+from hfgolf.errors import UserError
+from hfgolf.publish.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
+from hfgolf.publish.load import load_exported
+from hfgolf.publish.model_card import read_card
+from hfgolf.publish.native import XIELU_OF_RELU2, converted
+from hfgolf.wording import join_words, one_line, size
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+QUANTIZATIONS = ("f16", "q8_0", "f32")
+_BLOCK = 32  # weights of a row that share a scale in q8_0
+_MAX_F16 = 65504.0
+
+
+@dataclass(frozen=True)
+class _Architecture:
+    """What llama.cpp's architecture of this name has."""
+
+    activations: tuple[str, ...]
+    has_biases: bool = False
+    rotates_pairs: bool = False
+    can_tie: bool = True
+
+
+_ARCHITECTURES = {
+    "apertus": _Architecture(("relu2", "xielu"), can_tie=False),
+    "qwen3": _Architecture(("silu",)),
+    "arcee": _Architecture(("relu2",), rotates_pairs=True),
+    "llama": _Architecture(("silu",), has_biases=True, rotates_pairs=True),
+}
+
+
+def export_gguf(model: str, output: Path, quantization: str) -> str:
+    """Write an exported model, a folder or a name on the Hub, with its tokenizer to a GGUF file.
+
+    quantization: "f32", "f16", or "q8_0", which has 8 bits per weight and a scale for every 32; matrices whose rows are
+    no multiple of 32 remain f16. Norms, biases and other vectors are always f32.
+
+    Returns a sentence that says what it became. Raises UserError if the package gguf is missing, or if llama.cpp has no
+    such architecture or tokenizer.
+    """
+    if find_spec("gguf") is None:
+        raise UserError("--to gguf: needs the package gguf; run `pip install gguf`.")
+    original, tokenizer = load_exported(model)
+    card = read_card(Path(model))
+    native, sentence = converted(original.cpu(), "native", tokenizer(card, verbose=False)["input_ids"])
+    fields = gguf_fields(native, tokenizer)
+    partial = output.with_name(f".partial-{output.name}")
+    try:
+        _write(native, tokenizer, fields, partial, output.stem, quantization)
+        replace_file(partial, output)
+    except OSError as error:
+        raise UserError(f"--output: cannot write {output} ({one_line(error)}).") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return f"{sentence}; {quantization}, {size(output.stat().st_size)}"
+
+
+def gguf_fields(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GgufTokenizer:
+    """Return the tokenizer for the GGUF file of a native model. Raises UserError if llama.cpp can't express them."""
+    config: Any = model.config
+    known = _ARCHITECTURES.get(config.model_type)
+    if known is None:
+        names = join_words(_ARCHITECTURES, last=" and ")
+        raise UserError(f"--to gguf: hfgolf writes only {names}; this model is {type(model).__name__}.")
+    has_biases = any(name.endswith(".bias") for name in model.state_dict())
+    rope = config.rope_parameters
+    for setting, is_known in (
+        (f"hidden_act {config.hidden_act}", config.hidden_act in known.activations),
+        ("biases", known.has_biases or not has_biases),
+        (f"rope_type {rope['rope_type']}", rope["rope_type"] in ("default", "linear")),
+        ("rotation of a part of each head", rope.get("partial_rotary_factor", 1.0) == 1.0),
+        ("a sliding window", "sliding_attention" not in (getattr(config, "layer_types", None) or ())),
+    ):
+        if not is_known:
+            raise UserError(f"--to gguf: llama.cpp has no {config.model_type} with {setting}.")
+    return gguf_tokenizer(tokenizer, config.vocab_size)
+
+
+def _write(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    fields: GgufTokenizer,
+    path: Path,
+    name: str,
+    quantization: str,
+) -> None:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, model.config.model_type)
+    writer.add_name(name)
+    _add_shape(writer, model, quantization)
+    _add_tokenizer(writer, fields, tokenizer, model.config.bos_token_id)
+    for tensor_name, tensor in _tensors(model).items():
+        _add_tensor(writer, tensor_name, tensor, quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_shape(writer: GGUFWriter, model: PreTrainedModel, quantization: str) -> None:
+    import gguf
+
+    config: Any = model.config
+    head_dim = _head_dim(config)
+    types = {"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}
+    writer.add_file_type(types.get(quantization, gguf.LlamaFileType.MOSTLY_Q8_0))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.rope_parameters["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+    if config.model_type == "apertus":
+        for constant, value in _xielu(model).items():
+            getattr(writer, f"add_xielu_{constant}")(value)
+
+
+def _add_tokenizer(
+    writer: GGUFWriter, fields: GgufTokenizer, tokenizer: PreTrainedTokenizerBase, bos_of_model: int | None
+) -> None:
+    writer.add_tokenizer_model(fields.model)
+    writer.add_tokenizer_pre(fields.pre)
+    writer.add_token_list(fields.tokens)
+    writer.add_token_types(fields.types)
+    writer.add_token_merges(fields.merges)
+    if fields.model == "llama":
+        writer.add_token_scores([0.0] * len(fields.tokens))
+        writer.add_add_space_prefix(False)
+    ids = tokenizer("a")["input_ids"]
+    eos = tokenizer.eos_token_id
+    # one token for both is the separator of documents, which a prompt follows, as in generate.py
+    bos = eos if bos_of_model == eos else tokenizer.bos_token_id
+    for number, add in ((bos, writer.add_bos_token_id), (eos, writer.add_eos_token_id)):
+        if number is not None:
+            add(number)
+    writer.add_add_bos_token(bos is not None and (bos == eos or ids[0] == bos))
+    writer.add_add_eos_token(False)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the weights under GGUF's names, in fp32."""
+    import gguf
+
+    config: Any = model.config
+    known = _ARCHITECTURES[config.model_type]
+    architecture = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.model_type)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if "act_fn" in name or (name == "lm_head.weight" and config.tie_word_embeddings and known.can_tie):
+            continue
+        renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if renamed is None:
+            raise UserError(f"--to gguf: llama.cpp's {config.model_type} has no {name}.")
+        if known.rotates_pairs and (".q_proj." in name or ".k_proj." in name):
+            tensor = tensor.unflatten(0, (-1, 2, _head_dim(config) // 2)).transpose(1, 2).flatten(0, 2)
+        tensors[renamed] = tensor.float().contiguous()
+    return tensors
+
+
+def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor, quantization: str) -> None:
+    import gguf
+
+    if tensor.dim() == 1 or quantization == "f32":
+        writer.add_tensor(name, tensor.numpy())
+    elif quantization == "q8_0" and tensor.shape[-1] % _BLOCK == 0:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+    else:
+        largest = tensor.abs().max().item()
+        if largest > _MAX_F16:
+            raise UserError(f"--quantization: {name} holds {largest:g}, beyond {_MAX_F16:g}; use f32.")
+        writer.add_tensor(name, tensor.numpy().astype(np.float16))
+
+
+def _xielu(model: PreTrainedModel) -> dict[str, list[float]]:
+    """Return the constants of xIELU, one value per layer."""
+    layers = model.config.num_hidden_layers
+    if model.config.hidden_act == "relu2":
+        return {constant: [value] * layers for constant, value in XIELU_OF_RELU2.items()}
+    state = model.state_dict()
+    return {
+        constant: [state[f"model.layers.{layer}.mlp.act_fn.{constant}"].item() for layer in range(layers)]
+        for constant in XIELU_OF_RELU2
+    }
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
