@@ -88,8 +88,8 @@ class DataConfig:
     shards: data.files and data.val_files hold tokens in 16 bits, with the header of llm.c and the golf challenge,
     without one (nanoGPT) or as .npy. tokenizer.kind pretrained or byte says whose tokens they are."""
     files: list[str] = field(default_factory=list)
-    """Paths, globs or URLs. txt, md, py: one document per file; jsonl, parquet, csv, arrow: one per row.
-    Also .gz, .zst."""
+    """Paths, folders, globs or URLs (http, hf, s3, ...). Text files hold one document each; jsonl, json, csv, tsv,
+    parquet, arrow and folders of save_to_disk one per row. Also .gz, .bz2, .xz, .zst and .zip; see docs/data.md."""
     hub_name: str | None = None
     """Hub dataset, such as roneneldan/TinyStories."""
     hub_config: str | None = None
@@ -99,7 +99,8 @@ class DataConfig:
     streaming: bool = False
     """Stream a Hub dataset into the token cache instead of downloading it first; resuming stays exact."""
     text_column: str = "text"
-    """Column that holds the text in jsonl, parquet, csv, arrow and Hub datasets."""
+    """Column that holds the text in tables and Hub datasets; of nested columns a path, such as message.content or
+    conversation.0.text."""
     ids_column: str | None = None
     """Column that holds token ids, such as input_ids, to use instead of text; a separator in a row ends a document.
     tokenizer.kind pretrained or byte says whose tokens they are."""
@@ -141,7 +142,7 @@ class DataConfig:
             )
         if self.source in ("files", "shards") and not self.files:
             raise UserError(
-                f"data.files is empty, but data.source is {self.source}; name at least one path, glob or URL."
+                f"data.files is empty, but data.source is {self.source}; name at least one path, folder, glob or URL."
             )
         if self.source == "shards" and not self.val_files:
             raise UserError("data.val_files is empty, but data.source is shards; name the validation shards.")

@@ -11,8 +11,8 @@ from hfgolf.script_options import ScriptParser, check_output, within
 def main() -> int:
     parser = ScriptParser(__doc__)
     parser.add_argument("--model", required=True, help="folder of a causal model (runs/NAME/model) or a Hub name")
-    parser.add_argument("--files", required=True, nargs="+", help="paths, globs or URLs, as in data.files")
-    parser.add_argument("--text_column", default="text", help="column of jsonl, csv and parquet files (text)")
+    parser.add_argument("--files", required=True, nargs="+", help="paths, folders, globs or URLs, as in data.files")
+    parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
     parser.add_argument("--sequence_length", type=within(1, 2**24), help="tokens of context (default: the model's own)")
     parser.add_argument("--batch_size", type=within(1, 2**16), default=8, help="sequences per forward pass (8)")
     parser.add_argument(

@@ -33,7 +33,7 @@ def serving_dataset(name: str, files: dict[str, bytes]) -> Iterator[str]:
                 self._file(path.split("/")[-1])
             elif path.startswith(f"api/datasets/{name}/tree/"):
                 listed = [{"type": "file", "path": file, "size": len(files[file]), "oid": etag(file)} for file in files]
-                self._answer(listed if path.endswith(REVISION) else [])
+                self._answer(listed if path.rsplit("/", 1)[1] in (REVISION, "main") else [])
             elif path.startswith(f"api/datasets/{name}"):
                 siblings = [{"rfilename": file} for file in files]
                 self._answer({"id": name, "sha": REVISION, "private": False, "siblings": siblings})

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import numpy as np
 
 from hfgolf.config import DataConfig
-from hfgolf.data.documents import TABLES, Document, hub_revision, read_file, read_hub
+from hfgolf.data.documents import Document, hub_revision, read_file, read_hub
 from hfgolf.data.file_hashes import file_hashes, file_state
-from hfgolf.data.files import SourceFile, cache_folder, match_files, named_files, stdlib_files
+from hfgolf.data.files import TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
 from hfgolf.errors import UserError
 from hfgolf.wording import join_words
@@ -146,7 +146,7 @@ def load_corpus(data: DataConfig) -> Corpus:
         return Corpus({**identity, **hub, "hub_revision": hub_revision(data)}, data)
     files = stdlib_files() if data.source == "python_stdlib" else named_files(data)
     bytes_files = match_files(data, "val_bytes_files", "bytes")
-    if any(file.endings[0] in TABLES for file in files):
+    if any(file.endings[0] in (*TABLES, ".zip") for file in files):
         identity["text_column"] = data.text_column
     try:
         states = {file.path: file_state(file.path) for file in [*files, *bytes_files]}

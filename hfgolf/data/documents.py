@@ -10,21 +10,24 @@ bytes).
 from __future__ import annotations
 
 import codecs
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hfgolf.config import DataConfig
-from hfgolf.data.files import SourceFile
+from hfgolf.data.files import TABLES, TEXTS, SourceFile, log_skipped, require_text
 from hfgolf.errors import UserError
-from hfgolf.wording import first_line
+from hfgolf.wording import first_line, join_words
 
 Document = tuple[str, str | None, Any]
+Opener = Callable[[], Any]
 
-TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 BLOCK_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1000
 
@@ -34,16 +37,47 @@ def read_file(file: SourceFile, data: DataConfig, scratch: Path) -> Iterator[Doc
 
     scratch: a folder for files that must be decompressed first.
     """
-    kind = TABLES.get(file.endings[0])
-    if kind:
-        with _readable_by_datasets(file, scratch) as path:
-            yield from _rows(_load_table(path, kind), file.name, file.split, data)
+    if data.source == "python_stdlib":
+        if text := _utf8_text(file.path):
+            yield file.name, None, (text,)
+    elif file.endings[0] == ".zip":
+        yield from _read_archive(file, data, scratch)
+    else:
+        yield from _read(file, partial(open, file.path, "rb"), data, scratch)
+
+
+def _read_archive(file: SourceFile, data: DataConfig, scratch: Path) -> Iterator[Document]:
+    """Yield the documents of a zip archive's members of a known kind, or of its only member whatever its name."""
+    try:
+        archive = zipfile.ZipFile(file.path)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.") from error
+    with archive:
+        entries = {
+            SourceFile(f"{file.name}/{entry.filename}", file.path / entry.filename, file.split): entry
+            for entry in archive.infolist()
+            if entry.file_size and not re.search(r"(^|/)(\.|__MACOSX/)", entry.filename)
+        }
+        known = (*TABLES, *TEXTS)
+        used = {member: entry for member, entry in entries.items() if len(entries) == 1 or member.endings[0] in known}
+        if not used:
+            raise UserError(f"{file.path} holds no file of a known kind ({' '.join(known)}); unpack it.")
+        skipped = tuple(entry.filename for member, entry in entries.items() if member not in used)
+        log_skipped("data.files", str(file.path), len(used), skipped)
+        for member, entry in used.items():
+            require_text(member, "data.files")
+            yield from _read(member, partial(archive.open, entry), data, scratch)
+
+
+def _read(file: SourceFile, opener: Opener, data: DataConfig, scratch: Path) -> Iterator[Document]:
+    ending = file.endings[0]
+    if ending in TABLES:
+        with _readable_by_datasets(file, opener, scratch) as path:
+            yield from _rows(_load_table(path, ending), file.name, file.split, data)
     elif data.ids_column is not None:
         raise UserError(f"data.ids_column: {file.path} has no columns; name jsonl, parquet or arrow files.")
-    elif data.source != "python_stdlib":
-        yield file.name, file.split, _text_blocks(file)
-    elif text := _utf8_text(file.path):
-        yield file.name, None, (text,)
+    else:
+        yield file.name, file.split, _text_blocks(file, opener)
 
 
 def read_hub(data: DataConfig) -> Iterator[Document]:
@@ -51,26 +85,34 @@ def read_hub(data: DataConfig) -> Iterator[Document]:
     yield from _rows(_load_hub(data), str(data.hub_name), None, data)
 
 
-def _open(file: SourceFile) -> BinaryIO:
-    compression = file.endings[1]
-    if compression == ".gz":
-        import gzip
+def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
+    match compression:
+        case ".gz":
+            import gzip
 
-        return cast(BinaryIO, gzip.open(file.path, "rb"))
-    if compression == ".zst":
-        import pyarrow as pa
+            return cast(BinaryIO, gzip.open(file, "rb"))
+        case ".bz2":
+            import bz2
 
-        # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
-        return cast(BinaryIO, pa.input_stream(str(file.path), compression="zstd"))
-    return open(file.path, "rb")
+            return cast(BinaryIO, bz2.open(file, "rb"))
+        case ".xz":
+            import lzma
+
+            return cast(BinaryIO, lzma.open(file, "rb"))
+        case ".zst":
+            import pyarrow as pa
+
+            # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
+            return cast(BinaryIO, pa.input_stream(file, compression="zstd"))
+    return file
 
 
-def _text_blocks(file: SourceFile) -> Iterator[str]:
+def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
     """Decode a file as strict UTF-8 with unchanged newlines, about a megabyte at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_bytes = 0
     try:
-        with _open(file) as stream:
+        with opener() as raw, _decompressed(raw, file.endings[1]) as stream:
             while block := stream.read(BLOCK_BYTES):
                 pending = len(decoder.getstate()[0])
                 yield decoder.decode(block)
@@ -95,18 +137,18 @@ def _utf8_text(path: Path) -> str:
 
 
 @contextmanager
-def _readable_by_datasets(file: SourceFile, scratch: Path) -> Iterator[Path]:
+def _readable_by_datasets(file: SourceFile, opener: Opener, scratch: Path) -> Iterator[Path]:
     """Yield the path of a table, temporarily decompressed in `scratch` if `datasets` cannot do that itself.
 
-    It cannot decompress parquet, and it silently accepts a truncated .zst file.
+    It decompresses .gz in place, but not of parquet, and it silently accepts a truncated .zst file.
     """
     ending, compression = file.endings
-    if not compression or (ending != ".parquet" and compression != ".zst"):
+    if file.path.is_file() and (not compression or (compression == ".gz" and ending != ".parquet")):
         yield file.path
         return
     with tempfile.NamedTemporaryFile(suffix=ending, dir=scratch) as plain:
         try:
-            with _open(file) as stream:
+            with opener() as raw, _decompressed(raw, compression) as stream:
                 shutil.copyfileobj(stream, plain)
             plain.flush()
         except Exception as error:  # each compression library has its own exceptions for a damaged file
@@ -114,11 +156,12 @@ def _readable_by_datasets(file: SourceFile, scratch: Path) -> Iterator[Path]:
         yield Path(plain.name)
 
 
-def _load_table(path: Path, kind: str) -> Any:
+def _load_table(path: Path, ending: str) -> Any:
     from datasets import load_dataset
 
+    kind, options = TABLES[ending], {"delimiter": "\t"} if ending == ".tsv" else {}
     try:  # streaming reads the file in place, without a second copy in the datasets cache
-        return load_dataset(kind, data_files=[str(path)], split="train", streaming=True)
+        return load_dataset(kind, data_files=[str(path)], split="train", streaming=True, **options)
     except Exception as error:
         raise UserError(f"{path} cannot be read as {kind} ({first_line(error)}); check the file.") from error
 
@@ -157,12 +200,15 @@ def _rows(table: Any, name: str, split: str | None, data: DataConfig) -> Iterato
     key, column = ("text_column", data.text_column) if data.ids_column is None else ("ids_column", data.ids_column)
     try:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):
-            if column not in batch:
-                raise UserError(f"{name} has no column {column!r}; set data.{key} to one of: {', '.join(batch)}.")
-            for value in batch[column]:
+            first, *inner = [column] if column in batch else column.split(".")
+            if first not in batch:
+                raise UserError(f"{name} has no column {first!r}; set data.{key} to one of: {', '.join(batch)}.")
+            for value in batch[first]:
+                for step in inner:
+                    value = _inner(value, step, f"{name}, row {row}: data.{key} {column}")
                 if value is not None and not (isinstance(value, str) if key == "text_column" else _are_ids(value)):
                     wanted = "text" if key == "text_column" else "a list of token ids"
-                    raise UserError(f"{name}, row {row}: {column!r} holds {type(value).__name__}, not {wanted}.")
+                    raise UserError(f"{name}, row {row}: {column!r} holds {_described(value)}, not {wanted}.")
                 if value:
                     yield f"{name}#{row}", split, (value,) if key == "text_column" else value
                 row += 1
@@ -171,3 +217,20 @@ def _rows(table: Any, name: str, split: str | None, data: DataConfig) -> Iterato
     except Exception as error:  # the error that `datasets` raises for a broken row depends on the format
         reason = first_line(error)
         raise UserError(f"{name} cannot be read near row {row} ({reason}); check the file or the network.") from error
+
+
+def _inner(value: Any, step: str, where: str) -> Any:
+    """Return what a step of a.b.0 leads to: a dict's value, or a list's item. None if a row has none."""
+    if value is None:
+        return None
+    if isinstance(value, dict) and step in value:
+        return value[step]
+    if isinstance(value, list) and step.isdecimal():
+        return value[int(step)] if int(step) < len(value) else None
+    raise UserError(f"{where}: there is no {step!r} in {_described(value)}.")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a dict of {join_words(value, maximum=8)}"
+    return type(value).__name__

@@ -1,35 +1,46 @@
 """The files that a corpus consists of: paths, globs and URLs resolved, and what each is called on every machine.
 
-Owns names and downloads. Does not open a file, and knows no text.
-
-Why not fsspec, which `datasets` needs anyway: its HTTP needs aiohttp, which nothing else here installs.
+Owns names and endings, and which files of a folder count. Does not read them.
 """
 
 from __future__ import annotations
 
 import glob
-import hashlib
-import http.client
+import json
+import logging
 import os
-import re
 import sysconfig
-import time
-import urllib.parse
-import urllib.request
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 from hfgolf.config import DataConfig
-from hfgolf.data.lock import locked
-from hfgolf.durable import sync
+from hfgolf.data.downloads import download, list_urls
 from hfgolf.errors import UserError
 from hfgolf.redact import redact
-from hfgolf.wording import first_line
+from hfgolf.wording import first_line, join_words
 
-DOWNLOAD_TIMEOUT_SECONDS = 60
-_MIN_DOWNLOAD_BYTES = 1 << 16  # per DOWNLOAD_TIMEOUT_SECONDS; a slower download fails
-_BLOCK_BYTES = 1 << 20
-_COMPRESSIONS = (".gz", ".zst")
+TABLES = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
+"""What counts as text in a folder or an archive. A file that is named itself may have any ending but these:"""
+NOT_TEXT = {
+    **dict.fromkeys((".bin", ".npy"), "set data.source shards if it holds 16-bit token ids"),
+    **dict.fromkeys((".tar", ".tgz", ".7z", ".rar"), "unpack it, and name the folder"),
+}
+SHARDS = (".bin", ".npy")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,8 @@ class SourceFile:
     @property
     def endings(self) -> tuple[str, str]:
         """Return (format, compression), such as (".jsonl", ".zst") or (".txt", "")."""
-        stem, last = os.path.splitext(self.name.lower())
-        return (os.path.splitext(stem)[1], last) if last in _COMPRESSIONS else (last, "")
+        stem, last = os.path.splitext(self.path.name.lower())  # not of the name: a URL may end in a query
+        return (os.path.splitext(stem)[1], last) if last in COMPRESSIONS else (last, "")
 
 
 def stdlib_files() -> list[SourceFile]:
@@ -66,78 +77,110 @@ def stdlib_files() -> list[SourceFile]:
 
 
 def named_files(data: DataConfig) -> list[SourceFile]:
+    """Return the files of data.files and data.val_files. Raises UserError like `match_files`."""
     val_files = match_files(data, "val_files", "val")
-    val_paths = {file.path for file in val_files}
+    val_paths = {file.path.resolve() for file in val_files}
     # A file in both is only for validation: `files: data/*.txt, val_files: data/val.txt` must not train on val.txt
-    return [file for file in match_files(data, "files", None) if file.path not in val_paths] + val_files
+    files = [file for file in match_files(data, "files", None) if file.path.resolve() not in val_paths]
+    return files + val_files
 
 
 def match_files(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
-    """Resolve paths, globs and URLs in order, each file once. Names are relative to the files' common folder."""
-    key = f"data.{field}"
+    """Resolve paths, folders, globs and URLs in order, each file once. Names are relative to their common folder.
+
+    Raises UserError if an entry matches nothing, if a file is empty, or if it is of a kind that holds no text.
+    """
+    key, downloads = f"data.{field}", cache_folder(data) / "downloads"
     urls: dict[Path, str] = {}
     for pattern in getattr(data, field):
-        if re.match(r"https?://", pattern):
-            urls[_download(pattern, key, cache_folder(data) / "downloads")] = pattern
-            continue
-        matches = [
-            path for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)) if os.path.isfile(path)
-        ]
-        if not matches:
-            raise UserError(f"{key}: no file matches {pattern!r} (in {Path.cwd()}); give a file, a glob or a URL.")
-        if glob.has_magic(pattern):  # an empty file is an error if it is named, but not as one of a glob's matches
-            matches = [path for path in matches if os.path.getsize(path)] or matches
-        urls.update({Path(path).resolve(): "" for path in matches})
-    local = [path.parent for path, url in urls.items() if not url]
+        if "://" in pattern:
+            urls.update({download(url, key, downloads): url for url in list_urls(pattern, key, downloads)})
+        else:
+            urls.update({Path(os.path.abspath(path)): "" for path in _match(pattern, key, data)})
+    # a link keeps its own name, whose ending says what it is: the Hub's cache links to files named by their hashes
+    paths = {path.resolve(): path for path in reversed(urls)}
+    unique = [path for path in urls if paths[path.resolve()] == path]
+    local = [path.parent for path in unique if not urls[path]]
     root = os.path.commonpath(local) if local else ""
-    names = {path: redact(url) if url else path.relative_to(root).as_posix() for path, url in urls.items()}
+    names = {path: redact(urls[path]) if urls[path] else path.relative_to(root).as_posix() for path in unique}
     files = [SourceFile(name, path, split) for path, name in names.items()]
     for file in files:
         if file.path.stat().st_size == 0:
             raise UserError(f"{key}: {file.path} is empty; remove it or add text to it.")
+        if data.source == "files":
+            require_text(file, key)
     return files
 
 
-def _download(url: str, key: str, folder: Path) -> Path:
-    """Return the copy of `url` in `folder`, downloading it if it is missing. Delete it to download it again."""
-    name = Path(urllib.parse.urlsplit(url).path).name or "text"
-    path = folder / hashlib.sha256(url.encode()).hexdigest()[:16] / name
-    if path.exists():
-        return path
-    unfinished = path.with_name(f".partial-{name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent / "download.lock", f"downloads {redact(url)}"):
-            if not path.exists():  # another process may have downloaded it while this one waited
-                try:
-                    _fetch(url, unfinished)
-                    unfinished.replace(path)
-                    sync(path.parent)
-                finally:
-                    for leftover in (unfinished, *path.parent.glob(f"{glob.escape(name)}.*.part")):
-                        leftover.unlink(missing_ok=True)
-    except (OSError, ValueError, http.client.HTTPException) as error:
+def require_text(file: SourceFile, key: str) -> None:
+    """Raise UserError if a file's ending says that it holds no text. Its bytes may look like text all the same."""
+    if remedy := NOT_TEXT.get(file.endings[0]):
+        raise UserError(f"{key}: {file.path} is not text; {remedy}.")
+
+
+def _match(pattern: str, key: str, data: DataConfig) -> list[str]:
+    """Return the files that a path, a folder or a glob stands for, in an order that does not depend on the machine."""
+    path = os.path.expanduser(pattern)
+    if os.path.isdir(path):
+        return _folder_files(path, key, SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip"))
+    matches = [match for match in sorted(glob.glob(path, recursive=True)) if os.path.isfile(match)]
+    if not matches:
         raise UserError(
-            f"{key}: cannot download {redact(url)} to {path.parent} ({first_line(error)}); check the address, the"
-            " network and the disk."
-        ) from error
-    return path
+            f"{key}: no file matches {pattern!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL."
+        )
+    if glob.has_magic(pattern):  # an empty file is an error if it is named, but not as one of a glob's matches
+        return [match for match in matches if os.path.getsize(match)] or matches
+    return matches
 
 
-def _fetch(url: str, path: Path) -> None:
-    """Download `url` to a file. Raises OSError if the download is cut short or too slow."""
-    with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
-        checked_at, num_bytes = time.monotonic(), 0
-        while block := answer.read1(_BLOCK_BYTES):
-            file.write(block)
-            num_bytes += len(block)
-            if time.monotonic() - checked_at > DOWNLOAD_TIMEOUT_SECONDS:
-                if num_bytes < _MIN_DOWNLOAD_BYTES:
-                    raise OSError(f"only {num_bytes} bytes arrived in {DOWNLOAD_TIMEOUT_SECONDS} s")
-                checked_at, num_bytes = time.monotonic(), 0
-        if answer.length:  # http.client does not raise for this
-            raise OSError(f"the connection ended {answer.length:,} bytes before the end of the file")
-    sync(path)
+def _folder_files(folder: str, key: str, kinds: Iterable[str]) -> list[str]:
+    """Return the files of some kinds in a folder and its subfolders, and log what is skipped.
+
+    A folder that `save_to_disk` wrote stands for the Arrow files it lists, in its own order.
+    """
+    used: list[str] = []
+    skipped: list[str] = []
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UserError(f"{key}: cannot read {error.filename} ({error.strerror}); make it readable.") from error
+
+    for parent, subfolders, names in os.walk(folder, onerror=refuse):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if "dataset_dict.json" in names:
+            splits = join_words((os.path.join(parent, name) for name in subfolders), " or ")
+            raise UserError(f"{key}: {parent} holds several splits of a dataset; name one of them: {splits}.")
+        if {"state.json", "dataset_info.json"} <= set(names):
+            used += _saved_tables(Path(parent), key)
+            subfolders.clear()
+            continue
+        for path in (os.path.join(parent, name) for name in sorted(names) if not name.startswith(".")):
+            is_known = SourceFile(path, Path(path)).endings[0] in kinds
+            (used if is_known and os.path.isfile(path) and os.path.getsize(path) else skipped).append(path)
+    if not used:
+        raise UserError(f"{key}: {folder} holds no file of a known kind ({' '.join(kinds)}); name its files by a glob.")
+    log_skipped(key, folder, len(used), tuple(os.path.relpath(path, folder) for path in skipped))
+    return used
+
+
+def _saved_tables(folder: Path, key: str) -> list[str]:
+    """Return the Arrow files of a dataset that `save_to_disk` wrote, in order."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        paths = [str(folder / file["filename"]) for file in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{key}: {folder / 'state.json'} is damaged ({first_line(error)}); save it again.") from error
+    for path in paths:
+        if not os.path.isfile(path):
+            raise UserError(f"{key}: {path} is missing, which {folder / 'state.json'} lists; copy the folder again.")
+    return paths
+
+
+@cache
+def log_skipped(key: str, where: str, num_used: int, skipped: tuple[str, ...]) -> None:
+    """Log which files of a folder or an archive are not read; once per process, however often it is identified."""
+    if skipped:
+        names = join_words(skipped, maximum=3)
+        logger.info("%s: %s: %s files read, %s skipped (%s)", key, where, num_used, len(skipped), names)
 
 
 def cache_folder(data: DataConfig) -> Path:

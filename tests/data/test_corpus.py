@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import functools
 import gzip
 import hashlib
 import http.server
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -28,6 +30,7 @@ from dataset_hub import serving_dataset
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data import corpus as corpus_module
 from hfgolf.data import documents as documents_module
+from hfgolf.data import downloads as downloads_module
 from hfgolf.data import files as files_module
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.pieces import PIECE_CHARACTERS
@@ -36,7 +39,13 @@ from hfgolf.errors import UserError
 
 Documents = dict[str, list[str]]
 ROOT = Path(__file__).parents[2]
-CODECS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+CODECS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
 
 
 def read(data: DataConfig, folder: Path) -> Documents:
@@ -150,7 +159,7 @@ class ShortAnswer(http.server.BaseHTTPRequestHandler):
 )
 def test_truncated_download_is_discarded(tmp_path, write, files_config, monkeypatch, trickles, reason):
     monkeypatch.setattr(ShortAnswer, "trickles", trickles)
-    monkeypatch.setattr(files_module, "DOWNLOAD_TIMEOUT_SECONDS", 0.05 if trickles else 5)
+    monkeypatch.setattr(downloads_module, "DOWNLOAD_TIMEOUT_SECONDS", 0.05 if trickles else 5)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ShortAnswer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/a.txt"

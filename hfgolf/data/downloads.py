@@ -1,0 +1,124 @@
+"""Copies of what is named by URL: http through the standard library, all other protocols through fsspec.
+
+A URL is downloaded once, and a glob of URLs listed once; later starts need no network. Delete the copy to download it
+again. Does not know what the files hold.
+
+Why not fsspec for http, too: it needs aiohttp, which nothing else here installs.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any, cast
+
+from hfgolf.data.lock import locked
+from hfgolf.durable import sync, write_text
+from hfgolf.errors import UserError
+from hfgolf.redact import redact
+from hfgolf.wording import first_line
+
+DOWNLOAD_TIMEOUT_SECONDS = 60
+_MIN_DOWNLOAD_BYTES = 1 << 16  # per DOWNLOAD_TIMEOUT_SECONDS; a slower download fails
+_BLOCK_BYTES = 1 << 20
+
+
+def is_http(url: str) -> bool:
+    return re.match(r"https?://", url) is not None
+
+
+def list_urls(pattern: str, key: str, folder: Path) -> list[str]:
+    """Return the URLs that a URL or a glob of URLs stands for, as fsspec lists them.
+
+    The answer of a glob is kept beside the downloads, so that a later start needs no network.
+    """
+    if is_http(pattern) or not glob.has_magic(pattern):
+        return [pattern]
+    listing = _download_folder(pattern, folder) / "listing.json"
+    if not listing.exists():
+        files, path = _file_system(pattern, key)
+        try:
+            urls = sorted(files.unstrip_protocol(match) for match in files.glob(path) if files.isfile(match))
+        except Exception as error:  # each file system has its own exceptions
+            raise UserError(f"{key}: cannot list {redact(pattern)} ({first_line(error)}).") from error
+        if not urls:
+            raise UserError(f"{key}: no file matches {redact(pattern)}; check the address.")
+        listing.parent.mkdir(parents=True, exist_ok=True)
+        write_text(listing, json.dumps(urls))
+    return [str(url) for url in json.loads(listing.read_text(encoding="utf-8"))]
+
+
+def _file_system(url: str, key: str) -> tuple[Any, str]:
+    """Return (fsspec's file system, path in it) of a URL such as hf://datasets/name/file or s3://bucket/file."""
+    import fsspec
+
+    try:
+        return cast(tuple[Any, str], fsspec.url_to_fs(url))
+    except (ImportError, ValueError) as error:  # a package is missing ("Install s3fs to ..."), or an unknown protocol
+        raise UserError(f"{key}: cannot open {redact(url)}: {first_line(error)}.") from error
+
+
+def _download_folder(url: str, folder: Path) -> Path:
+    return folder / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def download(url: str, key: str, folder: Path) -> Path:
+    """Return the copy of `url` in `folder`, downloading it if it is missing. Delete it to download it again."""
+    parts = urllib.parse.urlsplit(url)
+    name = Path(parts.path).name or parts.netloc or "text"
+    path = _download_folder(url, folder) / name
+    if path.exists():
+        return path
+    unfinished = path.with_name(f".partial-{name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.parent / "download.lock", f"downloads {redact(url)}"):
+            if not path.exists():  # another process may have downloaded it while this one waited
+                try:
+                    (_fetch if is_http(url) else _copy)(url, key, unfinished)
+                    sync(unfinished)
+                    unfinished.replace(path)
+                    sync(path.parent)
+                finally:
+                    for leftover in (unfinished, *path.parent.glob(f"{glob.escape(name)}.*.part")):
+                        leftover.unlink(missing_ok=True)
+    except UserError:
+        raise
+    except Exception as error:  # each file system of fsspec has its own exceptions
+        raise UserError(
+            f"{key}: cannot download {redact(url)} to {path.parent} ({first_line(error)}); check the address, the"
+            " network and the disk."
+        ) from error
+    return path
+
+
+def _copy(url: str, key: str, path: Path) -> None:
+    """Download a URL that fsspec knows to a file. Raises OSError if the download is cut short."""
+    files, remote = _file_system(url, key)
+    if files.isdir(remote):
+        raise UserError(f"{key}: {redact(url)} is a folder; name its files by a glob, such as {redact(url)}/*.jsonl.")
+    files.get_file(remote, str(path))
+    size = files.info(remote).get("size")
+    if size is not None and size != path.stat().st_size:
+        raise OSError(f"{path.stat().st_size:,} of {size:,} bytes arrived")
+
+
+def _fetch(url: str, key: str, path: Path) -> None:
+    """Download `url` to a file. Raises OSError if the download is cut short or too slow."""
+    with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
+        checked_at, num_bytes = time.monotonic(), 0
+        while block := answer.read1(_BLOCK_BYTES):
+            file.write(block)
+            num_bytes += len(block)
+            if time.monotonic() - checked_at > DOWNLOAD_TIMEOUT_SECONDS:
+                if num_bytes < _MIN_DOWNLOAD_BYTES:
+                    raise OSError(f"only {num_bytes} bytes arrived in {DOWNLOAD_TIMEOUT_SECONDS} s")
+                checked_at, num_bytes = time.monotonic(), 0
+        if answer.length:  # http.client does not raise for this
+            raise OSError(f"the connection ended {answer.length:,} bytes before the end of the file")

@@ -1,0 +1,321 @@
+"""Data as people have it: folders, saved datasets, archives, nested columns and URLs of fsspec."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import logging
+import lzma
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from dataset_hub import serving_dataset
+from datasets import Dataset, DatasetDict
+
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.corpus import load_corpus
+from hfgolf.data.token_cache import load_tokens
+from hfgolf.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def documents(data: DataConfig, folder: Path) -> list[str]:
+    """Reassemble the training documents."""
+    texts: list[str] = []
+    for row in load_corpus(data).write_pieces(folder / "pieces")["train"]:
+        texts += [""] if row["is_start"] else []
+        texts[-1] += row["text"]
+    return texts
+
+
+def fails(data: DataConfig, folder: Path) -> str:
+    """Return the one-line error for `data`."""
+    with pytest.raises(UserError) as caught:
+        load_corpus(data).write_pieces(folder / "pieces")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def train_on(write, files_config):
+    """Return a function that builds a DataConfig with the given training files and one of validation."""
+    val = write("../val.txt", "validation")
+    return lambda *files, **settings: files_config(*map(str, files), val_files=[val], **settings)
+
+
+def zipped(members: dict[str, bytes | str]) -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return sink.getvalue()
+
+
+def test_folder_is_its_files_of_known_kinds_and_says_what_it_skips(tmp_path, write, train_on, caplog):
+    write("b/rows.jsonl.gz", gzip.compress(b'{"text": "row"}\n'))
+    write("b/page.html.xz", lzma.compress(b"page"))
+    write("a.txt", "first")
+    write("c.zip", zipped({"in.md": "zipped"}))
+    for name, content in {"cat.png": b"\x89PNG", "empty.txt": b"", ".hidden.txt": b"no", ".git/x.txt": b"no"}.items():
+        write(name, content)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert documents(train_on(tmp_path / "text"), tmp_path) == ["first", "zipped", "page", "row"]
+        documents(train_on(tmp_path / "text"), tmp_path)
+    assert [message for message in caplog.messages if "skipped" in message] == [
+        f"data.files: {tmp_path / 'text'}: 4 files read, 2 skipped (cat.png, empty.txt)"
+    ]
+    names = [name for name, _, _ in load_corpus(train_on(tmp_path / "text")).identity["files"]]
+    assert names == ["a.txt", "c.zip", "b/page.html.xz", "b/rows.jsonl.gz"]
+
+
+def test_folder_without_known_kinds_is_one_line(tmp_path, write, train_on):
+    write("cat.png", b"\x89PNG")
+    assert "holds no file of a known kind (.jsonl" in fails(train_on(tmp_path / "text"), tmp_path)
+
+
+def test_folder_of_shards(tmp_path, write):
+    ids = np.arange(100, dtype="<u2")
+    for name in ("fine_train_1.bin", "fine_train_2.bin", "fine_val.bin"):
+        write(name, ids.tobytes())
+    write("README.md", "not a shard")
+    folder = str(tmp_path / "text")
+    data = DataConfig(source="shards", files=[folder], val_files=[f"{folder}/*val*"], cache_dir=str(tmp_path / "cache"))
+    tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+    assert (len(tokens.train), len(tokens.val)) == (200, 100)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "ids.npy", "val.bin.gz", "all.tar", "all.tar.gz"])
+def test_what_is_not_text_does_not_become_text(tmp_path, write, train_on, name):
+    content = np.full(8, 65, "<u2").tobytes()  # valid UTF-8: nanoGPT's characters of Shakespeare are
+    path = write(name, gzip.compress(content) if name.endswith(".gz") else content)
+    message = fails(train_on(path), tmp_path)
+    assert path in message and ("data.source shards" in message or "unpack" in message)
+
+
+def test_link_is_read_by_its_own_name_and_only_once(tmp_path, write, train_on):
+    blob = write("../blobs/0f3a", '{"text": "row"}\n')  # the cache of the Hub
+    link = tmp_path / "train.jsonl"
+    link.symlink_to(blob)
+    assert documents(train_on(link, blob), tmp_path) == ["row"]
+    (tmp_path / "again.txt").symlink_to(tmp_path / "val.txt")
+    assert "train split" in fails(train_on(tmp_path / "again.txt"), tmp_path)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_saved_dataset_is_its_rows_in_order(tmp_path, train_on, num_shards):
+    saved = tmp_path / "sets" / "saved"
+    texts = [f"document {number}" for number in range(10)]
+    table = Dataset.from_dict({"text": [*texts, "filtered"]}).filter(lambda row: row["text"] != "filtered")
+    table.save_to_disk(saved, num_shards=num_shards)
+    (saved / "cache-0.arrow").write_bytes(b"left behind by map")
+    assert documents(train_on(saved), tmp_path) == texts
+    assert documents(train_on(saved.parent), tmp_path) == texts  # also in a folder of others
+    (saved / f"data-00000-of-{num_shards:05}.arrow").unlink()
+    assert "is missing, which" in fails(train_on(saved), tmp_path)
+    (saved / "state.json").write_text("{}")
+    assert "state.json is damaged" in fails(train_on(saved), tmp_path)
+
+
+def test_saved_dataset_of_ids(tmp_path, files_config):
+    rows = [list(f"document {number}".encode()) for number in range(40)]
+    Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved")
+    data = files_config(str(tmp_path / "saved"), ids_column="input_ids", val_fraction=0.3)
+    tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+    assert len(tokens.train) + len(tokens.val) == sum(map(len, rows)) + len(rows)
+
+
+def test_saved_splits_are_named_one_by_one(tmp_path, files_config):
+    splits = {name: Dataset.from_dict({"text": [name] * 9}) for name in ("test", "train")}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    folder = str(tmp_path / "saved")
+    assert f"name one of them: {folder}/test or {folder}/train." in fails(files_config(folder), tmp_path)
+    assert documents(files_config(f"{folder}/train", val_files=[f"{folder}/test"]), tmp_path) == ["train"] * 9
+
+
+def test_members_of_an_archive_are_documents(tmp_path, write, train_on, caplog, awkward):
+    members = {
+        "b/a.txt": awkward,
+        "b/": "",
+        "rows.jsonl": '{"text": "one"}\n{"text": "two"}\n',
+        "table.tsv.bz2": bz2.compress(b"text\tn\nthree\t1\n"),
+        "cat.png": b"\x89PNG",
+        "empty.txt": b"",
+        "__MACOSX/b/._a.txt": b"\0",
+    }
+    path = write("all.zip", zipped(members))
+    data = train_on(path)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert documents(data, tmp_path) == [awkward, "one", "two", "three"]
+    assert f"data.files: {path}: 3 files read, 1 skipped (cat.png)" in caplog.messages
+    names = [name for name, _, _ in load_corpus(data)._documents(tmp_path)]
+    assert names == [
+        "all.zip/b/a.txt",
+        "all.zip/rows.jsonl#0",
+        "all.zip/rows.jsonl#1",
+        "all.zip/table.tsv.bz2#0",
+        "val.txt",
+    ]
+    renamed = load_corpus(train_on(path, text_column="n")).identity
+    assert renamed != load_corpus(data).identity
+
+
+def test_only_member_of_an_archive_may_have_any_name(tmp_path, write, train_on):
+    assert documents(train_on(write("enwik8.zip", zipped({"enwik8": "<page>"}))), tmp_path) == ["<page>"]
+    assert "data.source shards" in fails(train_on(write("t.zip", zipped({"t.bin": b"AA"}))), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("cut.zip", -30),
+        ("none.zip", 3),
+        ("cut.txt.bz2", -9),
+        ("cut.txt.xz", -9),
+        ("cut.jsonl.bz2", -9),
+        ("cut.jsonl.xz", -9),
+    ],
+)
+def test_damaged_archive_is_one_line(tmp_path, write, train_on, name, end):
+    text = b'{"text": "one"}\n' * 99
+    packed = {".zip": zipped({"a.txt": text}), ".bz2": bz2.compress(text), ".xz": lzma.compress(text)}
+    path = write(name, packed[Path(name).suffix][:end])
+    message = fails(train_on(path), tmp_path)
+    assert path in message and "check the file" in message
+
+
+def test_damaged_member_is_one_line(tmp_path, write, train_on):
+    content = zipped({"a.txt": "one text " * 99, "b.txt": bytes(range(256)) * 4})
+    place = content.index(b"a.txt") + 10
+    path = write("bad.zip", content[:place] + b"\0\0\0\0" + content[place + 4 :])
+    message = fails(train_on(path), tmp_path)
+    assert f"{path}/a.txt cannot be read" in message
+    none = write("none.zip", zipped({"a.png": b"1", "b.png": b"2"}))
+    assert "holds no file of a known kind" in fails(train_on(none), tmp_path)
+
+
+def test_tsv(tmp_path, write, train_on):
+    path = write("rows.tsv", "id\ttext\n1\tone, two\n2\tthree\n")
+    assert documents(train_on(path), tmp_path) == ["one, two", "three"]
+
+
+NESTED: list[dict[str, Any]] = [
+    {"message": {"content": "a"}, "conversation": [{"text": "x"}, {"text": "b"}], "dotted.name": "c"},
+    {"message": None, "conversation": [{"text": "y"}], "dotted.name": None},
+    {"message": {"content": "d"}, "conversation": [], "dotted.name": "e"},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "disk"])
+@pytest.mark.parametrize(
+    ("column", "texts"),
+    [
+        ("message.content", ["a", "d"]),
+        ("conversation.0.text", ["x", "y"]),
+        ("conversation.1.text", ["b"]),
+        ("dotted.name", ["c", "e"]),
+    ],
+)
+def test_nested_columns(tmp_path, train_on, kind, column, texts):
+    path, table = tmp_path / f"rows.{kind}", Dataset.from_list(NESTED)
+    {"jsonl": table.to_json, "parquet": table.to_parquet, "disk": table.save_to_disk}[kind](path)
+    assert documents(train_on(path, text_column=column), tmp_path) == texts
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("message.contents", "row 0: data.text_column message.contents: there is no 'contents' in a dict of content"),
+        ("mesage.content", "no column 'mesage'; set data.text_column to one of: message, conversation"),
+        ("conversation.text", "there is no 'text' in list"),
+        ("message.content.0", "there is no '0' in str"),
+        ("message", "row 0: 'message' holds a dict of content, not text"),
+    ],
+)
+def test_nested_column_that_is_not_there_is_one_line(tmp_path, write, train_on, column, message):
+    path = write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in NESTED))
+    assert message in fails(train_on(path, text_column=column), tmp_path)
+
+
+@pytest.fixture
+def memory():
+    """A file system of fsspec in this process's memory."""
+    files = fsspec.filesystem("memory")
+    yield files
+    files.rm("/", recursive=True)
+
+
+def test_fsspec_urls_are_downloaded_once(tmp_path, train_on, memory):
+    for number in range(3):
+        memory.pipe(f"/data/{number}.jsonl.gz", gzip.compress(b'{"text": "%d"}\n' % number))
+    data = train_on("memory://data/*.gz", "memory:///data/1.jsonl.gz")
+    identity = load_corpus(data).identity
+    assert [name for name, _, _ in identity["files"]] == [f"memory:///data/{n}.jsonl.gz" for n in range(3)]
+    assert documents(data, tmp_path) == ["0", "1", "2"]
+    memory.rm("/data", recursive=True)
+    assert load_corpus(data).identity == identity  # from the copies
+
+
+def test_fsspec_mistakes_are_one_line(tmp_path, train_on, memory, monkeypatch):
+    memory.pipe("/data/a.txt", b"text")
+    for url, message in {
+        "memory://data/b.txt": "cannot download memory://data/b.txt",
+        "memory://data/*.csv": "no file matches memory://data/*.csv",
+        "memory://data": "is a folder; name its files by a glob, such as memory://data/*.jsonl",
+        "nothing://data/a.txt": "cannot open nothing://data/a.txt: Protocol not known: nothing",
+    }.items():
+        assert message in fails(train_on(url), tmp_path)
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it is not installed
+    assert "s3fs" in fails(train_on("s3://bucket/a.txt"), tmp_path)
+
+
+def test_truncated_copy_is_discarded(tmp_path, train_on, memory, monkeypatch):
+    memory.pipe("/data/a.txt", b"text")
+    monkeypatch.setattr(type(memory), "get_file", lambda self, url, path: Path(path).write_bytes(b"te"))
+    assert "2 of 4 bytes arrived" in fails(train_on("memory://data/a.txt"), tmp_path)
+    assert not list((tmp_path / "cache" / "downloads").rglob("*a.txt"))
+
+
+def test_ending_of_a_url_is_that_of_its_path(tmp_path, train_on, monkeypatch):
+    monkeypatch.setattr(
+        "hfgolf.data.downloads._fetch", lambda url, key, path: path.write_bytes(b'{"text": "row"}\n') and None
+    )
+    assert documents(train_on("https://example.org/rows.jsonl?download=1"), tmp_path) == ["row"]
+
+
+_READ_HUB = """
+import sys
+from hfgolf.config import DataConfig
+from hfgolf.data.corpus import load_corpus
+data = DataConfig(source="files", files=[sys.argv[2]], val_files=[sys.argv[3]], cache_dir=sys.argv[1])
+from pathlib import Path
+print(load_corpus(data).write_pieces(Path(sys.argv[1]) / "pieces")["train"]["text"][:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("url", ["hf://datasets/somebody/texts/a.jsonl", "hf://datasets/somebody/texts/*.jsonl"])
+def test_hub_files_by_url(tmp_path, write, url):
+    val = write("val.txt", "validation")
+    rows = {name: json.dumps({"text": f"row of {name}"}).encode() + b"\n" for name in ("a.jsonl", "b.jsonl")}
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", _READ_HUB, str(tmp_path / "cache"), url, val]
+    with serving_dataset("somebody/texts", rows) as endpoint:
+        process = subprocess.run(
+            command, env=os.environ | environment | {"HF_ENDPOINT": endpoint}, cwd=ROOT, capture_output=True, text=True
+        )
+    assert process.returncode == 0, process.stderr
+    expected = ["row of a.jsonl", "row of b.jsonl"] if "*" in url else ["row of a.jsonl"]
+    assert process.stdout.strip() == str(expected)
+    environment["HF_HUB_OFFLINE"] = "1"  # the copies are used
+    again = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True)
+    assert again.stdout == process.stdout, again.stderr
