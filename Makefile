@@ -1,6 +1,6 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test test-slow [ARGS="-k muon"]
-# make test-ecosystem: peft, trl, transformers serve and llama.cpp on exported models, in a virtual environment of their
-#   own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
+# make test-ecosystem: peft, trl, transformers serve, llama.cpp and lm-eval on exported models, in a virtual environment
+#   of their own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
 # make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only train_throughput"
 PYTHON ?= python3
 VENV := .venv
@@ -32,6 +32,9 @@ test-ecosystem: .venv-ecosystem/.ready
 	$(PYTHON) -m venv .venv-ecosystem
 	.venv-ecosystem/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt -c tests/ecosystem/constraints.txt -e ".[dev,ecosystem]"
+# by itself: it needs an older python-dateutil than constraints.txt has
+	.venv-ecosystem/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c tests/ecosystem/constraints.txt lm-eval
 	touch $@
 
 test-gpu: setup

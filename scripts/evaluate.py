@@ -1,17 +1,28 @@
-"""Evaluate a model on text: python scripts/evaluate.py --model runs/small/model --files "texts/*.txt" """
+"""Evaluate a model on text: python scripts/evaluate.py --model runs/small/model --files "texts/*.txt"
+
+Or on tasks of lm-eval (pip install lm-eval). Their results are recorded in the run and in the model's card:
+
+    python scripts/evaluate.py --model runs/small/model --tasks hellaswag my_task.yaml
+"""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from hfgolf.command_line import run_command
+from hfgolf.errors import UserError
 from hfgolf.script_options import ScriptParser, check_output, within
+
+_FOR_TASKS = ("model", "tasks", "batch_size", "sequence_length", "mixed_precision")
 
 
 def main() -> int:
     parser = ScriptParser(__doc__)
     parser.add_argument("--model", required=True, help="folder of a causal model (runs/NAME/model) or a Hub name")
-    parser.add_argument("--files", required=True, nargs="+", help="paths, folders, globs or URLs, as in data.files")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--files", nargs="+", help="paths, folders, globs or URLs, as in data.files")
+    what.add_argument("--tasks", nargs="+", help="tasks of lm-eval: names, patterns, groups or YAML files")
     parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
     parser.add_argument("--sequence_length", type=within(1, 2**24), help="tokens of context (default: the model's own)")
     parser.add_argument("--batch_size", type=within(1, 2**16), default=8, help="sequences per forward pass (8)")
@@ -27,6 +38,11 @@ def main() -> int:
     )
     parser.add_argument("--drop_tail", action="store_true", help="flat: leave out the last row if it is not full")
     parser.add_argument("--skip_separators", action="store_true", help="documents: do not score separators")
+    parser.add_argument(
+        "--per_document",
+        action="store_true",
+        help="as lm-eval scores text: each document by itself, in windows of --sequence_length, separators not scored",
+    )
     parser.add_argument(
         "--mixed_precision", choices=("no", "bf16", "fp16"), help="default: what a run on this machine would use"
     )
@@ -51,6 +67,13 @@ def main() -> int:
     adapt.add_argument("--adapt_rank", type=within(1, 2**16), default=8, help="lora: rank (8)")
     arguments = vars(parser.parse_args())
     as_json, path = arguments.pop("json"), arguments.pop("certificate")
+    if arguments["tasks"] is not None:
+        others = [name for name, value in arguments.items() if value != parser.get_default(name)]
+        others += ["certificate"] * (path is not None)
+        for name in set(others).difference(_FOR_TASKS):
+            raise UserError(f"--{name}: is for --files; lm-eval's tasks say themselves how they are scored.")
+        return _evaluate_tasks({name: arguments[name] for name in _FOR_TASKS}, as_json)
+    del arguments["tasks"]
     if path is not None:
         check_output("--certificate", path, ["json"])
 
@@ -70,6 +93,21 @@ def main() -> int:
         print(*(f"no score: {reason}" for reason in refusals), sep="\n", file=sys.stderr)
         return 1
     print(json.dumps(result.figures()) if as_json else result.table())
+    return 0
+
+
+def _evaluate_tasks(options: dict[str, Any], as_json: bool) -> int:
+    from hfgolf.tools.evaluate_tasks import evaluate_tasks, record
+    from hfgolf.train.console import quiet_libraries
+    from hfgolf.train.signals import Signals
+
+    quiet_libraries()
+    with Signals("before the end; nothing was written"):
+        evaluation = evaluate_tasks(**options)
+    written = record(evaluation, options["model"])
+    print(json.dumps(evaluation.results) if as_json else evaluation.table)
+    if written:
+        print(f"recorded in {' and '.join(map(str, written))}", file=sys.stderr)
     return 0
 
 

@@ -105,6 +105,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--evaluation sliding --drop_tail": "needs --evaluation flat",
             "--evaluation documents --stride 17": "--stride: 17 ... 1 to 16",
             "--files short.txt --drop_tail": "nothing to score: 10 tokens, windows of 16",
+            "--per_document --evaluation sliding": "--per_document ... leave out --evaluation.",
             "--adapt lora": "--adapt lora needs --evaluation documents, without --stride",
             "--adapt sgd --evaluation documents": "--adapt sgd needs --evaluation flat or sliding",
             "--adapt sgd --drop_tail": "--adapt scores every token",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
@@ -75,6 +76,19 @@ def plan_evaluation(
     first, last = int(plan.windows[0, 1]), int(plan.windows[-1, 2])
     fast = cast("PreTrainedTokenizerFast", tokenizer)  # streams come from no other
     return plan, int(bytes_per_token(stream, fast)[first : last + 1].sum(dtype=np.int64))
+
+
+def plan_documents(stream: Stream, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[Plan, int]:
+    """Plan the evaluation of each document by itself, as loglikelihood_rolling of lm-eval has it.
+
+    A window follows where the one before ends, with one token of context, and the last one of a document reads back to
+    `length` tokens. Separators are context, not targets. Returns as `plan_evaluation` does, and raises the same.
+    """
+    plan, num_bytes = plan_evaluation(stream, tokenizer, "documents", length, length, skip_separators=True)
+    begin, first, last = plan.windows.T
+    is_start = stream.tokens[begin] == tokenizer.eos_token_id
+    windows = np.stack([np.where(is_start, begin, last - plan.length), first, last], 1)
+    return dataclasses.replace(plan, windows=windows), num_bytes
 
 
 def describe(plan: Plan) -> str:

@@ -131,6 +131,41 @@ def set_location(path: Path, location: str) -> None:
         write_text(path, named)
 
 
+def add_task_results(
+    path: Path, metrics: dict[str, dict[str, float]], shots: dict[str, int | None], source: str
+) -> bool:
+    """Set the results of tasks in the metadata of the card at `path`; return whether it is a card of hfgolf's.
+
+    metrics: {task: {metric: value}}. shots: examples in each prompt. source: what measured them, with its version.
+    """
+    try:
+        card = ModelCard.load(path)
+    except (OSError, ValueError):  # no card, or one whose metadata somebody broke
+        return False
+    data: Any = card.data
+    if "hfgolf" not in (data.tags or []):
+        return False
+    kept = [result for result in data.eval_results or [] if not (result.source_name and result.dataset_type in metrics)]
+    data.model_name = data.model_name or path.parent.name
+    data.eval_results = kept + [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=task,
+            dataset_name=task,
+            dataset_args=None if shots[task] is None else {"num_few_shot": shots[task]},
+            metric_type=metric.partition(",")[0],
+            metric_name=metric,
+            metric_value=round(value, 4),
+            source_name=source,
+            source_url="https://github.com/EleutherAI/lm-evaluation-harness",
+        )
+        for task, found in metrics.items()
+        for metric, value in found.items()
+    ]
+    write_text(path, str(card))
+    return True
+
+
 def _dataset(config: RunConfig) -> str:
     """Return the name of the corpus, without this machine's folders."""
     if config.data.source == "python_stdlib":

@@ -61,6 +61,8 @@ class RunFolder:
     """The exported model, as a folder for `from_pretrained`."""
     summary = _PathIn("summary.json")
     """The final figures; exists once the run is complete."""
+    tasks = _PathIn("tasks.json")
+    """Results of lm-eval's tasks, by task."""
     _lock_file = _PathIn(".lock")
 
     def make(self) -> None:

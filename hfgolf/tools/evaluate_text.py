@@ -22,7 +22,7 @@ from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
 from hfgolf.evaluate.certificate import Certificate, certify
 from hfgolf.evaluate.context import evaluation_length, evaluation_mode
 from hfgolf.evaluate.legality import legality_problems
-from hfgolf.evaluate.loss import describe, evaluate_plan, plan_evaluation
+from hfgolf.evaluate.loss import describe, evaluate_plan, plan_documents, plan_evaluation
 from hfgolf.evaluate.scorer import ScorerSettings, build_scorer, evaluate_adapting, legality_slice
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.evaluate.windows import Plan
@@ -49,6 +49,7 @@ class EvaluationOptions:
     stride: int | None = None
     drop_tail: bool = False
     skip_separators: bool = False
+    per_document: bool = False
     adapt: str | None = None
     adapt_chunk: int | None = None
     adapt_rate: float | None = None
@@ -68,6 +69,10 @@ class EvaluationOptions:
             raise UserError("--adapt sgd needs --evaluation flat or sliding: it learns over the whole stream.")
         if self.adapt and (self.drop_tail or self.skip_separators):
             raise UserError("--adapt scores every token: leave out --drop_tail and --skip_separators.")
+        others = {name: getattr(self, name) for name in ("stride", "drop_tail", "adapt", "check_legality")}
+        others["evaluation"] = self.evaluation != "flat"
+        for name in [name for name, is_set in others.items() if self.per_document and is_set]:
+            raise UserError(f"--per_document scores each document as lm-eval does: leave out --{name}.")
         if self.train_files and not self.certify:
             raise UserError("--train_files is for --certificate: name its file.")
 
@@ -149,9 +154,7 @@ class TextEvaluation:
 
 def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
     """Evaluate a model on files. Raises UserError for anything about the model, the files or the options."""
-    train = TrainConfig(max_steps=1, mixed_precision=options.mixed_precision)
-    resolved = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
-    precision = str(resolve_precision(resolved).config.train.mixed_precision)
+    precision = evaluation_precision(options.mixed_precision)
     accelerator = Accelerator(mixed_precision=precision)
     model, tokenizer = load_exported(options.model)
     length = evaluation_length(model, options.sequence_length)
@@ -165,15 +168,18 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
             options.files, tokenizer, vocab_size, options.text_column, Path(folder), options.train_files
         )
         settings = _scorer_settings(options, length, stride, tokens)
-        plan, num_bytes = plan_evaluation(
-            tokens.val,
-            tokens.tokenizer,
-            options.evaluation,
-            length,
-            stride,
-            drop_tail=options.drop_tail,
-            skip_separators=options.skip_separators,
-        )
+        if options.per_document:
+            plan, num_bytes = plan_documents(tokens.val, tokens.tokenizer, length)
+        else:
+            plan, num_bytes = plan_evaluation(
+                tokens.val,
+                tokens.tokenizer,
+                options.evaluation,
+                length,
+                stride,
+                drop_tail=options.drop_tail,
+                skip_separators=options.skip_separators,
+            )
         if options.adapt:
             plan, _ = settings.plan(tokens.val.tokens)
         model = model.to(accelerator.device)
@@ -194,6 +200,13 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
     adaptation = settings.describe() if options.adapt else None
     is_main = accelerator.is_main_process
     return TextEvaluation(options, evaluation, plan, length, precision, adaptation, problems, certificate, is_main)
+
+
+def evaluation_precision(stated: Any) -> str:
+    """Return the precision of an evaluation; None: what a run on this machine would use."""
+    train = TrainConfig(max_steps=1, mixed_precision=stated)
+    resolved = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
+    return str(resolve_precision(resolved).config.train.mixed_precision)
 
 
 def _scorer_settings(options: EvaluationOptions, length: int, stride: int, tokens: TokenCache) -> ScorerSettings:

@@ -108,6 +108,21 @@ def test_modes_differ_in_context_and_report_their_coverage(foreign, tmp_path, ev
     assert (dropped["num_tokens"], dropped["num_bytes"], dropped["coverage"]["tail"]) == (32, 32, "dropped")
 
 
+def test_tasks_need_lm_eval_and_only_their_own_options(foreign, evaluate, monkeypatch):
+    monkeypatch.setattr("hfgolf.tools.evaluate_tasks.find_spec", lambda name: None)
+    for options, message in (
+        ((), "--tasks: needs the package lm-eval; run `pip install lm-eval`."),
+        (("--stride", 4), "--stride: is for --files; lm-eval's tasks say themselves how they are scored."),
+        (
+            ("--certificate", "a.json"),
+            "--certificate: is for --files; lm-eval's tasks say themselves how they are scored.",
+        ),
+        (("--files", "a.txt"), "--files: not allowed with argument --tasks."),
+    ):
+        status, printed, error = evaluate("--model", foreign, "--tasks", "hellaswag", *options)
+        assert (status, printed, error) == (2, "", f"error: {message}\n")
+
+
 @pytest.fixture
 def texts(tmp_path):
     """Two files of text that repeats."""

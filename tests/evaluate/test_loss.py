@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
-from hfgolf.evaluate.loss import evaluate_loss, evaluate_plan
+from hfgolf.evaluate.loss import evaluate_loss, evaluate_plan, plan_documents
 from hfgolf.evaluate.windows import plan_windows
 
 
@@ -39,6 +39,25 @@ def test_uniform_model_costs_log2_of_the_vocabulary(build_model, stream, acceler
 def test_bits_per_byte_is_nats_over_ln_2_over_bytes():
     assert bits_per_byte(math.log(2) * 24, 8) == pytest.approx(3)
     assert Evaluation(nats=2000.0, num_tokens=2, num_bytes=1).perplexity == math.inf
+
+
+@pytest.mark.parametrize("length", [1, 5, 8, 10, 52, 63, 64, 100])
+def test_per_document_is_each_document_by_itself(build_model, stream, accelerator, tokenizer, length):
+    """The stream holds documents of 52 and 10 tokens; tests/ecosystem compares with lm-eval itself."""
+    model = build_model(max_position_embeddings=128).eval()
+    tokens = torch.from_numpy(stream.tokens.astype("int64"))
+    nats = 0.0
+    for document in (tokens[:53], tokens[53:]):  # with the separator in front
+        for done in range(0, len(document) - 1, length):
+            last = min(done + length, len(document) - 1)
+            row = document[max(0, last - length) : last + 1]
+            with torch.no_grad():
+                losses = F.cross_entropy(model(row[None, :-1]).logits[0], row[1:], reduction="none")
+            nats += losses[len(losses) - (last - done) :].sum().item()
+    plan, num_bytes = plan_documents(stream, tokenizer, length)
+    evaluation = evaluate_plan(model, stream, accelerator, plan, num_bytes, batch_size=3)
+    assert (evaluation.num_tokens, evaluation.num_bytes) == (62, 69)
+    assert evaluation.nats == pytest.approx(nats, rel=1e-6)
 
 
 @pytest.mark.parametrize("budget", [None, 60, 52, 19, 1])
