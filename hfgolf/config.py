@@ -112,6 +112,9 @@ class DataConfig:
     """Fraction of the documents (contiguous: of the characters) held out for validation."""
     val_files: list[str] = field(default_factory=list)
     """Explicit validation files, in the format of data.files; then all of data.files is used for training."""
+    old_text: list[str] = field(default_factory=list)
+    """With model.init_from: text that its weights know, as files like data.files or as the folder of a run, which means
+    that run's validation text. Evaluated each time, to see what training forgets; never chooses the best step."""
     val_bytes_files: list[str] = field(default_factory=list)
     """With shards: files beside those of validation that hold the bytes of text of each token, 16 bits each, in a
     shard's format; empty: the tokenizer's vocabulary says them."""
@@ -694,6 +697,8 @@ class RunConfig:
             _require_sane(key, value)
         if self.schedule.loop_start and self.model.loop is None:
             raise UserError("schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.")
+        if self.data.old_text and self.model.init_from is None:
+            raise UserError("data.old_text requires model.init_from: other weights know no text yet.")
         has_tokens = self.data.source == "shards" or self.data.ids_column is not None
         if has_tokens and self.tokenizer.kind not in ("pretrained", "byte") and self.model.init_from is None:
             source = "source shards" if self.data.source == "shards" else "ids_column"

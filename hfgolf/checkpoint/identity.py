@@ -43,6 +43,7 @@ _RULES = {
     "run.seed": Change.DATA,
     "data.": Change.TEXT,
     "data.cache_dir": Change.FREE,
+    "data.old_text": Change.FREE,
     "data.order": Change.DATA,
     "data.streaming": Change.FREE,
     "data.in_memory": Change.FREE,

@@ -130,9 +130,10 @@ def blow_up(history: History) -> Finding | None:
     if not high:
         return None
     step = high[0]
+    guessing = " (random guessing)" if history.settings["model.init_from"] is None else ""
     saw = (
         f"the training loss was {step.loss:.4g}, {step.loss / history.first_loss:.3g} times the first step's loss of"
-        f" {history.first_loss:.4g} (random guessing); gradient norm {step.grad_norm:.3g}"
+        f" {history.first_loss:.4g}{guessing}; gradient norm {step.grad_norm:.3g}"
     )
     return _divergence(history, step.step, saw, "no warmup for the first updates", rate_factor=0.1)
 
@@ -216,6 +217,8 @@ HIGH_RATE_PLATEAU_LEVEL, HIGH_RATE_PLATEAU_GAIN = 0.5, 0.02
 
 def early_plateau(history: History) -> Finding | None:
     """A training loss that stops falling before the model has learned more than token frequencies."""
+    if history.settings["model.init_from"] is not None:
+        return None  # its weights know more from the start
     step, warmup_steps = history.step, history.settings["schedule.warmup_steps"]
     rate_ratio = max_learning_rate_ratio(history)
     level, gain = PLATEAU_LEVEL, PLATEAU_GAIN

@@ -58,7 +58,9 @@ def run_source(folder: Path) -> Source:
     config = load_config([f"--config={run.config}"]).config
     model, tokenizer = _load_golf(str(run.model))
     corpus = load_corpus(config.data)
-    tokens = load_tokens(config.data, config.tokenizer, corpus)
+    # a pretrained tokenizer may be gone since, as that of model.init_from; the text cannot change it
+    is_given = config.tokenizer.kind == "pretrained"
+    tokens = load_tokens(config.data, config.tokenizer, corpus, cast("Any", tokenizer) if is_given else None)
     if tokenizer_sha256(tokens.tokenizer) != tokenizer_sha256(cast("PreTrainedTokenizerFast", tokenizer)):
         raise UserError(
             f"--run: the text of {run.config} now has another tokenizer than the model in {run.model}, so the text has"

@@ -55,6 +55,7 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
         )
         for metric, value in figures.items()
     ]
+    init_from = summary.get("init_from") or {}
     data = ModelCardData(
         license=config.hub.license,
         language=list(config.hub.language) or None,
@@ -64,6 +65,7 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
         model_name=title,
         datasets=[hub_dataset] if hub_dataset else None,
         eval_results=results or None,
+        base_model=init_from["name"] if init_from.get("revision") else None,
     )
     gate = ["gate_proj"] if config.model.activation == "swiglu" else []
     card = ModelCard.from_template(
@@ -78,6 +80,7 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
             targets=["qkv_proj", "o_proj", "up_proj", *gate, "down_proj"],
         ),
         dataset=_trained_on(config),
+        origin=_origin(init_from),
         config=config,
         figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
         summary=summary,
@@ -201,6 +204,15 @@ def _effort(config: RunConfig, summary: dict[str, Any]) -> str:
 def _plain(name: str) -> str:
     """Escape a name for Markdown. A file may be called `x](http://evil)`, or contain a line break."""
     return re.sub(r"([\\`*\[\]<>|!&])", r"\\\1", " ".join(name.split()))
+
+
+def _origin(init_from: dict[str, Any]) -> str:
+    """Say what training started from: nothing, a model on the Hub, or weights known by their hash."""
+    if not init_from:
+        return "from scratch"
+    if init_from["revision"]:
+        return f"from the weights of [{init_from['name']}](https://huggingface.co/{init_from['name']})"
+    return f"from the weights of {_plain(Path(init_from['name']).name)} (sha256 {init_from['sha256'][:16]})"
 
 
 def _public_yaml(config: RunConfig) -> str:

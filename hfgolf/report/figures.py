@@ -80,6 +80,7 @@ class Chart:
 CHARTS = (
     Chart("loss", "loss (nats per token)", "train_losses", ("val_loss", "val_loss_ema")),
     Chart("bits_per_byte", "validation bits per byte", None, ("val_bits_per_byte", "val_bits_per_byte_ema")),
+    Chart("old_bits_per_byte", "bits per byte of the old text", None, ("old_val_bits_per_byte",)),
     Chart("learning_rate", "learning rate", "learning_rate", from_zero=True),
     Chart("grad_norm", "gradient norm before clipping", "grad_norms", limit="train.max_grad_norm"),
     Chart("tokens_per_second", "tokens/s", "tokens_per_second", from_zero=True),
@@ -177,8 +178,9 @@ def _draw_run(axes: Axes, chart: Chart, run: RunRecord, number: int | None) -> l
     """
     curves, line = [], None
     keys = (chart.logged, *chart.evaluated) if number is None else (chart.logged, *chart.evaluated[:1])
+    rows = [*run.events("init_from")[-1:], *run.metrics.rows]  # the event has the evaluation of step 0
     for index, key in enumerate(keys):
-        curve = read_curve(run.metrics.rows, key) if key else None
+        curve = read_curve(rows, key) if key else None
         if not curve:
             continue
         curves.append(curve)

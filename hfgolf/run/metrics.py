@@ -186,6 +186,8 @@ def _is_event(event: dict[str, Any]) -> bool:
         return False
     if kind == "finding":
         return isinstance(event.get("symptom"), str)
+    if kind == "init_from":
+        return all(is_number(value) for key, value in event.items() if "val_" in key)
     if "block_starts" in event:
         starts, parameter = event["block_starts"], event.get("first_parameter")
         return isinstance(starts, list) and all(type(at) is int for at in starts) and isinstance(parameter, str)

@@ -22,7 +22,7 @@ from hfgolf.run.metrics import Metrics, is_number, read_metrics
 from hfgolf.wording import dollars, duration, size
 
 _TEXTS = {"run", "weights", "device", "commit", "model", "sample"}
-"""Keys of the summary that hold text. "commits" holds a list of texts; all others hold numbers."""
+"""Keys of the summary that hold text. "commits" holds a list of texts, "init_from" an object, all others numbers."""
 _YEAR_9999 = 253_370_764_800  # seconds since 1970
 
 
@@ -91,11 +91,17 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
     rows, summary = run.metrics.rows, run.summary
     commit = _text(run.metadata.get("commit"))
     evaluated: dict[str, Any] = next((row for row in reversed(rows) if row.get("val_loss") is not None), {})
+    start: dict[str, Any] = next(reversed(run.events("init_from")), {})
+    old: float | None = summary.get("old_val_bits_per_byte", evaluated.get("old_val_bits_per_byte"))
+    old_start: float | None = start.get("old_val_bits_per_byte")
     seconds = seconds_by_kind(run)
     work_seconds = sum(seconds.values()) - seconds["idle"] if seconds else run.last.get("elapsed_seconds")
     return {
         "val_loss": summary.get("val_loss", evaluated.get("val_loss")),
         "val_bits_per_byte": summary.get("val_bits_per_byte", evaluated.get("val_bits_per_byte")),
+        "start_val_bits_per_byte": start.get("val_bits_per_byte"),
+        "old_val_bits_per_byte": old,
+        "old_change": None if old is None or old_start is None else old - old_start,
         "val_step": summary.get("step", evaluated.get("step")),
         "train_loss": run.last.get("train_loss"),
         "steps": run.last["step"],
@@ -114,6 +120,9 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
 FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "val_loss": ("validation loss", "{:.4f}".format),
     "val_bits_per_byte": ("bits per byte", "{:.4f}".format),
+    "start_val_bits_per_byte": ("bits per byte before the first step", "{:.4f}".format),
+    "old_val_bits_per_byte": ("bits per byte of the old text", "{:.4f}".format),
+    "old_change": ("change of the old text since step 0", "{:+.4f}".format),
     "val_step": ("evaluated at step", "{:,}".format),
     "train_loss": ("training loss", "{:.4f}".format),
     "steps": ("steps", "{:,}".format),
@@ -205,6 +214,8 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def _is_figure(key: str, value: Any) -> bool:
+    if key == "init_from":
+        return isinstance(value, dict)
     if key == "commits":
         return isinstance(value, list) and all(isinstance(commit, str) for commit in value)
     return isinstance(value, str) if key in _TEXTS else is_number(value)

@@ -20,6 +20,13 @@ class EvaluationColumns(TypedDict, total=False):
     val_bits_per_byte_ema: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
 
 
+class OldTextColumns(TypedDict, total=False):
+    """Columns of rows with an evaluation, with data.old_text: of the weights that an export would take."""
+
+    old_val_loss: Annotated[Nats, "loss on data.old_text"]
+    old_val_bits_per_byte: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
+
+
 class ForecastColumns(TypedDict, total=False):
     """Columns that only rows with a forecast have (golf.forecast_every_steps). The loss is predicted."""
 
@@ -35,7 +42,7 @@ class RoundingColumns(TypedDict, total=False):
     golf_rounded_matrices: Annotated[int, "", "matrices rounded in the last of these steps"]
 
 
-class Row(EvaluationColumns, ForecastColumns, RoundingColumns):
+class Row(EvaluationColumns, OldTextColumns, ForecastColumns, RoundingColumns):
     """One row per log interval (train.log_every_steps), about the steps since the previous row.
 
     null means that a number is not finite, or not known on this machine.
@@ -74,6 +81,7 @@ class Row(EvaluationColumns, ForecastColumns, RoundingColumns):
 
 OPTIONAL: dict[Any, str] = {
     EvaluationColumns: "; only in rows with an evaluation",
+    OldTextColumns: "; only in rows with an evaluation, with data.old_text",
     ForecastColumns: "; only in rows with a forecast",
     RoundingColumns: "; only with golf.qat_fraction",
 }
@@ -93,6 +101,16 @@ EVENTS: dict[str, tuple[str, dict[str, str]]] = {
         {
             "changed": 'what changed since the checkpoint, as "key old -> new"',
             "begins_data": "true if it reads its data from the beginning, because the text or its order changed",
+        },
+    ),
+    "init_from": (
+        "the run began with the weights of model.init_from; their evaluation, before the first step, on all tokens",
+        {
+            "name": "model.init_from",
+            "revision": "the commit on the Hub; null: a folder",
+            "sha256": "of the names and fp32 values of the parameters",
+            **dict.fromkeys(("val_loss", "val_bits_per_byte", "val_tokens", "val_bytes"), "as in a row"),
+            **dict.fromkeys(("old_val_loss", "old_val_bits_per_byte"), "as in a row, with data.old_text"),
         },
     ),
     "sample": ("text sampled from the model", {"text": "the text, with secrets redacted"}),

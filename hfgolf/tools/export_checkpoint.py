@@ -40,7 +40,8 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
         state = json.loads((checkpoint / STATE_NAME).read_text())
     except (Rejected, OSError, ValueError) as error:
         raise UserError(f"--checkpoint: {checkpoint} rejected: {one_line(error)}; {_others(run)}.") from None
-    config = saved_config(read_identity(checkpoint))  # not config.yaml, which may be from a later start, or missing
+    identity = read_identity(checkpoint)
+    config = saved_config(identity)  # not config.yaml, which may be from a later start, or missing
     if not (checkpoint / "config.json").is_file():
         raise UserError(
             f"--checkpoint: {checkpoint} has no config.json: an older version saved it, or its weights are sharded;"
@@ -63,6 +64,7 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
         "parameters": model.num_parameters(),
         "model": str(output),
         "sample": generate_text(model, tokenizer, seed=config.run.seed),
+        "init_from": identity.get("init_from"),
         **_figures(run, config, step),
     }
     try:

@@ -54,6 +54,8 @@ def format_row(row: dict[str, Any], expected_steps: float) -> str:
     if row["val_loss"] is not None:
         averaged = f", averaged weights {row['val_loss_ema']:.4f}" if "val_loss_ema" in row else ""
         parts.insert(2, f"val loss {row['val_loss']:.4f} ({row['val_bits_per_byte']:.4f} bits per byte){averaged}")
+        if "old_val_loss" in row:
+            parts.insert(3, f"old text {row['old_val_bits_per_byte']:.4f} bits per byte")
     return "  ".join(parts)
 
 

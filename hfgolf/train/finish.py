@@ -74,6 +74,11 @@ def conclude(run: Run) -> dict[str, Any]:
         "commits": run.folder.commits(),
         "model": str(run.folder.model),
     }
+    if run.init_from:
+        summary["init_from"] = run.init_from | _evaluation_at_start(run)
+    if run.old_text is not None:
+        old = evaluate(run, stream=run.old_text)
+        summary |= {"old_val_loss": old.loss, "old_val_bits_per_byte": old.bits_per_byte}
     if run.tokens.tokenizer_loss:
         summary["tokenizer_loss"] = run.tokens.tokenizer_loss
     if damaged_best:
@@ -139,6 +144,14 @@ def show_summary(summary: dict[str, Any]) -> None:
     extent = f"whole validation set of {summary['val_tokens']:,} tokens"
     logger.info(f"\nvalidation loss  {summary['val_loss']:.4f} nats per token ({weights}, {extent})")
     logger.info(f"bits per byte    {summary['val_bits_per_byte']:.4f} over {summary['val_bytes']:,} bytes")
+    start = summary.get("init_from", {})
+    if "val_bits_per_byte" in start:
+        logger.info(f"                 {start['val_bits_per_byte']:.4f} before the first step")
+    if "old_val_bits_per_byte" in start and "old_val_bits_per_byte" in summary:
+        old, before = summary["old_val_bits_per_byte"], start["old_val_bits_per_byte"]
+        logger.info(
+            f"old text         {old:.4f} bits per byte, {before:.4f} before the first step ({old - before:+.4f})"
+        )
     if "tokenizer_loss" in summary:
         logger.info("                 %s", summary["tokenizer_loss"])
     logger.info("tokens/s         %s (median)", f"{summary['tokens_per_second']:,.0f}")
@@ -168,7 +181,8 @@ def push_in_training(run: Run) -> None:
     folder = run.folder.path / "model-in-training"
     try:
         with exported_weights(run):
-            export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, {"step": run.state.step}))
+            figures = {"step": run.state.step, "init_from": run.init_from}
+            export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, figures))
     except (OSError, SafetensorError) as error:
         logger.warning("push at step %d failed: %s", run.state.step, one_line(error))
         return
@@ -227,6 +241,13 @@ def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int
         except Rejected as rejected:
             logger.warning("%s is damaged: %s", checkpoint.name, rejected)
     return None, damaged_best
+
+
+def _evaluation_at_start(run: Run) -> dict[str, Any]:
+    """Return the evaluation of the weights of model.init_from, by column; {} if it is not in metrics.jsonl."""
+    events = read_metrics(run.folder.metrics).events if run.folder.metrics.is_file() else []
+    start: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "init_from"), {})
+    return {key: value for key, value in start.items() if "val_" in key}
 
 
 def _median_speed(run: Run) -> float:

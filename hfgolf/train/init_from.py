@@ -18,10 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from hfgolf.command_line import ResolvedConfig, as_yaml
+from hfgolf.command_line import load_config as parse_config
 from hfgolf.config import ModelSection, RunConfig, TokenizerConfig
-from hfgolf.data.token_cache import TokenCache
+from hfgolf.data.batches import Stream
+from hfgolf.data.files import cache_folder
+from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.errors import UserError
+from hfgolf.evaluate.text import tokenize_files
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_config, load_model
@@ -125,6 +129,26 @@ def load_weights(config: RunConfig, model: GolfForCausalLM, tokens: TokenCache) 
             "positions: sequences of %d tokens; the weights are for %d, and have to learn the rest", length, made_for
         )
     return {"name": config.model.init_from, "revision": revision, "sha256": sha256}
+
+
+def load_old_text(config: RunConfig, tokens: TokenCache) -> Stream | None:
+    """Return data.old_text as tokens of the run's tokenizer, from a cache or tokenized now; None if there is none.
+
+    Raises UserError if it cannot be read.
+    """
+    names = config.data.old_text
+    if not names:
+        return None
+    if len(names) == 1 and (old := RunFolder(Path(names[0]).expanduser())).config.is_file():
+        before = parse_config([f"--config={old.config}"]).config
+        return load_tokens(before.data, before.tokenizer, tokenizer=tokens.tokenizer).val
+    folder = cache_folder(config.data) / "old_text" / tokens.tokenizer_sha256[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _, old_tokens = tokenize_files(names, tokens.tokenizer, len(tokens.tokenizer), config.data.text_column, folder)
+    except UserError as error:
+        raise UserError(str(error).replace("--files", "data.old_text").replace("--text", "data.text")) from None
+    return old_tokens.val
 
 
 def weights_sha256(model: torch.nn.Module) -> str:

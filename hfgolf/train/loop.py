@@ -36,7 +36,7 @@ from hfgolf.train.rounding import update_grid
 from hfgolf.train.run import Run
 from hfgolf.train.setup import set_up, write_description
 from hfgolf.train.signals import Signals
-from hfgolf.train.validation import rounded_weights, should_stop_early, validate, write_sample
+from hfgolf.train.validation import rounded_weights, should_stop_early, validate, validate_start, write_sample
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,9 @@ def run_steps(run: Run, clock: Clock) -> None:
     run.model.train()
     run.is_stepping = True
     run.stopwatch.switch("train")
+    if run.init_from and run.state.step == 0:
+        with run.stopwatch.charge("other"), suppress(Interrupted):
+            validate_start(run, clock.raise_if_stopped)
     if run.state.unfinished_row is not None:
         with run.stopwatch.charge("other"):
             report_step(run, clock, console, run.state.unfinished_row, evaluating=True, saving=False)

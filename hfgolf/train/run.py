@@ -13,6 +13,7 @@ from hfgolf.checkpoint.contents import Checkpointer
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig
+from hfgolf.data.batches import Stream
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.doctor.monitor import Monitor
 from hfgolf.evaluate.bits_per_byte import Evaluation
@@ -58,6 +59,8 @@ class Run:
     """True once the loop runs: processes then wait for each other in the middle of a step."""
     full_evaluations: dict[int, Evaluation] = field(default_factory=dict)
     """{step: the latest evaluation on the whole validation set}, so that the end of the run need not repeat it."""
+    old_text: Stream | None = None
+    """Tokens of data.old_text, which the weights of model.init_from know; None if it is not given."""
     _rounding: Rounding | None = None
 
     @property

@@ -59,7 +59,7 @@ from hfgolf.train.claim import claim
 from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
 from hfgolf.train.feed import start_batches
-from hfgolf.train.init_from import keep_architecture, load_weights, take_architecture
+from hfgolf.train.init_from import keep_architecture, load_old_text, load_weights, take_architecture
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
     processes,
@@ -339,6 +339,8 @@ def _start(
     """Phase 6: assemble the run, record how it was started, compile, and start the loader."""
     config, accelerator, state = learner.resolved.config, learner.accelerator, learner.state
     blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
+    with accelerator.local_main_process_first():
+        old_text = load_old_text(config, tokens)
     run = Run(
         **vars(learner),
         folder=folder,
@@ -350,6 +352,7 @@ def _start(
         hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private, config.hub.format),
         step_limit=step_limit(config.train, config.batch, blocks_per_epoch, state),
         first_step=state.step,
+        old_text=old_text,
     )
     if origin:
         run.tracker.event("resumed", state, changed=origin.changes, begins_data=not state.blocks)

@@ -65,7 +65,7 @@ class Tracker:
         for step, numbers in by_step(row):
             self._send(numbers, step)
 
-    def event(self, name: str, state: TrainState, **details: Any) -> None:
+    def event(self, name: str, state: TrainState, /, **details: Any) -> None:
         """Append an event, {"step", "event", "elapsed_seconds", ...}, and send it to the trackers as text."""
         if self._active:
             details = redact_values(details)
@@ -73,7 +73,8 @@ class Tracker:
                 {"step": state.step, "event": name, "elapsed_seconds": state.elapsed_seconds, **details}
             )
             text = details["text"] if details.keys() == {"text"} else json.dumps(details)
-            self._send({f"event/{name}": text}, state.step)
+            evaluated = {grouped(key): value for key, value in details.items() if key.startswith(("val_", "old_val_"))}
+            self._send({f"event/{name}": text} | evaluated, state.step)
 
     def attach(self, file: Path, kind: str) -> None:
         """Upload a file of the run to the trackers that store files."""
@@ -151,6 +152,8 @@ def by_step(row: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def grouped(key: str) -> str:
     """Return a column's name in the trackers, grouped under train/, val/, time/ or memory/."""
+    if key.startswith("old_val_"):
+        return f"val/old_{key.removeprefix('old_val_')}"
     if key.startswith("val_"):
         return f"val/{key.removeprefix('val_')}"
     if key.endswith("memory_bytes"):

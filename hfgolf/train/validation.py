@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate import DistributedType
 
+from hfgolf.data.batches import Stream
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_text
@@ -25,32 +26,64 @@ def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
     budget = run.config.train.eval_tokens
     with rounded_weights(run):
         evaluation = evaluate(run, budget, before_batch)
-    row = {
-        "val_loss": evaluation.loss,
-        "val_bits_per_byte": evaluation.bits_per_byte,
-        "val_tokens": evaluation.num_tokens,
-        "val_bytes": evaluation.num_bytes,
-    }
+    row = _columns(evaluation)
     if run.ema is not None:
         with run.ema.applied():
             averaged = evaluate(run, budget, before_batch)
         row |= {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
         evaluation = averaged if run.config.optim.ema_export else evaluation
+    row |= _old_text_columns(run, budget, before_batch)
     if budget is None:
         run.full_evaluations = {run.state.step: evaluation}
     run.state.judge(evaluation.loss, run.config.train.min_improvement)
     return row
 
 
-def evaluate(run: Run, budget_tokens: int | None = None, before_batch: Callable[[], None] = lambda: None) -> Evaluation:
+def validate_start(run: Run, before_batch: Callable[[], None]) -> None:
+    """Evaluate the weights of model.init_from on all validation tokens, and record that as an event.
+
+    It is no candidate for the best step: a run exports weights that it has trained.
+    """
+    before = evaluate(run, before_batch=before_batch)
+    columns = _columns(before) | _old_text_columns(run, None, before_batch)
+    old = f", old text {columns['old_val_bits_per_byte']:.4f} bits per byte" if run.old_text is not None else ""
+    logger.info(f"step 0  val loss {before.loss:.4f} ({before.bits_per_byte:.4f} bits per byte){old}")
+    run.tracker.event("init_from", run.state, **run.init_from or {}, **columns)
+
+
+def _columns(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "val_loss": evaluation.loss,
+        "val_bits_per_byte": evaluation.bits_per_byte,
+        "val_tokens": evaluation.num_tokens,
+        "val_bytes": evaluation.num_bytes,
+    }
+
+
+def _old_text_columns(run: Run, budget: int | None, before_batch: Callable[[], None]) -> dict[str, Any]:
+    """Evaluate the weights to export on data.old_text, if there is any."""
+    if run.old_text is None:
+        return {}
+    with exported_weights(run):
+        evaluation = evaluate(run, budget, before_batch, run.old_text)
+    return {"old_val_loss": evaluation.loss, "old_val_bits_per_byte": evaluation.bits_per_byte}
+
+
+def evaluate(
+    run: Run,
+    budget_tokens: int | None = None,
+    before_batch: Callable[[], None] = lambda: None,
+    stream: Stream | None = None,
+) -> Evaluation:
     """Evaluate the model's current weights on the first `budget_tokens` validation tokens, or on all of them.
 
     before_batch: called before each batch. To end the evaluation, it raises on all processes before the same batch.
+    stream: the tokens; None: the run's validation text.
     """
     with run.stopwatch.charge("evaluate"):
         return evaluate_loss(
             run.raw_model,
-            run.tokens.val,
+            run.tokens.val if stream is None else stream,
             run.accelerator,
             sequence_length=run.config.batch.sequence_length,
             batch_size=run.micro_batch_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import yaml
 from huggingface_hub import ModelCard
 from tiny_export import SUMMARY
@@ -129,3 +130,17 @@ def test_only_the_example_repository_is_renamed(tiny_config, tmp_path):
     set_location(path, "other/name")
     card = path.read_text()
     assert card.count('from_pretrained("other/name"') == 2 and "user/name" not in card and sample in card
+
+
+@pytest.mark.parametrize(
+    ("revision", "sentence", "base_model"),
+    [
+        (None, "trained from the weights of small (sha256 0123456789abcdef) on", None),
+        ("1f2e", "trained from the weights of [user/small](https://huggingface.co/user/small) on", "user/small"),
+    ],
+)
+def test_card_says_which_weights_training_began_with(tiny_config, revision, sentence, base_model):
+    init_from = {"name": "user/small", "revision": revision, "sha256": "0123456789abcdef" * 4}
+    card = model_card(tiny_config, SUMMARY | {"init_from": init_from})
+    assert sentence in card and ModelCard(card).data.get("base_model") == base_model
+    assert "trained from scratch on" in model_card(tiny_config, SUMMARY)

@@ -7,15 +7,19 @@ import re
 from pathlib import Path
 from typing import get_type_hints
 
+from tiny_export import build_tiny
+
+from hfgolf.publish.export import export_model
 from hfgolf.run.schema import EVENTS, Event, Row, markdown
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_run_writes_the_columns_and_events_of_the_schema(run, tiny_run):
-    folder = run(
-        tiny_run(optim__ema_decay=0.9, golf__forecast_every_steps=3, golf__budget_bytes=40_000, golf__qat_fraction=0.2)
-    )
+def test_run_writes_the_columns_and_events_of_the_schema(run, tiny_run, tmp_path, corpus_file):
+    export_model(*build_tiny(), tmp_path / "weights", "")
+    weights = {"model__init_from": tmp_path / "weights", "data__old_text": corpus_file}
+    golf = {"golf__forecast_every_steps": 3, "golf__budget_bytes": 40_000, "golf__qat_fraction": 0.2}
+    folder = run(tiny_run(optim__ema_decay=0.9, **golf, **weights))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "event" not in line]
     evaluated = [row for row in rows if row["val_loss"] is not None]
@@ -24,7 +28,7 @@ def test_run_writes_the_columns_and_events_of_the_schema(run, tiny_run):
         assert row.keys() - Row.__optional_keys__ == Row.__required_keys__
     assert all(row.keys() == get_type_hints(Row).keys() for row in evaluated)
     events = [line for line in lines if "event" in line]
-    assert {event["event"] for event in events} == {"sample"}
+    assert {event["event"] for event in events} == {"sample", "init_from"}
     for event in events:
         assert event.keys() == get_type_hints(Event).keys() | EVENTS[event["event"]][1].keys()
 

@@ -25,7 +25,7 @@ from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.native import ARCHITECTURES, to_native
-from hfgolf.run.metrics import read_rows
+from hfgolf.run.metrics import read_metrics, read_rows
 from hfgolf.train import init_from, setup
 from hfgolf.train.init_from import take_architecture, weights_sha256
 from hfgolf.train.run import Run
@@ -287,6 +287,55 @@ def test_a_name_on_the_hub_is_weights(build, exported, monkeypatch, tmp_path):
         run = build("user/name")
         assert run.init_from["name"] == "user/name" and run.init_from["revision"] == hub.repositories["user/name"].sha
     assert run.init_from["sha256"] == build(weights, run__name="other").init_from["sha256"]
+
+
+@pytest.mark.slow
+def test_the_old_text_is_watched_and_changes_nothing_else(run, tiny_run, from_weights, tmp_path):
+    before = run(tiny_run(run__name="before"))
+    other = tmp_path / "other.txt"
+    other.write_text("Quite another text. " * 200)
+    new = {"data__files": other, "data__split": "contiguous", "optim__ema_decay": 0.9, "optim__ema_export": "true"}
+    without = run(from_weights(before, run__name="without", **new))
+    watched = run(from_weights(before, run__name="watched", data__old_text=before, **new))
+    old_loss = json.loads((before / "summary.json").read_text())["val_loss"]
+    events = read_metrics(watched / "metrics.jsonl").events
+    start = next(event for event in events if event["event"] == "init_from")
+    assert start["step"] == 0
+    assert start["old_val_loss"] == pytest.approx(old_loss, rel=1e-6)  # the run's own text, with its own weights
+    rows = read_rows(watched / "metrics.jsonl")
+    evaluated = [row for row in rows if row["val_loss"] is not None]
+    assert len({start["old_val_loss"], *(row["old_val_loss"] for row in evaluated)}) == 1 + len(evaluated)
+    assert [row for row in rows if "old_val_loss" in row] == evaluated
+    assert (watched / "model" / "model.safetensors").read_bytes() == (without / "model/model.safetensors").read_bytes()
+    for name in ("train_losses", "val_loss", "val_loss_ema"):
+        assert [row.get(name) for row in rows] == [row.get(name) for row in read_rows(without / "metrics.jsonl")]
+    summary = json.loads((watched / "summary.json").read_text())
+    assert summary["old_val_loss"] == evaluated[-1]["old_val_loss"] and summary["val_loss"] < start["val_loss"]
+    assert summary["init_from"]["val_loss"] == start["val_loss"] and summary["init_from"]["name"] == str(before)
+    report = (watched / "report.md").read_text()
+    change = summary["old_val_bits_per_byte"] - start["old_val_bits_per_byte"]
+    assert f"| change of the old text since step 0 | {change:+.4f} |" in report
+    assert f"| bits per byte before the first step | {start['val_bits_per_byte']:.4f} |" in report
+    assert "old_bits_per_byte.png" in report
+    assert "trained from the weights of before (sha256 " in (watched / "model" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_old_text_in_files_is_tokenized_once(build, exported, corpus_file, caplog):
+    caplog.set_level(logging.INFO, "hfgolf")
+    weights = exported()
+    run = build(weights, run__name="a", data__old_text=corpus_file)
+    assert run.old_text is not None and run.old_text.num_bytes == corpus_file.stat().st_size
+    caplog.clear()
+    build(weights, run__name="b", data__old_text=corpus_file)
+    assert caplog.text.count("cache hit") == 2 and "tokenizing" not in caplog.text
+    with pytest.raises(UserError, match=r"^data.old_text: no file matches 'nothing.txt'"):
+        build(weights, run__name="c", data__old_text="nothing.txt")
+
+
+def test_old_text_needs_weights_that_know_it(tiny_run, corpus_file):
+    with pytest.raises(UserError, match=r"^data.old_text requires model.init_from: other weights know no text yet\.$"):
+        load_config(tiny_run(data__old_text=corpus_file))
 
 
 @pytest.mark.slow
