@@ -303,6 +303,7 @@ def test_early_plateau_is_found():
     assert symptoms(log(range(1, 301), lambda step: flat(step) - step / 400)) == [], "slow, but it learns"
     assert symptoms(log(range(1, 301), lambda step: flat(step) - 0.9 * min(1, step / 50))) == [], "not early"
     assert symptoms(log(range(101, 301), flat)) == [], "the first rows are missing"
+    assert symptoms(log(range(1, 301), flat), model__init_from="gpt2") == [], "its weights know more from the start"
 
 
 def test_repeated_batches_are_found():

@@ -106,6 +106,7 @@ def rows(count=60, every=10, **columns):
         if number % 5 == 0:
             row |= {"golf_bytes": 100_000 + number, "golf_margin_bytes": -number, "golf_step": 0.1, "golf_loss": 0.01}
             row |= {"val_loss": losses[-1] + 0.1, "val_bits_per_byte": 1.5, "val_tokens": 100, "val_bytes": 300}
+            row |= {"old_val_loss": 3.5, "old_val_bits_per_byte": 1.7}
         made.append(row | columns)
     return made
 
