@@ -34,7 +34,7 @@ test-ecosystem: .venv-ecosystem/.ready
 		-c constraints.txt -c tests/ecosystem/constraints.txt -e ".[dev,ecosystem]"
 # by itself: it needs an older python-dateutil than constraints.txt has
 	.venv-ecosystem/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c tests/ecosystem/constraints.txt lm-eval
+		-c tests/ecosystem/constraints.txt -e ".[tasks]"
 	touch $@
 
 test-gpu: setup
