@@ -104,6 +104,9 @@ class DataConfig:
     ids_column: str | None = None
     """Column that holds token ids, such as input_ids, to use instead of text; a separator in a row ends a document.
     tokenizer.kind pretrained or byte says whose tokens they are."""
+    messages_column: str | None = None
+    """Column that holds conversations, such as messages: lists of {"role", "content"} (or "from", "value"), which the
+    tokenizer's chat template turns into tokens. The loss counts the assistant's turns only; see docs/chat.md."""
     max_documents: int | None = None
     """Read only the first N documents (files or rows); null: all."""
     split: Literal["documents", "contiguous"] = "documents"
@@ -155,10 +158,13 @@ class DataConfig:
             )
         _require_not_negative("data", self, "separator_id")
         is_cut = self.split == "contiguous" and not self.val_files
-        if self.ids_column is not None and (self.source not in ("hub", "files") or is_cut):
-            raise UserError(
-                "data.ids_column requires data.source hub or files, and data.split documents or data.val_files."
-            )
+        for name in ("ids_column", "messages_column"):
+            if getattr(self, name) is not None and (self.source not in ("hub", "files") or is_cut):
+                raise UserError(
+                    f"data.{name} requires data.source hub or files, and data.split documents or data.val_files."
+                )
+        if self.ids_column is not None and self.messages_column is not None:
+            raise UserError("data.ids_column and data.messages_column are both set; name one of them.")
         if self.source == "hub" and not self.hub_name:
             raise UserError(
                 "data.hub_name is null, but data.source is hub; name a dataset, such as roneneldan/TinyStories."
@@ -712,9 +718,31 @@ class RunConfig:
                 f"batch.sequence_length: {self.batch.sequence_length} is longer than the {positions} learned positions"
                 " of model.max_position_embeddings; make it shorter."
             )
+        if self.data.messages_column is not None:
+            self._require_chat()
         if self.golf.qat_fraction and self.optim.ema_export:
             raise UserError(
                 "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one."
+            )
+
+    def _require_chat(self) -> None:
+        """Raise UserError for what does not go with data.messages_column."""
+        if self.tokenizer.case_operators:
+            raise UserError("tokenizer.case_operators: true does not go with data.messages_column; set it to false.")
+        if self.tokenizer.kind == "bpe" and self.tokenizer.vocab_size < 261:
+            raise UserError(
+                f"tokenizer.vocab_size: {self.tokenizer.vocab_size} is too small for data.messages_column, which needs"
+                " 256 bytes and 5 special tokens; set 261 or more."
+            )
+        if self.golf.qat_fraction or self.golf.forecast_every_steps:
+            raise UserError(
+                "golf.qat_fraction and golf.forecast_every_steps do not go with data.messages_column, because golf"
+                " scores all of a text; leave them unset."
+            )
+        if self.model.attention_span == "document" and self.tokenizer.kind == "pretrained":
+            raise UserError(
+                "model.attention_span: document does not go with data.messages_column and a pretrained tokenizer, whose"
+                " chat template may write the end of text inside a conversation; set stream."
             )
 
     @property

@@ -26,6 +26,8 @@ def main() -> None:
     for name, stream in (("train", tokens.train), ("val", tokens.val)):
         num_bytes = stream.num_bytes
         counted = f" {num_bytes:>18,} bytes {num_bytes / len(stream):>6.2f} bytes per token" if num_bytes else ""
+        if stream.is_target is not None:
+            counted = f" {int(stream.is_target.sum()):>18,} of the assistant ({num_bytes:,} bytes of its text)"
         print(f"{name:<6}{len(stream):>16,} tokens{counted}")
     megabytes = (tokens.train.num_bytes + tokens.val.num_bytes) / 1e6
     speed = (

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "optim": set(),
     "evaluate": {"data", "model"},
-    "publish": {"run", "model"},
+    "publish": {"run", "data", "model"},
     "report": {"run"},
     "doctor": {"run"},
     "checkpoint": {"data", "model", "optim"},

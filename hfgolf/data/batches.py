@@ -34,6 +34,7 @@ from hfgolf.errors import UserError
 Batch = dict[str, torch.Tensor]
 Ranges = Sequence[Sequence[int]]
 """Positions in the stream as [start, end) ranges."""
+IGNORED = -100  # the label of a position that the loss does not count, as F.cross_entropy has it
 _HAS_SHM = Path("/dev/shm").is_dir()  # workers pass their batches through it
 _WORKER_TIMEOUT_SECONDS = 120  # per batch; the first one includes the start of the workers
 
@@ -48,6 +49,8 @@ class Stream(Protocol):
     def piece_tokens(self) -> np.ndarray: ...
     @property
     def piece_bytes(self) -> np.ndarray: ...
+    @property
+    def is_target(self) -> np.ndarray | None: ...
     def read(self, indices: np.ndarray) -> np.ndarray: ...
 
 
@@ -116,10 +119,11 @@ def _epoch(seed: int | None, epoch: int, num_blocks: int, sequence_length: int) 
 
 
 class MicroBatches(Dataset[Batch]):
-    """Micro-batches, indexed by the positions of their blocks: `dataset[positions]`, with positions from `_Order`.
+    """Micro-batches, indexed by the positions of their blocks: `dataset[positions]`.
 
     An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}. The labels are
-    already shifted by one token; sample_hash is the `sample_hash` of the blocks.
+    already shifted by one token, and IGNORED where the stream's mask is 0; sample_hash is the `sample_hash` of the
+    blocks.
     """
 
     def __init__(self, stream: Stream, sequence_length: int, seed: int | None) -> None:
@@ -131,11 +135,48 @@ class MicroBatches(Dataset[Batch]):
     def __getitem__(self, positions: np.ndarray) -> Batch:
         starts = block_starts(self.seed, positions, self.num_blocks, self.sequence_length)
         block = gather(self.stream, starts, self.sequence_length)
+        labels = _copied(block[:, 1:])
+        if self.stream.is_target is not None:
+            labels.masked_fill_(torch.from_numpy(self._targets(self.stream.is_target, starts) == 0), IGNORED)
         return {
             "input_ids": _copied(block[:, :-1]),
-            "shift_labels": _copied(block[:, 1:]),
+            "shift_labels": labels,
             "sample_hash": torch.tensor(sample_hash(starts)),
         }
+
+    def num_targets(self, positions: np.ndarray) -> int:
+        """Return how many targets the loss counts in the blocks at the given positions."""
+        if self.stream.is_target is None:
+            return len(positions) * self.sequence_length
+        starts = block_starts(self.seed, positions, self.num_blocks, self.sequence_length)
+        return int(self._targets(self.stream.is_target, starts).sum())
+
+    def _targets(self, is_target: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return the mask of the labels of blocks, (B, T) uint8."""
+        return is_target.take(starts[:, None] + np.arange(1, self.sequence_length + 1), mode="wrap")
+
+
+class _StepBatches(Dataset[Batch]):
+    """The micro-batches of steps: `dataset[positions, step_positions]`, the blocks of one and those of its whole step.
+
+    If the stream has a mask, an item also has "num_items_in_batch", () float32, the divisor of its summed loss: the
+    targets of the step per micro-batch. So the mean over micro-batches and processes, which accelerate takes, is the
+    mean over the targets of the step, however they are divided.
+    """
+
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self.micro_batches = micro_batches
+
+    def __getitem__(self, item: tuple[np.ndarray, np.ndarray]) -> Batch:
+        positions, step_positions = item
+        batch = self.micro_batches[positions]
+        if self.micro_batches.stream.is_target is not None:
+            num_targets = self.micro_batches.num_targets(step_positions)
+            per_micro_batch = (
+                max(1, num_targets) * len(positions) / len(step_positions)
+            )  # without targets, the loss is 0
+            batch["num_items_in_batch"] = torch.tensor(per_micro_batch)
+        return batch
 
 
 def gather(stream: Stream, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
@@ -146,7 +187,7 @@ def gather(stream: Stream, starts: np.ndarray, sequence_length: int) -> torch.Te
 
 @dataclass(frozen=True)
 class _Order:
-    """Yield the block positions of each micro-batch of one rank, in order, after the first `blocks_read` blocks.
+    """Yield (block positions, those of the whole step) of each micro-batch of one rank, after `blocks_read` blocks.
 
     Together, the micro-batches of a step over all ranks contain each block of the global batch once.
     """
@@ -159,12 +200,12 @@ class _Order:
     world: int
     excluded: Ranges
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         shape = self.accumulation, self.world, self.micro_batch_size
         blocks_per_step = math.prod(shape)
         for step in range(self.num_steps):
             positions = stream_positions(self.blocks_read + step * blocks_per_step, blocks_per_step, self.excluded)
-            yield from positions.reshape(shape)[:, self.rank]
+            yield from ((own, positions) for own in positions.reshape(shape)[:, self.rank])
 
 
 def build_loader(
@@ -199,7 +240,7 @@ def build_loader(
     # fork, not forkserver (Linux's default since Python 3.14): the server and its workers would outlive a killed run
     context = "fork" if num_workers and sys.platform == "linux" else None
     return _Loader(
-        MicroBatches(stream, sequence_length, seed),
+        _StepBatches(MicroBatches(stream, sequence_length, seed)),
         batch_size=None,  # an item is already a batch
         sampler=order,
         num_workers=num_workers,
@@ -278,6 +319,7 @@ def evaluation_extent(stream: Stream, budget_tokens: int | None = None) -> tuple
     """Return (target tokens, raw UTF-8 bytes) of the pieces that fit the budget whole: at least one, or all for None.
 
     The first token of the stream, an end-of-text token, is only context. Later ones are targets that count zero bytes.
+    A stream with a mask counts fewer of these targets, and only their bytes.
     """
     num_targets = np.cumsum(stream.piece_tokens, dtype=np.int64) - 1
     num_pieces = len(num_targets)

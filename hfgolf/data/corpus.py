@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-import numpy as np
-
 from hfgolf.config import DataConfig
 from hfgolf.data.documents import Document, hub_revision, read_file, read_hub
 from hfgolf.data.file_hashes import file_hashes, file_state
@@ -65,7 +63,9 @@ class Corpus:
             if self.data.split == "contiguous" and not self.data.val_files:
                 self._write_contiguous(train, val, folder)
             else:
-                for name, split, blocks in self._documents(folder):
+                for name, split, content in self._documents(folder):
+                    is_chat = self.data.messages_column is not None
+                    blocks = [message["content"] for message in content] if is_chat else content
                     writer = val if (split or self.hashed_split(name)) == "val" else train
                     writer.add_document(blocks)
         self._require_unchanged()
@@ -73,12 +73,15 @@ class Corpus:
             self.raise_empty("train" if not train.num_pieces else "val")
         return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
 
-    def rows_of_ids(self, split: str, scratch: Path) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (name, token ids) of each row of a split, with data.ids_column. Raises UserError like write_pieces."""
+    def rows(self, split: str, scratch: Path) -> Iterator[tuple[str, Any]]:
+        """Yield (name, value) of each row of a split: token ids (data.ids_column) or messages (data.messages_column).
+
+        Raises UserError like write_pieces.
+        """
         scratch.mkdir(parents=True, exist_ok=True)
-        for name, fixed, ids in self._documents(scratch):
+        for name, fixed, value in self._documents(scratch):
             if (fixed or self.hashed_split(name)) == split:
-                yield name, np.asarray(ids)
+                yield name, value
         self._require_unchanged()
 
     def _require_unchanged(self) -> None:
@@ -141,6 +144,8 @@ def load_corpus(data: DataConfig) -> Corpus:
     }
     if data.ids_column is not None:
         identity["ids_column"] = data.ids_column
+    if data.messages_column is not None:
+        identity["messages_column"] = data.messages_column
     if data.source == "hub":
         hub = {key: getattr(data, key) for key in ("hub_name", "hub_config", "hub_split", "text_column")}
         return Corpus({**identity, **hub, "hub_revision": hub_revision(data)}, data)

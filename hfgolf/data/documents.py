@@ -1,7 +1,7 @@
-"""Documents: the text or the token ids in one file, or in a dataset of the Hub.
+"""Documents: the text, the token ids or the messages in one file, or in a dataset of the Hub.
 
-Owns formats and compressions. A document is (name, fixed split or None, blocks of text or token ids); its name is the
-same on every machine. Does not know which files there are, nor the split of what has no fixed one.
+Owns formats and compressions. A document is (name, fixed split or None, blocks of text, token ids or messages); its
+name is the same on every machine. Does not know which files there are, nor the split of what has no fixed one.
 
 Why not fsspec for compressed files: its zstd accepts a truncated file without an error (it read 262,144 of 600,000
 bytes).
@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, cast
 
 from hfgolf.config import DataConfig
 from hfgolf.data.files import TABLES, TEXTS, SourceFile, log_skipped, require_text
+from hfgolf.data.messages import read_messages
 from hfgolf.errors import UserError
 from hfgolf.wording import first_line, join_words
 
@@ -74,8 +75,8 @@ def _read(file: SourceFile, opener: Opener, data: DataConfig, scratch: Path) -> 
     if ending in TABLES:
         with _readable_by_datasets(file, opener, scratch) as path:
             yield from _rows(_load_table(path, ending), file.name, file.split, data)
-    elif data.ids_column is not None:
-        raise UserError(f"data.ids_column: {file.path} has no columns; name jsonl, parquet or arrow files.")
+    elif (key := _content_column(data)[0]) != "text_column":
+        raise UserError(f"data.{key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
     else:
         yield file.name, file.split, _text_blocks(file, opener)
 
@@ -190,14 +191,31 @@ def _hub_message(data: DataConfig, error: Exception) -> str:
     return f"data.hub_name: cannot load {name}: {first_line(error)} Check the name, the network and `hf auth login`."
 
 
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**32 for number in value)
+def _content_column(data: DataConfig) -> tuple[str, str, Callable[[Any], Any]]:
+    """Return the key and the name of the column that holds a row's content, and what reads it or raises ValueError."""
+    if data.ids_column is not None:
+        return "ids_column", data.ids_column, _read_ids
+    if data.messages_column is not None:
+        return "messages_column", data.messages_column, read_messages
+    return "text_column", data.text_column, _read_text
+
+
+def _read_text(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, str):
+        raise ValueError(f"holds {_described(value)}, not text")
+    return (value,) if value else ()
+
+
+def _read_ids(value: Any) -> list[int]:
+    if not (isinstance(value, list) and all(type(number) is int and 0 <= number < 2**32 for number in value)):
+        raise ValueError(f"holds {_described(value)}, not a list of token ids")
+    return value
 
 
 def _rows(table: Any, name: str, split: str | None, data: DataConfig) -> Iterator[Document]:
-    """Yield each row as a document named `name#row`: blocks of its text, or its ids. Skips empty and null rows."""
+    """Yield each row as a document named `name#row`: blocks of text, ids or messages. Skips empty and null rows."""
     row = 0
-    key, column = ("text_column", data.text_column) if data.ids_column is None else ("ids_column", data.ids_column)
+    key, column, read = _content_column(data)
     try:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):
             first, *inner = [column] if column in batch else column.split(".")
@@ -206,11 +224,12 @@ def _rows(table: Any, name: str, split: str | None, data: DataConfig) -> Iterato
             for value in batch[first]:
                 for step in inner:
                     value = _inner(value, step, f"{name}, row {row}: data.{key} {column}")
-                if value is not None and not (isinstance(value, str) if key == "text_column" else _are_ids(value)):
-                    wanted = "text" if key == "text_column" else "a list of token ids"
-                    raise UserError(f"{name}, row {row}: {column!r} holds {_described(value)}, not {wanted}.")
-                if value:
-                    yield f"{name}#{row}", split, (value,) if key == "text_column" else value
+                try:
+                    content = None if value is None else read(value)
+                except ValueError as error:
+                    raise UserError(f"{name}, row {row}: {column!r} {error}.") from None
+                if content:
+                    yield f"{name}#{row}", split, content
                 row += 1
     except UserError:
         raise

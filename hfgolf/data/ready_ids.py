@@ -17,16 +17,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.data.corpus import Corpus
+from hfgolf.data.token_stream import StreamPart
 from hfgolf.data.tokenizer import Encoded, Encoder, decode_texts
 from hfgolf.errors import UserError
 
 _ROWS = 256  # at once
 
 
-def encoded_rows(
-    corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerFast, scratch: Path
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (ids, tokens per document, bytes per document) of some rows at a time; each document starts a separator.
+def encoded_rows(corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerFast, scratch: Path) -> Iterator[StreamPart]:
+    """Yield the documents of some rows at a time; each starts a separator.
 
     Raises UserError if an id is not in the vocabulary, or if the split is empty.
     """
@@ -38,7 +37,7 @@ def encoded_rows(
         ids = np.concatenate(documents)
         num_bytes = [len(text.encode()) for text in decode_texts(tokenizer, (ids, num_ids.tolist()))]
         starts = np.cumsum(num_ids, dtype=np.int64) - num_ids
-        yield np.insert(ids, starts, separator), num_ids + 1, np.array(num_bytes, np.uint32)
+        yield StreamPart(np.insert(ids, starts, separator), num_ids + 1, np.array(num_bytes, np.uint32))
     if is_empty:
         corpus.raise_empty(split)
 
@@ -64,10 +63,11 @@ def _batches(
     corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerFast, scratch: Path
 ) -> Iterator[list[np.ndarray]]:
     """Yield the documents of some rows at a time, without separators; none is empty."""
-    rows = corpus.rows_of_ids(split, scratch)
+    rows = corpus.rows(split, scratch)
     while batch := list(itertools.islice(rows, _ROWS)):
         documents: list[np.ndarray] = []
-        for name, row in batch:
+        for name, ids in batch:
+            row = np.asarray(ids)
             if row.max(initial=0) >= len(tokenizer):
                 raise UserError(
                     f"{name} contains id {row.max()}, but the tokenizer has {len(tokenizer)} entries; name the"

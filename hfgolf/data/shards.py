@@ -39,6 +39,7 @@ class ShardStream:
     piece_tokens: np.ndarray
     piece_bytes: np.ndarray
     token_bytes: np.ndarray | None = None
+    is_target: np.ndarray | None = None
     parts: tuple[np.ndarray, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data.case_operators import has_case_operators
+from hfgolf.data.chat import chat_template, encoded_conversations, sample_texts
 from hfgolf.data.corpus import SPLITS, Corpus, identity_changes, load_corpus
 from hfgolf.data.files import cache_folder
 from hfgolf.data.lock import locked
@@ -40,7 +41,7 @@ from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, r
 from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes, sample_evenly, texts
 from hfgolf.data.ready_ids import encoded_rows, find_other_encoding
 from hfgolf.data.shards import ShardStream, open_shards
-from hfgolf.data.token_stream import TokenStream, open_stream, pieces_path, write_arrow
+from hfgolf.data.token_stream import StreamPart, TokenStream, open_stream, pieces_path, write_arrow
 from hfgolf.data.tokenizer import (
     Encoded,
     Encoder,
@@ -190,6 +191,8 @@ def _key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedTokenizer
         "end_of_text_id": tokenizer.eos_token_id,
         "format_version": _FORMAT_VERSION,
     }
+    if corpus.data.messages_column is not None:
+        settings["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
     return {**corpus.identity, **settings}
 
 
@@ -239,6 +242,11 @@ def _build(
             for split in SPLITS:
                 _write_stream(split, encoded_rows(corpus, split, tokenizer, building), len(tokenizer), partial)
             tokenizer_loss = find_other_encoding(corpus, tokenizer, encode, building)
+        elif corpus.data.messages_column is not None:
+            for split in SPLITS:
+                _write_stream(split, encoded_conversations(corpus, split, tokenizer, building), len(tokenizer), partial)
+            sample = sample_texts(corpus, building)
+            tokenizer_loss = find_tokenizer_loss(tokenizer, sample, encode(sample))
         else:
             for split in SPLITS:
                 encoded = _encode(split, pieces()[split], tokenizer, encode)
@@ -267,44 +275,49 @@ def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
     return f"{', '.join(changes)} changed since {name}"
 
 
-def _write_stream(
-    split: str, encoded: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]], vocab_size: int, folder: Path
-) -> None:
-    """Write the two Arrow files of a split, from parts (ids, tokens per piece, raw bytes per piece).
+def _write_stream(split: str, parts: Iterator[StreamPart], vocab_size: int, folder: Path) -> None:
+    """Write the two Arrow files of a split.
 
-    The ids first go to a raw binary file. The Arrow file must be a single record batch, because only that maps to one
-    contiguous array, and memory must stay bounded.
+    The ids and the mask first go to raw binary files. The Arrow file must be a single record batch, because only that
+    maps to one contiguous array, and memory must stay bounded. Raises UserError if an id is outside the vocabulary.
     """
-    path, raw = folder / f"{split}.arrow", folder / "ids.bin"
+    path, raw, raw_mask = folder / f"{split}.arrow", folder / "ids.bin", folder / "mask.bin"
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     num_tokens, num_bytes = [], []
-    with open(raw, "wb") as file:
-        for ids, piece_tokens, piece_bytes in encoded:
-            file.write(ids.astype(dtype).data)  # tofile does not report why a write failed
-            num_tokens.append(piece_tokens)
-            num_bytes.append(piece_bytes)
-    tokens = np.memmap(raw, dtype, "r")
-    array = pa.Array.from_buffers(pa.from_numpy_dtype(dtype), len(tokens), [None, pa.py_buffer(tokens)])
-    write_arrow(path, {"input_ids": array})
+    with open(raw, "wb") as file, open(raw_mask, "wb") as mask_file:
+        for part in parts:
+            if part.ids.max(initial=0) >= vocab_size:
+                raise UserError(
+                    f"The tokenizer returned id {part.ids.max()}, but its vocabulary has only {vocab_size} entries."
+                    " Its files are inconsistent: load or train another tokenizer."
+                )
+            file.write(part.ids.astype(dtype).data)  # tofile does not report why a write failed
+            if part.is_target is not None:
+                mask_file.write(part.is_target.astype(np.uint8).data)
+            num_tokens.append(part.piece_tokens)
+            num_bytes.append(part.piece_bytes)
+    columns = {"input_ids": _mapped(raw, dtype)}
+    if raw_mask.stat().st_size:
+        columns["is_target"] = _mapped(raw_mask, np.dtype(np.uint8))
+    write_arrow(path, columns)
     write_arrow(pieces_path(path), {"num_tokens": np.concatenate(num_tokens), "num_bytes": np.concatenate(num_bytes)})
     raw.unlink()
+    raw_mask.unlink()
 
 
-def _encode(
-    split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield (ids, tokens per piece, raw bytes per piece), one table of pieces at a time.
+def _mapped(path: Path, dtype: np.dtype) -> pa.Array:
+    values = np.memmap(path, dtype, "r")
+    return pa.Array.from_buffers(pa.from_numpy_dtype(dtype), len(values), [None, pa.py_buffer(values)])
 
-    Raises UserError if an id is outside the vocabulary, or if case operators don't restore a piece.
+
+def _encode(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder) -> Iterator[StreamPart]:
+    """Yield the tokens of the text, one table of pieces at a time.
+
+    Raises UserError if case operators don't restore a piece.
     """
     is_transformed = has_case_operators(json.loads(tokenizer.backend_tokenizer.to_str()))
     progress = _Progress(f"tokenizing {split}", num_text_bytes(pieces))
     for table, (ids, num_ids) in encode_ahead(pieces, encode):
-        if ids.max(initial=0) >= len(tokenizer):
-            raise UserError(
-                f"The tokenizer returned id {ids.max()}, but its vocabulary has only {len(tokenizer)} entries."
-                " Its files are inconsistent: load or train another tokenizer."
-            )
         if is_transformed and decode_texts(tokenizer, (ids, num_ids)) != table["text"].to_pylist():
             raise UserError("tokenizer.case_operators: true does not restore this text exactly; set it to false.")
         is_start = table["is_start"].to_numpy()
@@ -312,7 +325,7 @@ def _encode(
         ends = np.cumsum(num_tokens, dtype=np.int64)
         ids = np.insert(ids, (ends - num_tokens)[is_start], tokenizer.eos_token_id)
         num_bytes = pc.binary_length(table["text"]).to_numpy()  # of the raw UTF-8 text, not of decoded tokens
-        yield ids, num_tokens + is_start, num_bytes.astype(np.uint32)
+        yield StreamPart(ids, num_tokens + is_start, num_bytes.astype(np.uint32))
         progress.add(int(num_bytes.sum()))
     progress.end()
 
@@ -367,6 +380,9 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
         where = "copied into memory" if is_in_memory else "memory-mapped"
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
         _log.info("tokens: %s (%s)", where, why)
+    if train.is_target is not None:
+        share = np.count_nonzero(train.is_target) / len(train)
+        _log.info("targets: the assistant's tokens, %.1f %% of the train tokens; the rest is only context", 100 * share)
     verification = Verification(manifest, lambda: itertools.chain(val.hashes(), train.hashes()))
     sha256, tokenizer_loss = manifest["key"]["tokenizer_sha256"], manifest.get("tokenizer_loss")
     if tokenizer_loss:

@@ -11,13 +11,23 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from hfgolf.data.manifest import note_damage
 from hfgolf.durable import file_sha256
+
+
+class StreamPart(NamedTuple):
+    """Some pieces of text as the tokens of a stream: ids, each piece's tokens and raw UTF-8 bytes, and the mask."""
+
+    ids: np.ndarray
+    piece_tokens: np.ndarray
+    piece_bytes: np.ndarray
+    is_target: np.ndarray | None = None
+    """As in TokenStream."""
 
 
 @dataclass(frozen=True, eq=False)  # == on arrays is not a single bool
@@ -28,6 +38,8 @@ class TokenStream:
     piece_tokens, piece_bytes: (num_pieces,) number of tokens and raw UTF-8 bytes of each piece of text, in order.
     content: the Arrow file of the tokens, memory-mapped or copied into memory.
     vocab_size: ids must be below this.
+    is_target: (num_tokens,) uint8, 1 where the loss counts a token as a target: the assistant's tokens in
+        conversations, whose `piece_bytes` are those of the assistant's text. None if it counts all.
     """
 
     tokens: np.ndarray
@@ -37,6 +49,7 @@ class TokenStream:
     content: mmap.mmap | bytes = field(repr=False)
     pieces_content: bytes = field(repr=False)
     vocab_size: int
+    is_target: np.ndarray | None = None
 
     @property
     def is_in_memory(self) -> bool:
@@ -44,7 +57,7 @@ class TokenStream:
 
     @property
     def num_bytes(self) -> int:
-        """Raw UTF-8 bytes of the text. End-of-text tokens count zero bytes."""
+        """Raw UTF-8 bytes of the text that the loss counts. End-of-text tokens count zero bytes."""
         return int(self.piece_bytes.sum(dtype=np.int64))
 
     def __len__(self) -> int:
@@ -90,14 +103,16 @@ def open_stream(path: Path, is_in_memory: bool = False, vocab_size: int = 2**32)
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     pieces_content = pieces_path(path).read_bytes()
     try:
-        tokens = np.from_dlpack(_read_arrow(content)["input_ids"])  # to_numpy would import pandas
+        columns = _read_arrow(content)
+        tokens = np.from_dlpack(columns["input_ids"])  # to_numpy would import pandas
+        is_target = np.from_dlpack(columns["is_target"]) if "is_target" in columns.schema.names else None
         pieces = _read_arrow(pieces_content)
         piece_tokens, piece_bytes = (np.from_dlpack(pieces[name]) for name in ("num_tokens", "num_bytes"))
     except (pa.ArrowException, OSError, KeyError, TypeError, BufferError, StopIteration) as error:
         raise ValueError(f"{path.name} or {pieces_path(path).name} is not a valid Arrow file ({error})") from error
     if piece_tokens.sum(dtype=np.int64) != len(tokens):
         raise ValueError(f"{path.name} and {pieces_path(path).name} do not belong together")
-    return TokenStream(tokens, piece_tokens, piece_bytes, path, content, pieces_content, vocab_size)
+    return TokenStream(tokens, piece_tokens, piece_bytes, path, content, pieces_content, vocab_size, is_target)
 
 
 def write_arrow(path: Path, columns: dict[str, Any]) -> None:

@@ -28,12 +28,13 @@ from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unic
 
 from hfgolf.config import TokenizerConfig
 from hfgolf.data.case_operators import OPERATORS, add_case_operators, has_case_operators
+from hfgolf.data.chat import CHAT_TOKENS, add_chat_template
 from hfgolf.data.manifest import read_manifest, write_manifest
 from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
 from hfgolf.durable import find_damage, replace_folder
 from hfgolf.errors import UserError
-from hfgolf.wording import first_line
+from hfgolf.wording import first_line, join_words
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,7 +82,10 @@ def build_tokenizer(
     if path.exists():
         _log.info("tokenizer damaged: %s (%s); training it again", path, _problem(path))
     pieces = train_pieces()
-    tokenizer = _wrap(_train_bpe(pieces, config) if config.kind == "bpe" else _train_char(pieces))
+    is_chat = _is_chat(corpus_identity)
+    tokenizer = _wrap(_train_bpe(pieces, config, is_chat) if config.kind == "bpe" else _train_char(pieces))
+    if is_chat:
+        add_chat_template(tokenizer)
     partial = path.with_name(f".partial-{path.name}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -98,12 +102,23 @@ def find_tokenizer(
     config: TokenizerConfig, corpus_identity: dict[str, Any], folder: Path
 ) -> PreTrainedTokenizerFast | None:
     """Return the tokenizer that `config` describes, or None if it would have to be trained first."""
-    if config.kind == "pretrained":
-        return _load_pretrained(str(config.name_or_path))
-    if config.kind == "byte":
-        return _wrap(byte_level_tokenizer([]))
-    path = _tokenizer_path(config, corpus_identity, folder)
-    return _load(path) if _problem(path) is None else None
+    if config.kind in ("bpe", "char"):
+        path = _tokenizer_path(config, corpus_identity, folder)
+        return _load(path) if _problem(path) is None else None
+    is_byte = config.kind == "byte"
+    tokenizer = _wrap(byte_level_tokenizer([])) if is_byte else _load_pretrained(str(config.name_or_path))
+    if _is_chat(corpus_identity) and tokenizer.chat_template is None:
+        add_chat_template(tokenizer)
+        if not is_byte:
+            where, tokens = f"tokenizer.name_or_path: {config.name_or_path!r}", join_words(CHAT_TOKENS)
+            size = f"{len(tokenizer)} entries"
+            _log.info("%s has no chat template; it gets one, with %s in its vocabulary (%s)", where, tokens, size)
+    return tokenizer
+
+
+def _is_chat(corpus_identity: dict[str, Any]) -> bool:
+    """Return whether the rows of a corpus are messages, which need a chat template."""
+    return "messages_column" in corpus_identity
 
 
 def _problem(path: Path) -> str | None:
@@ -297,9 +312,13 @@ def _train_char(pieces: Dataset) -> Tokenizer:
     return byte_level_tokenizer(sorted(character for character in seen if ord(character) >= 128))
 
 
-def _train_bpe(pieces: Dataset, config: TokenizerConfig) -> Tokenizer:
-    """Train byte-level BPE with GPT-2's pre-tokenizer to config.vocab_size entries, including the end-of-text token."""
-    vocab_size = config.vocab_size
+def _train_bpe(pieces: Dataset, config: TokenizerConfig, is_chat: bool) -> Tokenizer:
+    """Train byte-level BPE with GPT-2's pre-tokenizer to config.vocab_size entries, including all special tokens.
+
+    is_chat: leave room for CHAT_TOKENS.
+    """
+    num_reserved = len(CHAT_TOKENS) if is_chat else 0
+    vocab_size = config.vocab_size - num_reserved
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -318,5 +337,5 @@ def _train_bpe(pieces: Dataset, config: TokenizerConfig) -> Tokenizer:
     _log.info("trained a BPE tokenizer on %.1f MB in %.1f s", num_text_bytes(sample) / 1e6, seconds)
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
-        raise TooFewEntriesError(vocab_size, reached)
+        raise TooFewEntriesError(config.vocab_size, reached + num_reserved)
     return tokenizer

@@ -277,8 +277,11 @@ NEAR_ZERO = 0.1  # nats per token; with byte tokens that is 0.14 bits per byte, 
 
 
 def near_zero_loss(history: History) -> Finding | None:
-    """A loss lower than any text allows, on validation as well or, without an evaluation, in the first epoch."""
-    if not history.level < NEAR_ZERO or not history.new_steps:
+    """A loss lower than any text allows, on validation as well or, without an evaluation, in the first epoch.
+
+    Answers in conversations may be that predictable.
+    """
+    if not history.level < NEAR_ZERO or not history.new_steps or history.settings.get("data.messages_column"):
         return None
     evaluation = history.evaluations[-1] if history.evaluations else None
     epoch = history.epoch

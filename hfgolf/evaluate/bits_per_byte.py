@@ -11,7 +11,8 @@ class Evaluation:
     """The total loss of a model on a text, with the number of tokens and bytes.
 
     nats: summed over the predicted tokens, including the separators between documents, which count 0 bytes (the
-    Parameter Golf convention). num_tokens: predicted tokens, including separators. num_bytes: of the text itself.
+    Parameter Golf convention). num_tokens: predicted tokens, including separators. num_bytes: of the text itself. Of
+    conversations, only the assistant's tokens and text count, and the tokens that end its turns count 0 bytes.
     """
 
     nats: float
@@ -35,5 +36,5 @@ class Evaluation:
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """Return the bits per byte for a total loss of `nats` on a text of `num_bytes`."""
-    return nats / math.log(2) / num_bytes
+    """Return the bits per byte for a total loss of `nats` on a text of `num_bytes`; NaN if it has none."""
+    return nats / math.log(2) / num_bytes if num_bytes else math.nan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -58,7 +58,7 @@ def plan_evaluation(
 ) -> tuple[Plan, int]:
     """Plan the evaluation of a whole stream; return the plan and the raw UTF-8 bytes of the text of its targets.
 
-    `windows.plan_windows` explains the arguments. A stream shorter than `length` is one window.
+    stream: without a mask. `windows.plan_windows` explains the arguments. A stream shorter than `length` is one window.
 
     Raises UserError if nothing is left to score, or if the bytes of a dropped tail cannot be counted.
     """
@@ -118,7 +118,8 @@ def evaluate_plan(
     Args:
         model: any causal language model, unwrapped and on the accelerator's device. It runs uncompiled, in evaluation
             mode, and returns to its mode afterwards.
-        num_bytes: raw UTF-8 bytes of the text of the plan's targets.
+        num_bytes: raw UTF-8 bytes of the text of the plan's targets. Of a stream with a mask, only those that the mask
+            includes are scored and counted.
         batch_size: windows per batch and rank.
         before_batch: called before each batch, equally often on every rank. An exception from it ends the evaluation.
 
@@ -127,12 +128,26 @@ def evaluate_plan(
     nats = torch.zeros((), dtype=torch.float64, device=accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     with evaluation_mode(model):
-        for batch in batches(stream.read, plan, batch_size, rank, world):
+        for batch in _labeled_batches(stream, plan, batch_size, rank, world):
             before_batch()
             input_ids, shift_labels = (values.to(accelerator.device) for values in batch)
             with accelerator.autocast():
                 nats += summed_nats(model, input_ids, shift_labels)
-    return Evaluation(accelerator.reduce(nats, "sum").item(), plan.num_scored, num_bytes)
+    num_tokens = plan.num_scored if stream.is_target is None else int(stream.is_target[plan.targets()].sum())
+    return Evaluation(accelerator.reduce(nats, "sum").item(), num_tokens, num_bytes)
+
+
+def _labeled_batches(
+    stream: Stream, plan: Plan, batch_size: int, rank: int, world: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's (inputs, labels) of a plan; labels that the stream's mask excludes are IGNORED, too."""
+    rows = batches(stream.read, plan, batch_size, rank, world)
+    if stream.is_target is None:
+        yield from rows
+        return
+    masks = batches(stream.is_target.take, plan, batch_size, rank, world)
+    for (input_ids, labels), (_, is_target) in zip(rows, masks, strict=True):
+        yield input_ids, labels.masked_fill(is_target == 0, IGNORED)
 
 
 def summed_nats(model: nn.Module, input_ids: Tensor, shift_labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Text generation."""
+"""Text generation: the continuation of a text, and the answer in a conversation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
+from hfgolf.data.chat import ConversationEncoder, stop_ids
 from hfgolf.errors import UserError
 from hfgolf.evaluate.context import evaluation_mode, max_positions, require_embedded
 
@@ -14,30 +16,56 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+def generate_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str = "", **options: Any) -> str:
+    """Return the prompt and its continuation. options: those of `generate_ids`, which raises UserError.
+
+    The prompt follows a document separator, like every document in training. Without a prompt, the model starts a new
+    document.
+    """
+    _require_separator(tokenizer)
+    ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    return str(tokenizer.decode(generate_ids(model, tokenizer, ids, **options)[1:], skip_special_tokens=True))
+
+
+def generate_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, message: str, **options: Any) -> str:
+    """Return the answer of a chat model to a user's message. options: those of `generate_ids`, which raises UserError.
+
+    Raises UserError, too, if the tokenizer has no chat template.
+    """
+    if not (tokenizer.chat_template and isinstance(tokenizer, PreTrainedTokenizerFast)):
+        raise UserError("--message: the tokenizer of --model has no chat template; name a chat model, or use --prompt.")
+    _require_separator(tokenizer)
+    ids = ConversationEncoder(tokenizer).encode_prompt([{"role": "user", "content": message}])
+    answer = generate_ids(model, tokenizer, ids, eos_token_id=stop_ids(tokenizer), **options)[len(ids) :]
+    return str(tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def _require_separator(tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.eos_token_id is None:
+        raise UserError("--model: its tokenizer has no eos_token to start a document with; use a model that has one.")
+
+
 @torch.no_grad()
-def generate_text(
+def generate_ids(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str = "",
+    ids: list[int],
     *,
     max_new_tokens: int = 100,
     temperature: float = 0.8,
     top_k: int = 50,
     top_p: float = 1.0,
     seed: int = 0,
-) -> str:
-    """Return the prompt and its continuation. temperature 0 is greedy; top_k 0 and top_p 1 exclude no token.
+    **stopping: Any,
+) -> list[int]:
+    """Return the given ids and their continuation. temperature 0 is greedy; top_k 0 and top_p 1 exclude no token.
 
-    The prompt follows a document separator, like every document in training. Without a prompt, the model starts a new
-    document. With learned positions, the text ends at the last position. The random generators and the model's mode
-    are restored.
+    stopping: eos_token_id for `generate`, if it is not that of the model. With learned positions, the text ends at the
+    last position. The random generators and the model's mode are restored.
 
-    Raises UserError if the prompt leaves no room for a token, the tokenizer has no separator, an id is outside the
-    model's embedding, or the logits are not finite.
+    Raises UserError if the prompt leaves no room for a token, an id is outside the model's embedding, or the logits are
+    not finite.
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError("--model: its tokenizer has no eos_token to start a document with; use a model that has one.")
-    ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
     require_embedded(max(ids), next(model.get_input_embeddings().parameters()).shape[0])
     limit = max_positions(model)
     if limit is not None and len(ids) >= limit:
@@ -56,8 +84,9 @@ def generate_text(
             pad_token_id=tokenizer.eos_token_id,
             logits_processor=[_require_finite],
             **sampling,
+            **stopping,
         )
-    return str(tokenizer.decode(output[0, 1:], skip_special_tokens=True))
+    return output[0].tolist()
 
 
 def _require_finite(input_ids: Tensor, logits: Tensor) -> Tensor:

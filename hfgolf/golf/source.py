@@ -56,6 +56,10 @@ def run_source(folder: Path) -> Source:
     if not (run.model / "config.json").is_file():
         raise UserError(f"--run: there is no exported model in {run.model}; a run writes it when it ends.")
     config = load_config([f"--config={run.config}"]).config
+    if config.data.messages_column is not None:
+        raise UserError(
+            f"--run: {folder} was trained on conversations, and golf scores all of a text; use --model with --files."
+        )
     model, tokenizer = _load_golf(str(run.model))
     corpus = load_corpus(config.data)
     # a pretrained tokenizer may be gone since, as that of model.init_from; the text cannot change it

@@ -19,7 +19,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model, position_limit
 from hfgolf.publish.gguf import gguf_fields
 from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import read_card, usage, with_usage
+from hfgolf.publish.model_card import CHAT_SECTION, read_card, usage, with_usage
 from hfgolf.publish.native import converted
 
 
@@ -35,7 +35,7 @@ def convert_folder(model: str, output: Path, to: str, xielu: bool = False, locat
     ids = tokenizer(card, verbose=False)["input_ids"]  # it may be longer than the model's longest text
     result, sentence = converted(original.cpu(), to, ids, xielu)
     pictures = [path for path in [folder / "loss.png"] if path.is_file()]
-    card = with_usage(card, _usage(result, tokenizer, location or str(output)))
+    card = with_usage(card, _usage(result, tokenizer, location or str(output), is_chat=CHAT_SECTION in card))
     try:
         export_model(result, tokenizer, output, card, pictures)
     except OSError as error:
@@ -67,7 +67,7 @@ def _model_type(folder: Path) -> Any:
         return None
 
 
-def _usage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, location: str) -> str:
+def _usage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, location: str, is_chat: bool) -> str:
     try:
         gguf_fields(model, tokenizer)
         has_gguf = True
@@ -82,4 +82,5 @@ def _usage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, location:
         num_tokens=config.max_position_embeddings,
         has_gguf=has_gguf,
         targets=[name for name in dict.fromkeys(linear) if name != "lm_head"],
+        is_chat=is_chat,
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
+from hfgolf.data.chat import stop_ids
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.wording import one_line
@@ -88,10 +89,10 @@ def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
     They set a length only if there is a hard limit: max_new_tokens would override the caller's max_length.
     """
-    eos = tokenizer.eos_token_id
+    eos, stops = tokenizer.eos_token_id, stop_ids(tokenizer)
     return GenerationConfig(
         bos_token_id=eos,
-        eos_token_id=eos,
+        eos_token_id=stops if len(stops) > 1 else eos,
         pad_token_id=eos,
         do_sample=True,
         temperature=0.8,

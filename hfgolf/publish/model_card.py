@@ -30,6 +30,7 @@ _USAGE_IN_CARD = re.compile(
     r"^## How to load it\n.*?(?=\n+(## How good it is|A sample, generated|## How it was trained))",
     re.DOTALL | re.MULTILINE,
 )
+CHAT_SECTION = "## How to chat with it"
 _RESULTS = {"val_loss": "loss (nats per token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
 
 
@@ -78,6 +79,7 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
             is_limited=config.model.position_embedding == "learned",
             num_tokens=config.batch.sequence_length,
             targets=["qkv_proj", "o_proj", "up_proj", *gate, "down_proj"],
+            is_chat=config.data.messages_column is not None,
         ),
         dataset=_trained_on(config),
         origin=_origin(init_from),
@@ -100,12 +102,19 @@ def read_card(folder: Path) -> str:
 
 
 def usage(
-    location: str, *, needs_code: bool, is_limited: bool, num_tokens: int, targets: list[str], has_gguf: bool = False
+    location: str,
+    *,
+    needs_code: bool,
+    is_limited: bool,
+    num_tokens: int,
+    targets: list[str],
+    is_chat: bool,
+    has_gguf: bool = False,
 ) -> str:
-    """Return the sections on loading and fine-tuning a model, and on running it elsewhere.
+    """Return the sections on loading, chatting with and fine-tuning a model, and on running it elsewhere.
 
     needs_code: the modeling code comes with the weights. is_limited: num_tokens is a hard limit. targets: the modules
-    for LoRA. has_gguf: it can be written as GGUF.
+    for LoRA. is_chat: it was trained on conversations. has_gguf: it can be written as GGUF.
     """
     template = Template(_USAGE.read_text(encoding="utf-8"))
     trust = ", trust_remote_code=True" if needs_code else ""
@@ -116,6 +125,7 @@ def usage(
         num_tokens=num_tokens,
         targets=json.dumps(targets),
         has_gguf=has_gguf,
+        chat_section=CHAT_SECTION if is_chat else None,
     )
 
 

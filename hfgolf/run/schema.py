@@ -45,6 +45,7 @@ class RoundingColumns(TypedDict, total=False):
 class Row(EvaluationColumns, OldTextColumns, ForecastColumns, RoundingColumns):
     """One row per log interval (train.log_every_steps), about the steps since the previous row.
 
+    With data.messages_column, losses and bits per byte are of the assistant's turns only.
     null means that a number is not finite, or not known on this machine.
     """
 

@@ -80,9 +80,12 @@ def warm_up(run: Run) -> None:
         ids = torch.zeros(
             run.micro_batch_size, run.config.batch.sequence_length, dtype=torch.long, device=accelerator.device
         )
+        # clone: if labels and inputs were one tensor, torch would compile for that, and again for real batches
+        batch = {"input_ids": ids, "shift_labels": ids.clone()}
+        if run.tokens.train.is_target is not None:
+            batch["num_items_in_batch"] = torch.ones((), device=accelerator.device)
         with torch.random.fork_rng([accelerator.device] if on_gpu else []), accelerator.no_sync(run.model):
-            # clone: if labels and inputs were one tensor, torch would compile for that, and again for real batches
-            accelerator.backward(run.model(input_ids=ids, shift_labels=ids.clone()).loss)
+            accelerator.backward(run.model(**batch).loss)
         run.raw_model.zero_grad(set_to_none=True)
 
     def on_all_processes() -> None:

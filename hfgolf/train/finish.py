@@ -79,6 +79,8 @@ def conclude(run: Run) -> dict[str, Any]:
     if run.old_text is not None:
         old = evaluate(run, stream=run.old_text)
         summary |= {"old_val_loss": old.loss, "old_val_bits_per_byte": old.bits_per_byte}
+    if run.tokens.val.is_target is not None:
+        summary["targets"] = "the assistant's turns"
     if run.tokens.tokenizer_loss:
         summary["tokenizer_loss"] = run.tokens.tokenizer_loss
     if damaged_best:
@@ -141,7 +143,8 @@ def report_run(run: Run, summary: dict[str, Any] | None = None) -> None:
 def show_summary(summary: dict[str, Any]) -> None:
     """Print the results of the run and how to load its model."""
     weights = f"{'averaged weights of ' if summary['weights'] == 'ema' else ''}step {summary['step']}"
-    extent = f"whole validation set of {summary['val_tokens']:,} tokens"
+    counted = f" of {summary['targets']}" if "targets" in summary else ""
+    extent = f"whole validation set of {summary['val_tokens']:,} tokens{counted}"
     logger.info(f"\nvalidation loss  {summary['val_loss']:.4f} nats per token ({weights}, {extent})")
     logger.info(f"bits per byte    {summary['val_bits_per_byte']:.4f} over {summary['val_bytes']:,} bytes")
     start = summary.get("init_from", {})

@@ -10,9 +10,10 @@ from typing import Any
 from accelerate import DistributedType
 
 from hfgolf.data.batches import Stream
+from hfgolf.data.chat import stop_ids
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.loss import evaluate_loss
-from hfgolf.evaluate.sample import generate_text
+from hfgolf.evaluate.sample import generate_ids, generate_text
 from hfgolf.redact import redact
 from hfgolf.train.compilation import uncompiled
 from hfgolf.train.run import Run
@@ -131,13 +132,25 @@ def sample(run: Run, max_new_tokens: int) -> str | None:
 
     Never raises: a sample must not end a run, and recovery.py handles nonfinite weights.
     """
-    tokenizer, seed = run.tokens.tokenizer, run.config.run.seed
     try:
         with run.stopwatch.charge("evaluate"), uncompiled(run.raw_model):
             # redacted, because the model may have memorized a secret from its corpus
-            return redact(generate_text(run.raw_model, tokenizer, max_new_tokens=max_new_tokens, seed=seed))
+            return redact(_sampled_text(run, max_new_tokens))
     except Exception as error:
         reason = one_line(error)[:200]
     logger.warning("no sample at step %d: %s", run.state.step, reason)
     run.tracker.event("sample_failed", run.state, reason=reason)
     return None
+
+
+def _sampled_text(run: Run, max_new_tokens: int) -> str:
+    """Return a document of the model's, or with conversations the first validation prompt and the model's answer."""
+    model, tokenizer, seed, stream = run.raw_model, run.tokens.tokenizer, run.config.run.seed, run.tokens.val
+    if stream.is_target is None:
+        return generate_text(model, tokenizer, max_new_tokens=max_new_tokens, seed=seed)
+    prompt = stream.tokens[: int(stream.is_target.argmax())].tolist()
+    prompt = prompt[-(run.config.batch.sequence_length // 2) :]  # leaves room for the answer
+    ids = generate_ids(
+        model, tokenizer, prompt, max_new_tokens=max_new_tokens, seed=seed, eos_token_id=stop_ids(tokenizer)
+    )
+    return str(tokenizer.decode(ids))

@@ -18,6 +18,7 @@ import torch
 from hfgolf.command_line import load_config
 from hfgolf.config import DataConfig
 from hfgolf.data.batches import (
+    IGNORED,
     MicroBatches,
     as_ranges,
     block_starts,
@@ -54,6 +55,7 @@ def stream_of(pieces):
         tokens=tokens,
         piece_tokens=pieces,
         piece_bytes=pieces * 3 + 1,
+        is_target=None,
         read=functools.partial(tokens.take, mode="wrap"),
     )
 
@@ -167,6 +169,31 @@ def test_single_sequence_batch_has_the_usual_strides(stream):
     }  # with other strides, torch would recompile the model
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_mean_over_micro_batches_is_the_mean_over_the_targets_of_a_step(stream, world, accumulation):
+    """Even if some micro-batches have no target: all targets of a step lie in one tenth of the stream, or nowhere."""
+    stream.is_target = ((stream.tokens % 3 == 0) & (stream.tokens > 480)).astype(np.uint8)
+    options = {"sequence_length": T, "micro_batch_size": 12 // world // accumulation, "accumulation": accumulation}
+    loaders = [build_loader(stream, **options, rank=rank, world=world, seed=None, num_steps=5) for rank in range(world)]
+    batches = [batch for of_ranks in zip(*loaders, strict=True) for batch in of_ranks]
+    for step in range(5):
+        of_step = batches[step * world * accumulation : (step + 1) * world * accumulation]
+        targets = np.arange(step * 12 * T + 1, (step + 1) * 12 * T + 1)
+        targets = targets[stream.is_target[targets] == 1]
+        labels = torch.cat([batch["shift_labels"].flatten() for batch in of_step])
+        assert labels[labels != IGNORED].tolist() == targets.tolist()
+        sums = [batch["shift_labels"].clamp(min=0).sum() / batch["num_items_in_batch"] for batch in of_step]
+        assert np.mean(sums) == pytest.approx(targets.mean() if len(targets) else 0, rel=1e-6)
+        assert all(
+            torch.equal(
+                batch["input_ids"] + 1,
+                batch["shift_labels"].where(batch["shift_labels"] != IGNORED, batch["input_ids"] + 1),
+            )
+            for batch in of_step
+        )
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_global_batches_do_not_depend_on_processes_or_accumulation(stream, world, accumulation):
@@ -190,7 +217,7 @@ tokens = np.arange(1000, dtype=np.uint16)
 class Stream(SimpleNamespace):
     def __len__(self):
         return len(self.tokens)
-stream = Stream(tokens=tokens, read=tokens.take)
+stream = Stream(tokens=tokens, read=tokens.take, is_target=None)
 shape = dict(sequence_length=8, micro_batch_size=2, accumulation=1, rank=0, world=1, seed=0, num_steps=50)
 batches = iter(build_loader(stream, num_workers=2, **shape))
 next(batches)

@@ -28,6 +28,7 @@ class ListedStream:
     tokens: np.ndarray
     piece_tokens: np.ndarray
     piece_bytes: np.ndarray
+    is_target: np.ndarray | None = None
 
     def read(self, places: np.ndarray) -> np.ndarray:
         return self.tokens[places]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -138,3 +140,27 @@ def test_evaluation_uses_the_precision_of_the_run_without_gradients(build_model,
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     evaluate_loss(model, stream, accelerator, sequence_length=8, batch_size=2)
     assert seen == {(dtype, False)}
+
+
+@pytest.mark.parametrize("budget", [None, 19])
+@pytest.mark.parametrize("world", [1, 2])
+def test_only_masked_targets_count(build_model, stream, accelerator, budget, world):
+    model = build_model()
+    stream = dataclasses.replace(stream, is_target=(np.arange(len(stream.tokens)) % 3 == 1).astype(np.uint8))
+    num_targets, num_bytes = (63, 69) if budget is None else (19, 19)
+    tokens = torch.from_numpy(stream.tokens.astype("int64"))
+    nats = num_counted = 0
+    for start in range(0, num_targets, 8):
+        places = torch.arange(start, min(start + 8, num_targets))
+        with torch.no_grad():
+            losses = F.cross_entropy(model.eval()(tokens[places][None]).logits[0], tokens[places + 1], reduction="none")
+        counted = (places + 1) % 3 == 1
+        nats, num_counted = nats + losses[counted].sum().item(), num_counted + int(counted.sum())
+    settings = {"sequence_length": 8, "batch_size": 3, "budget_tokens": budget}
+    parts = [evaluate_loss(model, stream, Shard(accelerator, rank, world), **settings) for rank in range(world)]
+    assert {(part.num_tokens, part.num_bytes) for part in parts} == {(num_counted, num_bytes)}
+    assert sum(part.nats for part in parts) == pytest.approx(nats, rel=1e-6)
+
+
+def test_text_without_bytes_has_no_bits_per_byte():
+    assert math.isnan(Evaluation(nats=2.0, num_tokens=2, num_bytes=0).bits_per_byte)

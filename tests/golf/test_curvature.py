@@ -191,6 +191,7 @@ def test_curvature_predicts_the_rise_of_the_loss(name):
 def test_calibration_text_is_what_the_run_would_read_next():
     class Stream:
         tokens = np.arange(1000, dtype=np.uint16)
+        is_target = None
 
         def __len__(self):
             return len(self.tokens)

@@ -1,0 +1,225 @@
+"""Conversations as documents of the token cache, with a mask of the tokens that the assistant writes.
+
+Owns the chat template of tokenizers that have none, and which tokens are the assistant's: those of its turns and the
+special token that ends each turn, so that a model learns to stop. Everything else is only context. Rows are read by
+corpus.
+
+A conversation is encoded as transformers' apply_chat_template does, with one exception: a special token that a message
+spells stays text, so a conversation cannot contain a turn that nobody took.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from jinja2 import TemplateError
+from tokenizers import Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from hfgolf.data.corpus import Corpus
+from hfgolf.data.messages import Messages
+from hfgolf.data.token_stream import StreamPart
+from hfgolf.errors import UserError
+from hfgolf.wording import first_line
+
+_log = logging.getLogger(__name__)
+_ROWS = 256  # at once
+CHAT_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+# Each turn is between special tokens, so the tokens of a prompt are the same with and without the answer.
+CHAT_TEMPLATE = """\
+{{- bos_token or eos_token }}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {{- "<|assistant|>" }}{% generation %}{{ message.content + "<|end|>" }}{% endgeneration %}
+    {%- elif message.role in ["system", "user"] %}
+        {{- "<|" + message.role + "|>" + message.content + "<|end|>" }}
+    {%- else %}
+        {{- raise_exception("role " + message.role + "; allowed: system, user, assistant") }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|assistant|>" }}
+{%- endif %}
+"""
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_Span = tuple[int, int]
+"""The characters [start, end) of a text."""
+_CUT = "\ud800"  # where a rendered text is cut before it is encoded; text in UTF-8 cannot contain it
+
+
+def add_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give a tokenizer hfgolf's chat template and its four special tokens."""
+    tokenizer.add_special_tokens({"extra_special_tokens": CHAT_TOKENS}, replace_extra_special_tokens=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+
+
+def chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a tokenizer's chat template. Raises UserError if it has none."""
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError:
+        raise UserError(
+            "data.messages_column: the tokenizer has no chat template, and a resumed run keeps its tokenizer; start a"
+            " new run."
+        ) from None
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end an answer: the end of text, and what ends the assistant's turn in the template."""
+    ids = [int(tokenizer.eos_token_id)]
+    if not tokenizer.chat_template:
+        return ids
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    try:
+        text = str(tokenizer.apply_chat_template([question, answer], tokenize=False)).rstrip()
+    except (TemplateError, ValueError):  # it wants other messages
+        return ids
+    tokens = tokenizer.added_tokens_decoder.items()
+    ends = [number for number, token in tokens if token.special and text.endswith(token.content)]
+    return list(dict.fromkeys(ids + ends))
+
+
+def encoded_conversations(
+    corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerFast, scratch: Path
+) -> Iterator[StreamPart]:
+    """Yield some conversations at a time as tokens; each starts a separator, and its bytes are the assistant's.
+
+    Conversations without a turn of the assistant are skipped. Raises UserError if a row does not fit the template, or
+    if the split is empty.
+    """
+    encoder = ConversationEncoder(tokenizer)
+    rows, num_read, num_kept = corpus.rows(split, scratch), 0, 0
+    while batch := list(itertools.islice(rows, _ROWS)):
+        kept = [(name, messages) for name, messages in batch if any(m["role"] == "assistant" for m in messages)]
+        num_read, num_kept = num_read + len(batch), num_kept + len(kept)
+        if kept:
+            yield encoder.encode(kept)
+    if not num_kept:
+        corpus.raise_empty(split)
+    if num_kept < num_read:
+        _log.info(
+            "%s: skipped %d of %d conversations without an assistant's turn", split, num_read - num_kept, num_read
+        )
+
+
+def sample_texts(corpus: Corpus, scratch: Path) -> list[str]:
+    """Return the texts of the messages of the first validation rows."""
+    rows = itertools.islice(corpus.rows("val", scratch), _ROWS)
+    return [message["content"] for _, messages in rows for message in messages]
+
+
+class ConversationEncoder:
+    """Encodes conversations with a tokenizer's chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._template = chat_template(tokenizer)
+        self._named_tokens = tokenizer.special_tokens_map
+        self._separator = tokenizer.eos_token_id
+        self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._is_special = re.compile("|".join(map(re.escape, longest_first)))
+        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+
+    def encode(self, rows: list[tuple[str, Messages]]) -> StreamPart:
+        """Return conversations, given with their names, as tokens; each starts a separator."""
+        rendered = [self._render(name, messages) for name, messages in rows]
+        parts = [text.split(_CUT) for text, _ in rendered]
+        encodings = iter(self._encode_parts(list(itertools.chain(*parts))))
+        all_ids, all_targets, num_tokens, num_bytes = [], [], [], []
+        for (text, turns), part in zip(rendered, parts, strict=True):
+            ids: list[int] = []
+            offsets, begin = [], 0
+            for piece in part:
+                encoding = next(encodings)
+                ids += encoding.ids
+                offsets.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + begin)
+                begin += len(piece) + len(_CUT)
+            is_target = _is_inside(np.concatenate(offsets), turns)
+            if not ids or ids[0] != self._separator:
+                ids, is_target = [self._separator, *ids], np.append(False, is_target)
+            all_ids.append(np.array(ids, np.uint32))
+            all_targets.append(is_target)
+            num_tokens.append(len(ids))
+            num_bytes.append(sum(self._text_bytes(text[start:end]) for start, end in turns))
+        return StreamPart(
+            np.concatenate(all_ids),
+            np.array(num_tokens, np.uint32),
+            np.array(num_bytes, np.uint32),
+            np.concatenate(all_targets),
+        )
+
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        """Return a conversation as tokens, up to where the assistant's next turn begins."""
+        text, _ = self._fill_in(self._escaped(messages), add_generation_prompt=True)
+        return [number for encoding in self._encode_parts(text.split(_CUT)) for number in encoding.ids]
+
+    def _encode_parts(self, parts: list[str]) -> list[Encoding]:
+        return self._backend.encode_batch(parts, add_special_tokens=False)
+
+    def _render(self, name: str, messages: Messages) -> tuple[str, list[_Span]]:
+        """Return the text of a conversation and the assistant's turns in it."""
+        try:
+            text, turns = self._text_and_turns(self._escaped(messages))
+            if not turns:
+                raise ValueError("it marks no turn of the assistant")
+            return text, [(start, start + len(self._turn(text[start:end]))) for start, end in turns]
+        except (TemplateError, ValueError) as error:
+            raise UserError(f"{name} does not fit the chat template: {first_line(error).rstrip('.')}.") from None
+
+    def _text_and_turns(self, messages: Messages) -> tuple[str, list[_Span]]:
+        if _GENERATION_TAG.search(self._template):
+            return self._fill_in(messages, return_assistant_tokens_mask=True)
+        text, _ = self._fill_in(messages)
+
+        def length(num_messages: int, add_generation_prompt: bool) -> int:
+            first, _ = self._fill_in(messages[:num_messages], add_generation_prompt=add_generation_prompt)
+            if not text.startswith(first):
+                raise ValueError(
+                    f"it writes the first {num_messages} messages otherwise if more follow, so nothing tells which"
+                    " text is the assistant's; put {% generation %} and {% endgeneration %} around it in the template"
+                )
+            return len(first)
+
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        return text, [(length(number, True), length(number + 1, False)) for number in numbers]
+
+    def _fill_in(self, messages: Messages, **options: bool) -> tuple[str, list[_Span]]:
+        arguments: dict[str, Any] = {**self._named_tokens, **options}
+        texts, turns = cast(Any, render_jinja_template)([messages], chat_template=self._template, **arguments)
+        return texts[0], turns[0] if turns else []
+
+    def _turn(self, text: str) -> str:
+        """Return a turn up to the special token that ends it; a line break that follows is no part of it."""
+        turn = text.rstrip()
+        if not turn.endswith(self._special):
+            raise ValueError(
+                "it ends no turn of the assistant with a special token, so a model would not learn to stop"
+            )
+        return turn
+
+    def _escaped(self, messages: Messages) -> Messages:
+        """Return messages with a cut in each special token that they spell."""
+
+        def escaped(content: str) -> str:
+            return self._is_special.sub(lambda match: match[0][:1] + _CUT + match[0][1:], content)
+
+        return [message | {"content": escaped(message["content"])} for message in messages]
+
+    def _text_bytes(self, turn: str) -> int:
+        return len(self._is_special.sub("", turn).replace(_CUT, "").encode())
+
+
+def _is_inside(offsets: np.ndarray, turns: list[_Span]) -> np.ndarray:
+    """Return which tokens, (n, 2) start and end, overlap one of the turns, which are in order; (n,) bool."""
+    starts, ends = np.array(turns, np.int64).reshape(-1, 2).T
+    following = np.searchsorted(ends, offsets[:, 0], side="right")  # the first turn that ends after the token's start
+    return offsets[:, 1] > np.append(starts, np.iinfo(np.int64).max)[following]

@@ -1,0 +1,322 @@
+"""Conversations become the tokens of the tokenizer's chat template, and the loss counts what the assistant writes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from hfgolf.command_line import load_config
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.chat import CHAT_TEMPLATE, CHAT_TOKENS, ConversationEncoder, add_chat_template, stop_ids
+from hfgolf.data.corpus import load_corpus
+from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.data.tokenizer import find_tokenizer
+from hfgolf.errors import UserError
+
+BYTE = TokenizerConfig(kind="byte")
+END_OF_TEXT, SYSTEM, USER, ASSISTANT, END = range(256, 261)
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{{- '' }}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- else %}
+{{- message['content'] + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+UNTAGGED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+CONVERSATIONS = [
+    [message("user", "What is 3 + 4?"), message("assistant", "7")],
+    [
+        message("system", "Be brief."),
+        message("user", "Naïve €?"),
+        message("assistant", "Oui: “été” 🌍"),
+        message("user", "  indented\n\nlines \n"),
+        message("assistant", "\n\n  too "),
+    ],
+    [message("assistant", "I begin."), message("user", "No"), message("assistant", "")],
+]
+
+
+def write_rows(folder: Path, rows: list[Any], name: str = "train.jsonl") -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    if name.endswith("parquet"):
+        Dataset.from_dict({"messages": rows}).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def tokens_of(
+    tmp_path: Path, rows: list[Any], tokenizer: TokenizerConfig = BYTE, name: str = "train.jsonl"
+) -> TokenCache:
+    """Return the tokens of the rows, which are both parts of the corpus: its first row is for validation, too."""
+    files, val_files = (write_rows(tmp_path / part, rows, name) for part in ("rows", "val"))
+    data = DataConfig(
+        source="files",
+        files=[files],
+        val_files=[val_files],
+        messages_column="messages",
+        cache_dir=str(tmp_path / "cache"),
+    )
+    return load_tokens(data, tokenizer)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer as it is exported: an appended special token is one token."""
+    tokenizer = find_tokenizer(BYTE, {"messages_column": "messages"}, Path("unused"))
+    assert tokenizer is not None
+    tokenizer.split_special_tokens = False
+    return tokenizer
+
+
+def chatml_tokenizer(template: str = UNTAGGED) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer in which a line break joins with the text around it, and ChatML's tokens."""
+    vocabulary = {symbol: number for number, symbol in enumerate([*bytes_to_unicode().values(), "ĊĊ", "ĊĠ", "ĠĠ"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ"), ("Ċ", "Ġ"), ("Ġ", "Ġ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """Return one like Llama 2's, which puts a space in front of a text, with ChatML's tokens."""
+    symbols = ["▁", *map(chr, range(32, 127)), "\n", "ï", "€", "“", "”", "é", "🌍"]
+    vocabulary = [(symbol, -float(number)) for number, symbol in enumerate(["<unk>", *symbols, "▁I", "▁What"])]
+    backend = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = UNTAGGED
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+def test_assistant_turns_and_their_ends_are_the_targets(tmp_path, name):
+    stream = tokens_of(tmp_path, CONVERSATIONS[:2], name=name).train
+    first = [END_OF_TEXT, USER, *b"What is 3 + 4?", END, ASSISTANT, *b"7", END]
+    assert stream.tokens[: len(first)].tolist() == first
+    assert stream.is_target[: len(first)].tolist() == [0] * (len(first) - 2) + [1, 1]
+    second = stream.tokens[len(first) :]
+    answers = ["Oui: “été” 🌍".encode(), b"\n\n  too "]
+    assert second[stream.is_target[len(first) :] == 1].tolist() == [*answers[0], END, *answers[1], END]
+    assert second[:3].tolist() == [END_OF_TEXT, SYSTEM, ord("B")]
+    assert stream.piece_tokens.tolist() == [len(first), len(second)]
+    assert stream.piece_bytes.tolist() == [1, len(answers[0]) + len(answers[1])]
+
+
+@pytest.mark.parametrize("conversation", range(len(CONVERSATIONS)))
+@pytest.mark.parametrize("build", [byte_tokenizer, chatml_tokenizer, spaced_tokenizer])
+def test_ids_and_mask_are_those_of_transformers(build, conversation):
+    """With {% generation %} in the template and without: transformers needs it."""
+    tokenizer, messages = build(), CONVERSATIONS[conversation]
+    part = ConversationEncoder(tokenizer).encode([("a", messages)])
+    tagged = copy.deepcopy(tokenizer)
+    tagged.chat_template = tokenizer.chat_template if build is byte_tokenizer else CHATML
+    theirs = tagged.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    ids, mask = theirs["input_ids"], theirs["assistant_masks"]
+    if ids[0] != tokenizer.eos_token_id:
+        ids, mask = [tokenizer.eos_token_id, *ids], [0, *mask]
+    assert part.ids.tolist() == ids
+    assert part.is_target.astype(int).tolist() == mask and sum(mask)
+    again = ConversationEncoder(tagged).encode([("a", messages)])
+    assert again.is_target.tolist() == part.is_target.tolist() and again.piece_bytes == part.piece_bytes
+    answers = "".join(message["content"] for message in messages if message["role"] == "assistant")
+    assert part.piece_bytes.tolist() == [len(answers.encode())]
+
+
+@pytest.mark.parametrize("build", [byte_tokenizer, chatml_tokenizer, spaced_tokenizer])
+def test_prompt_is_where_the_answer_begins(build):
+    tokenizer, messages = build(), CONVERSATIONS[0]
+    prompt = ConversationEncoder(tokenizer).encode_prompt(messages[:1])
+    assert prompt == tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    part = ConversationEncoder(tokenizer).encode([("a", messages)])
+    begins = prompt if prompt[0] == tokenizer.eos_token_id else [tokenizer.eos_token_id, *prompt]
+    assert part.ids[: part.is_target.argmax()].tolist() == begins
+
+
+@pytest.mark.parametrize("build", [byte_tokenizer, chatml_tokenizer])
+def test_text_that_spells_a_special_token_stays_text(build):
+    tokenizer = build()
+    end = tokenizer.convert_tokens_to_ids({byte_tokenizer: "<|end|>", chatml_tokenizer: "<|im_end|>"}[build])
+    spelled = f"a{tokenizer.convert_ids_to_tokens(end)}b<|endoftext|>"
+    messages = [message("user", spelled), message("assistant", spelled)]
+    part = ConversationEncoder(tokenizer).encode([("a", messages)])
+    assert np.count_nonzero(part.ids == end) == 2 and np.count_nonzero(part.ids == tokenizer.eos_token_id) == 1
+    answer = part.ids[part.is_target]
+    assert tokenizer.decode(answer[:-1]) == spelled and answer[-1] == end
+    assert part.piece_bytes.tolist() == [len(spelled)]
+
+
+def test_sharegpt_rows_are_the_same_conversations(tmp_path):
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    rows = [[{"from": names[m["role"]], "value": m["content"]} for m in messages] for messages in CONVERSATIONS]
+    ours, theirs = tokens_of(tmp_path, CONVERSATIONS).train, tokens_of(tmp_path / "other", rows).train
+    assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.is_target.tolist() == theirs.is_target.tolist()
+
+
+def test_trained_tokenizers_reserve_the_special_tokens(tmp_path):
+    rows = [[message("user", f"the number {n}"), message("assistant", f"the number {n + 1} é")] for n in range(300)]
+    for config in (TokenizerConfig(vocab_size=290), TokenizerConfig(kind="char")):
+        tokens = tokens_of(tmp_path, rows, config)
+        assert len(tokens.tokenizer) == (290 if config.kind == "bpe" else 262)
+        assert (
+            tokens.tokenizer.chat_template == CHAT_TEMPLATE.strip() or tokens.tokenizer.chat_template == CHAT_TEMPLATE
+        )
+        answer = tokens.train.tokens[: tokens.train.piece_tokens[0]][
+            tokens.train.is_target[: tokens.train.piece_tokens[0]] == 1
+        ]
+        assert tokens.tokenizer.decode(answer) == "the number 1 é<|end|>"
+        again = tokens_of(tmp_path, rows, config)
+        assert again.is_hit and again.train.is_target.tolist() == tokens.train.is_target.tolist()
+
+
+def test_pretrained_tokenizer_without_a_template_gets_one_and_another_template_is_another_cache(tmp_path, caplog):
+    tokenizer = chatml_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    chatml_tokenizer().save_pretrained(tmp_path / "chatml")
+    chatml_tokenizer(UNTAGGED.replace("assistant\\n' }}{%- endif", "assistant\\n' }} {%- endif")).save_pretrained(
+        tmp_path / "other"
+    )
+    with caplog.at_level("INFO", "hfgolf"):
+        bare, chatml, other = (
+            tokens_of(tmp_path, CONVERSATIONS, TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / name)))
+            for name in ("bare", "chatml", "other")
+        )
+    assert "has no chat template; it gets one, with <|system|>, <|user|>, <|assistant|>, <|end|> in" in caplog.text
+    assert set(CHAT_TOKENS) <= set(bare.tokenizer.get_vocab()) and not set(CHAT_TOKENS) & set(
+        chatml.tokenizer.get_vocab()
+    )
+    assert chatml.path != other.path and not other.is_hit
+    assert "targets: the assistant's tokens" in caplog.text
+
+
+def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
+    rows = [CONVERSATIONS[0], [message("user", "Hello?")], [], CONVERSATIONS[0]]
+    with caplog.at_level("INFO", "hfgolf"):
+        tokens = tokens_of(tmp_path, rows)
+    assert len(tokens.train.piece_tokens) == 2
+    assert "train: skipped 1 of 3 conversations without an assistant's turn" in caplog.text
+    with pytest.raises(UserError, match=r"split of data\.source files is empty"):
+        tokens_of(tmp_path / "other", [[message("user", "Hello?")]])
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("Hello", "row 0: 'messages' holds str, not a list of messages"),
+        (["Hello"], "row 0: 'messages' holds str as message 0, not role and content"),
+        ([{"content": "a"}], "row 0: 'messages' has message 0 without a role (or from)"),
+        (
+            [message("user", "a"), {"role": "assistant"}],
+            "row 0: 'messages' has NoneType as content of message 1, not text",
+        ),
+        ([{"from": "human", "value": 3}], "row 0: 'messages' has int as value of message 0, not text"),
+        ([message("assistant", "a") | {"tool_calls": [{}]}], "row 0: 'messages' has tool_calls in message 0"),
+        (
+            [message("tool", "a"), message("assistant", "b")],
+            "#0 does not fit the chat template: role tool; allowed: system, user, assistant.",
+        ),
+    ],
+)
+def test_row_that_is_no_conversation_is_one_line(tmp_path, row, problem):
+    with pytest.raises(UserError) as caught:
+        tokens_of(tmp_path, [row])
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (UNTAGGED.replace("<|im_start|>assistant", "<|im_start|>model"), "writes the first 1 messages otherwise"),
+        (
+            UNTAGGED.replace("message['content'] + '<|im_end|>'", "message['content']"),
+            "it ends no turn of the assistant",
+        ),
+        (CHATML.replace("'assistant'", "'bot'"), "it marks no turn of the assistant"),
+        (
+            "{{ raise_exception('Only one message, please') }}",
+            "does not fit the chat template: Only one message, please.",
+        ),
+        ("{{ messages[", "does not fit the chat template"),
+    ],
+)
+def test_template_that_does_not_show_the_answers_is_one_line(tmp_path, template, problem):
+    chatml_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
+    config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
+    with pytest.raises(UserError) as caught:
+        tokens_of(tmp_path, CONVERSATIONS, config)
+    assert problem in str(caught.value) and "jsonl#0" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            ["data.messages_column=a"],
+            "data.messages_column requires data.source hub or files, and data.split documents",
+        ),
+        (["data.source=files", "data.files=[a]", "data.messages_column=a", "data.ids_column=b"], "are both set"),
+        (["tokenizer.case_operators=true"], "tokenizer.case_operators: true does not go with data.messages_column"),
+        (["tokenizer.vocab_size=260"], "tokenizer.vocab_size: 260 is too small for data.messages_column"),
+        (["golf.forecast_every_steps=5"], "golf.forecast_every_steps do not go with data.messages_column"),
+        (
+            ["tokenizer.kind=pretrained", "tokenizer.name_or_path=gpt2", "model.attention_span=document"],
+            "model.attention_span: document does not go with data.messages_column",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(options, problem):
+    chat = ["data.source=files", "data.files=[a.jsonl]", "data.messages_column=messages", "train.max_steps=1"]
+    options = options if options[0].startswith("data.") else chat + options
+    with pytest.raises(UserError) as caught:
+        load_config([f"--{option}" for option in options])
+    assert problem in str(caught.value)
+
+
+def test_files_without_columns_and_text_tools_are_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    data = DataConfig(source="files", files=[str(tmp_path / "a.txt")], messages_column="m", cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"data\.messages_column: .*a\.txt has no columns"):
+        load_tokens(data, BYTE)
+
+
+def test_pieces_are_the_text_of_the_messages(tmp_path):
+    files = write_rows(tmp_path / "rows", CONVERSATIONS * 5)
+    data = DataConfig(source="files", files=[files], messages_column="messages", cache_dir=str(tmp_path))
+    pieces = load_corpus(data).write_pieces(tmp_path / "pieces")
+    assert {*pieces["train"]["text"], *pieces["val"]["text"]} == {
+        "".join(message["content"] for message in messages) for messages in CONVERSATIONS
+    }
+
+
+def test_answers_stop_at_the_end_of_a_turn():
+    tokenizer = find_tokenizer(BYTE, {}, Path("unused"))
+    assert stop_ids(tokenizer) == [END_OF_TEXT]
+    add_chat_template(tokenizer)
+    assert stop_ids(tokenizer) == [END_OF_TEXT, END]
+    assert stop_ids(spaced_tokenizer()) == spaced_tokenizer().convert_tokens_to_ids(["</s>", "<|im_end|>"])
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert stop_ids(tokenizer) == [END_OF_TEXT]

@@ -1,0 +1,144 @@
+"""A run on conversations: the loss of a step counts its targets once, a resume is exact, and the model answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import train_on_two
+from safetensors.torch import load_file
+
+from hfgolf.data.batches import MicroBatches
+from hfgolf.run.metrics import read_metrics, read_rows
+from hfgolf.train import loop
+
+pytestmark = pytest.mark.slow
+
+ANSWERS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Cuba": "Havana"}
+COMPARED = ("train_losses", "grad_norms", "sample_hashes", "val_loss", "val_bits_per_byte", "val_tokens", "val_bytes")
+
+
+@pytest.fixture
+def chat_run(tiny_run, tmp_path):
+    """Return the command line of a tiny run on 200 questions and answers, some of them much longer than others."""
+    lines = []
+    for number in range(200):
+        country = [*ANSWERS][number % 5]
+        question = f"{'Please. ' * (number % 7)}What is the capital of {country}?"
+        turns = [("user", question), ("assistant", ANSWERS[country])]
+        lines.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    defaults = {"data__files": tmp_path / "chat.jsonl", "data__split": "documents", "data__messages_column": "messages"}
+    return lambda **options: tiny_run(**defaults | options)
+
+
+def compared(folder: Path) -> list[list[Any]]:
+    return [[row.get(name) for name in COMPARED] for row in read_rows(folder / "metrics.jsonl")]
+
+
+def test_accumulation_does_not_change_the_loss(run, chat_run):
+    """Micro-batches with few targets and with many: the mean is over the targets of the whole step."""
+    whole = run(chat_run(run__name="whole", optim__name="adamw", batch__micro_batch_size=8))
+    parts = run(chat_run(run__name="parts", optim__name="adamw", batch__micro_batch_size=2))
+    for one, other in zip(compared(whole), compared(parts), strict=True):
+        assert one[2] == other[2]
+        assert other[0] == pytest.approx(one[0], rel=1e-6) and other[1] == pytest.approx(one[1], rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_two_processes_match_one(run, chat_run, tmp_path):
+    options = {"optim__name": "adamw", "batch__micro_batch_size": 2}
+    one = run(chat_run(run__name="one", **options))
+    train_on_two(chat_run(run__name="two", **options), tmp_path / "output")
+    for ours, theirs in zip(compared(one), compared(one.with_name("two")), strict=True):
+        assert ours[2] == theirs[2] and ours[5:] == theirs[5:]
+        assert theirs[0] == pytest.approx(ours[0], rel=1e-5) and theirs[1] == pytest.approx(ours[1], rel=1e-4)
+        assert theirs[3] is None or theirs[3:5] == pytest.approx(ours[3:5], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch__micro_batch_size": 2, "data__in_memory": "false"},
+        {"data__num_workers": 1, "data__order": "sequential", "optim__ema_decay": 0.9},
+    ],
+)
+def test_resumed_run_matches_a_straight_run_bitwise(run, chat_run, monkeypatch, options):
+    straight = run(chat_run(run__name="straight", **options))
+    real_step = loop.train_step
+
+    def dying_step(run_: Any, total_steps: float) -> Any:
+        if run_.state.step == 4:
+            raise KeyboardInterrupt
+        return real_step(run_, total_steps)
+
+    monkeypatch.setattr(loop, "train_step", dying_step)
+    with pytest.raises(KeyboardInterrupt):
+        run(chat_run(run__name="broken", **options))
+    monkeypatch.setattr(loop, "train_step", real_step)
+    broken = run(chat_run(run__name="broken", **options, train__resume="auto"))
+    assert compared(broken) == compared(straight)
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (broken, straight)]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
+
+
+def test_step_without_a_target_changes_nothing_but_the_step(run, chat_run, monkeypatch):
+    """Its loss and its gradients are 0, not NaN."""
+    monkeypatch.setattr(MicroBatches, "_targets", lambda self, is_target, starts: starts[:, None].repeat(32, 1) * 0)
+    folder = run(chat_run(train__max_steps=2))
+    assert [row["train_losses"] for row in read_rows(folder / "metrics.jsonl")] == [[0.0], [0.0]]
+    assert [row["grad_norms"] for row in read_rows(folder / "metrics.jsonl")] == [[0.0], [0.0]]
+
+
+ASK = """
+import json, sys
+sys.modules["hfgolf"] = None  # makes importing it fail, even if it is installed
+from transformers import pipeline
+
+chat = pipeline("text-generation", model=sys.argv[1], trust_remote_code=True)
+question = [{"role": "user", "content": sys.argv[2]}]
+print(json.dumps(chat(question, max_new_tokens=40, do_sample=False)[0]["generated_text"][-1]))
+"""
+
+
+def test_small_chat_model_answers_and_stops(run, chat_run, run_script, tmp_path):
+    """From conversations to answers in transformers, without hfgolf, in Golf's form and in the native one."""
+    options = {"model__hidden_size": 64, "batch__sequence_length": 128, "batch__tokens_per_step": 2048}
+    folder = run(
+        chat_run(
+            **options,
+            train__max_steps=120,
+            train__eval_every_steps=60,
+            batch__micro_batch_size=16,
+            train__sample_tokens=16,
+        )
+    )
+    events = read_metrics(folder / "metrics.jsonl").events
+    sample = [event["text"] for event in events if event["event"] == "sample"][-1]
+    assert sample.startswith("<|endoftext|><|user|>") and sample.endswith("<|end|>") and "<|assistant|>" in sample
+    card = (folder / "model" / "README.md").read_text()
+    assert "held-out tokens of the assistant's turns" in card and "## How to chat with it" in card
+    native = tmp_path / "native"
+    assert run_script("export.py", "--model", folder / "model", "--to", "native", "--output", native).status == 0
+    assert "## How to chat with it" in (native / "README.md").read_text()
+    question = "What is the capital of Japan?"
+    for model in (folder / "model", native):
+        stops = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
+        assert stops == [256, 260]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        asked = subprocess.run(
+            [sys.executable, "-I", "-c", ASK, str(model), question],
+            env=environment | {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert asked.returncode == 0, asked.stderr
+        assert json.loads(asked.stdout) == {"role": "assistant", "content": "Tokyo"}
+        said = run_script("generate.py", "--model", model, "--temperature", 0, "--message", question)
+        assert (said.status, said.out) == (0, "Tokyo\n")
