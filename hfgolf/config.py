@@ -727,8 +727,6 @@ class RunConfig:
 
     def _require_chat(self) -> None:
         """Raise UserError for what does not go with data.messages_column."""
-        if self.tokenizer.case_operators:
-            raise UserError("tokenizer.case_operators: true does not go with data.messages_column; set it to false.")
         if self.tokenizer.kind == "bpe" and self.tokenizer.vocab_size < 261:
             raise UserError(
                 f"tokenizer.vocab_size: {self.tokenizer.vocab_size} is too small for data.messages_column, which needs"

@@ -24,6 +24,8 @@ def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfCon
     shape = dataclasses.asdict(config.model)
     del shape["gradient_checkpointing"], shape["init_from"]
     rows = config.model.vocab_size or vocab_size
+    if rows < vocab_size and config.data.messages_column is not None:
+        rows = vocab_size  # the tokens of a chat template joined the vocabulary of model.init_from
     if rows < vocab_size:
         raise UserError(
             f"model.vocab_size: an embedding with {rows} rows is too small for a tokenizer with {vocab_size} entries."

@@ -113,9 +113,10 @@ def load_weights(config: RunConfig, model: GolfForCausalLM, tokens: TokenCache) 
     """
     source = find_weights(str(config.model.init_from))
     original = load_model(source, "model.init_from").float()
+    ids = tokens.train.tokens[:_REAL_IDS]
     golf: Any
     try:
-        golf, sentence = converted(original, "golf", tokens.train.tokens[:_REAL_IDS].tolist())
+        golf, sentence = converted(original, "golf", ids[ids < original.config.vocab_size].tolist())
     except UserError as error:
         raise UserError(f"model.init_from: {error}") from None
     _require_same_separator(golf.config, model.config)
@@ -216,10 +217,13 @@ def _require_same_separator(weights: GolfConfig, run: GolfConfig) -> None:
 
 @torch.no_grad()
 def _copy(golf: GolfForCausalLM, model: GolfForCausalLM) -> None:
-    """Copy the weights. A native architecture has biases even if all are zero, and then `golf` has none."""
+    """Copy the weights. A native architecture has biases even if all are zero, and then `golf` has none.
+
+    Rows for the tokens that a chat template added to the vocabulary keep their initial values.
+    """
     weights = dict(golf.named_parameters())
     for name, parameter in model.named_parameters():
         if name in weights:
-            parameter.copy_(weights[name])
+            parameter[: len(weights[name])].copy_(weights[name])
         else:
             parameter.zero_()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from faults import train_on_two
 from safetensors.torch import load_file
 
@@ -93,6 +95,22 @@ def test_step_without_a_target_changes_nothing_but_the_step(run, chat_run, monke
     folder = run(chat_run(train__max_steps=2))
     assert [row["train_losses"] for row in read_rows(folder / "metrics.jsonl")] == [[0.0], [0.0]]
     assert [row["grad_norms"] for row in read_rows(folder / "metrics.jsonl")] == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_base_model_keeps_its_weights_and_gets_rows_for_the_chat_tokens(run, tiny_run, chat_run, tied):
+    base = run(tiny_run(run__name="base", train__max_steps=2, model__tie_word_embeddings=tied))
+    shape = ("--model.", "--tokenizer.")
+    still = {"optim__learning_rate": 1e-12, "optim__adamw_learning_rate": 1e-12, "train__max_steps": 2}
+    options = [option for option in chat_run(run__name="chat", **still) if not option.startswith(shape)]
+    folder = run([*options, f"--model.init_from={base}"])
+    before, after = (load_file(path / "model" / "model.safetensors") for path in (base, folder))
+    for name, weights in before.items():
+        assert torch.allclose(after[name][: len(weights)], weights, atol=1e-6), name
+        assert len(after[name]) == len(weights) + (4 if len(weights) == 257 else 0)
+    shutil.rmtree(base)
+    resumed = run([*options, f"--model.init_from={base}", "--train.max_steps=3", "--train.resume=latest"])
+    assert [row["step"] for row in read_rows(resumed / "metrics.jsonl")] == [1, 2, 3]
 
 
 ASK = """
