@@ -17,6 +17,7 @@ SHRUNK = {
     "data.hub_name": "null",
     "data.hub_config": "null",
     "data.max_documents": "null",
+    "data.old_text": "[]",
     "tokenizer.name_or_path": "null",
     "model.hidden_size": 32,
     "model.num_hidden_layers": 1,

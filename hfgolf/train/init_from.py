@@ -41,6 +41,7 @@ _OF_THE_WEIGHTS = [
     for key in dataclasses.fields(ModelSection)
     if hasattr(GolfConfig, key.name) and key.name not in _OF_THE_RUN
 ]
+_SIZES = ("max_position_embeddings", "vocab_size")  # null does not state these: something else decides
 _REAL_IDS = 256  # of the run's text, on which a converted model is compared with the original
 
 
@@ -59,7 +60,11 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
         shape = golf_shape(native)
     except UserError as error:
         raise UserError(f"model.init_from: {error}") from None
-    stated = [key for key in _OF_THE_WEIGHTS if f"model.{key}" in resolved.sources]
+    stated = [
+        key
+        for key in _OF_THE_WEIGHTS
+        if f"model.{key}" in resolved.sources and not (key in _SIZES and getattr(config.model, key) is None)
+    ]
     differences = [
         f"model.{key} {as_yaml(getattr(config.model, key))} (the weights: {as_yaml(getattr(shape, key))})"
         for key in stated
@@ -168,10 +173,8 @@ def _revision(name: str) -> str:
 
 def _agrees(shape: GolfConfig, key: str, stated: Any) -> bool:
     """Return whether a stated value means what the weights have: null, for example, is 4 x hidden_size."""
-    if key == "max_position_embeddings" and (stated is None or shape.position_embedding != "learned"):
-        return True  # no limit of the weights; if null, the sequences decide
-    if key == "vocab_size" and stated is None:
-        return True
+    if key == "max_position_embeddings" and shape.position_embedding != "learned":
+        return True  # the weights have no limit
     fields = {name: getattr(shape, name) for name in _OF_THE_WEIGHTS}
     try:
         return bool(getattr(GolfConfig(**fields | {key: stated}), key) == getattr(shape, key))

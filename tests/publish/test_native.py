@@ -11,7 +11,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import SWITCHES, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.publish.native import ARCHITECTURES, compare, converted, find_architecture, from_native, to_native
+from hfgolf.publish.native import (
+    ARCHITECTURES,
+    compare,
+    converted,
+    find_architecture,
+    from_native,
+    golf_shape,
+    to_native,
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,
@@ -101,6 +109,15 @@ def test_loss_and_left_padding_are_golfs(name, options):
         actual = native(ids, attention_mask=mask, position_ids=positions, labels=labels)
     torch.testing.assert_close(actual.logits[mask.bool()], expected.logits[mask.bool()], rtol=0, atol=5e-6)
     torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(("name", "options"), PAIRS, ids=str)
+def test_the_config_alone_gives_the_shape(name, options):
+    native = to_native(build(**options))
+    shape, expected = (config.to_dict() for config in (golf_shape(native.config), from_native(native).config))
+    has_biases = any(name.endswith("bias") for name, _ in native.named_parameters())
+    assert shape.pop("use_bias") == has_biases >= expected.pop("use_bias")  # zero biases count as biases
+    assert {**shape, "dtype": None} == {**expected, "dtype": None}
 
 
 def test_xielu_with_fixed_constants_is_squared_relu():

@@ -152,6 +152,13 @@ def test_learned_positions_limit_the_sequences(exported):
         taken(weights, "--batch.sequence_length=64")
 
 
+def test_null_sizes_are_those_of_the_weights(exported):
+    """As in the config.yaml of a run from random weights, which states every key."""
+    nulls = ["--model.max_position_embeddings=null", "--model.vocab_size=null", "--batch.sequence_length=16"]
+    model = taken(f"--model.init_from={exported(**NATIVE['GPT2'])}", *nulls).model
+    assert (model.max_position_embeddings, model.vocab_size) == (32, 257)
+
+
 def test_another_vocabulary_is_refused_and_the_same_accepted(exported, tmp_path):
     weights = exported()
     assert taken(f"--model.init_from={weights}", "--tokenizer.kind=byte").tokenizer.kind == "byte"
