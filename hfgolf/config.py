@@ -204,7 +204,7 @@ class ModelSection:
 
     init_from: str | None = None
     """Weights to start from, at step 0 with a new optimizer: a run (runs/small), a checkpoint, an exported folder or a
-    Hub name. The architecture and the tokenizer are those of the weights. null: random weights."""
+    Hub name. The architecture and the tokenizer are those of the weights; see docs/finetuning.md."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 5
