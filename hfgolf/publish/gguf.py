@@ -11,6 +11,7 @@ Differences that the table bridges:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hfgolf.data.chat import stop_ids
 from hfgolf.durable import replace_file
 from hfgolf.errors import UserError
 from hfgolf.publish.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 QUANTIZATIONS = ("f16", "q8_0", "f32")
 _BLOCK = 32  # weights of a row that share a scale in q8_0
 _MAX_F16 = 65504.0
+_GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,11 @@ def _add_tokenizer(
             add(number)
     writer.add_add_bos_token(bos is not None and (bos == eos or ids[0] == bos))
     writer.add_add_eos_token(False)
+    for number in stop_ids(tokenizer)[1:2] if eos is not None else []:
+        writer.add_eot_token_id(number)
     if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+        # comments, which trim spaces alike: {% generation %} is for training, and not every program knows it
+        writer.add_chat_template(_GENERATION_TAG.sub(r"{#\1 \2#}", tokenizer.chat_template))
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf.config import TokenizerConfig
+from hfgolf.data.chat import add_chat_template
 from hfgolf.data.tokenizer import END_OF_TEXT, build_tokenizer
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
@@ -146,7 +147,6 @@ def trained(kind: str, folder: Path) -> PreTrainedTokenizerFast:
 def test_llama_cpp_reads_and_writes_the_same_ids(tmp_path, kind):
     """On a page of text, its pieces, random characters and a spelled end of text; the model has unused rows."""
     tokenizer = trained(kind, tmp_path)
-    tokenizer.chat_template = "{{ messages }}"
     eos = tokenizer.eos_token_id
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
     config = GolfConfig(vocab_size=len(tokenizer) + 7, bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **shape)
@@ -162,7 +162,30 @@ def test_llama_cpp_reads_and_writes_the_same_ids(tmp_path, kind):
             assert llama.tokenize(text.encode(), special=True) == [eos, *ids]
             assert llama.detokenize(ids, special=True).decode() == exported.decode(ids)
         assert llama.token_eos() == llama.token_bos() == eos
-        assert llama.metadata["tokenizer.chat_template"] == "{{ messages }}"
+
+
+def test_a_conversation_has_the_same_ids_and_ends_at_the_end_of_a_turn(tmp_path):
+    tokenizer = trained("bpe", tmp_path)
+    add_chat_template(tokenizer)
+    eos = tokenizer.eos_token_id
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
+    config = GolfConfig(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **shape)
+    export_model(GolfForCausalLM(config), tokenizer, tmp_path / "golf", "# A card")
+    export_gguf(str(tmp_path / "golf"), tmp_path / "a.gguf", "f32")
+    messages = [{"role": "user", "content": " What?\n"}, {"role": "assistant", "content": "That."}]
+    messages += [{"role": "user", "content": "Which?"}]
+    with opened(tmp_path / "a.gguf", vocab_only=True) as llama:
+        formatter = llama_cpp.llama_chat_format.Jinja2ChatFormatter(
+            llama.metadata["tokenizer.chat_template"], eos_token=END_OF_TEXT, bos_token=END_OF_TEXT
+        )
+        prompt = formatter(messages=messages).prompt
+        exported = AutoTokenizer.from_pretrained(tmp_path / "golf")
+        ids = exported.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert llama.tokenize(prompt.encode(), add_bos=False, special=True) == ids
+        end = tokenizer.convert_tokens_to_ids("<|end|>")
+        assert int(llama.metadata["tokenizer.ggml.eot_token_id"]) == end
+        vocabulary = llama_cpp.llama_model_get_vocab(llama.model)
+        assert llama_cpp.llama_vocab_is_eog(vocabulary, end) and llama_cpp.llama_vocab_is_eog(vocabulary, eos)
 
 
 @pytest.mark.parametrize(

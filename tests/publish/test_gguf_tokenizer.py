@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -16,7 +17,7 @@ from hfgolf.errors import UserError
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.gguf import export_gguf
 from hfgolf.publish.gguf_tokenizer import gguf_tokenizer
-from hfgolf.publish.model_card import set_location
+from hfgolf.publish.model_card import set_location, usage
 
 
 def trained(kind: str, folder: Path, text: str, **options: bool) -> PreTrainedTokenizerFast:
@@ -63,10 +64,14 @@ def test_a_missing_package_is_one_line(exported, tmp_path, monkeypatch):
 
 
 def test_card_of_a_native_model_says_how_to_run_it_in_llama_cpp(exported, tmp_path):
+    options: Any = {"needs_code": False, "is_limited": False, "num_tokens": 8, "targets": [], "has_gguf": True}
     convert_folder(str(exported), tmp_path / "native", "native")
     path = tmp_path / "native" / "README.md"
     assert f'export.py --model "{tmp_path / "native"}" --to gguf --output model.gguf\n' in path.read_text()
     assert """printf 'FROM ./model.gguf\\nTEMPLATE "{{ .Prompt }}"\\n' > Modelfile\n""" in path.read_text()
+    assert usage("a", **options, is_chat=True).endswith(
+        """--output model.gguf\nllama-completion -m model.gguf -st -p "..."\n```"""
+    )
     set_location(path, "user/name")
     assert 'export.py --model "user/name" --to gguf' in path.read_text()
     convert_folder(str(tmp_path / "native"), tmp_path / "golf", "golf")
