@@ -608,13 +608,13 @@ class TrackConfig:
     """Trackers that get a copy of metrics.jsonl."""
 
     trackers: list[str] = field(default_factory=list)
-    """Trackers that Accelerate supports: wandb, tensorboard, ..."""
+    """Trackers that Accelerate supports: trackio, wandb, tensorboard, ...; see docs/trackers.md."""
     project: str = "hfgolf"
     """Project name in the tracker."""
     run_name: str | None = None
     """Run name in the tracker; null: run.name."""
     offline: bool = False
-    """Run wandb offline (upload later with `wandb sync`)."""
+    """Keep trackers with an account offline, to upload later (with `wandb sync`, for example)."""
 
 
 @dataclass(frozen=True)

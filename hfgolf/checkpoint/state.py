@@ -54,7 +54,7 @@ class TrainState:
     grid: dict[str, Any] = field(default_factory=dict)
     """Under golf.qat_fraction, what the weights are rounded to (see train/rounding.py); empty: not yet, or never."""
     wandb_id: str | None = None
-    """ID of the wandb run, so that a resumed run continues it."""
+    """ID of the run in wandb and other trackers, so that a resumed run continues it there."""
 
     def count_step(self, batch: BatchConfig) -> None:
         """Count one optimizer step and the global batch that it read."""

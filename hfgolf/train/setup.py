@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -169,13 +169,11 @@ def _is_possible(resolved: ResolvedConfig, key: str, value: Any) -> bool:
 
 def _build_accelerator(config: RunConfig) -> Accelerator:
     check_trackers(config.track.trackers)
-    folder = str(run_folder(config).path)
     return Accelerator(
         mixed_precision=config.train.mixed_precision,
         # the loader is not accelerate's, so its end must not force a sync; _choose_micro_batch sets the real num_steps
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        log_with=config.track.trackers or None,
-        project_config=ProjectConfiguration(project_dir=folder, logging_dir=folder),
+        project_dir=str(run_folder(config).path),
     )
 
 

@@ -1,61 +1,69 @@
 """Write a run's metrics: to metrics.jsonl first, then copies to trackers.
 
 metrics.jsonl is the truth. Trackers get everything in it, under grouped names. A tracker that fails or hangs is dropped
-with one warning; it never stops or delays a run. This is the only file that knows wandb.
+with one warning; it never stops or delays a run. tracker_kinds.py knows what each tracker needs.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
 from hfgolf.run.metrics import MetricsFile
+from hfgolf.train.tracker_kinds import attach_file, end_wandb, send_values, start_tracker
 from hfgolf.wording import one_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 
     from hfgolf.checkpoint.state import TrainState
     from hfgolf.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-WANDB_TIMEOUT_SECONDS = 20  # without a network, wandb's own default would block for 90
+START_SECONDS = 90  # for all trackers to start
 FINISH_SECONDS = 20  # for the trackers to process their pending calls
 MAX_WAITING_CALLS = 1000
 
 
 class Tracker:
-    """Writes the rows of a run. Does nothing on ranks other than the main one."""
+    """Writes the rows of a run. Does nothing on ranks other than the main one.
+
+    One daemon thread makes every call to a tracker, so that a call that never returns blocks nothing. It also starts
+    them, because mlflow has an active run per thread.
+    """
 
     def __init__(self, accelerator: Accelerator, config: RunConfig, folder: Path, state: TrainState) -> None:
         self._accelerator = accelerator
         self._metrics = MetricsFile(folder / "metrics.jsonl")
         self._active = accelerator.is_main_process
-        self._tracking = bool(config.track.trackers)
+        self._tracking = bool(config.track.trackers) and self._active
+        self._trackers: list[GeneralTracker] = []
         if not self._active:
             return
         self.rewind(state.step)
         if self._tracking:
-            self._never_stop(lambda: _start_trackers(accelerator, config, folder, state))
+            state.wandb_id = state.wandb_id or uuid.uuid4().hex[:8]
+            started = threading.Event()
             self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_CALLS)
-            # a daemon thread calls the trackers, so that a call that never returns blocks nothing
+            self._call(partial(self._start, config, folder, state.wandb_id, state.step > 0))
+            self._call(started.set)
             self._caller = threading.Thread(target=self._call_trackers, daemon=True, name="trackers")
             self._caller.start()
+            if not started.wait(START_SECONDS):  # wait, because a fork of a loader worker amid an import can deadlock
+                self._drop_all(f"not started within {START_SECONDS} s")
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl and send its numbers to the trackers."""
@@ -78,9 +86,7 @@ class Tracker:
 
     def attach(self, file: Path, kind: str) -> None:
         """Upload a file of the run to the trackers that store files."""
-        for tracker in self._accelerator.trackers if self._active and self._tracking else []:
-            if tracker.name == "wandb":
-                self._call(partial(tracker.tracker.log_artifact, str(file), f"{kind}-{tracker.tracker.id}", kind))
+        self._call(partial(self._each, partial(attach_file, file=file, kind=kind)))
 
     def rewind(self, step: int) -> None:
         """Drop the rows after `step`, which will be written again; keep the events."""
@@ -91,52 +97,63 @@ class Tracker:
         """Force the rows so far to disk."""
         self._metrics.sync()
 
-    def _send(self, values: dict[str, Any], step: int) -> None:
-        for tracker in self._accelerator.trackers if self._tracking else []:
-            if tracker.name == "wandb":  # wandb's own step cannot decrease, but a rollback does
-                self._call(partial(tracker.log, values | {"step": step}))
-            else:
-                self._call(partial(tracker.log, values, step=step))
-
     def finish(self) -> None:
         """Close the trackers and the process group. This is the last thing that all ranks do together."""
         self._metrics.close()
         self._accelerator.wait_for_everyone()
-        if self._active and self._tracking:
-            for tracker in self._accelerator.trackers:
-                self._call(tracker.finish)
+        if self._tracking:
+            self._call(partial(self._each, lambda tracker: tracker.finish()))
             self._call(None)
             self._caller.join(FINISH_SECONDS)
             if self._caller.is_alive():
-                self._drop(f"no answer for {FINISH_SECONDS} s", is_stuck=True)
-        self._accelerator.trackers = []  # already finished: end_training must not finish them again
-        self._never_stop(self._accelerator.end_training)
+                self._drop_all(f"no answer for {FINISH_SECONDS} s")
+        self._accelerator.end_training()
+
+    def _send(self, values: dict[str, Any], step: int) -> None:
+        self._call(partial(self._each, partial(send_values, values=values, step=step)))
 
     def _call(self, call: Callable[[], None] | None) -> None:
-        """Queue a call to a tracker; None ends the queue."""
+        """Queue a call for the thread; None ends it."""
         if not self._tracking:
             return
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._drop(f"no answer with {MAX_WAITING_CALLS} calls waiting", is_stuck=True)
+            self._drop_all(f"no answer with {MAX_WAITING_CALLS} calls waiting")
 
-    def _call_trackers(self) -> None:
-        while self._tracking and (call := self._calls.get()):
-            self._never_stop(call)
-
-    def _drop(self, reason: str, is_stuck: bool = False) -> None:
+    def _drop_all(self, reason: str) -> None:
         if self._tracking:
             self._tracking = False
-            logger.warning("tracker dropped, metrics.jsonl continues: %s", reason)
-            if is_stuck and "wandb" in sys.modules:
+            logger.warning("trackers dropped, metrics.jsonl continues: %s", reason)
+            if "wandb" in sys.modules:
                 end_wandb()
 
-    def _never_stop(self, call: Callable[[], None]) -> None:
-        try:
+    def _call_trackers(self) -> None:
+        """Make the queued calls: what the thread does."""
+        while self._tracking and (call := self._calls.get()):
             call()
-        except Exception as error:  # no error of a tracker may stop the run
-            self._drop(one_line(error))
+
+    def _start(self, config: RunConfig, folder: Path, run_id: str, resumes: bool) -> None:
+        for name in dict.fromkeys(config.track.trackers):
+            with self._only_dropped(name):
+                self._trackers.append(start_tracker(name, config, folder, run_id, resumes=resumes))
+
+    def _each(self, action: Callable[[GeneralTracker], None]) -> None:
+        kept = []
+        for tracker in self._trackers:
+            with self._only_dropped(tracker.name):
+                action(tracker)
+                kept.append(tracker)
+        self._trackers = kept
+
+    @contextmanager
+    def _only_dropped(self, name: str) -> Iterator[None]:
+        """Turn any error of a tracker into one line, none if all were dropped already: no error may stop the run."""
+        try:
+            yield
+        except Exception as error:
+            if self._tracking:
+                logger.warning("tracker %s dropped, metrics.jsonl continues: %s", name, one_line(error))
 
 
 def by_step(row: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -173,61 +190,3 @@ def check_trackers(names: list[str]) -> None:
             known = name in LOGGER_TYPE_TO_CLASS
             problem = f"is not installed; run `pip install {name}`" if known else "is not a tracker"
             raise UserError(f"track.trackers: {name} {problem}; available here: {', '.join(available)}.")
-
-
-def _start_trackers(accelerator: Accelerator, config: RunConfig, folder: Path, state: TrainState) -> None:
-    public = redact_values(config.flat())
-    name, project = public["track.run_name"] or public["run.name"], public["track.project"]
-    settings: dict[str, dict[str, Any]] = {}
-    if "wandb" in config.track.trackers:
-        settings["wandb"] = _wandb_settings(config, folder, state) | {"name": name}
-    flat = {key: value if isinstance(value, int | float | str) else str(value) for key, value in public.items()}
-    try:
-        accelerator.init_trackers(project, config=flat, init_kwargs=settings)
-    except Exception as error:
-        if "wandb" not in settings or settings["wandb"]["mode"] == "offline":
-            raise
-        logger.warning("wandb: offline, because it could not be reached: %s", one_line(error))
-        settings["wandb"]["mode"] = "offline"
-        accelerator.init_trackers(project, config=flat, init_kwargs=settings)
-    for tracker in accelerator.trackers:
-        if tracker.name == "wandb":
-            tracker.tracker.define_metric("*", step_metric="step")
-
-
-def _wandb_settings(config: RunConfig, folder: Path, state: TrainState) -> dict[str, Any]:
-    import wandb
-
-    mode = "offline" if config.track.offline else os.environ.get("WANDB_MODE", "online")
-    obstacle = _wandb_obstacle() if mode == "online" else None
-    if obstacle:
-        logger.warning("wandb: offline, because %s; `wandb sync` uploads the run later", obstacle)
-        mode = "offline"
-    state.wandb_id = state.wandb_id or uuid.uuid4().hex[:8]
-    # x_disable_meta, disable_git: otherwise wandb uploads the command line and a diff, including any secrets
-    settings = wandb.Settings(
-        init_timeout=WANDB_TIMEOUT_SECONDS, silent=mode == "offline", x_disable_meta=True, disable_git=True
-    )
-    return {"mode": mode, "dir": str(folder), "id": state.wandb_id, "resume": "allow", "settings": settings}
-
-
-def end_wandb() -> None:
-    """Kill wandb's processes, which would delay the exit; metrics.jsonl has what they did not upload."""
-    import wandb
-
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if process.name().startswith("wandb"):
-                process.kill()
-    with suppress(Exception, SystemExit):  # its processes are gone, and it wants to exit with their status
-        wandb.teardown()
-
-
-def _wandb_obstacle() -> str | None:
-    """Return why a run cannot be sent to wandb now; None if it can."""
-    import wandb
-
-    try:
-        return None if wandb.login(prompt=False) else "you are not logged in (`wandb login`)"
-    except Exception as error:  # it checks the key over the network, and can fail with many exceptions
-        return f"it could not be reached: {one_line(error)}"

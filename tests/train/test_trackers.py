@@ -18,7 +18,7 @@ import pytest
 
 from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_rows
-from hfgolf.train import trackers
+from hfgolf.train import tracker_kinds, trackers
 
 ROOT = Path(__file__).parents[2]
 STATE = "checkpoints/latest/train_state.json"
@@ -151,7 +151,7 @@ def test_failing_tracker_is_dropped(run, tiny_run, monkeypatch, caplog):
     monkeypatch.setattr(TensorBoardTracker, "log", fail)
     with caplog.at_level(logging.WARNING, "hfgolf"):
         folder = run(tiny_run(track__trackers="[tensorboard]"))
-    assert caplog.messages.count("tracker dropped, metrics.jsonl continues: the server is gone") == 1
+    assert caplog.messages.count("tracker tensorboard dropped, metrics.jsonl continues: the server is gone") == 1
     assert len(read_rows(folder / "metrics.jsonl")) == 6
 
 
@@ -173,7 +173,7 @@ def test_stuck_tracker_does_not_block_the_run(run, tiny_run, monkeypatch, caplog
     finally:
         released.set()
     assert [line for line in caplog.messages if "tracker" in line] == [
-        f"tracker dropped, metrics.jsonl continues: {reason}"
+        f"trackers dropped, metrics.jsonl continues: {reason}"
     ]
     assert len(read_rows(folder / "metrics.jsonl")) == 6
     assert (folder / "summary.json").is_file()
@@ -186,7 +186,7 @@ def test_wandb_exit_does_not_end_the_run(monkeypatch):
         raise SystemExit(-9)
 
     monkeypatch.setattr(wandb, "teardown", exit_with_its_process)
-    trackers.end_wandb()
+    tracker_kinds.end_wandb()
 
 
 @pytest.mark.slow
@@ -197,10 +197,10 @@ import os, signal, sys
 import psutil
 from hfgolf.command_line import load_config
 from hfgolf.train import loop
-from hfgolf.train import trackers
+from hfgolf.train import tracker_kinds, trackers
 
 trackers.FINISH_SECONDS = 1
-trackers.WANDB_TIMEOUT_SECONDS = 600  # starting it is not tested here, and is slow on a busy machine
+tracker_kinds.WANDB_TIMEOUT_SECONDS = 600  # starting it is not tested here, and is slow on a busy machine
 real = loop.train_step
 
 def stop_wandb(run, total_steps):
@@ -221,7 +221,7 @@ print(loop.train(load_config(sys.argv[1:]))["step"])
     )  # takes this long only if it hangs
     assert (done.returncode, done.stdout.split()[-1]) == (0, "6"), done.stderr
     # "no answer for 1 s", unless wandb gave up by itself before that
-    dropped = [line for line in done.stderr.splitlines() if line.startswith("tracker dropped, metrics.jsonl continues")]
+    dropped = [line for line in done.stderr.splitlines() if " dropped, metrics.jsonl continues: " in line]
     assert len(dropped) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "runs" / "tiny" / "summary.json").is_file()
