@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.evaluate.loss import evaluate_loss
+from hfgolf.golf.source import run_source
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.native import ARCHITECTURES, to_native
 from hfgolf.run.metrics import read_metrics, read_rows
-from hfgolf.train import init_from, setup
+from hfgolf.train import init_from, setup, validation
 from hfgolf.train.init_from import take_architecture, weights_sha256
 from hfgolf.train.run import Run
 from hfgolf.train.validation import evaluate
@@ -274,6 +277,7 @@ def test_a_resume_is_exact_without_the_weights_it_started_from(run, from_weights
     for name in ("metadata.json", "checkpoints/latest/run.json"):
         one, other = (json.loads((folder / name).read_text())["init_from"] for folder in (straight, parts))
         assert one == other and one["name"] == str(weights)
+    assert len(run_source(parts).tokens.val) > 0  # nor does a golf export need them
     with pytest.raises(UserError, match=r"does not fit this config \(model.init_from .*weights -> elsewhere\)"):
         run(from_weights("elsewhere", run__name="parts", train__resume="latest", **options))
     with pytest.raises(UserError, match=r"model.dropout 0.1 -> 0.0"):  # what the weights do not decide is compared
@@ -325,6 +329,51 @@ def test_the_old_text_is_watched_and_changes_nothing_else(run, tiny_run, from_we
     assert f"| bits per byte before the first step | {start['val_bits_per_byte']:.4f} |" in report
     assert "old_bits_per_byte.png" in report
     assert "trained from the weights of before (sha256 " in (watched / "model" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_first_step_starts_over(run, from_weights, exported, monkeypatch):
+    real, weights = validation.evaluate_loss, exported()
+
+    def evaluate_loss(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(validation, "evaluate_loss", real)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(validation, "evaluate_loss", evaluate_loss)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        run(from_weights(weights, train__resume="auto"))
+    folder = run(from_weights(weights, train__resume="auto"))
+    events = [event["event"] for event in read_metrics(folder / "metrics.jsonl").events]
+    assert events.count("init_from") == 1 and events[0] == "stopped"
+    assert json.loads((folder / "summary.json").read_text())["init_from"]["val_tokens"] > 0
+
+
+def test_scripts_before_a_run_read_no_weights(exported, from_weights, run_script):
+    weights = exported(hidden_size=24)
+    (weights / "model.safetensors").unlink()
+    arguments = from_weights(weights)
+    prepared = run_script("prepare_data.py", *arguments)
+    assert prepared.status == 0, prepared.err
+    plan = run_script("plan.py", *arguments, "--json")
+    assert plan.status == 0, plan.err
+    model, _ = build_tiny(hidden_size=24)
+    assert sum(json.loads(plan.out)["parameters"].values()) == model.num_parameters()
+    assert json.loads(plan.out)["data"]["vocabulary"] == 257
+
+
+@pytest.mark.slow
+def test_trackers_get_the_evaluation_before_the_first_step(run, from_weights, exported, corpus_file):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = run(from_weights(exported(), data__old_text=corpus_file, track__trackers="[tensorboard]"))
+    (start,) = [event for event in read_metrics(folder / "metrics.jsonl").events if event["event"] == "init_from"]
+    written = EventAccumulator(str(next(folder.rglob("events.out.tfevents*")).parent))
+    written.Reload()
+    for column, name in {"val_loss": "val/loss", "old_val_loss": "val/old_loss"}.items():
+        rows = [start, *(row for row in read_rows(folder / "metrics.jsonl") if row.get(column) is not None)]
+        found = {event.step: event.value for event in written.Scalars(name)}
+        assert found == pytest.approx({row["step"]: row[column] for row in rows}, rel=1e-6) and len(found) == 3
 
 
 @pytest.mark.slow
