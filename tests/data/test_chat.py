@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from dataset_hub import serving_dataset
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -320,3 +325,42 @@ def test_answers_stop_at_the_end_of_a_turn():
     assert stop_ids(spaced_tokenizer()) == spaced_tokenizer().convert_tokens_to_ids(["</s>", "<|im_end|>"])
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     assert stop_ids(tokenizer) == [END_OF_TEXT]
+
+
+SCRIPT = """
+import json, sys
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.token_cache import load_tokens
+data = DataConfig(
+    source="hub", hub_name="somebody/chat", streaming=True, messages_column="messages", cache_dir=sys.argv[1],
+    val_fraction=0.3,
+)
+tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+print(json.dumps([[stream.tokens.tolist(), stream.is_target.tolist()] for stream in (tokens.train, tokens.val)]))
+"""
+
+
+@pytest.mark.slow
+def test_hub_dataset_with_messages(tmp_path):
+    """A process of its own, because huggingface_hub reads its endpoint when it is imported."""
+    rows = [[message("user", f"question {number}"), message("assistant", f"answer {number}")] for number in range(40)]
+    written = io.BytesIO()
+    Dataset.from_dict({"messages": rows}).to_parquet(written)
+    with serving_dataset("somebody/chat", {"train.parquet": written.getvalue()}) as endpoint:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "cache")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answers = []
+    for ids, is_target in json.loads(done.stdout.splitlines()[-1]):
+        answered = np.array(ids)[np.array(is_target) == 1]
+        answers += [
+            bytes(part[part != END].tolist()) for part in np.split(answered, np.flatnonzero(answered == END) + 1)
+        ]
+    assert sorted(filter(None, answers)) == sorted(f"answer {number}".encode() for number in range(40))

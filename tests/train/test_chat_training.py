@@ -16,6 +16,7 @@ from faults import train_on_two
 from safetensors.torch import load_file
 
 from hfgolf.data.batches import MicroBatches
+from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_metrics, read_rows
 from hfgolf.train import loop
 
@@ -95,6 +96,26 @@ def test_step_without_a_target_changes_nothing_but_the_step(run, chat_run, monke
     folder = run(chat_run(train__max_steps=2))
     assert [row["train_losses"] for row in read_rows(folder / "metrics.jsonl")] == [[0.0], [0.0]]
     assert [row["grad_norms"] for row in read_rows(folder / "metrics.jsonl")] == [[0.0], [0.0]]
+
+
+def test_compiled_model_compiles_once(run, chat_run, monkeypatch):
+    """The warm-up pass has the divisor of the loss, too, or the first step would compile again."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
+    folder = run(chat_run(train__compile="true", train__max_steps=3))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(read_rows(folder / "metrics.jsonl")) == 3
+
+
+def test_a_run_on_text_cannot_continue_on_conversations(run, tiny_run, chat_run):
+    run(tiny_run(train__max_steps=1))
+    with pytest.raises(UserError, match=r"data\.messages_column: the tokenizer has no chat template") as caught:
+        run(chat_run(train__resume="latest", train__resume_with_other="data"))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
