@@ -130,6 +130,8 @@ def _notes(run: RunRecord) -> list[str]:
         )
     if run.metrics.broken_lines:
         notes.append(f"Broken lines skipped in metrics.jsonl: {run.metrics.broken_lines:,}.")
+    if run.config.get("data.messages_column"):
+        notes.append("Losses and bits per byte are of the assistant's turns only.")
     if all(row.get("val_loss") is None for row in run.metrics.rows):
         notes.append("metrics.jsonl has no evaluations.")
     return notes

@@ -162,6 +162,7 @@ def test_small_chat_model_answers_and_stops(run, chat_run, run_script, tmp_path)
     assert sample.startswith("<|endoftext|><|user|>") and sample.endswith("<|end|>") and "<|assistant|>" in sample
     card = (folder / "model" / "README.md").read_text()
     assert "held-out tokens of the assistant's turns" in card and "## How to chat with it" in card
+    assert "Losses and bits per byte are of the assistant" in (folder / "report.html").read_text()
     native = tmp_path / "native"
     assert run_script("export.py", "--model", folder / "model", "--to", "native", "--output", native).status == 0
     assert "## How to chat with it" in (native / "README.md").read_text()
