@@ -1,7 +1,7 @@
 """Each tracker as its users have it: the run's name, one run after a resume, text as text, no file where nobody looks.
 
-Skips those that are not installed. No extra has them, because trackio 0.43 needs an older pillow than constraints.txt
-has: `pip install trackio mlflow swanlab comet_ml clearml dvclive aim` in a copy of the virtual environment.
+Skips those that are not installed. `pip install -e ".[dev,trackers]"` brings them all, without constraints.txt: trackio
+0.43 needs an older pillow.
 """
 
 from __future__ import annotations
