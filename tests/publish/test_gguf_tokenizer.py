@@ -70,7 +70,7 @@ def test_card_of_a_native_model_says_how_to_run_it_in_llama_cpp(exported, tmp_pa
     assert f'export.py --model "{tmp_path / "native"}" --to gguf --output model.gguf\n' in path.read_text()
     assert """printf 'FROM ./model.gguf\\nTEMPLATE "{{ .Prompt }}"\\n' > Modelfile\n""" in path.read_text()
     assert usage("a", **options, is_chat=True).endswith(
-        """--output model.gguf\nllama-completion -m model.gguf -st -p "..."\n```"""
+        """--output model.gguf\nllama-completion -m model.gguf --jinja -st -p "..."\n```"""
     )
     set_location(path, "user/name")
     assert 'export.py --model "user/name" --to gguf' in path.read_text()
