@@ -329,6 +329,8 @@ def describe_type(kind: Any) -> str:
         return join_words((as_yaml(argument).strip("'") for argument in arguments), last=" or ")
     if typing.get_origin(kind) is list:
         return f"a list, each {describe_type(arguments[0])}"
+    if typing.get_origin(kind) is dict:
+        return "a mapping"
     if typing.get_origin(kind) is tuple:
         return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
     return " or ".join(describe_type(argument) for argument in arguments)

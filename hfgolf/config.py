@@ -42,6 +42,9 @@ def _require_sane(key: str, value: object) -> None:
     if isinstance(value, list | tuple):
         for item in value:
             _require_sane(key, item)
+    elif isinstance(value, dict):
+        for item in value.items():
+            _require_sane(key, item)
     elif isinstance(value, str):
         is_text = "\0" not in value and value == value.encode("utf-8", "ignore").decode()
         _require(key, value, is_text, "text in UTF-8, without NUL")
@@ -198,6 +201,13 @@ class TokenizerConfig:
             )
 
 
+_KEYS_OF_ANY_ARCHITECTURE = (
+    *("architecture", "overrides", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "tie_word_embeddings", "dropout", "attention_dropout", "gradient_checkpointing"),
+    *("init_from", "max_position_embeddings", "vocab_size"),
+)
+
+
 @dataclass(frozen=True)
 class ModelSection:
     """The model architecture: a modern block by default; docs/config.md has the options that make it GPT-2."""
@@ -205,6 +215,12 @@ class ModelSection:
     init_from: str | None = None
     """Weights to start from, at step 0 with a new optimizer: a run (runs/small), a checkpoint, an exported folder or a
     Hub name. The architecture and the tokenizer are those of the weights; see docs/finetuning.md."""
+    architecture: str = "golf"
+    """golf, or any causal language model of transformers: a model type (llama, qwen3, gpt2, mamba, ...), which takes the
+    shape and dropout of this section, or a folder or Hub name whose config.json has the shape; see
+    docs/architectures.md."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Fields of another architecture's config, by their own names: {rms_norm_eps: 1e-5}."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 5
@@ -324,6 +340,21 @@ class ModelSection:
                 f" model.num_attention_heads {heads}; allowed: {allowed}."
             )
         self._check_switches()
+        self._check_architecture()
+
+    def _check_architecture(self) -> None:
+        """Refuse what the architecture would ignore."""
+        _require("model.architecture", self.architecture, bool(self.architecture.strip()), "golf, or a name")
+        if self.architecture == "golf":
+            _require("model.overrides", self.overrides, not self.overrides, "{} if model.architecture is golf")
+            return
+        keys = (key for key in dataclasses.fields(self) if key.name not in _KEYS_OF_ANY_ARCHITECTURE)
+        stated = [f"model.{key.name}" for key in keys if getattr(self, key.name) != key.default]
+        if stated:
+            raise UserError(
+                f"{stated[0]}: it is an option of architecture golf, and model.architecture is {self.architecture};"
+                " leave its default, or use model.overrides."
+            )
 
     def _check_switches(self) -> None:
         layers, width, head_dim = self.num_hidden_layers, self.hidden_size, self.hidden_size // self.num_attention_heads
@@ -705,6 +736,9 @@ class RunConfig:
             raise UserError("schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.")
         if self.data.old_text and self.model.init_from is None:
             raise UserError("data.old_text requires model.init_from: other weights know no text yet.")
+        for key in ("qat_fraction", "forecast_every_steps"):
+            if self.model.architecture != "golf" and getattr(self.golf, key):
+                raise UserError(f"golf.{key}: it needs model.architecture golf, not {self.model.architecture}.")
         has_tokens = self.data.source == "shards" or self.data.ids_column is not None
         if has_tokens and self.tokenizer.kind not in ("pretrained", "byte") and self.model.init_from is None:
             source = "source shards" if self.data.source == "shards" else "ids_column"

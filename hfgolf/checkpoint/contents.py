@@ -40,6 +40,7 @@ from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NA
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hfgolf.checkpoint.identity import RUN_NAME, has_other_data, read_identity
 from hfgolf.checkpoint.state import TrainState
@@ -72,7 +73,7 @@ class Checkpointer:
 
     accelerator: Accelerator
     folder: Path
-    model: GolfForCausalLM
+    model: PreTrainedModel
     """Unwrapped."""
     optimizer: Any
     state: TrainState
@@ -153,7 +154,8 @@ class Checkpointer:
             if states is not None:
                 _check_random_states(states, own, accelerator.device)
             self.state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
-            self.model.config.loop_active = self.state.loop_active
+            if isinstance(self.model, GolfForCausalLM):
+                self.model.config.loop_active = self.state.loop_active
             if has_other_data(read_identity(checkpoint), self.identity):
                 self.state.begin_data()
             if self.ema is not None:
@@ -226,7 +228,8 @@ class Checkpointer:
     def _json_files(self) -> dict[str, bytes]:
         """Return the content of the checkpoint's JSON files, by file name."""
         contents = {STATE_NAME: self.state.state_dict(), RUN_NAME: self.identity}
-        if self.model.config.loop and "config.json" in self.supporting_files:  # the model as it is trained now
+        is_looped = isinstance(self.model, GolfForCausalLM) and self.model.config.loop
+        if is_looped and "config.json" in self.supporting_files:  # the model as it is trained now
             config = json.loads(self.supporting_files["config.json"])
             contents["config.json"] = config | {"loop_active": self.state.loop_active}
         return {name: json.dumps(content, indent=1).encode() for name, content in contents.items()}

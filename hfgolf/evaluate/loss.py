@@ -17,7 +17,7 @@ from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.evaluate.windows import IGNORED, Plan, batches, plan_windows
-from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.model.causal_lm import takes_shift_labels
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -153,7 +153,7 @@ def _labeled_batches(
 def summed_nats(model: nn.Module, input_ids: Tensor, shift_labels: Tensor) -> Tensor:
     """Return the summed loss of all targets in nats, a scalar. input_ids, shift_labels: (B, T); labels are shifted."""
     # .forward, because a compiled __call__ would compile again for evaluation
-    if isinstance(model, GolfForCausalLM):  # chunked loss; num_items_in_batch=1 gives the sum instead of the mean
+    if takes_shift_labels(model):  # chunked loss; num_items_in_batch=1 gives the sum instead of the mean
         return model.forward(
             input_ids, shift_labels=shift_labels, num_items_in_batch=1, return_logits=False, use_cache=False
         ).loss

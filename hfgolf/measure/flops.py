@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
 
 from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.layout import parameter_kinds
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,12 @@ class TokenFlops:
         return self.matrices + self.attention + self.head
 
 
-def training_flops_per_token(model: GolfForCausalLM, sequence_length: int) -> float:
+def training_flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
     """Return the useful FLOPs of one token's forward and backward pass, as MFU counts them."""
     return token_flops(model, sequence_length).useful
 
 
-def token_flops(model: GolfForCausalLM, sequence_length: int) -> TokenFlops:
+def token_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     """Count the FLOPs per token in a sequence of the given length. The model may be on the meta device.
 
     - Each weight that multiplies the token costs 6 FLOPs: two forward and four backward (Kaplan et al. 2020, section
@@ -43,6 +48,10 @@ def token_flops(model: GolfForCausalLM, sequence_length: int) -> TokenFlops:
     - Recomputation is each block's forward pass without its last matmul: the backward pass does not need its result, so
       torch.utils.checkpoint stops before it.
     """
+    return _golf_flops(model, sequence_length) if isinstance(model, GolfForCausalLM) else _flops(model, sequence_length)
+
+
+def _golf_flops(model: GolfForCausalLM, sequence_length: int) -> TokenFlops:
     config, order = model.config, layer_order(model.config)
     products = {name: p.numel() for name, p in model.named_parameters() if name.endswith(("proj.weight", ".head_gate"))}
     in_layers = sum(
@@ -58,3 +67,44 @@ def token_flops(model: GolfForCausalLM, sequence_length: int) -> TokenFlops:
         head=6.0 * config.vocab_size * (config.embedding_size or config.hidden_size),
         recomputation=2.0 * (in_layers - last_matmuls) + 2.0 * attention,
     )
+
+
+def _flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
+    """Count those of any architecture. Of a stack of experts, a token multiplies those that it is routed to.
+
+    What a recurrent layer computes without weights, such as Mamba's scan, is not counted: it is no matmul. Recomputation
+    is counted as the whole forward pass of the layers.
+    """
+    config: Any = model.config
+    matrices, head = 0.0, model.get_output_embeddings()
+    kinds = parameter_kinds(model)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    share = min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / experts)
+    for name, parameter in model.named_parameters():
+        if kinds[name] == "matrix":
+            matrices += parameter.numel() * (share if parameter.ndim > 2 else 1)
+    matrices += sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv1d))
+    width = getattr(config, "num_attention_heads", 0) * head_size(config)
+    attention = sum(width * context for context in attention_contexts(config, sequence_length))
+    return TokenFlops(
+        matrices=6.0 * matrices,
+        attention=6.0 * attention,
+        head=6.0 * (0 if head is None else head.weight.numel()),
+        recomputation=2.0 * matrices + 2.0 * attention,
+    )
+
+
+def head_size(config: Any) -> int:
+    """Return the width of an attention head; 0 without attention."""
+    heads = getattr(config, "num_attention_heads", 0)
+    return getattr(config, "head_dim", None) or config.hidden_size // heads if heads else 0
+
+
+def attention_contexts(config: Any, sequence_length: int) -> list[int]:
+    """Return the longest context of each attention layer, in tokens. Layers of other types are left out."""
+    if not getattr(config, "num_attention_heads", 0):
+        return []
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
+    contexts = {"full_attention": sequence_length, "sliding_attention": window, "attention": sequence_length}
+    return [contexts[kind] for kind in types if kind in contexts]

@@ -3,13 +3,15 @@
 Why formulas, and not a real step on torch's fake tensors: for twelve steps (5 M to 124 M parameters, fp32 and bf16,
 with and without checkpointing, up to 131,072 tokens) the two peaks agree within 8 %, less than a heap loses to
 fragmentation. But a step on fake tensors takes 0.5 to 8 s instead of 0.01 s, and set-up and plan.py predict up to a
-dozen. It also cannot predict a GPU unless torch was built for one, and plan.py does that on a laptop.
+dozen. It also cannot predict a GPU unless torch was built for one, and plan.py does that on a laptop. Architectures
+other than Golf have no formulas here; for their passes, fake_pass.py runs that step.
 """
 
 from __future__ import annotations
 
 import logging
 import platform
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -20,17 +22,20 @@ import psutil
 import torch
 
 from hfgolf.errors import UserError
+from hfgolf.measure.fake_pass import pass_bytes
 from hfgolf.model import modeling_golf
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
 from hfgolf.model.layers_golf import layer_order
-from hfgolf.optim.groups import parameter_kind
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.layout import parameter_kinds
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hfgolf.config import RunConfig
     from hfgolf.model.configuration_golf import GolfConfig
-    from hfgolf.model.modeling_golf import GolfForCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -251,25 +256,34 @@ def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str) -> int
 
 
 def _orthogonalization_bytes(model: GolfConfig, device: str) -> int:
-    """Return the memory of Newton-Schulz for the largest bucket of equal matrices.
+    """Return the memory of Newton-Schulz for the largest bucket of equal matrices."""
+    ups = 2 if model.activation == "swiglu" else 1
+    elements = model.num_hidden_layers * model.hidden_size * max(4 * model.hidden_size, ups * model.intermediate_size)
+    return _bucket_bytes(elements, device)
+
+
+def _bucket_bytes(elements: int, device: str) -> int:
+    """Return the memory of Newton-Schulz for a bucket of equal matrices with so many elements, or as many as it takes.
 
     Per element: 4 bytes for the direction, and in the matmul dtype the matrix, two iterates and, for a square matrix,
     three Gram matrices.
     """
-    ups = 2 if model.activation == "swiglu" else 1
-    elements = model.num_hidden_layers * model.hidden_size * max(4 * model.hidden_size, ups * model.intermediate_size)
     product_bytes = 4 if device == "cpu" else 2
     return min(elements, MAX_BUCKET_ELEMENTS.get(device, DEFAULT_MAX_BUCKET_ELEMENTS)) * (4 + 6 * product_bytes)
 
 
 def run_memory(
-    config: RunConfig, model: GolfForCausalLM, micro_batch_size: int, num_processes: int, device: str
+    config: RunConfig, model: PreTrainedModel, micro_batch_size: int, num_processes: int, device: str
 ) -> TrainingMemory:
     """Predict the bytes of a run per process: `training_memory` for a config.
 
     config: its precision must be decided. model: may be on the meta device.
     """
-    sizes = [(parameter_kind(name), p.numel()) for name, p in model.named_parameters()]
+    accumulates = micro_batch_size * num_processes < config.batch.sequences_per_step
+    if not isinstance(model, GolfForCausalLM):
+        return _other_memory(config, model, micro_batch_size, accumulates, num_processes, device)
+    kinds = parameter_kinds(model)
+    sizes = [(kinds[name], p.numel()) for name, p in model.named_parameters()]
     return training_memory(
         model.config,
         parameters=sum(size for _, size in sizes),
@@ -280,11 +294,37 @@ def run_memory(
         ema=config.optim.has_ema,
         precision=str(config.train.mixed_precision),
         gradient_checkpointing=config.model.gradient_checkpointing,
-        accumulates=micro_batch_size * num_processes < config.batch.sequences_per_step,
+        accumulates=accumulates,
         cautious_weight_decay=config.optim.cautious_weight_decay,
         processes=num_processes,
         device=device,
     )
+
+
+def _other_memory(
+    config: RunConfig, model: PreTrainedModel, micro_batch_size: int, accumulates: bool, processes: int, device: str
+) -> TrainingMemory:
+    """Predict the bytes for any architecture. Its activations include 16-bit copies of weights and the loss."""
+    kinds, optim = parameter_kinds(model), config.optim
+    matrices = [p.shape for name, p in model.named_parameters() if kinds[name] == "matrix" and p.ndim == 2]
+    of_matrices, weights = sum(shape.numel() for shape in matrices), 4 * model.num_parameters()
+    by_muon = of_matrices if optim.name == "muon" else 0
+    state = weights if optim.name == "sgd" else 2 * weights - 4 * by_muon
+    update = 0
+    if by_muon:
+        update = max(_bucket_bytes(count * shape.numel(), device) for shape, count in Counter(matrices).items())
+    if optim.cautious_weight_decay:
+        update = 4 * of_matrices + max(update, 8 * of_matrices)
+    precision, checkpointing = str(config.train.mixed_precision), config.model.gradient_checkpointing
+    length = config.batch.sequence_length
+    measured = pass_bytes(model.config, micro_batch_size, length, precision, checkpointing, device)
+    average, buckets = weights if optim.has_ema else 0, weights if processes > 1 else 0
+    in_pass = measured.peak + (weights if accumulates else 0)  # gradients are as large as the weights
+    return TrainingMemory(
+        weights=weights, gradients=weights, optimizer=state, ema=average, buckets=buckets, casts=0,
+        activations=measured.kept, loss=0, backward=measured.peak - measured.kept, update=update,
+        peak=weights + state + average + buckets + max(in_pass, weights + update),
+    )  # fmt: skip
 
 
 def expected_bytes(memory: TrainingMemory, device: torch.device) -> int:
@@ -357,7 +397,7 @@ def _warn_that_nvml_is_missing() -> None:
 
 
 def choose_micro_batch_size(
-    config: RunConfig, model: GolfForCausalLM, num_processes: int, device: str, free_bytes: int
+    config: RunConfig, model: PreTrainedModel, num_processes: int, device: str, free_bytes: int
 ) -> int:
     """Return the largest micro-batch, in sequences, that fits in the free memory and divides tokens_per_step.
 
@@ -375,7 +415,7 @@ def choose_micro_batch_size(
     raise _too_large(config, run_memory(config, model, 1, num_processes, device), budget, "usable")
 
 
-def require_room(config: RunConfig, model: GolfForCausalLM, num_processes: int, device: str, free_bytes: int) -> None:
+def require_room(config: RunConfig, model: PreTrainedModel, num_processes: int, device: str, free_bytes: int) -> None:
     """Raise UserError if not even a micro-batch of one sequence fits in the free memory. model: on the meta device.
 
     This counts all free memory, not USABLE_SHARE of it, because it should only reject runs that are sure to fail.

@@ -1,13 +1,13 @@
 """Assign each parameter to an optimizer rule.
 
-Owns the table of name patterns, which must match every parameter exactly once, and the optimizer settings of each kind
-of parameter. Does not know the model: it sees names and shapes.
+Owns the table of Golf's name patterns, which must match every parameter exactly once, and the optimizer settings of
+each kind of parameter. Does not know the model: it sees names and shapes. layout.py has the kinds of other models.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -62,16 +62,22 @@ def parameter_kind(name: str) -> str:
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, fused: Mapping[str, tuple[int, ...]]
+    named_parameters: Iterable[tuple[str, Tensor]],
+    optim: OptimConfig,
+    fused: Mapping[str, tuple[int, ...]],
+    kinds: Mapping[str, str] | None = None,
+    in_out: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return one group for each kind of parameter present, in the order of KINDS.
 
-    Heads get no weight decay. "initial_lr" and "initial_weight_decay" are the peaks that the schedule multiplies.
+    Heads get no weight decay. "initial_lr" and "initial_weight_decay" are the peaks that the schedule multiplies. Muon
+    takes weights of two dimensions; a stack of matrices is a group of its own, which follows AdamW.
 
     fused: maps the name (or pattern) of a weight that stacks several matrices to the row count of each. Muon
-    orthogonalizes them separately unless optim.split_qkv is false.
+    orthogonalizes them separately unless optim.split_qkv is false. kinds: the kind of each parameter by name; None: the
+    rows of PATTERNS. in_out: the names of matrices that are stored as (in, out); they are a group of their own.
 
-    Raises UserError if a parameter does not match exactly one row of PATTERNS, or a key of fused matches no parameter.
+    Raises UserError if a parameter does not have exactly one kind, or a key of fused matches no parameter.
     """
     parameters = list(named_parameters)
     splits: dict[str, tuple[int, ...]] = {}
@@ -80,16 +86,24 @@ def parameter_groups(
         if not matching:
             raise UserError(f"fused weight {pattern} matches no parameter of the model; name one that exists")
         splits |= dict.fromkeys(matching if optim.split_qkv else (), tuple(rows))
-    members: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in KINDS}
+    members: dict[tuple[str, bool, bool], list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
-        members[parameter_kind(name)].append((name, parameter))
-    return [_group(kind, members[kind], optim, splits) for kind in KINDS if members[kind]]
+        kind = parameter_kind(name) if kinds is None else kinds[name]
+        is_stack = kind == "matrix" and parameter.ndim > 2
+        members.setdefault((kind, is_stack, name in in_out), []).append((name, parameter))
+    ordered = sorted(members, key=lambda key: (KINDS.index(key[0]), *key[1:]))
+    return [_group(*key, members[key], optim, splits) for key in ordered]
 
 
 def _group(
-    kind: str, members: list[tuple[str, Tensor]], optim: OptimConfig, splits: Mapping[str, tuple[int, ...]]
+    kind: str,
+    is_stack: bool,
+    in_out: bool,
+    members: list[tuple[str, Tensor]],
+    optim: OptimConfig,
+    splits: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-    rule = optim.name if kind == "matrix" or optim.name != "muon" else "adamw"
+    rule = optim.name if (kind == "matrix" and not is_stack) or optim.name != "muon" else "adamw"
     learning_rate = optim.adamw_learning_rate if rule != optim.name else optim.learning_rate
     stated = {"embedding": optim.embedding_learning_rate, "vector": optim.vector_learning_rate}.get(kind)
     learning_rate = learning_rate if stated is None else stated
@@ -104,11 +118,16 @@ def _group(
         "weight_decay": weight_decay,
         "initial_weight_decay": weight_decay,
         "splits": [splits.get(name) for name, _ in members],
+        "in_out": in_out,
     }
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, fused: Mapping[str, tuple[int, ...]]
+    named_parameters: Iterable[tuple[str, Tensor]],
+    optim: OptimConfig,
+    fused: Mapping[str, tuple[int, ...]],
+    kinds: Mapping[str, str] | None = None,
+    in_out: Collection[str] = (),
 ) -> Muon:
     """Build the one optimizer of a run, before `accelerator.prepare`. Arguments and errors as in `parameter_groups`.
 
@@ -117,7 +136,8 @@ def build_optimizer(
     """
     settings = {name: getattr(optim, name) for name in _SETTINGS}
     process_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return Muon(parameter_groups(named_parameters, optim, fused), **settings, process_group=process_group)
+    groups = parameter_groups(named_parameters, optim, fused, kinds, in_out)
+    return Muon(groups, **settings, process_group=process_group)
 
 
 def group_table(optimizer: Any) -> str:

@@ -6,12 +6,14 @@ Owns the content of that folder. Does not know the run that made the model.
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
@@ -104,5 +106,10 @@ def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 def position_limit(model: PreTrainedModel) -> int | None:
     """Return the number of learned positions, which no text can exceed; None if there is no such limit."""
     config: Any = model.config
-    is_learned = getattr(config, "position_embedding", None) == "learned" or config.model_type == "gpt2"
+    if hasattr(config, "position_embedding"):  # Golf, whose other tables are not for positions
+        is_learned = config.position_embedding == "learned"
+    else:
+        limit, ids = getattr(config, "max_position_embeddings", math.inf), model.get_input_embeddings()
+        tables = (module for module in model.modules() if isinstance(module, nn.Embedding) and module is not ids)
+        is_learned = any(table.num_embeddings >= limit for table in tables)
     return int(config.max_position_embeddings) if is_learned else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from transformers import PreTrainedModel
 
 from hfgolf.config import RunConfig
 from hfgolf.data import token_cache
@@ -29,8 +30,9 @@ from hfgolf.hardware import Device, device_name, free_memory_bytes, peak_flops, 
 from hfgolf.measure.flops import TokenFlops, token_flops
 from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.optim.groups import build_optimizer, parameter_groups
-from hfgolf.train.build import build_golf
+from hfgolf.optim.groups import KINDS, build_optimizer, parameter_groups
+from hfgolf.optim.layout import layout, parameter_kinds
+from hfgolf.train.build import build_model
 
 # The MFU of uncompiled training if it is not measured. configs/small.yaml reaches 0.6 in fp32 on two CPU cores;
 # published small GPTs reach 0.3 to 0.5 on a GPU.
@@ -118,13 +120,13 @@ class Length:
     dollars: float | None
 
 
-def meta_model(config: RunConfig, vocabulary: int, device: str) -> GolfForCausalLM:
+def meta_model(config: RunConfig, vocabulary: int, device: str) -> PreTrainedModel:
     """Build the model of a config on the meta device, with the attention of a device type (cuda, cpu).
 
     train.mixed_precision must be decided.
     """
     with torch.device("meta"):
-        return build_golf(config, vocabulary, device)
+        return build_model(config, vocabulary, device)
 
 
 def count_tokens(config: RunConfig) -> TokenCounts:
@@ -184,8 +186,8 @@ def measured_speed(config: RunConfig, vocabulary: int, micro_batch_size: int, ma
     """
     device, precision, length = torch.device(machine.device), config.train.mixed_precision, config.batch.sequence_length
     with device:
-        model = build_golf(config, vocabulary, machine.device).train()
-    optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
+        model = build_model(config, vocabulary, machine.device).train()
+    optimizer = build_optimizer(model.named_parameters(), config.optim, **layout(model))
     ids = torch.randint(vocabulary, (micro_batch_size, length), device=device)
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
 
@@ -213,8 +215,13 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started_at
 
 
-def parameter_parts(model: GolfForCausalLM) -> dict[str, int]:
-    """Count the parameters by part of the model. Raises UserError for a parameter that belongs to no part."""
+def parameter_parts(model: PreTrainedModel) -> dict[str, int]:
+    """Count the parameters by part of the model: by kind, if it is not Golf. Raises UserError for a parameter that belongs to no part."""
+    if not isinstance(model, GolfForCausalLM):
+        kinds, of_kind = parameter_kinds(model), dict.fromkeys(KINDS, 0)
+        for name, parameter in model.named_parameters():
+            of_kind[kinds[name]] += parameter.numel()
+        return of_kind
     counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head"), 0)
     for name, parameter in model.named_parameters():
         part = next((part for part, words in PARTS.items() if any(word in name for word in words)), None)
@@ -224,7 +231,7 @@ def parameter_parts(model: GolfForCausalLM) -> dict[str, int]:
     return counts
 
 
-def make_plan(config: RunConfig, model: GolfForCausalLM, machine: Machine) -> Plan:
+def make_plan(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Plan:
     """Compute what a config needs on a machine. train.mixed_precision must be decided.
 
     Raises UserError if no micro-batch divides the step evenly.
@@ -235,7 +242,7 @@ def make_plan(config: RunConfig, model: GolfForCausalLM, machine: Machine) -> Pl
         for on in (True, False)
     )
     rules: Counter[str] = Counter()
-    for group in parameter_groups(model.named_parameters(), config.optim, model.fused_projections()):
+    for group in parameter_groups(model.named_parameters(), config.optim, **layout(model)):
         rules[group["rule"]] += sum(parameter.numel() for _, parameter in group["params"])
     return Plan(
         parameters=parameter_parts(model),
@@ -251,7 +258,7 @@ def make_plan(config: RunConfig, model: GolfForCausalLM, machine: Machine) -> Pl
     )
 
 
-def _micro_batch(config: RunConfig, model: GolfForCausalLM, machine: Machine) -> tuple[int, int | None]:
+def _micro_batch(config: RunConfig, model: PreTrainedModel, machine: Machine) -> tuple[int, int | None]:
     """Return the micro-batch size of the run, and the largest that fits (None if not even one sequence does)."""
     config.batch.accumulation_steps(1, machine.processes)  # raises if it does not divide
     largest: int | None = None

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hfgolf.measure.flops import attention_contexts
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from hfgolf.model.modeling_golf import GolfForCausalLM
+    from transformers import PreTrainedModel
 
 SDPA_KERNELS = {
     "_scaled_dot_product_flash_attention": "flash",
@@ -22,8 +24,10 @@ SDPA_KERNELS = {
 """{operator that SDPA may dispatch to: PyTorch's name of the backend}; if none of them runs, the backend is math."""
 
 
-def describe_attention(model: GolfForCausalLM, accelerator: Accelerator, sequence_length: int) -> str:
+def describe_attention(model: PreTrainedModel, accelerator: Accelerator, sequence_length: int) -> str:
     """Describe the attention implementation, SDPA's backend if it ran, and the dtypes of q, k and v in its products."""
+    if not attention_contexts(model.config, sequence_length):
+        return "none"
     ids = torch.zeros(1, sequence_length, dtype=torch.long, device=accelerator.device)
     devices = [accelerator.device] if accelerator.device.type == "cuda" else []
     was_training = model.training
@@ -31,7 +35,7 @@ def describe_attention(model: GolfForCausalLM, accelerator: Accelerator, sequenc
     model.train()  # attention dropout affects SDPA's choice of backend
     try:
         with torch.random.fork_rng(devices), torch.no_grad(), accelerator.autocast(), seen:
-            model.forward(input_ids=ids, use_cache=False, logits_to_keep=1)
+            model.base_model(input_ids=ids, use_cache=False)
     finally:
         model.train(was_training)
     name = model.config._attn_implementation

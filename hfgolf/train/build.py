@@ -1,6 +1,7 @@
-"""Build the model from the config of a run.
+"""Build the model from the config of a run: Golf, or any causal language model of transformers.
 
-Owns which keys define the architecture, and how a model is prepared for a device. Does not load weights.
+Owns which keys define a Golf model, and how a model is prepared for a device. Every model that it builds takes the call
+of a Golf model. Does not load weights.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import dataclasses
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.model.causal_blocks import choose_attention
+from hfgolf.model.causal_lm import add_loss, check_causal_lm
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.train.architectures import embedding_rows, other_config
+from hfgolf.wording import one_line
 
 
 def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfConfig:
@@ -22,24 +27,40 @@ def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfCon
     if config.model.attention_span == "document" and not token_ids:
         token_ids = {"bos_token_id": vocab_size - 1}  # it needs a separator, and any id costs the same
     shape = dataclasses.asdict(config.model)
-    del shape["gradient_checkpointing"], shape["init_from"]
-    rows = config.model.vocab_size or vocab_size
-    if rows < vocab_size and config.data.messages_column is not None:
-        rows = vocab_size  # the tokens of a chat template joined the vocabulary of model.init_from
-    if rows < vocab_size:
-        raise UserError(
-            f"model.vocab_size: an embedding with {rows} rows is too small for a tokenizer with {vocab_size} entries."
-        )
-    return GolfConfig(**shape | {"vocab_size": rows, "max_position_embeddings": config.max_positions}, **token_ids)
+    for key in ("architecture", "overrides", "gradient_checkpointing", "init_from"):
+        del shape[key]
+    sizes = {"vocab_size": embedding_rows(config, vocab_size), "max_position_embeddings": config.max_positions}
+    return GolfConfig(**shape | sizes, **token_ids)
 
 
-def build_golf(config: RunConfig, vocab_size: int, device: str, **token_ids: Any) -> GolfForCausalLM:
+def build_model(config: RunConfig, vocab_size: int, device: str, **token_ids: Any) -> PreTrainedModel:
     """Build the model for training on a device type (cuda, cpu). train.mixed_precision must be decided.
 
-    The weights are on torch's default device: the CPU, or that of an enclosing `with torch.device`.
+    token_ids: as in `golf_config`. The weights are on torch's default device: the CPU, or that of an enclosing
+    `with torch.device`. On the meta device, an architecture other than Golf does not get its loss.
+
+    Raises UserError if the config does not describe a model that can be trained.
     """
-    model = GolfForCausalLM(golf_config(config, vocab_size, **token_ids))
-    choose_attention(model, torch.device(device), config.train.mixed_precision, config.batch.sequence_length)
+    if config.model.architecture == "golf":
+        model: PreTrainedModel = GolfForCausalLM(golf_config(config, vocab_size, **token_ids))
+        choose_attention(model, torch.device(device), config.train.mixed_precision, config.batch.sequence_length)
+    else:
+        model = _build_other(config, vocab_size, **token_ids)
     if config.model.gradient_checkpointing:
         model.activation_checkpointing_enable()  # non-reentrant
+    return model
+
+
+def _build_other(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTrainedModel:
+    name = config.model.architecture
+    model_config = other_config(config, vocab_size, **token_ids)
+    try:
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
+        if config.model.gradient_checkpointing and not model.supports_gradient_checkpointing:
+            raise ValueError("it does not support model.gradient_checkpointing")
+        if model.device.type != "meta":
+            add_loss(model)
+            check_causal_lm(model)
+    except Exception as error:  # whatever a model raises for a shape that it cannot have
+        raise UserError(f"model.architecture: cannot train {name}: {one_line(error)[:300]}.") from None
     return model

@@ -81,6 +81,8 @@ def conclude(run: Run) -> dict[str, Any]:
         summary |= {"old_val_loss": old.loss, "old_val_bits_per_byte": old.bits_per_byte}
     if run.tokens.val.is_target is not None:
         summary["targets"] = "the assistant's turns"
+    if run.config.model.architecture != "golf":
+        summary["architecture"] = type(run.raw_model).__name__
     if run.tokens.tokenizer_loss:
         summary["tokenizer_loss"] = run.tokens.tokenizer_loss
     if damaged_best:
@@ -173,8 +175,9 @@ def show_summary(summary: dict[str, Any]) -> None:
         logger.info("report           %s", folder.report)
     logger.info("\nTo load it:\n")
     logger.info("from transformers import AutoModelForCausalLM, AutoTokenizer")
-    logger.info('model = AutoModelForCausalLM.from_pretrained("%s", trust_remote_code=True)', summary["model"])
-    logger.info('tokenizer = AutoTokenizer.from_pretrained("%s", trust_remote_code=True)', summary["model"])
+    trust = ", trust_remote_code=True" if "architecture" not in summary else ""
+    logger.info('model = AutoModelForCausalLM.from_pretrained("%s"%s)', summary["model"], trust)
+    logger.info('tokenizer = AutoTokenizer.from_pretrained("%s"%s)', summary["model"], trust)
 
 
 def push_in_training(run: Run) -> None:
@@ -210,7 +213,8 @@ def _take_best_weights(run: Run) -> tuple[int, int | None]:
     if file:
         weights, step = load_file(file), step_of(file.parent)
         state = json.loads((file.parent / STATE_NAME).read_text())
-        run.raw_model.config.loop_active = state.get("loop_active", True)
+        if run.config.model.loop is not None:
+            run.raw_model.config.loop_active = state.get("loop_active", True)
         logger.info("using the weights of step %d", step)
     elif nonfinite:
         raise UserError(

@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 
 def update_loop(run: Run, expected_steps: float) -> None:
     """Begin the loop if it is due before the next step, and record that as an event. expected_steps: of the run."""
+    if run.config.model.loop is None:
+        return
     start = run.config.schedule.loop_start
     is_due = not start or run.state.step >= start * expected_steps
-    if run.raw_model.config.loop is None or is_due == run.raw_model.config.loop_active:
+    if is_due == run.raw_model.config.loop_active:
         return
     length = run.config.batch.sequence_length
     before = training_flops_per_token(run.raw_model, length)
@@ -36,9 +38,12 @@ def update_loop(run: Run, expected_steps: float) -> None:
 
 def each_loop_state(run: Run) -> Iterator[None]:
     """Put the model into each state that its loop will have in this run, the longer pass first; then back."""
+    if run.config.model.loop is None:
+        yield
+        return
     config = run.raw_model.config
     is_active = config.loop_active
-    for state in [True, False] if config.loop and run.config.schedule.loop_start else [is_active]:
+    for state in [True, False] if run.config.schedule.loop_start else [is_active]:
         config.loop_active = state
         yield
     config.loop_active = is_active

@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hfgolf.checkpoint.contents import Checkpointer
 from hfgolf.checkpoint.state import TrainState
@@ -18,7 +19,6 @@ from hfgolf.data.token_cache import TokenCache
 from hfgolf.doctor.monitor import Monitor
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.golf.qat import Rounding
-from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.publish.hub import HubPusher
 from hfgolf.run.folder import RunFolder
@@ -35,7 +35,7 @@ class Run:
     folder: RunFolder
     accelerator: Accelerator
     tokens: TokenCache
-    raw_model: GolfForCausalLM
+    raw_model: PreTrainedModel
     """The unwrapped model; `model` may be wrapped (DDP)."""
     model: nn.Module
     optimizer: Any

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.contents import Checkpointer
 from hfgolf.checkpoint.identity import (
@@ -46,15 +46,16 @@ from hfgolf.measure.memory import (
     require_room,
     run_memory,
 )
-from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer, group_table
+from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
 from hfgolf.publish.hub import HubPusher
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.train.attention_probe import describe_attention
-from hfgolf.train.build import build_golf
+from hfgolf.train.build import build_model
 from hfgolf.train.claim import claim
 from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
@@ -113,7 +114,7 @@ class _Learner:
 
     resolved: ResolvedConfig
     accelerator: Accelerator
-    raw_model: GolfForCausalLM
+    raw_model: PreTrainedModel
     model: nn.Module
     optimizer: Any
     ema: Ema | None
@@ -226,7 +227,7 @@ def _build(
     _require_native(resolved.config.hub, raw_model)
     resolved, predicted_memory_bytes = _choose_micro_batch(resolved, raw_model, accelerator)
     config = resolved.config
-    optimizer = build_optimizer(raw_model.named_parameters(), config.optim, raw_model.fused_projections())
+    optimizer = build_optimizer(raw_model.named_parameters(), config.optim, **layout(raw_model))
     logger.info("%s", group_table(optimizer))
     support = supporting_files(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
     model, optimizer = accelerator.prepare(raw_model, optimizer)
@@ -248,9 +249,9 @@ def _build(
     return _Learner(resolved, accelerator, raw_model, model, optimizer, ema, state, checkpoints, predicted_memory_bytes)
 
 
-def _require_native(hub: HubConfig, model: GolfForCausalLM) -> None:
+def _require_native(hub: HubConfig, model: PreTrainedModel) -> None:
     """Refuse, before any training, to push a native form that does not exist."""
-    if not (hub.push and hub.format == "native"):
+    if not (hub.push and hub.format == "native" and isinstance(model, GolfForCausalLM)):
         return
     from hfgolf.publish.native import find_architecture  # late: it imports eight architectures
 
@@ -266,7 +267,7 @@ def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) 
         return  # each process holds only a shard, which the prediction does not model
     device = accelerator.device
     with torch.device("meta"), torch.random.fork_rng([]):
-        model = build_golf(config, vocab_size, device.type)
+        model = build_model(config, vocab_size, device.type)
     require_room(config, model, accelerator.num_processes, device.type, _free_bytes(device))
 
 
@@ -275,16 +276,19 @@ def _free_bytes(device: torch.device) -> int:
     return free_memory_bytes(device) // (1 if device.type == "cuda" else _local_processes())
 
 
-def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> GolfForCausalLM:
+def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> PreTrainedModel:
     vocab_size, eos = len(tokens.tokenizer), tokens.tokenizer.eos_token_id
     bos = eos if config.data.separator_id is None else config.data.separator_id  # what begins a document
-    model = build_golf(config, vocab_size, device.type, bos_token_id=bos, eos_token_id=eos, pad_token_id=eos)
-    logger.info("model: %s parameters, vocabulary %s", f"{model.num_parameters():,}", f"{vocab_size:,}")
+    model = build_model(config, vocab_size, device.type, bos_token_id=bos, eos_token_id=eos, pad_token_id=eos)
+    kind = "" if isinstance(model, GolfForCausalLM) else f"{type(model).__name__}, "
+    logger.info("model: %s%s parameters, vocabulary %s", kind, f"{model.num_parameters():,}", f"{vocab_size:,}")
+    if kind and not model.head_is_plain:
+        logger.info("loss: from the logits of the whole micro-batch, because the head of this architecture is not plain")
     return model
 
 
 def _choose_micro_batch(
-    resolved: ResolvedConfig, model: GolfForCausalLM, accelerator: Accelerator
+    resolved: ResolvedConfig, model: PreTrainedModel, accelerator: Accelerator
 ) -> tuple[ResolvedConfig, int]:
     """Choose the micro-batch size if it is auto, and set the accelerator's accumulation accordingly.
 
@@ -368,7 +372,7 @@ def _start(
     return run
 
 
-def _build_meter(config: RunConfig, model: GolfForCausalLM, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:
+def _build_meter(config: RunConfig, model: PreTrainedModel, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:
     flops = training_flops_per_token(model, config.batch.sequence_length)
     peak = peak_flops(accelerator.device, str(config.train.mixed_precision)) * accelerator.num_processes
     return Meter(accelerator.device, config.batch.tokens_per_step, flops / peak, stopwatch)

@@ -14,7 +14,7 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train import meter as meter_module
 from hfgolf.train import setup
-from hfgolf.train.build import build_golf
+from hfgolf.train.build import build_model
 from hfgolf.train.meter import Meter, StepResult
 from hfgolf.train.stopwatch import Stopwatch
 
@@ -107,7 +107,7 @@ def test_mfu_excludes_compiling_and_evaluating():
 
 def test_mfu_uses_the_peak_of_all_processes(tiny_run, monkeypatch):
     config = load_config(tiny_run()).config
-    model = build_golf(config, 257, "cpu")
+    model = build_model(config, 257, "cpu")
     monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
     accelerator = SimpleNamespace(device=CPU, num_processes=4)
     meter = setup._build_meter(config, model, accelerator, Stopwatch())

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hfgolf.config import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
 from hfgolf.errors import UserError
 from hfgolf.measure import memory
+from hfgolf.measure.fake_pass import LiveBytes
 from hfgolf.measure.memory import (
     MAX_CPU_TOKENS,
     USABLE_SHARE,
@@ -29,7 +27,7 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.tools.plan import meta_model
-from hfgolf.train.build import build_golf
+from hfgolf.train.build import build_model
 
 GPT2_BLOCK = {
     "norm": "layernorm",
@@ -133,40 +131,13 @@ def test_activations_grow_with_tokens():
     assert predict(batch=8, gradient_checkpointing=True).activations < eight.activations / 10
 
 
-class Alive(TorchDispatchMode):
-    """Track the bytes of live storages and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, storage._cdata)
-
-    def _forget(self, storage: int) -> None:
-        self.now -= self._sizes.pop(storage)
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.note(leaf)
-        return result
-
-
 def peak_of_a_pass(golf: GolfConfig, tokens: tuple[int, int], precision: str, checkpointing: bool) -> int:
     """Return the peak of live bytes, without the weights, in a pass of the real model on fake tensors."""
     with FakeTensorMode():
         model = GolfForCausalLM(golf).train()
         if checkpointing:
             model.activation_checkpointing_enable()
-        alive = Alive()
+        alive = LiveBytes()
         for parameter in model.parameters():
             alive.note(parameter)
         weights = alive.now
@@ -232,7 +203,7 @@ def test_update_memory_matches_orthogonalization(options):
     optimizer.create_state()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    alive = Alive()
+    alive = LiveBytes()
     with alive:
         optimizer.step()
     predicted = training_memory(
@@ -282,7 +253,7 @@ def test_too_little_memory_is_one_line():
 def test_prediction_matches_gpu_allocations(checkpointing):
     config = gpu_config(tokens_per_step=16 * 1024).replace(model__gradient_checkpointing=checkpointing)
     with torch.device("cuda"):
-        model = build_golf(config, 50_257, "cuda").train()
+        model = build_model(config, 50_257, "cuda").train()
     optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
     optimizer.create_state()
     torch.cuda.reset_peak_memory_stats()

@@ -33,7 +33,7 @@ from hfgolf.tools.plan import (
     parameter_parts,
     run_length,
 )
-from hfgolf.train.build import build_golf
+from hfgolf.train.build import build_model
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config", str(ROOT / "configs" / "small.yaml"), "--train.mixed_precision=no"]
@@ -53,7 +53,7 @@ def plan_of(config: RunConfig, machine: Machine = CPU) -> plan.Plan:
 @pytest.mark.parametrize("options", [[], ["--model.tie_word_embeddings=false", "--model.use_bias=true"]])
 def test_every_parameter_is_in_one_part_and_under_one_rule(options):
     config = config_of(*options, "--model.position_embedding=learned")
-    planned, whole = plan_of(config), build_golf(config, 4096, "cpu")
+    planned, whole = plan_of(config), build_model(config, 4096, "cpu")
     assert sum(planned.parameters.values()) == sum(planned.rules.values()) == whole.num_parameters()
     assert planned.parameters["embedding"] == (4096 + 256) * 256
     assert planned.parameters["head"] == (4096 * 256 if options else 0)

@@ -335,12 +335,12 @@ def test_due_every_n_steps_and_at_the_end():
 @pytest.mark.parametrize("micro_batch_size", [1, "auto"])
 def test_model_too_large_for_memory_is_rejected_before_it_is_built(micro_batch_size, tiny_run, monkeypatch):
     monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 1000)  # what a container leaves
-    build = setup.build_golf
+    build = setup.build_model
 
     def build_without_memory(*arguments: Any, **options: Any) -> Any:
         assert torch.empty(1).is_meta, "it was built"
         return build(*arguments, **options)
 
-    monkeypatch.setattr(setup, "build_golf", build_without_memory)
+    monkeypatch.setattr(setup, "build_model", build_without_memory)
     with pytest.raises(UserError, match=r"not even one sequence of \d+ tokens fits: it needs .* of 0.00 GB free; try"):
         setup.set_up(load_config(tiny_run(batch__micro_batch_size=micro_batch_size)))
