@@ -129,7 +129,7 @@ def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, prec
     attention: transformers' name for it; eager means plain matmuls. Data, optimizer and learning rates are the run's.
     """
     config, device = run.config, run.accelerator.device
-    model = fp32_copy(run.raw_model, attention)
+    model = fp32_copy(run.golf_model, attention)
     optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
     if is_compiled:
         model.compile()

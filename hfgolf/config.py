@@ -216,8 +216,8 @@ class ModelSection:
     """Weights to start from, at step 0 with a new optimizer: a run (runs/small), a checkpoint, an exported folder or a
     Hub name. The architecture and the tokenizer are those of the weights; see docs/finetuning.md."""
     architecture: str = "golf"
-    """golf, or any causal language model of transformers: a model type (llama, qwen3, gpt2, mamba, ...), which takes the
-    shape and dropout of this section, or a folder or Hub name whose config.json has the shape; see
+    """golf, or any causal language model of transformers: a model type (llama, qwen3, gpt2, mamba, ...), which takes
+    its shape and dropout from this section, or a folder or Hub name, which has the shape in its config.json; see
     docs/architectures.md."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of another architecture's config, by their own names: {rms_norm_eps: 1e-5}."""

@@ -57,7 +57,7 @@ def main() -> None:
         precision = "fp32" if config.train.mixed_precision == "no" else str(config.train.mixed_precision)
         step_seconds = min(timed_steps(run, STEPS))
         flops = training_flops_per_token(run.raw_model, config.batch.sequence_length) * config.batch.tokens_per_step
-        shape = (run.raw_model.config, run.micro_batch_size, config.batch.sequence_length)
+        shape = (run.golf_model.config, run.micro_batch_size, config.batch.sequence_length)
     roofline = measure_roofline(device)
     rows = [place(operation, roofline) for operation in step_operations(*shape, precision, device)]
     step = {"precision": precision, "flops": flops, "seconds": step_seconds, "flops_per_second": flops / step_seconds}

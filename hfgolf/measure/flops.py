@@ -72,8 +72,8 @@ def _golf_flops(model: GolfForCausalLM, sequence_length: int) -> TokenFlops:
 def _flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     """Count those of any architecture. Of a stack of experts, a token multiplies those that it is routed to.
 
-    What a recurrent layer computes without weights, such as Mamba's scan, is not counted: it is no matmul. Recomputation
-    is counted as the whole forward pass of the layers.
+    The routers of a mixture are not counted, nor what a recurrent layer computes without weights, such as Mamba's scan.
+    Recomputation is counted as the whole forward pass of the layers.
     """
     config: Any = model.config
     matrices, head = 0.0, model.get_output_embeddings()

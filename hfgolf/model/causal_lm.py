@@ -36,7 +36,7 @@ def add_loss(model: PreTrainedModel) -> None:
     The tensors may be fake.
     """
     own_forward: Callable[..., Any] = model.forward
-    model.head_is_plain = _has_plain_head(model)
+    model.head_is_plain = _has_plain_head(model)  # type: ignore[assignment]  # a module takes any attribute
 
     @wraps(own_forward)
     def forward(
@@ -60,7 +60,7 @@ def add_loss(model: PreTrainedModel) -> None:
             num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
         return CausalLMOutput(loss=nats / num_items_in_batch)
 
-    model.forward = forward  # type: ignore[method-assign]  # as accelerate does for autocast
+    model.forward = forward  # as accelerate does for autocast
 
 
 def check_causal_lm(model: PreTrainedModel) -> None:
@@ -78,11 +78,11 @@ def check_causal_lm(model: PreTrainedModel) -> None:
     if (logits - other)[:, :-1].abs().max() > _TOLERANCE * logits.abs().max():
         raise ValueError("it is not causal: a token changes what the model says of earlier ones")
     if model.head_is_plain and not torch.isclose(ours, own, rtol=_TOLERANCE):
-        model.head_is_plain = False  # its base model needs arguments that only the whole model knows
+        model.head_is_plain = False  # type: ignore[assignment]  # its base model needs arguments that only the whole model knows
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:
-    """Return whether the head is a matrix that reads the base model's last hidden state, and whose result is the logits.
+    """Return whether the head is a matrix that reads the last hidden state, and whose result is the logits.
 
     Follows the storages through one pass: numbers could agree by chance, because a soft cap hardly bends small logits.
     """

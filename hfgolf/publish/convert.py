@@ -9,17 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
-from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.publish.export import export_model, position_limit
+from hfgolf.publish.export import export_model
 from hfgolf.publish.gguf import gguf_fields
 from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import CHAT_SECTION, read_card, usage, with_usage
+from hfgolf.publish.model_card import CHAT_SECTION, model_usage, read_card, with_usage
 from hfgolf.publish.native import converted
 
 
@@ -35,7 +32,14 @@ def convert_folder(model: str, output: Path, to: str, xielu: bool = False, locat
     ids = tokenizer(card, verbose=False)["input_ids"]  # it may be longer than the model's longest text
     result, sentence = converted(original.cpu(), to, ids, xielu)
     pictures = [path for path in [folder / "loss.png"] if path.is_file()]
-    card = with_usage(card, _usage(result, tokenizer, location or str(output), is_chat=CHAT_SECTION in card))
+    usage = model_usage(
+        result,
+        location or str(output),
+        is_chat=CHAT_SECTION in card,
+        has_gguf=_has_gguf(result, tokenizer),
+        was_golf=to == "native",
+    )
+    card = with_usage(card, usage)
     try:
         export_model(result, tokenizer, output, card, pictures)
     except OSError as error:
@@ -67,20 +71,9 @@ def _model_type(folder: Path) -> Any:
         return None
 
 
-def _usage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, location: str, is_chat: bool) -> str:
+def _has_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
     try:
         gguf_fields(model, tokenizer)
-        has_gguf = True
     except UserError:
-        has_gguf = False
-    config: Any = model.config
-    linear = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
-    return usage(
-        location,
-        needs_code=isinstance(model, GolfForCausalLM),
-        is_limited=position_limit(model) is not None,
-        num_tokens=config.max_position_embeddings,
-        has_gguf=has_gguf,
-        targets=[name for name in dict.fromkeys(linear) if name != "lm_head"],
-        is_chat=is_chat,
-    )
+        return False
+    return True

@@ -16,10 +16,15 @@ from urllib.parse import quote
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Template
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig, RunSection
 from hfgolf.durable import write_text
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.export import position_limit
 from hfgolf.redact import redact
 from hfgolf.run.record import row_seconds
 from hfgolf.wording import dollars, duration, join_words
@@ -34,12 +39,14 @@ CHAT_SECTION = "## How to chat with it"
 _RESULTS = {"val_loss": "loss (nats per token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
 
 
-def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Path] = ()) -> str:
+def model_card(
+    config: RunConfig, summary: dict[str, Any], pictures: Sequence[Path] = (), model: PreTrainedModel | None = None
+) -> str:
     """Return the card as Markdown with metadata.
 
     summary: the result of `train()`; missing figures are omitted. pictures: images of the training curves, referenced
-    by file name; export_model copies them next to the card. Secrets are redacted, even in the sample, because a model
-    may have learned them from its corpus.
+    by file name; export_model copies them next to the card. model: the model; None: a Golf model. Secrets are redacted,
+    even in the sample, because a model may have learned them from its corpus.
     """
     title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
     figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
@@ -68,19 +75,24 @@ def model_card(config: RunConfig, summary: dict[str, Any], pictures: Sequence[Pa
         eval_results=results or None,
         base_model=init_from["name"] if init_from.get("revision") else None,
     )
-    gate = ["gate_proj"] if config.model.activation == "swiglu" else []
+    location, gate = config.hub.repo_id or summary.get("model", title), config.model.activation == "swiglu"
+    is_chat = config.data.messages_column is not None
+    is_golf = model is None or isinstance(model, GolfForCausalLM)
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
         title=_plain(title),
+        architecture="GPT" if is_golf else type(model).__name__,
         usage=usage(
-            config.hub.repo_id or summary.get("model", title),
+            location,
             needs_code=True,
             is_limited=config.model.position_embedding == "learned",
             num_tokens=config.batch.sequence_length,
-            targets=["qkv_proj", "o_proj", "up_proj", *gate, "down_proj"],
-            is_chat=config.data.messages_column is not None,
-        ),
+            targets=["qkv_proj", "o_proj", "up_proj", *["gate_proj"] * gate, "down_proj"],
+            is_chat=is_chat,
+        )
+        if model is None or is_golf
+        else model_usage(model, location, is_chat),
         dataset=_trained_on(config),
         origin=_origin(init_from),
         config=config,
@@ -101,20 +113,41 @@ def read_card(folder: Path) -> str:
     return readme.read_text(encoding="utf-8") if readme.is_file() else f"# {folder.name}"
 
 
+def model_usage(
+    model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool = False, was_golf: bool = False
+) -> str:
+    """Return the sections on loading and fine-tuning this model. is_chat, has_gguf and was_golf: as in `usage`."""
+    config: Any = model.config
+    linear = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
+    limit = position_limit(model)
+    return usage(
+        location,
+        needs_code=isinstance(model, GolfForCausalLM),
+        is_limited=limit is not None,
+        num_tokens=limit or getattr(config, "max_position_embeddings", None),
+        targets=[name for name in dict.fromkeys(linear) if name != "lm_head"],
+        is_chat=is_chat,
+        has_gguf=has_gguf,
+        was_golf=was_golf,
+    )
+
+
 def usage(
     location: str,
     *,
     needs_code: bool,
     is_limited: bool,
-    num_tokens: int,
+    num_tokens: int | None,
     targets: list[str],
     is_chat: bool,
     has_gguf: bool = False,
+    was_golf: bool = False,
 ) -> str:
     """Return the sections on loading, chatting with and fine-tuning a model, and on running it elsewhere.
 
-    needs_code: the modeling code comes with the weights. is_limited: num_tokens is a hard limit. targets: the modules
-    for LoRA. is_chat: it was trained on conversations. has_gguf: it can be written as GGUF.
+    needs_code: the modeling code comes with the weights. num_tokens: the length of the training sequences; None:
+    unknown. is_limited: it is a hard limit. targets: the modules for LoRA. is_chat: it was trained on conversations.
+    has_gguf: it can be written as GGUF. was_golf: it was trained as a Golf model.
     """
     template = Template(_USAGE.read_text(encoding="utf-8"))
     trust = ", trust_remote_code=True" if needs_code else ""
@@ -126,6 +159,7 @@ def usage(
         targets=json.dumps(targets),
         has_gguf=has_gguf,
         chat_section=CHAT_SECTION if is_chat else None,
+        was_golf=was_golf,
     )
 
 

@@ -19,7 +19,6 @@ from hfgolf.checkpoint.store import STATE_NAME, Rejected, find_checkpoint, newes
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
-from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import model_card
@@ -48,8 +47,6 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
             f" continue the run with --train.resume {checkpoint}, and it exports its model at the end."
         )
     model, tokenizer = load_exported(str(checkpoint))
-    if not isinstance(model, GolfForCausalLM):
-        raise UserError(f"--checkpoint: {checkpoint} holds a {type(model).__name__}, not a model of hfgolf's.")
     model = model.cpu()
     if config.optim.ema_export:
         if not (checkpoint / EMA_NAME).is_file():
@@ -68,7 +65,7 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
         **_figures(run, config, step),
     }
     try:
-        export_model(model, tokenizer, output, model_card(config, summary))
+        export_model(model, tokenizer, output, model_card(config, summary, model=model))
     except OSError as error:
         raise UserError(f"--output: cannot write to {output} ({one_line(error)}); choose another folder.") from None
     return step

@@ -216,7 +216,10 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
 
 
 def parameter_parts(model: PreTrainedModel) -> dict[str, int]:
-    """Count the parameters by part of the model: by kind, if it is not Golf. Raises UserError for a parameter that belongs to no part."""
+    """Count the parameters by part of the model; if it is not Golf, by kind.
+
+    Raises UserError for a parameter that belongs to no part.
+    """
     if not isinstance(model, GolfForCausalLM):
         kinds, of_kind = parameter_kinds(model), dict.fromkeys(KINDS, 0)
         for name, parameter in model.named_parameters():

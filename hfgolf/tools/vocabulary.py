@@ -27,8 +27,7 @@ from hfgolf.data.tokenizer import (
     find_tokenizer_loss,
 )
 from hfgolf.errors import UserError
-from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.train.build import golf_config
+from hfgolf.train.build import build_model
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -150,7 +149,7 @@ def measure_vocabulary(
 def embedding_parameters(config: RunConfig, entries: int) -> tuple[int, float]:
     """Return the embedding parameters of a config's model with this many entries, and their fraction of all."""
     with torch.device("meta"):
-        model = GolfForCausalLM(golf_config(config, entries))
+        model = build_model(config, entries, "cpu")
     matrices = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}  # one element if tied
     number = sum(matrix.numel() for matrix in matrices)
     return number, number / model.num_parameters()

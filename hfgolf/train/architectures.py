@@ -6,7 +6,6 @@ Owns which keys of the config reach another architecture, and by which names. Do
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hfgolf.config import ModelSection, RunConfig
 from hfgolf.errors import UserError
-from hfgolf.wording import join_words, nearest, one_line
-
-logger = logging.getLogger(__name__)
+from hfgolf.wording import nearest, one_line
 
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 # Names of the config's fields that attribute_map does not translate. Each is set if the config has it.
@@ -32,17 +29,21 @@ def other_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTra
     section = config.model
     sizes = {"vocab_size": embedding_rows(config, vocab_size), "max_position_embeddings": config.max_positions}
     of_run: dict[str, Any] = sizes | token_ids
-    name, is_type = section.architecture, section.architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if is_type:
+    name, shape = section.architecture, {}
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         cls: Any = CONFIG_MAPPING[name]
         names = _field_names(cls)
         values = _shape(section) | of_run
         if "num_attention_heads" not in names:
             del values["head_dim"]  # of something else, as in Mamba-2
-        fields = {field: value for key, value in values.items() for field in (key, *_ALSO.get(key, ())) if field in names}
+        fields = {
+            field: value for key, value in values.items() for field in (key, *_ALSO.get(key, ())) if field in names
+        }
     else:
         base = _load(name)
         cls, names = type(base), _field_names(type(base))
+        not_of_run = ("architectures", "auto_map", "dtype", "quantization_config")
+        shape = {key: value for key, value in base.to_dict().items() if key not in not_of_run}
         fields = {key: value for key, value in of_run.items() if key in names}
     fields |= {field: rate for field in names if (rate := _dropout(section, field)) is not None}
     for field in section.overrides:
@@ -51,8 +52,9 @@ def other_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTra
                 f"model.overrides: {field} is no field of {cls.__name__}; did you mean {nearest(field, names)}?"
             )
     fields |= section.overrides
+    fields = shape | {cls.attribute_map.get(key, key): value for key, value in fields.items()}
     try:
-        result = cls(**fields) if is_type else cls.from_dict(base.to_dict() | fields)
+        result = cls.from_dict(fields)
     except Exception as error:  # a config may check itself in any way
         raise UserError(f"model.architecture: {name} rejects this shape ({one_line(error)[:200]}).") from None
     if result.is_encoder_decoder:

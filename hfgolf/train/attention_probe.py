@@ -12,7 +12,6 @@ from hfgolf.measure.flops import attention_contexts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
     from transformers import PreTrainedModel
 
 SDPA_KERNELS = {

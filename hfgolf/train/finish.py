@@ -106,7 +106,7 @@ def _export(run: Run, summary: dict[str, Any]) -> None:
     try:
         picture = run.folder.report.with_suffix("") / "loss.png"
         pictures = [picture] if picture.is_file() else []
-        card = model_card(run.config, summary, pictures)
+        card = model_card(run.config, summary, pictures, run.raw_model)
         export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
         # without the README, which a push edits
         exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})
@@ -188,7 +188,8 @@ def push_in_training(run: Run) -> None:
     try:
         with exported_weights(run):
             figures = {"step": run.state.step, "init_from": run.init_from}
-            export_model(run.raw_model, run.tokens.tokenizer, folder, model_card(run.config, figures))
+            card = model_card(run.config, figures, model=run.raw_model)
+            export_model(run.raw_model, run.tokens.tokenizer, folder, card)
     except (OSError, SafetensorError) as error:
         logger.warning("push at step %d failed: %s", run.state.step, one_line(error))
         return

@@ -24,16 +24,16 @@ def forecast_export(run: Run) -> dict[str, Any]:
     accelerator, golf = run.accelerator, run.config.golf
     if not accelerator.is_main_process or accelerator.distributed_type == DistributedType.FSDP:
         return {}  # under FSDP, no process holds all the weights
-    if first_nonfinite(run.raw_model.named_parameters()):
+    if first_nonfinite(run.golf_model.named_parameters()):
         return {}  # recovery.py handles them
     with run.stopwatch.charge("evaluate"), averaged_weights(run):
-        weights, curvature = matrices(run.raw_model), calibrated_curvature(run)
-        encode = model_encoder(run.raw_model)
+        weights, curvature = matrices(run.golf_model), calibrated_curvature(run)
+        encode = model_encoder(run.golf_model)
         seen = forecast(
             weights,
             curvature,
             golf,
-            overhead_bytes=bytes_besides(run.raw_model.config, run.tokens.tokenizer, run.folder.config, golf.count),
+            overhead_bytes=bytes_besides(run.golf_model.config, run.tokens.tokenizer, run.folder.config, golf.count),
             size_of=lambda tensors: len(encode(tensors).data),
         )
     return {
@@ -49,7 +49,7 @@ def calibrated_curvature(run: Run) -> dict[str, Curvature]:
 
     With fewer, the predicted loss is too low: with 4,096, configs/small.yaml seems to need 6 to 11 % fewer bytes.
     """
-    config, model, tokens = run.config, run.raw_model, run.tokens.train
+    config, model, tokens = run.config, run.golf_model, run.tokens.train
     batches = calibration_batches(
         tokens,
         seed=config.order_seed,

@@ -42,7 +42,7 @@ def update_grid(run: Run, expected_steps: float) -> None:
     is_due = state.step >= (1 - fraction) * expected_steps
     if state.grid:
         is_due = not state.grid["frozen"] and (is_late or state.step - state.grid["step"] >= steps_per_grid)
-    if not is_due or first_nonfinite(run.raw_model.named_parameters()):
+    if not is_due or first_nonfinite(run.golf_model.named_parameters()):
         return
     codes, problem = broadcast_object_list(list(_choose(run)) if accelerator.is_main_process else [None, None])
     if problem:
@@ -54,7 +54,7 @@ def update_grid(run: Run, expected_steps: float) -> None:
 
 def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
     """Return the grid that an export by nearest rounding would use now, packed; or the reason why there is none."""
-    golf, model = run.config.golf, run.raw_model
+    golf, model = run.config.golf, run.golf_model
     assert golf.budget_bytes is not None
     encode = model_encoder(model)
     try:

@@ -17,8 +17,10 @@ from hfgolf.config import RunConfig
 from hfgolf.data.batches import Stream
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.doctor.monitor import Monitor
+from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.golf.qat import Rounding
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.publish.hub import HubPusher
 from hfgolf.run.folder import RunFolder
@@ -91,6 +93,13 @@ class Run:
         if self._rounding is None or self._rounding.codes is not codes:
             self._rounding = Rounding(self.raw_model, codes)
         return self._rounding
+
+    @property
+    def golf_model(self) -> GolfForCausalLM:
+        """The unwrapped model, for what only Golf has. Raises UserError if it is another architecture."""
+        if not isinstance(self.raw_model, GolfForCausalLM):
+            raise UserError(f"model.architecture: this needs golf, not {self.config.model.architecture}.")
+        return self.raw_model
 
     def decide(self, source: str, **values: Any) -> None:
         """Set `section__key=value` for the rest of the run, including its checkpoints."""

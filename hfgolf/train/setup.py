@@ -46,14 +46,15 @@ from hfgolf.measure.memory import (
     require_room,
     run_memory,
 )
-from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
 from hfgolf.publish.hub import HubPusher
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
+from hfgolf.train.architectures import other_config
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.build import build_model
 from hfgolf.train.claim import claim
@@ -145,6 +146,8 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
         if resolved.config.train.cpu_threads == "auto":
             resolved = resolved.resolve("auto", train__cpu_threads=threads)
         tune_memory()
+    if resolved.config.model.architecture != "golf":
+        other_config(resolved.config, vocab_size=256)  # raises if it is wrong, before any data is read
     accelerator = _build_accelerator(resolved.config)
     if origin:
         origin.changes += check_config(origin.checkpoint.name, before, resolved)
@@ -283,7 +286,7 @@ def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) ->
     kind = "" if isinstance(model, GolfForCausalLM) else f"{type(model).__name__}, "
     logger.info("model: %s%s parameters, vocabulary %s", kind, f"{model.num_parameters():,}", f"{vocab_size:,}")
     if kind and not model.head_is_plain:
-        logger.info("loss: from the logits of the whole micro-batch, because the head of this architecture is not plain")
+        logger.info("loss: from the logits of the whole micro-batch, because of what is between them and the head")
     return model
 
 

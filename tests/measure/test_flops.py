@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import OVERRIDES, VOCABULARY, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from hfgolf.command_line import load_config
@@ -125,3 +126,32 @@ def test_row_has_every_memory_figure(monkeypatch):
     row = meter.row(lambda tensor, how: tensor)
     names = ("memory_bytes", "process_memory_bytes", "gpu_memory_bytes", "gpu_utilization")
     assert [row[name] for name in names] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_matmuls_of_any_architecture_match_torchs_count(name):
+    """Eager attention computes all scores, half of which are useful. torch miscounts grouped convolutions; the routers
+    of a mixture are not counted.
+    """
+    model = tiny_model(name)
+    has_attention = name not in ("mamba", "mamba2", "rwkv")
+    if has_attention:
+        model.set_attn_implementation("eager")
+    if name in ("mixtral", "qwen3_moe"):
+        model.set_experts_implementation("eager")
+    ids = torch.randint(VOCABULARY, (B, T))
+    with FlopCounterMode(display=False) as counter:
+        model(ids, shift_labels=ids).loss.backward()
+    counts = {str(operation): count / (B * T) for operation, count in counter.get_flop_counts()["Global"].items()}
+    flops = token_flops(model, T)
+    convolutions = 6 * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Conv1d))
+    matmuls = sum(count for operation, count in counts.items() if operation in ("aten.mm", "aten.addmm"))
+    routers = 6 * sum(p.numel() for key, p in model.named_parameters() if key.endswith("mlp.gate.weight"))
+    assert matmuls == pytest.approx(flops.matrices - convolutions + routers + flops.head)
+    scores = sum(count for operation, count in counts.items() if operation in ("aten.bmm", "aten.baddbmm"))
+    assert flops.attention == (pytest.approx(scores / 2) if has_attention else 0)
+
+
+def test_window_bounds_the_context():
+    model = tiny_model("gemma3_text", {"sliding_window": 4, "query_pre_attn_scalar": 16})
+    assert token_flops(model, T).attention == 6 * 2 * 32 * 4

@@ -90,6 +90,12 @@ def saved(folder: Path) -> dict[str, Any]:
         pytest.param({"train__mixed_precision": "bf16", "data__num_workers": 2}, id="bf16-workers"),
         pytest.param({"data__val_fraction": 0.9, "train__eval_tokens": 1000, "model__dropout": 0.1}, id="epochs"),
         pytest.param({"train__save_every_steps": 3, "optim__name": "adamw"}, id="odd-saves-adamw"),
+        pytest.param(
+            {"model__architecture": "llama", "optim__ema_decay": 0.9, "optim__ema_export": "true"}, id="llama"
+        ),
+        pytest.param({"model__architecture": "gpt2", "model__dropout": 0.1, "batch__micro_batch_size": 2}, id="gpt2"),
+        pytest.param({"model__architecture": "mamba", "train__save_every_steps": 3}, id="mamba"),
+        pytest.param({"model__architecture": "opt", "train__mixed_precision": "bf16"}, id="opt-own-loss"),
     ],
 )
 def test_run_resumed_three_times_matches_a_straight_run_bitwise(run, tiny_run, monkeypatch, fp16_on_cpu, options):

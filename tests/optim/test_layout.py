@@ -1,0 +1,110 @@
+"""The kinds of the parameters of any architecture, and the rules they follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import OVERRIDES, VOCABULARY, tiny_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hfgolf.config import OptimConfig
+from hfgolf.optim.groups import build_optimizer, group_table, parameter_groups
+from hfgolf.optim.layout import layout, parameter_kinds
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_each_parameter_is_in_exactly_one_group(name, is_tied):
+    model = tiny_model(name, tie_word_embeddings=is_tied)
+    groups = parameter_groups(model.named_parameters(), OptimConfig(), **layout(model))
+    members = [member for group in groups for member, _ in group["params"]]
+    assert sorted(members) == sorted(name for name, _ in model.named_parameters())
+    kinds = parameter_kinds(model)
+    assert list(kinds) == [key for key, _ in model.named_parameters()]
+    weights = {id(p): kinds[key] for key, p in model.named_parameters()}
+    assert weights[id(model.get_input_embeddings().weight)] == "embedding"
+    head = model.get_output_embeddings().weight
+    assert weights[id(head)] == ("embedding" if head is model.get_input_embeddings().weight else "head")
+    for group in groups:
+        assert (group["rule"] == "muon") == (group["kind"] == "matrix" and group["params"][0][1].ndim == 2)
+        assert (group["weight_decay"] > 0) == (group["kind"] == "matrix")
+    linear = {
+        key for key, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D) and part.weight is not head
+    }
+    assert {f"{key}.weight" for key in linear} <= {key for key, kind in kinds.items() if kind == "matrix"}
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "kind"),
+    [
+        ("mamba", ("A_log", ".D", "conv1d.weight", "dt_proj.bias", "norm.weight"), "vector"),
+        ("mamba", ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight"), "matrix"),
+        ("rwkv", ("time_decay", "time_mix_key", "time_first"), "vector"),
+        ("mixtral", ("gate_up_proj", "down_proj"), "matrix"),
+        ("mixtral", ("mlp.gate.weight",), "vector"),
+        ("gpt2", ("wpe.weight", "wte.weight"), "embedding"),
+        ("gpt2", ("c_attn.weight", "c_fc.weight"), "matrix"),
+        ("bloom", ("word_embeddings_layernorm.weight", "query_key_value.bias"), "vector"),
+    ],
+)
+def test_kinds_follow_the_structure(name, ends, kind):
+    kinds = parameter_kinds(tiny_model(name))
+    for end in ends:
+        found = {found for key, found in kinds.items() if key.endswith(end)}
+        assert found == {kind}, end
+
+
+def test_experts_follow_adamw_and_the_table_says_so():
+    model = tiny_model("mixtral")
+    table = group_table(build_optimizer(model.named_parameters(), OptimConfig(), **layout(model)))
+    (row,) = [line.split() for line in table.splitlines() if "experts.down_proj" in line]
+    assert row[3:] == ["adamw", "0.003", "0.1"]
+
+
+def test_gpt2_under_muon_is_updated_as_its_transpose():
+    """c_attn holds q, k and v side by side as (in, out); three linear layers hold them as (out, in)."""
+    model = tiny_model("gpt2")
+    optim = OptimConfig(newton_schulz_dtype="fp32", weight_decay=0.1, update_scale="original", normuon_beta2=0.9)
+    optimizer = build_optimizer(model.named_parameters(), optim, **layout(model))
+    block = model.transformer.h[0]
+    stored = {"c_attn": block.attn.c_attn.weight, "c_fc": block.mlp.c_fc.weight, "c_proj": block.mlp.c_proj.weight}
+    copies = {
+        f"{name}{i}": nn.Parameter(part.detach().T.clone())
+        for name, weight in stored.items()
+        for i, part in enumerate(weight.chunk(3, dim=1) if name == "c_attn" else [weight])
+    }
+    oracle = build_optimizer(copies.items(), optim, {}, kinds=dict.fromkeys(copies, "matrix"))
+    for step in range(3):
+        torch.manual_seed(step)
+        model(torch.randint(VOCABULARY, (2, 16)), shift_labels=torch.randint(VOCABULARY, (2, 16))).loss.backward()
+        for name, weight in stored.items():
+            for i, part in enumerate(weight.grad.chunk(3, dim=1) if name == "c_attn" else [weight.grad]):
+                copies[f"{name}{i}"].grad = part.T.clone()
+        for each in (optimizer, oracle):
+            each.step()
+        optimizer.zero_grad()
+    for name, weight in stored.items():
+        for i, part in enumerate(weight.chunk(3, dim=1) if name == "c_attn" else [weight]):
+            torch.testing.assert_close(part.detach().T, copies[f"{name}{i}"].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_adamw_groups_equal_torchs_adamw():
+    torch.manual_seed(0)
+    model, other = tiny_model("mamba"), tiny_model("mamba")
+    other.load_state_dict(model.state_dict())
+    optim = OptimConfig(name="adamw", learning_rate=0.01, weight_decay=0.1)
+    ours = build_optimizer(model.named_parameters(), optim, **layout(model))
+    kinds = parameter_kinds(other)
+    decayed = [p for name, p in other.named_parameters() if kinds[name] == "matrix"]
+    rest = [p for name, p in other.named_parameters() if kinds[name] != "matrix"]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=0.01, betas=optim.betas, eps=optim.eps)
+    for step in range(3):
+        ids = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(step))
+        for each, optimizer in ((model, ours), (other, theirs)):
+            each(ids, shift_labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two)

@@ -1,0 +1,139 @@
+"""Runs of architectures other than Golf: from the config to an exported model, and the errors on the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from architectures import tiny_config
+from faults import train_on_two
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from hfgolf.config import GolfSection, ModelSection, RunConfig
+from hfgolf.errors import UserError
+from hfgolf.optim import muon
+from hfgolf.run.metrics import read_rows
+from hfgolf.train.architectures import other_config
+
+
+def fields_of(name: str, overrides: dict | None = None, **section: object) -> dict:
+    config = tiny_config(name, overrides, **section)
+    return other_config(config, 61, bos_token_id=1, eos_token_id=2, pad_token_id=2).to_dict()
+
+
+def test_shape_of_the_section_reaches_each_config_by_its_own_names():
+    llama = fields_of("llama", num_key_value_heads=1, tie_word_embeddings=False, attention_dropout=0.2)
+    expected = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 128,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.2,
+        "vocab_size": 61,
+        "max_position_embeddings": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 16,
+    }
+    assert expected.items() <= llama.items()
+    gpt2 = fields_of("gpt2", intermediate_size=48, dropout=0.1)
+    expected = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 48, "n_positions": 16}
+    expected |= {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
+    assert expected.items() <= gpt2.items()
+    assert {"ffn_dim": 128, "word_embed_proj_dim": 32, "dropout": 0.0}.items() <= fields_of("opt").items()
+
+
+def test_overrides_win_by_either_name():
+    assert fields_of("gpt2", {"n_embd": 64})["n_embd"] == fields_of("gpt2", {"hidden_size": 64})["n_embd"] == 64
+    assert fields_of("llama", {"rms_norm_eps": 0.5})["rms_norm_eps"] == 0.5
+
+
+def test_folder_has_the_shape_and_the_run_has_the_rest(tmp_path):
+    base = LlamaConfig(hidden_size=48, num_attention_heads=3, num_hidden_layers=1, vocab_size=7, rms_norm_eps=0.1)
+    base.auto_map = {"AutoModelForCausalLM": "modeling_evil.Evil"}
+    base.save_pretrained(tmp_path)
+    fields = fields_of(str(tmp_path), {"num_hidden_layers": 3})
+    expected = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 3, "rms_norm_eps": 0.1}
+    assert (expected | {"vocab_size": 61, "max_position_embeddings": 16}).items() <= fields.items()
+    assert "auto_map" not in fields
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("lama", {}, r"model\.architecture: lama is no architecture of transformers; did you mean llama\?"),
+        ("a/b", {}, r"model\.architecture: cannot read the config of a/b: .+"),
+        ("bart", {}, r"model\.architecture: bart is an encoder and a decoder; choose a decoder alone\."),
+        ("llama", {"rms_norm_epss": 1.0}, r"rms_norm_epss is no field of LlamaConfig; did you mean rms_norm_eps\?"),
+        ("llama", {"hidden_size": "wide"}, r"model\.architecture: llama rejects this shape \(.+\)\."),
+    ],
+)
+def test_mistake_is_one_line(name, overrides, message):
+    with pytest.raises(UserError, match=message) as error:
+        fields_of(name, overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_options_of_golf_are_refused():
+    with pytest.raises(UserError, match=r"^model\.norm: it is an option of architecture golf, and .* is llama"):
+        ModelSection(architecture="llama", norm="layernorm")
+    with pytest.raises(UserError, match=r"^model\.overrides: .* allowed: \{\} if model\.architecture is golf"):
+        ModelSection(overrides={"rms_norm_eps": 1.0})
+    with pytest.raises(UserError, match=r"^golf\.forecast_every_steps: it needs model\.architecture golf, not llama"):
+        RunConfig(model=ModelSection(architecture="llama"), golf=GolfSection(forecast_every_steps=1))
+
+
+def test_mistake_is_found_before_any_data_is_read(run, tiny_run):
+    with pytest.raises(UserError, match=r"did you mean llama\?"):
+        run(tiny_run(model__architecture="lama", data__files="/nowhere"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_run_learns_and_its_model_loads_without_code(run, run_script, tiny_run, reset_accelerate, caplog, name):
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        folder = run(tiny_run(model__architecture=name, train__max_steps=30, train__eval_every_steps=30))
+    assert "trust_remote_code" not in caplog.text
+    losses = [loss for row in read_rows(folder / "metrics.jsonl") for loss in row["train_losses"]]
+    assert losses[-1] < losses[0] - 1
+    summary = json.loads((folder / "summary.json").read_text())
+    card = (folder / "model" / "README.md").read_text()
+    assert summary["architecture"] in card and "trust_remote_code" not in card and "Golf model" not in card
+    assert ("Prompt and output together can have at most 32 tokens" in card) == (name == "gpt2")
+    assert not list((folder / "model").glob("*.py"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert type(model).__name__ == summary["architecture"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = torch.tensor([tokenizer("one and two make", add_special_tokens=False)["input_ids"]])
+    assert model(ids).logits.isfinite().all()
+    exported = folder.parent / "exported"
+    said = run_script("export.py", "--run", folder, "--output", exported)
+    assert said.status == 0, said.err
+    for key, weight in load_file(folder / "model" / "model.safetensors").items():
+        assert torch.equal(load_file(exported / "model.safetensors")[key], weight)
+    text = folder.parent / "text.txt"
+    text.write_text("one and two make three. " * 40)
+    reset_accelerate()
+    said = run_script("evaluate.py", "--model", folder / "model", "--files", text)
+    assert said.status == 0 and "bits per byte" in said.out, said.err
+    said = run_script("generate.py", "--model", folder / "model", "--max_new_tokens", "4")
+    assert said.status == 0, said.err
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_match_one(run, tiny_run, tmp_path, monkeypatch):
+    """In fp32 with AdamW, whose updates do not amplify the last bit of a gradient."""
+    monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
+    options = {"model__architecture": "llama", "optim__name": "adamw", "optim__learning_rate": 0.003}
+    one = run(tiny_run(**options, run__name="one", batch__micro_batch_size=4))
+    train_on_two(tiny_run(**options, run__name="two", batch__micro_batch_size=4), tmp_path / "output")
+    one, two = (read_rows(one.with_name(name) / "metrics.jsonl") for name in ("one", "two"))
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours["train_losses"] == pytest.approx(theirs["train_losses"], rel=1e-5)
+        assert ours["grad_norms"] == pytest.approx(theirs["grad_norms"], rel=1e-4)
