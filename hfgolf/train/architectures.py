@@ -6,14 +6,17 @@ Owns which keys of the config reach another architecture, and by which names. Do
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hfgolf.config import ModelSection, RunConfig
 from hfgolf.errors import UserError
+from hfgolf.publish.load import load_config
+from hfgolf.train.init_from import find_weights
 from hfgolf.wording import nearest, one_line
 
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -26,40 +29,58 @@ def other_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTra
 
     Raises UserError if there is no such architecture, or it has no such field.
     """
-    section = config.model
+    section, name = config.model, config.model.architecture
+    base: Any
     sizes = {"vocab_size": embedding_rows(config, vocab_size), "max_position_embeddings": config.max_positions}
-    of_run: dict[str, Any] = sizes | token_ids
-    name, shape = section.architecture, {}
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        cls: Any = CONFIG_MAPPING[name]
-        names = _field_names(cls)
-        values = _shape(section) | of_run
-        if "num_attention_heads" not in names:
-            del values["head_dim"]  # of something else, as in Mamba-2
-        fields = {
-            field: value for key, value in values.items() for field in (key, *_ALSO.get(key, ())) if field in names
-        }
+    # no padding: a model may keep the embedding of that id at 0, and here it is the end of text
+    ids = token_ids | {"pad_token_id": None}
+    if section.init_from is not None:
+        base = _config_of_weights(config, vocab_size)
+        shape, fields = _fields(base), ids
+    elif name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        base = CONFIG_MAPPING[name]
+        shape, fields = {}, _shape(section, base) | sizes | ids
     else:
         base = _load(name)
-        cls, names = type(base), _field_names(type(base))
-        not_of_run = ("architectures", "auto_map", "dtype", "quantization_config")
-        shape = {key: value for key, value in base.to_dict().items() if key not in not_of_run}
-        fields = {key: value for key, value in of_run.items() if key in names}
+        shape, fields = _fields(base), sizes | ids
+    names, translated = _field_names(base), base.attribute_map
     fields |= {field: rate for field in names if (rate := _dropout(section, field)) is not None}
     for field in section.overrides:
         if field not in names:
             raise UserError(
-                f"model.overrides: {field} is no field of {cls.__name__}; did you mean {nearest(field, names)}?"
+                f"model.overrides: {field} is no field of a {base.model_type}; did you mean {nearest(field, names)}?"
             )
-    fields |= section.overrides
-    fields = shape | {cls.attribute_map.get(key, key): value for key, value in fields.items()}
+    fields = {key: value for key, value in (fields | section.overrides).items() if key in names}
     try:
-        result = cls.from_dict(fields)
+        result = base.from_dict(shape | {translated.get(key, key): value for key, value in fields.items()})
     except Exception as error:  # a config may check itself in any way
         raise UserError(f"model.architecture: {name} rejects this shape ({one_line(error)[:200]}).") from None
     if result.is_encoder_decoder:
         raise UserError(f"model.architecture: {name} is an encoder and a decoder; choose a decoder alone.")
     return result
+
+
+def _config_of_weights(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
+    """Return the config of model.init_from. Raises UserError if it is not what the run's config says."""
+    base: Any = load_config(find_weights(str(config.model.init_from)), "model.init_from")
+    if base.model_type != config.model.architecture:
+        raise UserError(
+            f"model.init_from: {config.model.init_from} is a {base.model_type}, but model.architecture is"
+            f" {config.model.architecture}; set {base.model_type}."
+        )
+    for key, size, limit in (
+        ("tokenizer", vocab_size, base.vocab_size),
+        ("batch.sequence_length", config.batch.sequence_length, getattr(base, "max_position_embeddings", math.inf)),
+    ):
+        if size > limit:
+            raise UserError(f"{key}: {size} is more than the {limit} that the weights of model.init_from are for.")
+    return base
+
+
+def _fields(base: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields of a loaded config, without those of the checkpoint that it came with."""
+    not_of_model = ("architectures", "auto_map", "dtype", "quantization_config")
+    return {key: value for key, value in base.to_dict().items() if key not in not_of_model}
 
 
 def embedding_rows(config: RunConfig, vocab_size: int) -> int:
@@ -74,17 +95,19 @@ def embedding_rows(config: RunConfig, vocab_size: int) -> int:
     return rows
 
 
-def _field_names(cls: Any) -> dict[str, None]:
+def _field_names(config: Any) -> dict[str, None]:
     """Return the names that a config takes, in order: its fields, and their common names."""
-    return dict.fromkeys([*(field.name for field in dataclasses.fields(cls)), *cls.attribute_map])
+    return dict.fromkeys([*(field.name for field in dataclasses.fields(config)), *config.attribute_map])
 
 
-def _shape(section: ModelSection) -> dict[str, Any]:
-    """Return the common keys of the section. Those that are null have Golf's meaning."""
+def _shape(section: ModelSection, config: Any) -> dict[str, Any]:
+    """Return the common keys of the section, also by other names. Those that are null have Golf's meaning."""
     shape = {key: getattr(section, key) for key in (*_SHAPE, "tie_word_embeddings")}
     shape["num_key_value_heads"] = section.num_key_value_heads or section.num_attention_heads
     shape["intermediate_size"] = section.intermediate_size or 4 * section.hidden_size
-    return shape | {"head_dim": section.hidden_size // section.num_attention_heads}
+    if "num_attention_heads" in _field_names(config):  # else head_dim is of something else, as in Mamba-2
+        shape["head_dim"] = section.hidden_size // section.num_attention_heads
+    return shape | {name: shape[key] for key, names in _ALSO.items() for name in names}
 
 
 def _dropout(section: ModelSection, field: str) -> float | None:
@@ -102,15 +125,7 @@ def _load(name: str) -> PreTrainedConfig:
             f"model.architecture: {name} is no architecture of transformers; did you mean {nearest(name, types)}?"
             " A folder or a Hub name works, too."
         )
-    try:
-        result = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, KeyError: depends on what is wrong
-        reason = (
-            "it needs code from its repository, which hfgolf never executes"
-            if "trust_remote_code" in str(error)
-            else one_line(error)[:200]
-        )
-        raise UserError(f"model.architecture: cannot read the config of {name}: {reason}.") from None
+    result = load_config(name, "model.architecture")
     if result.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(f"model.architecture: {name} holds a {result.model_type}, which is no causal language model.")
     return result

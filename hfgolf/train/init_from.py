@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from hfgolf.command_line import ResolvedConfig, as_yaml
@@ -55,6 +55,8 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     if config.model.init_from is None:
         return resolved
     source = find_weights(config.model.init_from)
+    if config.model.architecture != "golf":
+        return _take_tokenizer(resolved, source)
     native = load_config(source, "model.init_from")
     try:
         shape = golf_shape(native)
@@ -78,11 +80,14 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     values = {f"model__{key}": getattr(shape, key) for key in _OF_THE_WEIGHTS if key not in stated}
     if shape.loop is not None:
         values["model__loop"] = tuple(shape.loop)
+    return _take_tokenizer(resolved.resolve("model.init_from", **values), source)
+
+
+def _take_tokenizer(resolved: ResolvedConfig, source: str) -> ResolvedConfig:
     if {"tokenizer.kind", "tokenizer.name_or_path"} & resolved.sources.keys():
-        _require_same_vocabulary(config.tokenizer, source)
-    else:
-        values |= {"tokenizer__kind": "pretrained", "tokenizer__name_or_path": source}
-    return resolved.resolve("model.init_from", **values)
+        _require_same_vocabulary(resolved.config.tokenizer, source)
+        return resolved
+    return resolved.resolve("model.init_from", tokenizer__kind="pretrained", tokenizer__name_or_path=source)
 
 
 def keep_architecture(resolved: ResolvedConfig, before: Mapping[str, Any]) -> ResolvedConfig:
@@ -110,7 +115,7 @@ def find_weights(name: str) -> str:
     raise UserError(f"model.init_from: there is no exported model in {folder}; {instead}.")
 
 
-def load_weights(config: RunConfig, model: GolfForCausalLM, tokens: TokenCache) -> dict[str, Any]:
+def load_weights(config: RunConfig, model: PreTrainedModel, tokens: TokenCache) -> dict[str, Any]:
     """Load the weights of model.init_from into a run's new model; return what the run records of them.
 
     model: of a config from `take_architecture`. tokens: those of the run. Raises UserError if the weights are damaged,
@@ -118,6 +123,18 @@ def load_weights(config: RunConfig, model: GolfForCausalLM, tokens: TokenCache) 
     """
     source = find_weights(str(config.model.init_from))
     original = load_model(source, "model.init_from").float()
+    if isinstance(model, GolfForCausalLM):
+        sentence = _load_golf(original, model, tokens, config.batch.sequence_length)
+    else:
+        model.load_state_dict(original.state_dict())
+        sentence = type(model).__name__
+    sha256, revision = weights_sha256(model), None if Path(source).is_dir() else _revision(source)
+    logger.info("weights: %s (%s), sha256 %s", source, sentence, sha256[:16])
+    return {"name": config.model.init_from, "revision": revision, "sha256": sha256}
+
+
+def _load_golf(original: Any, model: GolfForCausalLM, tokens: TokenCache, length: int) -> str:
+    """Convert the weights and copy them; return what they were. length: of the run's sequences."""
     ids = tokens.train.tokens[:_REAL_IDS]
     golf: Any
     try:
@@ -127,14 +144,12 @@ def load_weights(config: RunConfig, model: GolfForCausalLM, tokens: TokenCache) 
     _require_same_separator(golf.config, model.config)
     _copy(golf, model)
     model.config.loop_active = golf.config.loop_active
-    sha256, revision = weights_sha256(model), None if Path(source).is_dir() else _revision(source)
-    logger.info("weights: %s (%s), sha256 %s", source, sentence, sha256[:16])
-    length, made_for = config.batch.sequence_length, golf.config.max_position_embeddings
+    made_for = golf.config.max_position_embeddings
     if length > made_for:
         logger.info(
             "positions: sequences of %d tokens; the weights are for %d, and have to learn the rest", length, made_for
         )
-    return {"name": config.model.init_from, "revision": revision, "sha256": sha256}
+    return sentence
 
 
 def load_old_text(config: RunConfig, tokens: TokenCache) -> Stream | None:

@@ -147,7 +147,7 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
             resolved = resolved.resolve("auto", train__cpu_threads=threads)
         tune_memory()
     if resolved.config.model.architecture != "golf":
-        other_config(resolved.config, vocab_size=256)  # raises if it is wrong, before any data is read
+        other_config(resolved.config, vocab_size=1)  # raises if it is wrong, before any data is read
     accelerator = _build_accelerator(resolved.config)
     if origin:
         origin.changes += check_config(origin.checkpoint.name, before, resolved)
@@ -235,7 +235,7 @@ def _build(
     support = supporting_files(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     torch.manual_seed(config.run.seed + accelerator.process_index)  # dropout must differ between ranks
-    state = TrainState(loop_active=raw_model.config.loop_active)
+    state = TrainState(loop_active=getattr(raw_model.config, "loop_active", True))
     decay = ema_decay(config.optim, config.batch.tokens_per_step)
     ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
     checkpoints = Checkpointer(

@@ -51,6 +51,7 @@ def test_shape_of_the_section_reaches_each_config_by_its_own_names():
 def test_overrides_win_by_either_name():
     assert fields_of("gpt2", {"n_embd": 64})["n_embd"] == fields_of("gpt2", {"hidden_size": 64})["n_embd"] == 64
     assert fields_of("llama", {"rms_norm_eps": 0.5})["rms_norm_eps"] == 0.5
+    assert fields_of("opt")["pad_token_id"] is None  # or that token would keep its first embedding
 
 
 def test_folder_has_the_shape_and_the_run_has_the_rest(tmp_path):
@@ -67,9 +68,9 @@ def test_folder_has_the_shape_and_the_run_has_the_rest(tmp_path):
     ("name", "overrides", "message"),
     [
         ("lama", {}, r"model\.architecture: lama is no architecture of transformers; did you mean llama\?"),
-        ("a/b", {}, r"model\.architecture: cannot read the config of a/b: .+"),
+        ("a/b", {}, r"model\.architecture: cannot load a/b: .+"),
         ("bart", {}, r"model\.architecture: bart is an encoder and a decoder; choose a decoder alone\."),
-        ("llama", {"rms_norm_epss": 1.0}, r"rms_norm_epss is no field of LlamaConfig; did you mean rms_norm_eps\?"),
+        ("llama", {"rms_norm_epss": 1.0}, r"rms_norm_epss is no field of a llama; did you mean rms_norm_eps\?"),
         ("llama", {"hidden_size": "wide"}, r"model\.architecture: llama rejects this shape \(.+\)\."),
     ],
 )
@@ -137,3 +138,21 @@ def test_two_processes_match_one(run, tiny_run, tmp_path, monkeypatch):
     for ours, theirs in zip(two, one, strict=True):
         assert ours["train_losses"] == pytest.approx(theirs["train_losses"], rel=1e-5)
         assert ours["grad_norms"] == pytest.approx(theirs["grad_norms"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_weights_of_another_architecture_continue_in_a_new_run(run, tiny_run):
+    first = run(tiny_run(model__architecture="gpt2", run__name="first", train__max_steps=20))
+    with pytest.raises(UserError, match=r"^model\.init_from: .*first is a gpt2, but model\.architecture is llama"):
+        run(tiny_run(model__architecture="llama", model__init_from=first, run__name="other"))
+    options = {"model__architecture": "gpt2", "model__init_from": first, "run__name": "second"}
+    second = run(without_tokenizer(tiny_run(**options, train__max_steps=4)))
+    before, after = (read_rows(folder / "metrics.jsonl") for folder in (first, second))
+    assert after[0]["train_losses"][0] < before[-1]["train_losses"][-1] + 0.5
+    run(without_tokenizer(tiny_run(**options, train__max_steps=6, train__resume="latest")))
+    assert [row["step"] for row in read_rows(second / "metrics.jsonl")] == list(range(1, 7))
+
+
+def without_tokenizer(arguments: list[str]) -> list[str]:
+    """Return the arguments without those that say which tokenizer: it is that of the weights."""
+    return [argument for argument in arguments if not argument.startswith("--tokenizer")]
