@@ -66,8 +66,8 @@ def chat_template(tokenizer: PreTrainedTokenizerFast) -> str:
         return str(tokenizer.get_chat_template())
     except ValueError:
         raise UserError(
-            "data.messages_column: the tokenizer has no chat template, and a resumed run keeps its tokenizer; start a"
-            " new run."
+            "data.messages_column: the tokenizer has no chat template, or none as its default, and a resumed run keeps"
+            " its tokenizer; start a new run, or name another tokenizer."
         ) from None
 
 

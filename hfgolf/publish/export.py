@@ -83,6 +83,8 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     for key in ("is_local", "local_files_only"):  # otherwise the file records how this tokenizer was loaded
         tokenizer.init_kwargs.pop(key, None)
     tokenizer.init_kwargs.pop("split_special_tokens", None)
+    if isinstance(tokenizer.chat_template, dict):  # others would need a folder of their own
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
     tokenizer.save_pretrained(folder)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from dataset_hub import serving_dataset
 from datasets import Dataset
+from tiny_export import build_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -26,6 +27,7 @@ from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.errors import UserError
+from hfgolf.publish.export import supporting_files
 
 BYTE = TokenizerConfig(kind="byte")
 END_OF_TEXT, SYSTEM, USER, ASSISTANT, END = range(256, 261)
@@ -217,6 +219,24 @@ def test_pretrained_tokenizer_without_a_template_gets_one_and_another_template_i
     )
     assert chatml.path != other.path and not other.is_hit
     assert "targets: the assistant's tokens" in caplog.text
+
+
+def test_of_several_templates_the_default_is_used_and_exported(tmp_path):
+    tokenizer = chatml_tokenizer()
+    messages = CONVERSATIONS[0]
+    expected = ConversationEncoder(tokenizer).encode([("a", messages)]).ids.tolist()
+    tokenizer.chat_template = {"default": UNTAGGED, "tool_use": "{{ messages }}"}
+    tokenizer.save_pretrained(tmp_path / "several")
+    tokens = tokens_of(tmp_path, [messages], TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "several")))
+    assert tokens.train.tokens.tolist() == expected
+    assert isinstance(tokens.tokenizer.chat_template, dict)
+    exported = supporting_files(build_tiny()[0], tokens.tokenizer)
+    assert exported["chat_template.jinja"].decode() == UNTAGGED
+    tokenizer.chat_template = {"tool_use": UNTAGGED}
+    tokenizer.save_pretrained(tmp_path / "none")
+    with pytest.raises(UserError, match=r"data\.messages_column: the tokenizer has no chat template") as caught:
+        tokens_of(tmp_path, [messages], TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "none")))
+    assert "\n" not in str(caught.value)
 
 
 def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
