@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,11 +58,13 @@ def _started(
     name, project = public["track.run_name"] or public["run.name"], public["track.project"]
     make: Any = LOGGER_TYPE_TO_CLASS[kind]
     place = {"logging_dir": str(folder)} if make.requires_logging_directory else {}
-    tracker: Any = make(project, **place, **_settings(kind, project, name, folder, run_id, resumes, is_offline))
+    settings = _settings(kind, project, name, folder, run_id, resumes, is_offline)
+    tracker: Any = make(project, **place, **settings)
     tracker.start()
-    tracker.store_init_configuration(
-        {key: value if isinstance(value, int | float | str) else str(value) for key, value in public.items()}
-    )
+    if not settings.get("run_id"):  # mlflow refuses other values for the run that it continues, even of train.resume
+        tracker.store_init_configuration(
+            {key: value if isinstance(value, int | float | str) else str(value) for key, value in public.items()}
+        )
     if kind == "wandb":
         tracker.tracker.define_metric("*", step_metric="step")
     if kind == "aim":  # accelerate takes the project for the name
@@ -86,6 +89,7 @@ def _settings(
         case "trackio":
             return {"name": name, "resume": "allow" if resumes else "never", "embed": False}
         case "mlflow":
+            os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it leaves a file in the home folder
             if "MLFLOW_TRACKING_URI" not in os.environ:
                 import mlflow
 
@@ -99,7 +103,8 @@ def _settings(
             mode = "offline" if is_offline else os.environ.get("SWANLAB_MODE", "online")
             place = {"log_dir": str(folder / "swanlab"), "mode": mode, "id": run_id, "resume": "allow"}
             unwanted: Any = {"runtime": False, "git": False}
-            return {"name": name, **place, "settings": swanlab.Settings(probe=unwanted)}
+            # interactive: without an account it would ask for a key on the terminal, and wait
+            return {"name": name, **place, "settings": swanlab.Settings(probe=unwanted, interactive=False)}
         case "comet_ml":
             from comet_ml import ExperimentConfig
 
@@ -160,7 +165,7 @@ def _send_text(tracker: GeneralTracker, name: str, text: str, step: int) -> None
         case "mlflow":
             import mlflow
 
-            mlflow.log_text(text, f"{name}/{step:06d}.txt")
+            mlflow.log_text(text, f"{name}/{step:06d}_{uuid.uuid4().hex[:4]}.txt")  # one step may have two such events
         case "swanlab":
             import swanlab
 

@@ -28,12 +28,15 @@ from hfgolf.train.trackers import Tracker
 
 kind, step, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 accelerator = Accelerator()
-config = RunConfig().replace(run__name="blue", track__project="green", track__trackers=[kind])
+resume = "latest" if step else None
+config = RunConfig().replace(run__name="blue", track__project="green", track__trackers=[kind], train__resume=resume)
 state = TrainState(step=step, wandb_id="cafe0123")
 tracker = Tracker(accelerator, config, folder, state)
 tracker.log({"step": step + 1, "train_loss": 1 / (step + 1)})
 state.step += 1
 tracker.event("sample", state, text="a line\\nand another")
+tracker.event("symptom", state, text="one")
+tracker.event("symptom", state, text="another")
 tracker.attach(folder / "metrics.jsonl", "report")
 tracker.finish()
 print("kept", [kept.name for kept in tracker._trackers])
@@ -90,9 +93,10 @@ def test_mlflow_has_one_run_by_name_with_samples_as_files(two_sessions):
     assert database.execute(query).fetchall() == [(1, 1.0), (2, 0.5)]
     assert database.execute("select value from params where key = 'run.name'").fetchall() == [("blue",)]
     samples = sorted(folder.glob("mlflow/*/artifacts/event/sample/*.txt"))
-    assert [(path.name, path.read_text()) for path in samples] == [
-        (f"{step:06d}.txt", "a line\nand another") for step in (1, 2)
+    assert [(path.name[:7], path.read_text()) for path in samples] == [
+        (f"{step:06d}_", "a line\nand another") for step in (1, 2)
     ]
+    assert len(list(folder.glob("mlflow/*/artifacts/event/symptom/000001_*.txt"))) == 2
 
 
 @pytest.mark.parametrize(
