@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import VOCABULARY, tiny_config, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfgolf.config import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
@@ -304,3 +305,38 @@ def test_peak_matches_resident_memory():
     del block
     assert memory.used_memory_bytes(torch.device("cpu")) >= max(before, memory.process_memory_bytes())
     assert memory.used_memory_bytes(torch.device("cpu")) > 3 * 10**8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "opt"])
+def test_prediction_for_any_architecture_matches_live_bytes(name):
+    """Four real sequences, predicted from fake passes over one and two, and for mamba from shorter rows."""
+    config = tiny_config(name, hidden_size=64).replace(batch__sequence_length=64, batch__tokens_per_step=256)
+    model = build_model(config, VOCABULARY, "cpu", bos_token_id=0, eos_token_id=0, pad_token_id=0).train()
+    live = LiveBytes()
+    for parameter in model.parameters():
+        live.note(parameter)
+    ids = torch.zeros(4, 64, dtype=torch.long)
+    with live:
+        model(ids, shift_labels=ids.clone()).loss.backward()
+    predicted = run_memory(config.replace(optim__name="sgd"), model, 4, 1, "cpu")
+    assert predicted.weights == predicted.optimizer == 4 * model.num_parameters()
+    assert predicted.peak - predicted.optimizer == pytest.approx(live.peak, rel=0.08)
+
+
+def test_state_of_any_architecture_follows_its_rules():
+    """Muon keeps one number for each weight of a linear layer, and AdamW two for the others."""
+    model = tiny_model("llama")
+    linear = sum(part.weight.numel() for name, part in model.named_modules() if name.endswith("_proj"))
+    predicted = run_memory(tiny_config("llama"), model, 1, 1, "cpu")
+    assert predicted.optimizer == 8 * model.num_parameters() - 4 * linear
+    averaged = tiny_config("llama").replace(optim__ema_decay=0.9)
+    assert run_memory(averaged, model, 1, 1, "cpu").ema == predicted.weights
+
+
+def test_pass_that_fake_tensors_cannot_run_is_said_once(caplog):
+    model = tiny_model("mixtral", {"num_local_experts": 3})
+    sizes = [run_memory(tiny_config("mixtral"), model, size, 1, "cpu") for size in (1, 2)]
+    (message,) = caplog.messages
+    assert message.startswith("memory: the activations of mixtral are unknown, counted as 0 (")
+    assert sizes[0].activations == 0 and sizes[0].weights == 4 * model.num_parameters()

@@ -107,3 +107,26 @@ def test_model_that_sees_later_tokens_is_refused():
     with pytest.raises(UserError, match=r"cannot train bert: it is not causal: a token changes .* earlier ones\.$"):
         tiny_model("bert")
     assert tiny_model("bert", {"is_decoder": True}).head_is_plain is False  # its head has a bias
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_every_token_learns_its_embedding(name):
+    """Also the end of text, and the id that an architecture takes for padding: neither is padding in training."""
+    model = tiny_model(name, tie_word_embeddings=False)
+    ids = torch.tensor([[0, 1, 2, 3]])
+    model(ids, shift_labels=ids.flip(1)).loss.backward()
+    gradient = model.get_input_embeddings().weight.grad
+    assert (gradient[:4].norm(dim=1) > 0).all()
+
+
+@pytest.mark.slow
+def test_compiled_loss_and_gradients_are_those_of_eager(labels):
+    ids, seen, model = torch.randint(VOCABULARY, (3, 16)), [], tiny_model("llama").train()
+    for is_compiled in (False, True):
+        if is_compiled:
+            model.compile(backend="aot_eager")
+        model(input_ids=ids, shift_labels=labels).loss.backward()
+        seen.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    for one, other in zip(*seen, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
