@@ -33,7 +33,7 @@ def other_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTra
     base: Any
     sizes = {"vocab_size": embedding_rows(config, vocab_size), "max_position_embeddings": config.max_positions}
     # no padding: a model may keep the embedding of that id at 0, and here it is the end of text
-    ids = token_ids | {"pad_token_id": None}
+    ids = {"bos_token_id": None, "eos_token_id": None} | token_ids | {"pad_token_id": None}
     if section.init_from is not None:
         base = _config_of_weights(config, vocab_size)
         shape, fields = _fields(base), ids
