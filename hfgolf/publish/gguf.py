@@ -33,7 +33,6 @@ from hfgolf.wording import join_words, one_line, size
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-QUANTIZATIONS = ("f16", "q8_0", "f32")
 _BLOCK = 32  # weights of a row that share a scale in q8_0
 _MAX_F16 = 65504.0
 _GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
@@ -131,8 +130,8 @@ def _add_shape(writer: GGUFWriter, model: PreTrainedModel, quantization: str) ->
 
     config: Any = model.config
     head_dim = _head_dim(config)
-    types = {"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}
-    writer.add_file_type(types.get(quantization, gguf.LlamaFileType.MOSTLY_Q8_0))
+    kinds = gguf.LlamaFileType
+    writer.add_file_type({"f32": kinds.ALL_F32, "f16": kinds.MOSTLY_F16, "q8_0": kinds.MOSTLY_Q8_0}[quantization])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)

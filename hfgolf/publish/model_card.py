@@ -185,9 +185,11 @@ def add_task_results(
 
     metrics: {task: {metric: value}}. shots: examples in each prompt. source: what measured them, with its version.
     """
+    if not path.is_file():  # ModelCard would look for it on the Hub
+        return False
     try:
         card = ModelCard.load(path)
-    except (OSError, ValueError):  # no card, or one whose metadata somebody broke
+    except (OSError, ValueError):  # somebody broke its metadata
         return False
     data: Any = card.data
     if "hfgolf" not in (data.tags or []):

@@ -81,8 +81,7 @@ def evaluate_tasks(
     assert found is not None  # only on other processes
     results = {
         task: {
-            # other keys, without the name of a filter, are no metrics; a metric may also be "N/A"
-            "metrics": {key: value for key, value in metrics.items() if "," in key and isinstance(value, int | float)},
+            "metrics": {key: value for key, value in metrics.items() if _is_figure(key, value)},
             "version": found["versions"].get(task),
             "num_fewshot": found["n-shot"].get(task),
             "num_samples": found["n-samples"].get(task, {}).get("effective"),
@@ -113,10 +112,11 @@ def record(evaluation: TaskEvaluation, model: str) -> list[Path]:
     return written
 
 
+def _is_figure(key: str, value: Any) -> bool:
+    """Return whether a result is a metric, whose key ends in the name of a filter, and has a finite value."""
+    return "," in key and isinstance(value, int | float) and math.isfinite(value)  # otherwise it may be "N/A"
+
+
 def _plain_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics without standard errors, by names without lm-eval's filter if that is none."""
-    return {
-        name.removesuffix(",none"): value
-        for name, value in metrics.items()
-        if "_stderr" not in name and math.isfinite(value)
-    }
+    return {name.removesuffix(",none"): value for name, value in metrics.items() if "_stderr" not in name}

@@ -11,7 +11,7 @@ from tiny_export import SUMMARY
 
 from hfgolf.command_line import load_config
 from hfgolf.config import DataConfig, RunConfig
-from hfgolf.publish.model_card import model_card, set_location
+from hfgolf.publish.model_card import add_task_results, model_card, set_location
 
 
 def test_metadata_has_the_fields_the_hub_indexes(exported):
@@ -144,3 +144,20 @@ def test_card_says_which_weights_training_began_with(tiny_config, revision, sent
     card = model_card(tiny_config, SUMMARY | {"init_from": init_from})
     assert sentence in card and ModelCard(card).data.get("base_model") == base_model
     assert "trained from scratch on" in model_card(tiny_config, SUMMARY)
+
+
+def test_results_of_tasks_go_only_into_a_valid_card_of_ours(tiny_config, tmp_path):
+    path = tmp_path / "README.md"
+    results = ({"some_task": {"acc": 0.51239, "f1,strict": 1.0}}, {"some_task": 5}, "lm-eval 0.4.13")
+    assert not add_task_results(path, *results) and not path.exists()
+    for foreign in ("# A card\n", "---\nmodel-index: 3\n---\n# A card\n", "---\ntags: other\n---\n# A card\n"):
+        path.write_text(foreign)
+        assert not add_task_results(path, *results) and path.read_text() == foreign
+    path.write_text(model_card(tiny_config, {"step": 3}))  # without figures of its own
+    assert add_task_results(path, *results) and add_task_results(path, *results)
+    data: Any = ModelCard.load(path).data
+    assert [(result.metric_type, result.metric_name, result.metric_value) for result in data.eval_results] == [
+        ("acc", "acc", 0.5124),
+        ("f1", "f1,strict", 1.0),
+    ]
+    assert {result.dataset_args["num_few_shot"] for result in data.eval_results} == {5}
