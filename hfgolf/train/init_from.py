@@ -61,7 +61,8 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     try:
         shape = golf_shape(native)
     except UserError as error:
-        raise UserError(f"model.init_from: {error}") from None
+        as_it_is = f"To train it as it is, set model.architecture {native.model_type}."
+        raise UserError(f"model.init_from: {error} {as_it_is}") from None
     stated = [
         key
         for key in _OF_THE_WEIGHTS
