@@ -44,10 +44,12 @@ def compared(folder: Path) -> list[list[Any]]:
     return [[row.get(name) for name in COMPARED] for row in read_rows(folder / "metrics.jsonl")]
 
 
-def test_accumulation_does_not_change_the_loss(run, chat_run):
+@pytest.mark.parametrize("architecture", ["golf", "llama"])
+def test_accumulation_does_not_change_the_loss(run, chat_run, architecture):
     """Micro-batches with few targets and with many: the mean is over the targets of the whole step."""
-    whole = run(chat_run(run__name="whole", optim__name="adamw", batch__micro_batch_size=8))
-    parts = run(chat_run(run__name="parts", optim__name="adamw", batch__micro_batch_size=2))
+    options = {"optim__name": "adamw", "optim__learning_rate": 0.003, "model__architecture": architecture}
+    whole = run(chat_run(run__name="whole", **options, batch__micro_batch_size=8))
+    parts = run(chat_run(run__name="parts", **options, batch__micro_batch_size=2))
     for one, other in zip(compared(whole), compared(parts), strict=True):
         assert one[2] == other[2]
         assert other[0] == pytest.approx(one[0], rel=1e-6) and other[1] == pytest.approx(one[1], rel=1e-5)
