@@ -68,6 +68,8 @@ def _config_of_weights(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
             f"model.init_from: {config.model.init_from} is a {base.model_type}, but model.architecture is"
             f" {config.model.architecture}; set {base.model_type}."
         )
+    if config.data.messages_column is not None:  # the tokens of a chat template may have joined the vocabulary
+        base.vocab_size = max(base.vocab_size, vocab_size)
     for key, size, limit in (
         ("tokenizer", vocab_size, base.vocab_size),
         ("batch.sequence_length", config.batch.sequence_length, getattr(base, "max_position_embeddings", math.inf)),

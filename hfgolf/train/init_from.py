@@ -127,7 +127,11 @@ def load_weights(config: RunConfig, model: PreTrainedModel, tokens: TokenCache) 
     if isinstance(model, GolfForCausalLM):
         sentence = _load_golf(original, model, tokens, config.batch.sequence_length)
     else:
-        model.load_state_dict(original.state_dict())
+        weights = original.state_dict()
+        for name, initial in model.state_dict().items():
+            if name in weights and weights[name].shape != initial.shape:  # new rows for the tokens of a chat template
+                weights[name] = torch.cat([weights[name], initial[len(weights[name]) :]])
+        model.load_state_dict(weights)
         sentence = type(model).__name__
     sha256, revision = weights_sha256(model), None if Path(source).is_dir() else _revision(source)
     logger.info("weights: %s (%s), sha256 %s", source, sentence, sha256[:16])
