@@ -38,6 +38,7 @@ NOT_TEXT = {
     **dict.fromkeys((".tar", ".tgz", ".7z", ".rar"), "unpack it, and name the folder"),
 }
 SHARDS = (".bin", ".npy")
+_RUN_FILES = {"config.yaml", "metadata.json"}  # what tells a run's folder
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,8 @@ def _match(pattern: str, key: str, data: DataConfig) -> list[str]:
     """Return the files that a path, a folder or a glob stands for, in an order that does not depend on the machine."""
     path = os.path.expanduser(pattern)
     if os.path.isdir(path):
-        return _folder_files(path, key, SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip"))
+        kinds = SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip")
+        return _folder_files(path, key, cache_folder(data), kinds)
     matches = [match for match in sorted(glob.glob(path, recursive=True)) if os.path.isfile(match)]
     if not matches:
         raise UserError(
@@ -133,10 +135,11 @@ def _match(pattern: str, key: str, data: DataConfig) -> list[str]:
     return matches
 
 
-def _folder_files(folder: str, key: str, kinds: Iterable[str]) -> list[str]:
+def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> list[str]:
     """Return the files of some kinds in a folder and its subfolders, and log what is skipped.
 
-    A folder that `save_to_disk` wrote stands for the Arrow files it lists, in its own order.
+    Runs and the token cache do not count: they change while a run starts. A folder that `save_to_disk` wrote stands for
+    the Arrow files it lists, in its own order.
     """
     used: list[str] = []
     skipped: list[str] = []
@@ -146,6 +149,10 @@ def _folder_files(folder: str, key: str, kinds: Iterable[str]) -> list[str]:
 
     for parent, subfolders, names in os.walk(folder, onerror=refuse):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        if os.path.realpath(parent) == str(cache.resolve()) or set(names) >= _RUN_FILES:
+            skipped.append(parent)
+            subfolders.clear()
+            continue
         if "dataset_dict.json" in names:
             splits = join_words((os.path.join(parent, name) for name in subfolders), " or ")
             raise UserError(f"{key}: {parent} holds several splits of a dataset; name one of them: {splits}.")

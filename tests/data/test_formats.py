@@ -78,6 +78,15 @@ def test_folder_is_its_files_of_known_kinds_and_says_what_it_skips(tmp_path, wri
     assert names == ["a.txt", "c.zip", "b/page.html.xz", "b/rows.jsonl.gz"]
 
 
+def test_folder_is_without_runs_and_the_token_cache(tmp_path, write, train_on):
+    write("a.txt", "text")
+    for name in ("config.yaml", "metadata.json", "report.md", "model/README.md"):
+        write(f"runs/small/{name}", "written by a run")
+    write("cache/hashes.json", "{}")
+    cache = str(tmp_path / "text" / "cache")
+    assert documents(train_on(tmp_path / "text", cache_dir=cache), tmp_path) == ["text"]
+
+
 def test_folder_without_known_kinds_is_one_line(tmp_path, write, train_on):
     write("cat.png", b"\x89PNG")
     assert "holds no file of a known kind (.jsonl" in fails(train_on(tmp_path / "text"), tmp_path)
