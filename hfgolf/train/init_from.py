@@ -31,7 +31,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_config, load_model
 from hfgolf.publish.native import converted, golf_shape
 from hfgolf.run.folder import RunFolder
-from hfgolf.wording import join_words
+from hfgolf.wording import join_words, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -127,15 +127,22 @@ def load_weights(config: RunConfig, model: PreTrainedModel, tokens: TokenCache) 
     if isinstance(model, GolfForCausalLM):
         sentence = _load_golf(original, model, tokens, config.batch.sequence_length)
     else:
-        weights = original.state_dict()
-        for name, initial in model.state_dict().items():
-            if name in weights and weights[name].shape != initial.shape:  # new rows for the tokens of a chat template
-                weights[name] = torch.cat([weights[name], initial[len(weights[name]) :]])
-        model.load_state_dict(weights)
         sentence = type(model).__name__
+        try:
+            _load_other(original, model)
+        except RuntimeError as error:
+            raise UserError(f"model.overrides: the weights have another shape ({one_line(error)[:200]}).") from None
     sha256, revision = weights_sha256(model), None if Path(source).is_dir() else _revision(source)
     logger.info("weights: %s (%s), sha256 %s", source, sentence, sha256[:16])
     return {"name": config.model.init_from, "revision": revision, "sha256": sha256}
+
+
+def _load_other(original: Any, model: PreTrainedModel) -> None:
+    weights = original.state_dict()
+    for name, initial in model.state_dict().items():
+        if name in weights and weights[name].shape != initial.shape:  # new rows for the tokens of a chat template
+            weights[name] = torch.cat([weights[name], initial[len(weights[name]) :]])
+    model.load_state_dict(weights)
 
 
 def _load_golf(original: Any, model: GolfForCausalLM, tokens: TokenCache, length: int) -> str:

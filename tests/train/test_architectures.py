@@ -145,6 +145,9 @@ def test_weights_of_another_architecture_continue_in_a_new_run(run, tiny_run):
     first = run(tiny_run(model__architecture="gpt2", run__name="first", train__max_steps=20))
     with pytest.raises(UserError, match=r"^model\.init_from: .*first is a gpt2, but model\.architecture is llama"):
         run(tiny_run(model__architecture="llama", model__init_from=first, run__name="other"))
+    with pytest.raises(UserError, match=r"^model\.overrides: the weights have another shape \(.*\)\.$"):
+        wider = {"model__overrides": "{n_inner: 48}", "run__name": "wider"}
+        run(without_tokenizer(tiny_run(model__architecture="gpt2", model__init_from=first, **wider)))
     options = {"model__architecture": "gpt2", "model__init_from": first, "run__name": "second"}
     second = run(without_tokenizer(tiny_run(**options, train__max_steps=4)))
     before, after = (read_rows(folder / "metrics.jsonl") for folder in (first, second))
