@@ -187,7 +187,7 @@ def test_names_that_hold_no_weights_are_one_line(exported, tmp_path):
     with pytest.raises(UserError, match=r"^model.init_from: .*config.json is not a JSON object"):
         taken(f"--model.init_from={weights}")
     (weights / "config.json").write_text('{"model_type": "opt"}')
-    with pytest.raises(UserError, match=r"^model.init_from: OPTConfig .* these can: Apertus,.* architecture opt\.$"):
+    with pytest.raises(UserError, match=r"^model.init_from: OPTConfig cannot .* Apertus,.* model.architecture opt\.$"):
         taken(f"--model.init_from={weights}")
 
 
