@@ -77,8 +77,9 @@ def pass_bytes(
     """
     device = device if device == "cpu" or torch.cuda.is_available() else "cpu"
     rows = 1
-    if not attention_contexts(config, sequence) and sequence > _ROW_OF_RECURRENT_LAYERS:
-        rows, sequence = -(-sequence // _ROW_OF_RECURRENT_LAYERS), _ROW_OF_RECURRENT_LAYERS
+    row = getattr(config, "chunk_size", _ROW_OF_RECURRENT_LAYERS)  # Mamba-2 pads shorter rows
+    if not attention_contexts(config, sequence) and sequence > row:
+        rows, sequence = -(-sequence // row), row
     shape = json.dumps(config.to_dict(), sort_keys=True, default=str)
     one = _measure(shape, rows, sequence, precision, checkpointing, device)
     if batch == 1:

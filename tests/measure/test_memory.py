@@ -308,10 +308,11 @@ def test_peak_matches_resident_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "mamba2", "opt"])
 def test_prediction_for_any_architecture_matches_live_bytes(name):
     """Four real sequences, predicted from fake passes over one and two, and for mamba from shorter rows."""
-    config = tiny_config(name, hidden_size=64).replace(batch__sequence_length=64, batch__tokens_per_step=256)
+    wider = {"num_heads": 8} if name == "mamba2" else {}
+    config = tiny_config(name, wider, hidden_size=64).replace(batch__sequence_length=64, batch__tokens_per_step=256)
     model = build_model(config, VOCABULARY, "cpu", bos_token_id=0, eos_token_id=0, pad_token_id=0).train()
     live = LiveBytes()
     for parameter in model.parameters():
