@@ -52,6 +52,7 @@ from hfgolf.optim.groups import build_optimizer, group_table
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
 from hfgolf.publish.hub import HubPusher
+from hfgolf.publish.load import load_config
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.train.architectures import other_config
@@ -146,7 +147,7 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
         if resolved.config.train.cpu_threads == "auto":
             resolved = resolved.resolve("auto", train__cpu_threads=threads)
         tune_memory()
-    if resolved.config.model.architecture != "golf":
+    if resolved.config.model.architecture != "golf" and not origin:
         other_config(resolved.config, vocab_size=1)  # raises if it is wrong, before any data is read
     accelerator = _build_accelerator(resolved.config)
     if origin:
@@ -222,8 +223,9 @@ def _build(
     resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCache, folder: RunFolder, origin: _Origin | None
 ) -> _Learner:
     """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
-    _require_room(resolved.config, len(tokens.tokenizer), accelerator)
-    raw_model = _build_model(resolved.config, tokens, accelerator.device)
+    building = _building_config(resolved.config, origin)
+    _require_room(building, len(tokens.tokenizer), accelerator)
+    raw_model = _build_model(building, tokens, accelerator.device)
     init_from = origin.identity.get("init_from") if origin else None
     if resolved.config.model.init_from is not None and not origin:
         init_from = load_weights(resolved.config, raw_model, tokens)
@@ -262,6 +264,15 @@ def _require_native(hub: HubConfig, model: PreTrainedModel) -> None:
         find_architecture(model.config)
     except UserError as error:
         raise UserError(f"hub.format: {error}") from None
+
+
+def _building_config(config: RunConfig, origin: _Origin | None) -> RunConfig:
+    """Return the config to build the model from. A resumed run finds another architecture in its checkpoint."""
+    if config.model.architecture == "golf" or not origin:
+        return config
+    saved = str(origin.checkpoint)
+    kind = load_config(saved, "train.resume").model_type
+    return config.replace(model__architecture=kind, model__init_from=saved)
 
 
 def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) -> None:
