@@ -153,6 +153,8 @@ def load_corpus(data: DataConfig) -> Corpus:
     bytes_files = match_files(data, "val_bytes_files", "bytes")
     if any(file.endings[0] in (*TABLES, ".zip") for file in files):
         identity["text_column"] = data.text_column
+    if any(TABLES.get(file.endings[0]) == "csv" for file in files):
+        identity["csv_cells"] = "as written"  # older caches lack the texts that pandas takes for missing cells
     try:
         states = {file.path: file_state(file.path) for file in [*files, *bytes_files]}
         hashes = file_hashes(states, cache_folder(data) / "hashes.json")

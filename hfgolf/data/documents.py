@@ -160,7 +160,10 @@ def _readable_by_datasets(file: SourceFile, opener: Opener, scratch: Path) -> It
 def _load_table(path: Path, ending: str) -> Any:
     from datasets import load_dataset
 
-    kind, options = TABLES[ending], {"delimiter": "\t"} if ending == ".tsv" else {}
+    kind = TABLES[ending]
+    # otherwise pandas takes a text such as NA or null for a missing cell
+    options = {"keep_default_na": False} if kind == "csv" else {}
+    options |= {"delimiter": "\t"} if ending == ".tsv" else {}
     try:  # streaming reads the file in place, without a second copy in the datasets cache
         return load_dataset(kind, data_files=[str(path)], split="train", streaming=True, **options)
     except Exception as error:

@@ -100,6 +100,13 @@ def test_rows_are_documents(tmp_path, write, files_config, kind, ending, awkward
     assert "'text'" in message and "body" in message and "data.text_column" in message
 
 
+def test_no_text_of_a_csv_file_counts_as_missing(tmp_path, write, files_config):
+    """pandas would drop NA, null, nan and a dozen others."""
+    rows = write("rows.csv", "text\nNA\nnull\nnan\n\nlast\n")
+    documents = read(files_config(rows, val_files=[write("val.txt", "validation")]), tmp_path)
+    assert documents["train"] == ["NA", "null", "nan", "last"]
+
+
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
