@@ -162,7 +162,7 @@ def _load_table(path: Path, ending: str) -> Any:
 
     kind = TABLES[ending]
     # otherwise pandas takes a text such as NA or null for a missing cell
-    options = {"keep_default_na": False} if kind == "csv" else {}
+    options: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
     options |= {"delimiter": "\t"} if ending == ".tsv" else {}
     try:  # streaming reads the file in place, without a second copy in the datasets cache
         return load_dataset(kind, data_files=[str(path)], split="train", streaming=True, **options)
