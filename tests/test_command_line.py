@@ -149,7 +149,7 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
         ),
         (
             ["--data.source", "files"],
-            "data.files is empty, but data.source is files; name at least one path, glob or URL.",
+            "data.files is empty, but data.source is files; name at least one path, folder, glob or URL.",
         ),
         (["--golf.damping", "0"], "golf.damping: 0.0 is out of range; allowed: 0.0001 to 1."),
         (

@@ -39,7 +39,7 @@ def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokeniz
     like `load_model`, or if the tokenizer cannot be loaded.
     """
     model = load_model(name_or_path)
-    with _loading(f"the tokenizer of {name_or_path}", "--model"):
+    with _loading(name_or_path, "--model", "the tokenizer of "):
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
         tokenizer("a text")  # an invalid vocabulary fails only when it is used
     if isinstance(model, GolfForCausalLM):
@@ -92,14 +92,15 @@ def load_config(name_or_path: str, key: str = "--model") -> PreTrainedConfig:
 
 
 @contextmanager
-def _loading(what: str, key: str) -> Iterator[None]:
+def _loading(name: str, key: str, part: str = "") -> Iterator[None]:
     """Silence transformers, and turn its errors into a UserError."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         yield
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: depends on what is broken
-        raise UserError(f"{key}: cannot load {what}: {_reason(error)}.") from None
+        there = "" if Path(name).is_dir() else "no such folder here, and from the Hub: "
+        raise UserError(f"{key}: cannot load {part}{name}: {there}{_reason(error)}.") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
 

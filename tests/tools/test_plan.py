@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_export import build_tiny
 
 from hfgolf.command_line import load_config
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.hardware import find_device
 from hfgolf.measure.flops import token_flops
+from hfgolf.publish.export import export_model
 from hfgolf.tools import plan
 from hfgolf.tools.plan import (
     Machine,
@@ -193,10 +195,13 @@ def numbers(said: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
-def test_every_shipped_config_has_a_plan(script, tiny_run, name):
+def test_every_shipped_config_has_a_plan(script, tiny_run, tmp_path, name):
     """With the config's own model, batch, optimizer and length, on the tests' text."""
     of_data = [option for option in tiny_run() if option.startswith("--data.")]
     own = ["--data.hub_name=null", "--data.hub_config=null", "--data.max_documents=null", "--tokenizer.kind=byte"]
+    if name == "finetune.yaml":  # its model comes from a run
+        export_model(*build_tiny(), tmp_path / "weights", "")
+        own += [f"--model.init_from={tmp_path / 'weights'}"]
     planned = numbers(script("--config", ROOT / "configs" / name, *of_data, *own, "--json", "--tokens_per_second", 1e5))
     length = planned["length"]
     assert planned["fits"] and length["steps"] > 0
