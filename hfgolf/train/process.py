@@ -50,11 +50,13 @@ def resolve_precision(resolved: ResolvedConfig, before: str | None = None) -> Re
 def processes() -> PartialState:
     """Return this process's rank, the number of processes and the device, before there is an Accelerator.
 
-    Raises UserError if accelerate does not see the processes that the launcher started: each would train alone.
+    Raises UserError if accelerate does not see the processes that the launcher started (each would train alone), or if
+    it was told to shard the model in a way that does not work here.
     """
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
+    _refuse_other_sharding()
     started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else None
     if started and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, accelerate ignores what torchrun says on a CPU
@@ -66,6 +68,17 @@ def processes() -> PartialState:
             f" {state.device.type}; start one process, or set ACCELERATE_USE_CPU=true to train on the CPU."
         )
     return state
+
+
+def _refuse_other_sharding() -> None:
+    """Raise UserError for DeepSpeed and FSDP1, which accelerate would let fail with a traceback."""
+    from accelerate.utils import parse_flag_from_env
+
+    instead = "start with `accelerate launch --use_fsdp --fsdp_version 2`, or with neither for a full copy on each GPU"
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise UserError(f"accelerate: hfgolf does not train with DeepSpeed; {instead}.")
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UserError(f"accelerate: FSDP version 1, its default, flattens the matrices that Muon needs; {instead}.")
 
 
 def processes_asked_of_accelerate() -> int | None:

@@ -20,6 +20,7 @@ from hfgolf.model import causal_blocks
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import process
 from hfgolf.train.compilation import should_compile
+from hfgolf.train.setup import set_up
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -193,6 +194,24 @@ def test_processes_that_accelerate_cannot_join_are_refused(monkeypatch):
     monkeypatch.setattr("accelerate.PartialState", lambda cpu: SimpleNamespace(num_processes=1, device=CPU))
     with pytest.raises(UserError, match="WORLD_SIZE: 2 processes were started, but accelerate can use only 1 on"):
         process.processes()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "hfgolf does not train with DeepSpeed; start with"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1, its default, flattens the matrices that Muon needs; start"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1, its default, flattens"),
+    ],
+)
+def test_sharding_that_cannot_work_is_refused_before_anything_is_written(
+    monkeypatch, tiny_run, tmp_path, launcher, said
+):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^accelerate: .*{said}.*--use_fsdp --fsdp_version 2"):
+        set_up(load_config(tiny_run()))
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
