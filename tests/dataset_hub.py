@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from datasets import Dataset
+
 REVISION = "a" * 40
+
+
+def said_with_dataset(name: str, columns: dict[str, Any], program: str, folder: Path) -> str:
+    """Serve a dataset, and return the last line that a Python program prints, whose argument is a new cache folder.
+
+    In a process of its own, because huggingface_hub reads its endpoint when it is imported.
+    """
+    written = io.BytesIO()
+    Dataset.from_dict(columns).to_parquet(written)
+    with serving_dataset(name, {"train.parquet": written.getvalue()}) as endpoint:
+        of_hub = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        environment = os.environ | of_hub | {"HF_HOME": str(folder / "home")}
+        command = [sys.executable, "-c", program, str(folder / "cache")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
 
 
 @contextmanager

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from dataset_hub import serving_dataset
+from dataset_hub import said_with_dataset
 from datasets import Dataset
 from tiny_export import build_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -362,23 +358,10 @@ print(json.dumps([[stream.tokens.tolist(), stream.is_target.tolist()] for stream
 
 @pytest.mark.slow
 def test_hub_dataset_with_messages(tmp_path):
-    """A process of its own, because huggingface_hub reads its endpoint when it is imported."""
     rows = [[message("user", f"question {number}"), message("assistant", f"answer {number}")] for number in range(40)]
-    written = io.BytesIO()
-    Dataset.from_dict({"messages": rows}).to_parquet(written)
-    with serving_dataset("somebody/chat", {"train.parquet": written.getvalue()}) as endpoint:
-        environment = {
-            **os.environ,
-            "HF_ENDPOINT": endpoint,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-        }
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "cache")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    said = said_with_dataset("somebody/chat", {"messages": rows}, SCRIPT, tmp_path)
     answers = []
-    for ids, is_target in json.loads(done.stdout.splitlines()[-1]):
+    for ids, is_target in json.loads(said):
         answered = np.array(ids)[np.array(is_target) == 1]
         answers += [
             bytes(part[part != END].tolist()) for part in np.split(answered, np.flatnonzero(answered == END) + 1)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from dataset_hub import serving_dataset
+from dataset_hub import said_with_dataset
 from datasets import Dataset
 
 from hfgolf.command_line import load_config
@@ -142,21 +138,8 @@ print(json.dumps([tokens.train.tokens.tolist(), tokens.val.tokens.tolist()]))
 
 @pytest.mark.slow
 def test_hub_dataset_with_ids(tmp_path):
-    """A process of its own, because huggingface_hub reads its endpoint when it is imported."""
-    written = io.BytesIO()
-    Dataset.from_dict({"input_ids": ROWS}).to_parquet(written)
-    with serving_dataset("somebody/tokens", {"train.parquet": written.getvalue()}) as endpoint:
-        environment = {
-            **os.environ,
-            "HF_ENDPOINT": endpoint,
-            "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-        }
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "cache")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    train, val = json.loads(done.stdout.splitlines()[-1])
+    said = said_with_dataset("somebody/tokens", {"input_ids": ROWS}, SCRIPT, tmp_path)
+    train, val = json.loads(said)
     parts = [part for ids in (train, val) for part in np.split(ids, np.flatnonzero(np.array(ids) == END))[1:]]
     assert sorted(part[1:].tolist() for part in parts) == sorted(ROWS)
 
