@@ -14,10 +14,13 @@ def main() -> None:
     resolved = load_config(description=__doc__)
     from hfgolf.data.token_cache import load_tokens
     from hfgolf.train.console import show_log
-    from hfgolf.train.init_from import take_architecture
 
     show_log(is_main_process=True)
-    config = take_architecture(resolved).config
+    config = resolved.config
+    if config.model.init_from is not None:
+        from hfgolf.train.init_from import take_architecture  # late: it imports models
+
+        config = take_architecture(resolved).config
     started_at = time.perf_counter()
     # memory-mapped: there is no training here that would need them in RAM
     tokens = load_tokens(dataclasses.replace(config.data, in_memory=False), config.tokenizer)
