@@ -49,6 +49,8 @@ IGNORE_INDEX = -100
 # chunk needs at least about C rows: with fewer, updating the (V, C) weight gradient costs as much as its matmuls.
 CHUNK_ELEMENTS_CPU = 2**24
 CHUNK_ELEMENTS_ACCELERATOR = 2**26
+# Rows per chunk in fp16: a gradient sums one number of at most |hidden| per row, and fp16 ends at 65,504.
+MAX_ROWS_FP16 = 2**14
 # Where the parameters start that are neither matrices nor norms, by name. query_gain starts at the config's number.
 _STARTS: dict[str, Any] = {
     "attention_scale": 1.0,
@@ -416,6 +418,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return hidden_gradient, weight_gradient, None, None, None, None
 
 
+def _head_rows(vocabulary: int, device: str, dtype: torch.dtype) -> int:
+    """Return the rows of the head in the products: tensor cores need a multiple of 64 for their fastest kernels."""
+    return vocabulary if device == "cpu" or dtype.itemsize > 2 else -(-vocabulary // 64) * 64
+
+
 def _nats_and_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, caps: tuple[Any, ...], wants_hidden: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -423,17 +430,21 @@ def _nats_and_gradients(
     device = hidden.device.type
     compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-    head = weight.to(compute_dtype)
+    vocabulary = weight.shape[0]
+    padding = _head_rows(vocabulary, device, compute_dtype) - vocabulary
+    head = F.pad(weight.to(compute_dtype), (0, 0, 0, padding)) if padding else weight.to(compute_dtype)
     nats = torch.zeros((), dtype=sum_dtype, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-    weight_gradient = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
+    weight_gradient = torch.zeros_like(head, dtype=sum_dtype) if wants_weight else None
     chunk_elements = CHUNK_ELEMENTS_CPU if device == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
-    rows = max(1, chunk_elements // weight.shape[0])
+    rows = max(1, chunk_elements // vocabulary)
+    if compute_dtype == torch.float16:
+        rows = min(rows, MAX_ROWS_FP16)
+    counts = (targets != IGNORE_INDEX)[:, None]
+    columns = (targets.clamp(min=0)[:, None], counts, -counts.to(sum_dtype))
     for start in range(0, hidden.shape[0], rows):
         chunk = hidden[start : start + rows].to(compute_dtype)
-        target = targets[start : start + rows, None]
-        counted = target != IGNORE_INDEX
-        target = target.clamp(min=0)
+        target, counted, minus_counted = (column[start : start + rows] for column in columns)
         logits = (chunk @ head.T).to(sum_dtype)
         if soft_cap is not None:
             cap = soft_caps(logits, soft_cap, soft_cap_negative)
@@ -441,13 +452,18 @@ def _nats_and_gradients(
             squashed = squash(logits, soft_cap_form)
             kept = logits if soft_cap_form == "poly5" else squashed  # what the slope is computed from
             logits = squashed * cap
+        if padding:
+            logits[:, vocabulary:] = -math.inf
         logits = logits.log_softmax(dim=-1)  # reuse the name, so that the raw logits are freed
         nats -= (logits.gather(1, target) * counted).sum()
         if not (wants_hidden or wants_weight):
             continue
         # d loss / d logits = p - onehot(target), and 0 in ignored rows
         gradient = logits.exp_().mul_(counted)
-        gradient.scatter_add_(1, target, -counted.to(sum_dtype))
+        if torch.compiler.is_compiling():  # a comparison fuses with its neighbors, a scatter does not
+            gradient = gradient + (torch.arange(len(head), device=head.device) == target) * minus_counted
+        else:
+            gradient.scatter_add_(1, target, minus_counted)
         if soft_cap is not None:
             gradient *= _squash_slope(kept, soft_cap_form)
         gradient = gradient.to(compute_dtype)
@@ -458,7 +474,7 @@ def _nats_and_gradients(
                 torch.addmm(weight_gradient, gradient.T, chunk, out=weight_gradient)  # no second (V, C) matrix
             else:  # accumulate in fp32: a bf16 sum would round away the later chunks
                 weight_gradient += gradient.T @ chunk
-    weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+    weight_gradient = None if weight_gradient is None else weight_gradient[:vocabulary].to(weight.dtype)
     return nats, hidden_gradient, weight_gradient
 
 

@@ -115,7 +115,7 @@ def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
 
     run_once: runs a forward and backward pass, which triggers the compilation; it must have no side effects.
     """
-    model.compile()
+    model.compile(dynamic=False)  # else a halved micro-batch makes sizes symbolic, and the kernels slower
     try:
         run_once()
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:

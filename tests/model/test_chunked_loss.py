@@ -149,3 +149,52 @@ def test_ignored_rows_do_not_count_even_if_their_states_are_large():
     loud[targets == -100] = 1e4
     quiet = chunked_cross_entropy(hidden, weight, targets)
     torch.testing.assert_close(chunked_cross_entropy(loud, weight, targets), quiet)
+
+
+def test_fp16_gradients_of_many_rows_do_not_overflow(monkeypatch):
+    """Each row adds 1/2 to the gradient: as one fp16 product, 2^18 rows would give 131,072, beyond its 65,504."""
+    monkeypatch.setattr(modeling_golf, "CHUNK_ELEMENTS_CPU", 2**20)
+    rows = 2**18
+    hidden, weight = torch.ones(rows, 1), torch.zeros(2, 1, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        nats = chunked_cross_entropy(hidden, weight, torch.zeros(rows, dtype=torch.long))
+    (gradient,) = torch.autograd.grad(nats, weight)
+    assert gradient.flatten().tolist() == [-rows / 2, rows / 2]
+
+
+@pytest.mark.parametrize("caps", CAPS)
+def test_padded_head_changes_nothing(caps, monkeypatch):
+    """A GPU pads the head in 16 bits, because its products need even sizes; here the CPU is made to."""
+    hidden, weight, targets = build_operands()
+    expected = chunked_cross_entropy(hidden, weight, targets, *caps)
+    expected_gradients = torch.autograd.grad(expected, (hidden, weight))
+    monkeypatch.setattr(modeling_golf, "_head_rows", lambda vocabulary, device, dtype: vocabulary + 33)
+    actual = chunked_cross_entropy(hidden, weight, targets, *caps)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+    gradients = torch.autograd.grad(actual, (hidden, weight))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rows"),
+    [
+        ("cpu", torch.bfloat16, 50257),
+        ("cuda", torch.float32, 50257),
+        ("cuda", torch.bfloat16, 50304),
+        ("cuda", torch.float16, 50304),
+        ("xpu", torch.bfloat16, 50304),
+    ],
+)
+def test_head_is_padded_only_for_16_bit_products_of_an_accelerator(device, dtype, rows):
+    assert modeling_golf._head_rows(50257, device, dtype) == rows
+    assert modeling_golf._head_rows(50304, device, dtype) == 50304
+
+
+@pytest.mark.parametrize("caps", CAPS)
+def test_gradient_by_comparison_has_the_same_bits(caps, monkeypatch):
+    """A compiled loss compares where an eager one scatters."""
+    hidden, weight, targets = build_operands()
+    expected = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets, *caps), (hidden, weight))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    actual = torch.autograd.grad(chunked_cross_entropy(hidden, weight, targets, *caps), (hidden, weight))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)

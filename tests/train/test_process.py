@@ -19,7 +19,7 @@ from hfgolf.errors import UserError
 from hfgolf.model import causal_blocks
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import process
-from hfgolf.train.compilation import should_compile
+from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.setup import set_up
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +131,27 @@ def test_compiles_only_if_it_saves_time(monkeypatch):
     assert not should_compile(CPU, "bf16", 20.0)[0]
     monkeypatch.setattr("hfgolf.train.compilation.has_compiler", lambda device: False)
     assert should_compile(CPU, "no", 3600.0) == (False, "there is no compiler for this device")
+
+
+def test_halved_micro_batch_compiles_for_its_own_size(monkeypatch):
+    """By default, torch.compile makes a size symbolic that changes, and kernels for any size are slower."""
+    kinds = []
+
+    def record(graph, inputs):
+        kinds.append([type(each) for each in inputs])
+        return graph.forward
+
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: compile_module(self, backend=record, **kw))
+
+    class Double(torch.nn.Module):  # torch does not compile its own modules alone
+        def forward(self, x):
+            return 2 * x
+
+    model = Double()
+    for size in (4, 2):
+        compile_in_place(model, lambda size=size: model(torch.zeros(size, 3)))
+    assert kinds == [[torch.Tensor], [torch.Tensor]], "a torch.SymInt is a symbolic size"
 
 
 @pytest.mark.slow
