@@ -572,7 +572,8 @@ class TrainConfig:
     max_minutes: float | None = None
     """Minutes of training, including compilation and evaluation; the schedule then spans these minutes."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """null: the setting of `accelerate` if there is one, else bf16 if the hardware is fast at it, else no (fp32)."""
+    """null: the setting of `accelerate` if there is one, else bf16 if the hardware is fast at it, else fp16 on a GPU of
+    compute capability 7 (V100, T4), else no (fp32)."""
     compile: Literal["auto", True, False] = "auto"
     """Use torch.compile; auto: if a compiler is available and the run is long enough to pay for compiling."""
     cpu_threads: int | Literal["auto"] = "auto"

@@ -74,21 +74,27 @@ def fast_product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_fast else torch.float32
 
 
+def has_fast_fp16_only(device: torch.device) -> bool:
+    """Return whether a GPU multiplies fp16 natively but not bf16: Volta and Turing, such as V100 and T4."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 7
+
+
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or the model name of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    """Return the name of a GPU, or the model name of the CPU. Of other devices, the CPU's with the kind of device."""
+    if device.type in ("cuda", "xpu"):
+        return str(torch.get_device_module(device).get_device_name(device))
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     models = (" ".join(line.partition(":")[2].split()) for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
+    name = next(models, platform.processor() or platform.machine())
+    return name if device.type == "cpu" else f"{name} ({device.type})"
 
 
 def accelerator_name() -> str:
     """Return the name of this machine's GPU, or of its CPU if there is no GPU."""
-    return device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return device_name(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
 
 
 def fingerprint() -> dict[str, Any]:
@@ -229,8 +235,8 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, size: int | No
 
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done its work; a CPU is never behind."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _read_peaks(path: Path) -> dict[str, float]:

@@ -137,3 +137,16 @@ def test_unwritable_home_only_disables_the_cache(measure, tmp_path):
     (tmp_path / "home").write_text("a file where a folder should be")
     assert measure(2e9) == 2e9
     assert measure(1e9) == 1e9
+
+
+def test_any_accelerator_is_waited_for_and_named(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for kind in ("cpu", "mps", "xpu", "cuda"):
+        hardware.synchronize(torch.device(kind))
+    assert [device.type for device in waited] == ["mps", "xpu", "cuda"]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    assert hardware.accelerator_name() == f"{hardware.device_name(CPU)} (mps)"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: "Intel Arc")
+    assert hardware.accelerator_name() == "Intel Arc"

@@ -125,16 +125,21 @@ def evaluate_plan(
 
     The ranks share the windows and add up their losses in fp64. No window counts twice, as it would with even_batches.
     """
-    nats = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    nats = _zero_nats(accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     with evaluation_mode(model):
         for batch in _labeled_batches(stream, plan, batch_size, rank, world):
             before_batch()
             input_ids, shift_labels = (values.to(accelerator.device) for values in batch)
             with accelerator.autocast():
-                nats += summed_nats(model, input_ids, shift_labels)
+                nats += summed_nats(model, input_ids, shift_labels).to(nats.device)
     num_tokens = plan.num_scored if stream.is_target is None else int(stream.is_target[plan.targets()].sum())
     return Evaluation(accelerator.reduce(nats, "sum").item(), num_tokens, num_bytes)
+
+
+def _zero_nats(device: torch.device) -> Tensor:
+    """Return 0 in fp64: on the device, or on the host for devices that may have no fp64, as MPS."""
+    return torch.zeros((), dtype=torch.float64, device=device if device.type == "cuda" else "cpu")
 
 
 def _labeled_batches(

@@ -386,7 +386,7 @@ def _query_nvml(query: Callable[[torch.device], int], device: torch.device) -> i
     except ModuleNotFoundError:
         _warn_that_nvml_is_missing()
         return None
-    except RuntimeError:
+    except Exception:  # NVML's own errors are no RuntimeError: not supported under MIG, vGPU or WSL
         return None
 
 

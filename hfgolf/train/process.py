@@ -14,7 +14,7 @@ import torch
 
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.errors import UserError
-from hfgolf.hardware import accelerator_name, cpu_cores, fast_product_dtype
+from hfgolf.hardware import accelerator_name, cpu_cores, fast_product_dtype, has_fast_fp16_only
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -23,17 +23,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
 def resolve_precision(resolved: ResolvedConfig, before: str | None = None) -> ResolvedConfig:
-    """Decide train.mixed_precision if it is null: accelerate's setting, else bf16 if it is fast here, else no.
+    """Decide train.mixed_precision if it is null: accelerate's setting, else bf16 or fp16 if fast here, else no.
 
     before: the precision of the run that this one resumes; accelerate's setting takes precedence over it.
     Raises UserError for a precision that accelerate would silently ignore (fp16 on a CPU) or that does not exist here.
     """
     if resolved.config.train.mixed_precision is None:
-        is_fast = fast_product_dtype(torch.device(_device_type())) == torch.bfloat16
+        device = processes().device
+        halves = "fp16" if has_fast_fp16_only(device) else "no"
         choices = {
             "accelerate": _accelerate_precision(),
             "the run so far": before,
-            "auto": "bf16" if is_fast else "no",
+            "auto": "bf16" if fast_product_dtype(device) == torch.bfloat16 else halves,
         }
         source, choice = next((source, choice) for source, choice in choices.items() if choice)
         resolved = resolved.resolve(source, train__mixed_precision=choice)

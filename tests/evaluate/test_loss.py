@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
-from hfgolf.evaluate.loss import evaluate_loss, evaluate_plan, plan_documents
+from hfgolf.evaluate.loss import _zero_nats, evaluate_loss, evaluate_plan, plan_documents
 from hfgolf.evaluate.windows import plan_windows
 
 
@@ -164,3 +164,9 @@ def test_only_masked_targets_count(build_model, stream, accelerator, budget, wor
 
 def test_text_without_bytes_has_no_bits_per_byte():
     assert math.isnan(Evaluation(nats=2.0, num_tokens=2, num_bytes=0).bits_per_byte)
+
+
+@pytest.mark.parametrize(("device", "place"), [("mps", "cpu"), ("xpu", "cpu"), ("cpu", "cpu")])
+def test_nats_are_summed_in_fp64_on_the_host_if_the_device_may_have_no_fp64(device, place):
+    nats = _zero_nats(torch.device(device))
+    assert (nats.dtype, nats.device.type) == (torch.float64, place)

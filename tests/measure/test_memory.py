@@ -299,6 +299,18 @@ def test_missing_gpu_monitor_is_reported_once(monkeypatch, caplog):
     assert memory.gpu_utilization(torch.device("cpu")) is None and len(caplog.messages) == 1
 
 
+def test_gpu_that_does_not_say_its_utilization_does_not_end_a_run(monkeypatch):
+    class NotSupported(Exception):
+        """NVML's own errors derive from Exception: a slice of a GPU (MIG), a vGPU and WSL raise this one."""
+
+    def refuse(device):
+        raise NotSupported("Not Supported")
+
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", refuse)
+    assert memory.gpu_utilization(torch.device("cuda")) is memory.gpu_memory_bytes(torch.device("cuda")) is None
+
+
 def test_peak_matches_resident_memory():
     before = memory.used_memory_bytes(torch.device("cpu"))
     block = torch.ones(3 * 10**8, dtype=torch.uint8)

@@ -18,7 +18,7 @@ from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.model import causal_blocks
 from hfgolf.run.metrics import read_rows
-from hfgolf.train import process
+from hfgolf.train import process, setup
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.setup import set_up
 
@@ -79,6 +79,34 @@ def test_precision_defaults_to_the_hardware(monkeypatch, fast, outcome):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(process, "fast_product_dtype", lambda device: fast)
     assert resolved().config.train.mixed_precision == outcome
+
+
+@pytest.mark.parametrize(
+    ("capability", "fast", "outcome"),
+    [
+        ((7, 0), torch.float32, "fp16"),
+        ((7, 5), torch.float32, "fp16"),
+        ((6, 1), torch.float32, "no"),
+        ((9, 0), torch.bfloat16, "bf16"),
+    ],
+)
+def test_gpu_without_bf16_trains_in_fp16(monkeypatch, capability, fast, outcome):
+    """A T4 has 8 TFLOP/s in fp32 and 65 in fp16."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(process, "processes", lambda: gpu)
+    monkeypatch.setattr(process, "fast_product_dtype", lambda device: fast)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    answer = resolved()
+    assert (answer.config.train.mixed_precision, answer.sources["train.mixed_precision"]) == (outcome, "auto")
+
+
+@pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), ("fp16", 0), ("no", 0)])
+def test_emulated_bf16_is_warned_of(monkeypatch, caplog, precision, lines):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    gpu = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    setup._log_environment(gpu, load_config(["--train.max_steps=1", f"--train.mixed_precision={precision}"]))
+    assert len([line for line in caplog.messages if "only emulates bf16" in line]) == lines
 
 
 def test_unsupported_accelerate_precision_is_one_line(launched_by):
