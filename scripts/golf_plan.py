@@ -97,7 +97,7 @@ def find_speed(arguments: argparse.Namespace, runs: "Sequence[Outcome]") -> "Thr
     if arguments.device is None:
         machine = this_machine("bf16", arguments.processes)
     elif device := find_device(arguments.device):
-        machine = machine_with(device, "bf16" if device.has_bf16 else "no", arguments.processes)
+        machine = machine_with(device, "bf16" if device.has_bf16 else "fp16", arguments.processes)
     else:
         known = ", ".join(device.name for device in DEVICES)
         raise UserError(f"--device: {arguments.device} is not in the table; known: {known}.")

@@ -119,7 +119,7 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
         raise UserError(f"--device: {name} is not in the table; known: {known}.")
     config = resolved.config
     if config.train.mixed_precision is None:
-        config = config.replace(train__mixed_precision="bf16" if device.has_bf16 else "no")
+        config = config.replace(train__mixed_precision="bf16" if device.has_bf16 else "fp16")
     return config, machine_with(device, str(config.train.mixed_precision), processes)
 
 

@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 # The most tokens in a micro-batch on a CPU. Larger ones exceed the cache: configs/small.yaml ran forward and backward
 # at 3,600, 3,360 and 3,200 tokens/s with 1,024, 2,048 and 4,096 tokens (2 cores, AVX-512, fp32, best of several steps).
 MAX_CPU_TOKENS = 2048
+# The same on a GPU: torch.compile unrolls the chunks of the loss. Steps with 2, 16 and 48 chunks compiled in 33, 64 and
+# 147 s on two CPU cores. What it costs in speed has not been measured.
+MAX_GPU_TOKENS = 2**16
 # The rest is for the allocator, the kernels' workspaces and other programs.
 USABLE_SHARE = 0.8
 # The heap that glibc loses to fragmentation: a constant, plus a share of what each step allocates and frees.
@@ -408,7 +411,7 @@ def choose_micro_batch_size(
     batch.accumulation_steps(1, num_processes)  # raises if no micro-batch can divide the step
     budget = int(free_bytes * USABLE_SHARE)
     for size in reversed(batch.micro_batch_sizes(num_processes)):
-        if device == "cpu" and size > 1 and size * batch.sequence_length > MAX_CPU_TOKENS:
+        if size > 1 and size * batch.sequence_length > (MAX_CPU_TOKENS if device == "cpu" else MAX_GPU_TOKENS):
             continue
         if run_memory(config, model, size, num_processes, device).peak <= budget:
             return size

@@ -15,6 +15,7 @@ from hfgolf.measure import memory
 from hfgolf.measure.fake_pass import LiveBytes
 from hfgolf.measure.memory import (
     MAX_CPU_TOKENS,
+    MAX_GPU_TOKENS,
     USABLE_SHARE,
     block_bytes,
     choose_micro_batch_size,
@@ -232,6 +233,12 @@ def test_cpu_micro_batch_stays_in_the_cache():
     config = gpu_config()
     model = meta_model(config, 50_257, "cpu")
     assert choose_micro_batch_size(config, model, 1, "cpu", 2**50) * 1024 == MAX_CPU_TOKENS
+
+
+def test_gpu_micro_batch_stays_short_enough_to_compile():
+    config = gpu_config()
+    model = meta_model(config, 50_257, "cuda")
+    assert choose_micro_batch_size(config, model, 1, "cuda", 2**50) * 1024 == MAX_GPU_TOKENS
 
 
 def test_processes_split_the_batch():

@@ -246,7 +246,7 @@ def test_script_plans_for_an_absent_gpu(script, tiny_run):
     assert planned["precision"] == "bf16"
     assert planned["machine"]["peak_flops"] == 312e12
     assert planned["machine"]["free_bytes"] == 80e9
-    assert numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "T4", "--json"))["precision"] == "no"
+    assert numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "T4", "--json"))["precision"] == "fp16"
 
 
 def test_script_can_measure_the_speed(script, tiny_run):
