@@ -10,12 +10,13 @@ Owns what is in a checkpoint:
     train_state.json           TrainState: steps, tokens, blocks read, the best loss
     run.json                   what makes the run this run: config, text, tokenizer, decisions (identity.py)
     config.json, *_golf.py, generation_config.json, tokenizer*
-                               the other files that `from_pretrained` needs; not if the weights are sharded
+                               the other files that `from_pretrained` needs
     manifest.json              sizes and sha256 of all of these (store.py)
 
 A thread writes them while the run computes the next gradients. The next update waits until they are written, but not
-until they are hashed and synced to disk. A GPU's tensors are first copied to the host, so that no update waits. Does
-not know when to save (train/loop.py) or which checkpoint to load (store.py).
+until they are hashed and synced to disk. A GPU's tensors are first copied to the host, so that no update waits. FSDP2's
+shards are gathered on the host of the main process, so a checkpoint is the same for any number and kind of processes.
+Does not know when to save (train/loop.py) or which checkpoint to load (store.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import logging
 import pickle
 import random
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.checkpointing import load_accelerator_state
 from accelerate.utils import clean_state_dict_for_safetensors, gather_object, load
 from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from safetensors.torch import load_file, load_model, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hfgolf.checkpoint.identity import RUN_NAME, has_other_data, read_identity
@@ -59,12 +61,12 @@ from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
+from hfgolf.optim.shards import copy_full, full_tensor, is_sharded, local_shards, on_any_rank
 from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 
 EMA_NAME = "ema.safetensors"
-_REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 @dataclass(eq=False)
@@ -85,7 +87,7 @@ class Checkpointer:
     """{name: content} of the other files that `from_pretrained` needs."""
 
     def __post_init__(self) -> None:
-        self._is_replicated = self.accelerator.distributed_type in _REPLICATED
+        self._is_sharded = self.accelerator.distributed_type == DistributedType.FSDP
         self._copies: dict[tuple[str, ...], Tensor] = {}
         """Pinned host copies of a GPU's tensors, reused by each save."""
         self._tensors_released = Event()
@@ -95,8 +97,8 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[Any] | None = None
         self._failures: list[str] = []
-        if self._is_replicated:  # load into the unwrapped model: a wrapper's keys depend on the number of processes
-            self.accelerator.register_load_state_pre_hook(self._load_weights)
+        # load into the unwrapped model: a wrapper's keys depend on the number of processes
+        self.accelerator.register_load_state_pre_hook(self._load_weights)
 
     def save(self, is_best: bool, before_commit: Callable[[], None] = lambda: None) -> None:
         """Start writing `step-NNNNNN` in the background. All ranks call it together.
@@ -113,13 +115,14 @@ class Checkpointer:
         if nonfinite is not None:
             self._failures.append(f"checkpoint of step {step} not written: {nonfinite} holds nonfinite values")
             return
-        write = self._prepare_write() if self._is_replicated else self._prepare_sharded_write()
+        write = self._prepare_write()
         if self.accelerator.is_main_process:
             self._write = self._thread.submit(self._commit, step, write, is_best, before_commit)
 
     def reserve(self) -> None:
         """Allocate the host memory for copies of a GPU's tensors, in the background because pinning it is slow."""
-        if self._is_replicated and self.accelerator.is_main_process and self.accelerator.device.type == "cuda":
+        accelerator = self.accelerator
+        if accelerator.is_main_process and accelerator.device.type == "cuda" and not self._is_sharded:
             self._write = self._thread.submit(self._copy_to_host, self._tensors())
 
     def wait(self) -> None:
@@ -149,7 +152,10 @@ class Checkpointer:
         own = checkpoint / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
         rates = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         try:
-            accelerator.load_state(str(checkpoint), map_location="cpu")
+            if self._is_sharded:
+                self._load_sharded(checkpoint)
+            else:
+                accelerator.load_state(str(checkpoint), map_location="cpu")
             states = load(own) if own.exists() else None
             if states is not None:
                 _check_random_states(states, own, accelerator.device)
@@ -186,14 +192,23 @@ class Checkpointer:
         load_model(self.model, Path(folder) / WEIGHTS_NAME, device="cpu")
         models.clear()  # accelerate would load the models left in this list
 
+    def _load_sharded(self, checkpoint: Path) -> None:
+        """Load the files of a checkpoint, each whole, and keep this rank's shards of them."""
+        accelerator = self.accelerator
+        load_weights(self.model, load_file(checkpoint / WEIGHTS_NAME))
+        settings = (accelerator.process_index, accelerator.scaler, "cpu")
+        load_accelerator_state(str(checkpoint), [], [self.optimizer], [], [], *settings)
+
     def _tensors(self) -> dict[str, Any]:
-        """Return the state on the device to save, by file name."""
-        contents = {
-            WEIGHTS_NAME: clean_state_dict_for_safetensors(self.model.state_dict()),
-            f"{OPTIMIZER_NAME}.bin": self.optimizer.state_dict(),
-        }
+        """Return the state on the device to save, by file name. If it is sharded, all ranks call it."""
+        contents: dict[str, Any] = {WEIGHTS_NAME: self.model.state_dict(keep_vars=self._is_sharded)}
+        contents[f"{OPTIMIZER_NAME}.bin"] = self.optimizer.state_dict()
         if self.ema is not None:
             contents[EMA_NAME] = self.ema.state_dict()
+        if self._is_sharded:
+            contents = gathered(contents, self.accelerator.is_main_process)
+        if self.accelerator.is_main_process:
+            contents[WEIGHTS_NAME] = clean_state_dict_for_safetensors(contents[WEIGHTS_NAME])
         return contents
 
     def _prepare_write(self) -> Callable[[Path], None]:
@@ -201,12 +216,13 @@ class Checkpointer:
         accelerator = self.accelerator
         random_states = gather_object([_random_states(accelerator.step)])
         json_files = self._json_files()  # now: the state changes with the next step
-        contents = self._tensors() if accelerator.is_main_process else {}
-        copies = self._copy_to_host(contents) if accelerator.device.type == "cuda" else None
+        contents = self._tensors() if accelerator.is_main_process or self._is_sharded else {}
+        on_gpu = accelerator.device.type == "cuda" and not self._is_sharded
+        copies = self._copy_to_host(contents) if on_gpu else None
         if copies is not None:
             contents = copies
             torch.cuda.synchronize()  # the copies are asynchronous
-        elif accelerator.is_main_process:
+        elif accelerator.is_main_process and not self._is_sharded:
             self._tensors_released.clear()  # the thread writes the very tensors that the next update changes
         if accelerator.scaler is not None:
             contents[SCALER_NAME] = accelerator.scaler.state_dict()
@@ -237,22 +253,6 @@ class Checkpointer:
     def _wait_for_release(self, *hook_arguments: Any) -> None:
         """Wait until no save reads the tensors any more; the optimizer calls this before each update."""
         self._tensors_released.wait()
-
-    def _prepare_sharded_write(self) -> Callable[[Path], None]:
-        """Let accelerate save the shards now (no rank can copy them all); return a function that does the rest."""
-        accelerator, json_files = self.accelerator, self._json_files()
-        shards = self.folder / f".partial-shards-{self.state.step}"
-        accelerator.save_state(str(shards))
-        accelerator.wait_for_everyone()  # save_state has no barrier of its own at the end
-
-        def write(folder: Path) -> None:
-            for path in shards.iterdir():
-                path.rename(folder / path.name)
-            shards.rmdir()
-            for name, content in json_files.items():
-                (folder / name).write_bytes(content)
-
-        return write
 
     def _copy_to_host(self, contents: dict[str, Any]) -> dict[str, Any] | None:
         """Copy a GPU's tensors into pinned host memory, kept for the next save; None if there is no room for it."""
@@ -307,6 +307,43 @@ def _load_ema(ema: Ema, file: Path) -> None:
         ema.restart()
 
 
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load weights by name into a model that may be sharded; the others, such as tied ones, stay as they are."""
+    own = model.state_dict(keep_vars=True)
+    if not any(is_sharded(tensor) for tensor in own.values()):
+        model.load_state_dict(weights, strict=False)
+        return
+    for name, value in weights.items():
+        if value.shape != own[name].shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, but here it is {tuple(own[name].shape)}")
+        copy_full(own[name], value)
+
+
+@torch.no_grad()
+def gathered(tree: Any, keep: bool) -> Any:
+    """Return nested dicts, lists and tuples with each sharded tensor whole and on the host. All ranks call it.
+
+    keep: whether this rank needs the result; otherwise it has empty tensors in it. One tensor that is there twice stays
+    one, so that tied weights are.
+    """
+    whole: dict[int, Tensor] = {}
+
+    def gather(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: gather(value) for key, value in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(map(gather, node))
+        if not isinstance(node, Tensor):
+            return node
+        if id(node) not in whole:
+            full = full_tensor(node.detach())
+            whole[id(node)] = full.to("cpu", copy=True) if keep else torch.empty(0)
+        return whole[id(node)]
+
+    return gather(tree)
+
+
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf) for each tensor and plain value in nested dicts, lists and tuples."""
     if isinstance(tree, dict | list | tuple):
@@ -318,13 +355,14 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 @torch.no_grad()
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor that holds an infinity or a NaN."""
+    """Return the name of the first tensor that holds an infinity or a NaN. If they are sharded, all ranks call it."""
     names, tensors = zip(*named, strict=True)
-    norms = torch._foreach_norm(tensors)  # one pass and one device sync; on a CPU ten times as fast as isfinite
-    if torch.stack(norms).isfinite().all():
+    shards = local_shards(tensors)
+    norms = torch._foreach_norm(shards)  # one pass and one device sync; on a CPU ten times as fast as isfinite
+    if not on_any_rank(~torch.stack(norms).isfinite().all(), tensors):
         return None
     # a norm may overflow even if every value is finite
-    return next((name for name, x in zip(names, tensors, strict=True) if not x.isfinite().all()), None)
+    return next((n for n, x in zip(names, shards, strict=True) if on_any_rank(~x.isfinite().all(), tensors)), None)
 
 
 def _random_states(step: int) -> dict[str, Any]:

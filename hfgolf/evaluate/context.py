@@ -8,17 +8,30 @@ from contextlib import contextmanager
 from torch import nn
 
 from hfgolf.errors import UserError
+from hfgolf.optim.shards import reshard
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode for the `with` block, then restore its mode."""
+    """Put the model in evaluation mode for the `with` block, then restore its mode, and its shards under FSDP2."""
     was_training = model.training
     model.eval()
     try:
         yield
     finally:
         model.train(was_training)
+        reshard(model)
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run the model eagerly inside this context: other shapes would compile it again."""
+    compiled_call = model._compiled_call_impl  # set by Module.compile()
+    model._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled_call
 
 
 def max_positions(model: nn.Module) -> int | None:

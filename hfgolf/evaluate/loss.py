@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hfgolf.data.batches import evaluation_extent
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
-from hfgolf.evaluate.context import evaluation_mode
+from hfgolf.evaluate.context import evaluation_mode, uncompiled
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.evaluate.windows import IGNORED, Plan, batches, plan_windows
 from hfgolf.model.causal_lm import takes_shift_labels
@@ -127,7 +127,7 @@ def evaluate_plan(
     """
     nats = _zero_nats(accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
-    with evaluation_mode(model):
+    with evaluation_mode(model), uncompiled(model):
         for batch in _labeled_batches(stream, plan, batch_size, rank, world):
             before_batch()
             input_ids, shift_labels = (values.to(accelerator.device) for values in batch)
@@ -157,10 +157,9 @@ def _labeled_batches(
 
 def summed_nats(model: nn.Module, input_ids: Tensor, shift_labels: Tensor) -> Tensor:
     """Return the summed loss of all targets in nats, a scalar. input_ids, shift_labels: (B, T); labels are shifted."""
-    # .forward, because a compiled __call__ would compile again for evaluation
     if takes_shift_labels(model):  # chunked loss; num_items_in_batch=1 gives the sum instead of the mean
-        return model.forward(
+        return model(
             input_ids, shift_labels=shift_labels, num_items_in_batch=1, return_logits=False, use_cache=False
         ).loss
-    logits = model.forward(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
+    logits = model(input_ids=input_ids, use_cache=False).logits.float().flatten(0, 1)
     return F.cross_entropy(logits, shift_labels.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hfgolf.config import OptimConfig
 from hfgolf.errors import UserError
+from hfgolf.optim.shards import copy_full, is_sharded, local_shards
 from hfgolf.optim.state import state_dtype
 
 
@@ -50,7 +51,7 @@ class Ema:
     def update(self, step: int) -> None:
         """Update the averages with the parameters after `step` updates."""
         wide = [param.to(state_dtype(param)) for param in self._params.values()]  # no copy of fp32 parameters
-        torch._foreach_lerp_(list(self._averages.values()), wide, 1 - self.decay_at(step))
+        torch._foreach_lerp_(local_shards(self._averages.values()), local_shards(wide), 1 - self.decay_at(step))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -60,8 +61,11 @@ class Ema:
         share the averages' memory: evaluate and save, but do not train. Enter autocast inside the block, because it
         caches the weights that it has cast.
         """
+        if any(is_sharded(param) for param in self._params.values()):
+            with self._copied_in():
+                yield
+            return
         # Swap storages, not contents: this allocates nothing for fp32 weights and cannot fail halfway.
-        # Trap: FSDP2 would not notice the swap, because it gathers from its own view of the first storage.
         raw = {name: param.data for name, param in self._params.items()}
         averages = {name: average.to(raw[name].dtype) for name, average in self._averages.items()}
         try:
@@ -69,6 +73,18 @@ class Ema:
             yield
         finally:
             self._point_at(raw)
+
+    @contextmanager
+    def _copied_in(self) -> Iterator[None]:
+        """Do as `applied`, by copies of the shards: FSDP2 gathers from its own view of the parameters' storage."""
+        with torch.no_grad():
+            shards = local_shards(self._params.values())
+        raw = [shard.clone() for shard in shards]
+        try:
+            torch._foreach_copy_(shards, local_shards(self._averages.values()))
+            yield
+        finally:
+            torch._foreach_copy_(shards, raw)
 
     def _point_at(self, storages: dict[str, Tensor]) -> None:
         for name, param in self._params.items():
@@ -98,7 +114,7 @@ class Ema:
             if saved != own:
                 raise _mismatch(f"has shape {saved} for {name}, but here it is {own}")
         for name, average in self._averages.items():
-            average.copy_(state[name])
+            copy_full(average, state[name])
 
 
 def _mismatch(difference: str) -> UserError:

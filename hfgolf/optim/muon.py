@@ -20,7 +20,7 @@ from hfgolf.hardware import fast_product_dtype
 from hfgolf.optim.matrices import Split, bucket_by_shape, matrix_views
 from hfgolf.optim.orthogonalize import MIN_NORM, newton_schulz_polynomials, orthogonalize
 from hfgolf.optim.shards import full_tensor, is_sharded, local_shards, shard_like
-from hfgolf.optim.state import Group, State, matched_state, new_state, num_outputs, state_dtype
+from hfgolf.optim.state import Group, State, matched_state, new_state, num_outputs, placed_state, state_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -195,7 +195,8 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})
         for group, group_states in zip(self.param_groups, states, strict=True):
             for param, state in zip(group["params"], group_states, strict=True):
-                self.state[param] = {name: value.to(param.device) for name, value in state.items()}
+                if state:  # FSDP2 replaces the parameters: an empty entry would keep the unsharded ones alive
+                    self.state[param] = placed_state(group, param, state)
 
 
 def _decay_cautiously(params: list[Tensor], before: list[Tensor], rate: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -36,6 +36,31 @@ def shard_like(like: Any, full: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def copy_full(to: Any, full: Tensor) -> None:
+    """Copy a full tensor into a tensor that may be sharded. Every rank holds it, so nothing is communicated."""
+    with torch.no_grad():
+        local_shards([to])[0].copy_(shard_like(to, full.to(to.device)))
+
+
+def on_any_rank(flag: Tensor, tensors: Iterable[Tensor]) -> bool:
+    """Return whether a flag, read off these tensors, is true: on any rank if they are sharded; then all ranks call."""
+    if any(is_sharded(tensor) for tensor in tensors):
+        flag = flag.to(torch.int32)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    return bool(flag)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop the whole weights that FSDP2 keeps after a pass without gradients; the next pass gathers them again.
+
+    Otherwise that pass, and named_parameters(), would not see what has changed in the shards.
+    """
+    package = sys.modules.get("torch.distributed.fsdp")  # as in is_sharded
+    for module in model.modules() if package is not None else ():
+        if isinstance(module, package.FSDPModule):
+            module.reshard()
 
 
 def zeros_along(dim: int, param: Any, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfgolf.errors import UserError
-from hfgolf.optim.shards import zeros_along
+from hfgolf.optim.shards import copy_full, is_sharded, zeros_along
 from hfgolf.wording import join_words
 
 Group = dict[str, Any]
@@ -59,6 +59,16 @@ def new_state(group: Group, param: Tensor) -> State:
     if group["rule"] == "muon" and group["normuon_beta2"] is not None:
         state["row_mean_square"] = zeros_along(_output_dim(group), param, dtype)
     return state
+
+
+def placed_state(group: Group, param: Tensor, state: State) -> State:
+    """Return a saved state on the parameter's device, and sharded like it if the saved one is whole."""
+    if not is_sharded(param) or any(is_sharded(value) for value in state.values()):
+        return {name: value.to(param.device) for name, value in state.items()}
+    placed = new_state(group, param)
+    for name, value in state.items():
+        copy_full(placed[name], value)
+    return placed
 
 
 def matched_state(groups: list[Group], state_dict: dict[str, Any]) -> tuple[list[Group], list[list[State]]]:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfgolf.measure.flops import attention_contexts
+from hfgolf.optim.shards import reshard
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,9 +35,10 @@ def describe_attention(model: PreTrainedModel, accelerator: Accelerator, sequenc
     model.train()  # attention dropout affects SDPA's choice of backend
     try:
         with torch.random.fork_rng(devices), torch.no_grad(), accelerator.autocast(), seen:
-            model.base_model(input_ids=ids, use_cache=False)
+            model(input_ids=ids, shift_labels=ids.clone())  # as in training: FSDP2 gathers weights for no other call
     finally:
         model.train(was_training)
+        reshard(model)
     name = model.config._attn_implementation
     if seen.backend or name == "sdpa":
         name = f"{name}, SDPA's {seen.backend or 'math'} kernel"

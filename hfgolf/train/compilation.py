@@ -6,8 +6,8 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -84,7 +84,9 @@ def warm_up(run: Run) -> None:
         batch = {"input_ids": ids, "shift_labels": ids.clone()}
         if run.tokens.train.is_target is not None:
             batch["num_items_in_batch"] = torch.ones((), device=accelerator.device)
-        with torch.random.fork_rng([accelerator.device] if on_gpu else []), accelerator.no_sync(run.model):
+        # FSDP2 would keep the gradients of a pass without sync, and add them to those of the first step
+        without_sync = nullcontext() if run.is_sharded else accelerator.no_sync(run.model)
+        with torch.random.fork_rng([accelerator.device] if on_gpu else []), without_sync:
             accelerator.backward(run.model(**batch).loss)
         run.raw_model.zero_grad(set_to_none=True)
 
@@ -125,17 +127,6 @@ def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
         torch._dynamo.reset()
         logger.warning("compile: failed, continuing without it: %s", one_line(error)[:200])
         run_once()
-
-
-@contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run the model eagerly inside this context."""
-    compiled_call = model._compiled_call_impl
-    undo_compilation(model)
-    try:
-        yield
-    finally:
-        model._compiled_call_impl = compiled_call
 
 
 def undo_compilation(model: nn.Module) -> None:

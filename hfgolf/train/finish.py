@@ -13,8 +13,9 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
-from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_nonfinite
+from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_nonfinite, load_weights
 from hfgolf.checkpoint.store import (
     STATE_NAME,
     Rejected,
@@ -38,6 +39,7 @@ from hfgolf.run.record import read_run
 from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.run import Run
 from hfgolf.train.validation import evaluate, exported_weights, sample
+from hfgolf.train.whole import whole_model
 from hfgolf.wording import duration, gigabytes, one_line
 
 logger = logging.getLogger(__name__)
@@ -87,27 +89,28 @@ def conclude(run: Run) -> dict[str, Any]:
         summary["tokenizer_loss"] = run.tokens.tokenizer_loss
     if damaged_best:
         summary["damaged_best_step"] = damaged_best
-    if run.accelerator.is_main_process:
-        undo_compilation(run.raw_model)
-        text = sample(run, 100)
+    undo_compilation(run.raw_model)
+    model = whole_model(run)
+    if model is not None and run.accelerator.is_main_process:
+        text = sample(run, 100, model)
         summary |= {} if text is None else {"sample": text}
         summary |= run.stopwatch.row()
         summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # so far, for the report
         report_run(run, summary)
-        _export(run, summary)
+        _export(run, summary, model)
         show_summary(summary)
         run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
     run.tracker.finish()
     return summary
 
 
-def _export(run: Run, summary: dict[str, Any]) -> None:
+def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
     """Write the model's folder and summary.json. Raises UserError, saying what is left, if the disk is full."""
     try:
         picture = run.folder.report.with_suffix("") / "loss.png"
         pictures = [picture] if picture.is_file() else []
-        card = model_card(run.config, summary, pictures, run.raw_model)
-        export_model(run.raw_model, run.tokens.tokenizer, run.folder.model, card, pictures)
+        card = model_card(run.config, summary, pictures, model)
+        export_model(model, run.tokens.tokenizer, run.folder.model, card, pictures)
         # without the README, which a push edits
         exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})
         summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # with report and export
@@ -182,14 +185,18 @@ def show_summary(summary: dict[str, Any]) -> None:
 
 def push_in_training(run: Run) -> None:
     """Export the current weights, or their averages under ema_export, and push them while training continues."""
-    if not run.accelerator.is_main_process:
+    is_main = run.accelerator.is_main_process
+    if not (is_main or run.is_sharded):
         return
     folder = run.folder.path / "model-in-training"
     try:
         with exported_weights(run):
+            model = whole_model(run)
+            if model is None or not is_main:
+                return
             figures = {"step": run.state.step, "init_from": run.init_from}
-            card = model_card(run.config, figures, model=run.raw_model)
-            export_model(run.raw_model, run.tokens.tokenizer, folder, card)
+            card = model_card(run.config, figures, model=model)
+            export_model(model, run.tokens.tokenizer, folder, card)
     except (OSError, SafetensorError) as error:
         logger.warning("push at step %d failed: %s", run.state.step, one_line(error))
         return
@@ -224,7 +231,7 @@ def _take_best_weights(run: Run) -> tuple[int, int | None]:
         )
     else:
         weights, step = run.ema.state_dict() if averaged and run.ema else {}, run.state.step
-    run.raw_model.load_state_dict(weights, strict=False)  # not strict: the file holds tied weights only once
+    load_weights(run.raw_model, weights)
     return step, damaged_best
 
 

@@ -20,6 +20,7 @@ from hfgolf.checkpoint.state import rolled_back
 from hfgolf.checkpoint.store import newest_first, set_aside, step_of
 from hfgolf.data.batches import block_starts, stream_positions
 from hfgolf.errors import UserError
+from hfgolf.optim.shards import local_shards, on_any_rank
 from hfgolf.train.feed import blocks_per_epoch, start_batches
 from hfgolf.train.loss_watch import LossWatch
 from hfgolf.train.meter import StepResult
@@ -32,10 +33,14 @@ logger = logging.getLogger(__name__)
 def first_nonfinite_gradient(model: nn.Module) -> str:
     """Return the name of the first parameter to get a nonfinite gradient; the backward pass starts at the end.
 
-    Call it before clipping: a nonfinite norm would turn all gradients into NaN.
+    Call it before clipping: a nonfinite norm would turn all gradients into NaN. If gradients are sharded, all ranks
+    call it.
     """
     for name, parameter in reversed(list(model.named_parameters())):
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
+        if parameter.grad is None:
+            continue
+        (shard,) = local_shards([parameter.grad])
+        if on_any_rank(~shard.isfinite().all(), [parameter.grad]):
             return name
     return "no single parameter (the sum of the squares overflows)"
 

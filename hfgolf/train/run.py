@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -100,6 +100,11 @@ class Run:
         if not isinstance(self.raw_model, GolfForCausalLM):
             raise UserError(f"model.architecture: this needs golf, not {self.config.model.architecture}.")
         return self.raw_model
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds only its shards of the weights (FSDP2)."""
+        return self.accelerator.distributed_type == DistributedType.FSDP
 
     def decide(self, source: str, **values: Any) -> None:
         """Set `section__key=value` for the rest of the run, including its checkpoints."""

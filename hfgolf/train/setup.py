@@ -235,6 +235,9 @@ def _build(
     building = _building_config(resolved.config, origin)
     _require_room(building, len(tokens.tokenizer), accelerator)
     raw_model = _build_model(building, tokens, accelerator.device)
+    if accelerator.distributed_type == DistributedType.FSDP and not isinstance(raw_model, GolfForCausalLM):
+        name = resolved.config.model.architecture
+        raise UserError(f"model.architecture: {name} does not train under FSDP2, only golf does; start without it.")
     init_from = origin.identity.get("init_from") if origin else None
     if resolved.config.model.init_from is not None and not origin:
         init_from = load_weights(resolved.config, raw_model, tokens)

@@ -7,16 +7,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from accelerate import DistributedType
+from transformers import PreTrainedModel
 
 from hfgolf.data.batches import Stream
 from hfgolf.data.chat import stop_ids
 from hfgolf.evaluate.bits_per_byte import Evaluation
+from hfgolf.evaluate.context import uncompiled
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_ids, generate_text
 from hfgolf.redact import redact
-from hfgolf.train.compilation import uncompiled
 from hfgolf.train.run import Run
+from hfgolf.train.whole import whole_model
 from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
@@ -116,26 +117,25 @@ def rounded_weights(run: Run) -> AbstractContextManager[None]:
 
 def write_sample(run: Run) -> None:
     """Sample train.sample_tokens tokens from the model and record the text as an event."""
-    max_new_tokens, accelerator = run.config.train.sample_tokens, run.accelerator
-    if max_new_tokens is None or not accelerator.is_main_process:
+    max_new_tokens, is_main = run.config.train.sample_tokens, run.accelerator.is_main_process
+    if max_new_tokens is None or not (is_main or run.is_sharded):
         return
-    if accelerator.distributed_type == DistributedType.FSDP:
-        return  # no process holds all the weights
     with exported_weights(run):
-        text = sample(run, max_new_tokens)
+        model = whole_model(run)
+        text = sample(run, max_new_tokens, model) if is_main and model is not None else None
     if text is not None:
         run.tracker.event("sample", run.state, text=text)
 
 
-def sample(run: Run, max_new_tokens: int) -> str | None:
+def sample(run: Run, max_new_tokens: int, model: PreTrainedModel) -> str | None:
     """Return text sampled from the model, the same for the same weights; None, with a warning, if sampling fails.
 
     Never raises: a sample must not end a run, and recovery.py handles nonfinite weights.
     """
     try:
-        with run.stopwatch.charge("evaluate"), uncompiled(run.raw_model):
+        with run.stopwatch.charge("evaluate"), uncompiled(model):
             # redacted, because the model may have memorized a secret from its corpus
-            return redact(_sampled_text(run, max_new_tokens))
+            return redact(_sampled_text(run, max_new_tokens, model))
     except Exception as error:
         reason = one_line(error)[:200]
     logger.warning("no sample at step %d: %s", run.state.step, reason)
@@ -143,9 +143,9 @@ def sample(run: Run, max_new_tokens: int) -> str | None:
     return None
 
 
-def _sampled_text(run: Run, max_new_tokens: int) -> str:
+def _sampled_text(run: Run, max_new_tokens: int, model: PreTrainedModel) -> str:
     """Return a document of the model's, or with conversations the first validation prompt and the model's answer."""
-    model, tokenizer, seed, stream = run.raw_model, run.tokens.tokenizer, run.config.run.seed, run.tokens.val
+    tokenizer, seed, stream = run.tokens.tokenizer, run.config.run.seed, run.tokens.val
     if stream.is_target is None:
         return generate_text(model, tokenizer, max_new_tokens=max_new_tokens, seed=seed)
     prompt = stream.tokens[: int(stream.is_target.argmax())].tolist()

@@ -1,0 +1,76 @@
+"""FSDP2 on two CPU processes: the same run as with DDP, with the same files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from faults import losses, rows, train_on_two
+from safetensors.torch import load_file
+from sharded import shard
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+OPTIONS = {
+    "optim__newton_schulz_dtype": "fp32",
+    "batch__micro_batch_size": 2,  # two micro-batches per step
+    "optim__ema_decay": 0.9,
+    "train__max_grad_norm": 0.5,
+    "schedule__name": "constant",
+}
+
+
+def assert_same_course(ours: Path, theirs: Path) -> None:
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
+    for name in ("grad_norm", "val_loss", "val_loss_ema"):
+        one, other = ([row[name] for row in rows(folder) if row.get(name)] for folder in (ours, theirs))
+        assert len(one) >= 2 and one == pytest.approx(other, rel=1e-5), name
+
+
+def assert_same_weights(ours: Path, theirs: Path) -> None:
+    one, other = load_file(ours), load_file(theirs)
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, other[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_fsdp2_trains_saves_and_exports_as_ddp_does(tiny_run, tmp_path, tied):
+    """With accumulation, clipping, averages, samples, checkpoints and an export, which transformers' own test loads."""
+    options = OPTIONS | {"model__tie_word_embeddings": tied, "optim__ema_export": "true"}
+    train_on_two(tiny_run(run__name="ddp", **options), tmp_path / "output")
+    train_on_two(tiny_run(run__name="fsdp", **options), tmp_path / "output", shard)
+    ddp, fsdp = tmp_path / "runs" / "ddp", tmp_path / "runs" / "fsdp"
+    assert_same_course(fsdp, ddp)
+    for name in ("model/model.safetensors", *(f"checkpoints/latest/{n}.safetensors" for n in ("model", "ema"))):
+        assert_same_weights(fsdp / name, ddp / name)
+    files = [{path.name for path in (folder / "checkpoints" / "latest").iterdir()} for folder in (fsdp, ddp)]
+    assert files[0] == files[1]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (fsdp, ddp)]
+    assert summaries[0]["val_loss"] == pytest.approx(summaries[1]["val_loss"], rel=1e-5)
+    assert summaries[0]["parameters"] == summaries[1]["parameters"] and "sample" in summaries[0]
+    assert (fsdp / "metrics.jsonl").read_text().count('"sample"') == (ddp / "metrics.jsonl").read_text().count(
+        '"sample"'
+    )
+
+
+def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, tmp_path):
+    straight = run(tiny_run(run__name="straight", **OPTIONS, train__max_steps=9))
+    first = run(tiny_run(run__name="first", **OPTIONS, train__max_steps=3))
+    shutil.copytree(first, first.with_name("second"), symlinks=True)
+    options = {"run__name": "second", **OPTIONS, "train__resume": "latest"}
+    train_on_two(tiny_run(**options, train__max_steps=5), tmp_path / "output", shard)
+    train_on_two(tiny_run(**options, train__max_steps=6), tmp_path / "output", shard)
+    train_on_two(tiny_run(**options, train__max_steps=8), tmp_path / "output")
+    shutil.copytree(first.with_name("second"), first.with_name("third"), symlinks=True)
+    third = run(tiny_run(**options | {"run__name": "third"}, train__max_steps=9))
+    assert losses(third) == pytest.approx(losses(straight), rel=1e-5)
+    assert_same_weights(third / "model" / "model.safetensors", straight / "model" / "model.safetensors")
+
+
+def test_another_architecture_is_refused_under_fsdp2_in_one_line(tiny_run, tmp_path):
+    with pytest.raises(AssertionError, match="model.architecture: llama does not train under FSDP2, only golf does"):
+        train_on_two(tiny_run(model__architecture="llama", batch__micro_batch_size=4), tmp_path / "output", shard)
