@@ -8,19 +8,17 @@ from contextlib import contextmanager
 from torch import nn
 
 from hfgolf.errors import UserError
-from hfgolf.optim.shards import reshard
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode for the `with` block, then restore its mode, and its shards under FSDP2."""
+    """Put the model in evaluation mode for the `with` block, then restore its mode."""
     was_training = model.training
     model.eval()
     try:
         yield
     finally:
         model.train(was_training)
-        reshard(model)
 
 
 @contextmanager

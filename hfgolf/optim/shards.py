@@ -58,9 +58,10 @@ def reshard(model: nn.Module) -> None:
     Otherwise that pass, and named_parameters(), would not see what has changed in the shards.
     """
     package = sys.modules.get("torch.distributed.fsdp")  # as in is_sharded
-    for module in model.modules() if package is not None else ():
-        if isinstance(module, package.FSDPModule):
-            module.reshard()
+    if package is not None:
+        for module in model.modules():
+            if isinstance(module, package.FSDPModule):
+                module.reshard()
 
 
 def zeros_along(dim: int, param: Any, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import uncompiled
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_ids, generate_text
+from hfgolf.optim.shards import reshard
 from hfgolf.redact import redact
 from hfgolf.train.run import Run
 from hfgolf.train.whole import whole_model
@@ -83,15 +84,18 @@ def evaluate(
     stream: the tokens; None: the run's validation text.
     """
     with run.stopwatch.charge("evaluate"):
-        return evaluate_loss(
-            run.raw_model,
-            run.tokens.val if stream is None else stream,
-            run.accelerator,
-            sequence_length=run.config.batch.sequence_length,
-            batch_size=run.micro_batch_size,
-            budget_tokens=budget_tokens,
-            before_batch=before_batch,
-        )
+        try:
+            return evaluate_loss(
+                run.raw_model,
+                run.tokens.val if stream is None else stream,
+                run.accelerator,
+                sequence_length=run.config.batch.sequence_length,
+                batch_size=run.micro_batch_size,
+                budget_tokens=budget_tokens,
+                before_batch=before_batch,
+            )
+        finally:
+            reshard(run.raw_model)  # before anything changes its weights
 
 
 def should_stop_early(run: Run) -> bool:
