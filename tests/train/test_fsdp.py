@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from faults import losses, rows, train_on_two
 from safetensors.torch import load_file
 from sharded import shard
+
+from hfgolf.train import validation
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -39,7 +46,7 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_fsdp2_trains_saves_and_exports_as_ddp_does(tiny_run, tmp_path, tied):
-    """With accumulation, clipping, averages, samples, checkpoints and an export, which transformers' own test loads."""
+    """With accumulation, clipping, averages, samples, checkpoints and an export."""
     options = OPTIONS | {"model__tie_word_embeddings": tied, "optim__ema_export": "true"}
     train_on_two(tiny_run(run__name="ddp", **options), tmp_path / "output")
     train_on_two(tiny_run(run__name="fsdp", **options), tmp_path / "output", shard)
@@ -52,9 +59,43 @@ def test_fsdp2_trains_saves_and_exports_as_ddp_does(tiny_run, tmp_path, tied):
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (fsdp, ddp)]
     assert summaries[0]["val_loss"] == pytest.approx(summaries[1]["val_loss"], rel=1e-5)
     assert summaries[0]["parameters"] == summaries[1]["parameters"] and "sample" in summaries[0]
-    assert (fsdp / "metrics.jsonl").read_text().count('"sample"') == (ddp / "metrics.jsonl").read_text().count(
-        '"sample"'
-    )
+    samples = [(folder / "metrics.jsonl").read_text().count('"sample"') for folder in (fsdp, ddp)]
+    assert samples[0] == samples[1] > 0
+
+
+def worsen(then: Callable[[], None] = lambda: None) -> None:
+    """Let validation get worse after the first evaluation of a run, so that its weights are the best."""
+    real, calls = validation.evaluate_loss, itertools.count()
+
+    def worsening(*arguments: Any, **options: Any) -> Any:
+        evaluation = real(*arguments, **options)
+        return dataclasses.replace(evaluation, nats=evaluation.nats * (1 + next(calls)))
+
+    validation.evaluate_loss = worsening
+    then()
+
+
+def test_fsdp2_exports_the_best_weights(tiny_run, tmp_path):
+    for name, prepare in (("ddp", worsen), ("fsdp", functools.partial(worsen, shard))):
+        train_on_two(tiny_run(run__name=name, **OPTIONS | {"optim__ema_decay": "null"}), tmp_path / "output", prepare)
+    ddp, fsdp = tmp_path / "runs" / "ddp", tmp_path / "runs" / "fsdp"
+    assert json.loads((fsdp / "summary.json").read_text())["step"] == 3
+    assert_same_weights(fsdp / "model" / "model.safetensors", ddp / "model" / "model.safetensors")
+    assert_same_weights(fsdp / "model" / "model.safetensors", fsdp / "checkpoints" / "best" / "model.safetensors")
+
+
+def compile_eagerly(then: Callable[[], None] = lambda: None) -> None:
+    """Run the warm-up pass of a compiled run without the time that compiling takes."""
+    torch.nn.Module.compile = lambda self: None
+    then()
+
+
+def test_the_warm_up_pass_leaves_no_gradients_under_fsdp2(tiny_run, tmp_path):
+    options = OPTIONS | {"train__compile": "true", "train__max_steps": 3}
+    for name, prepare in (("ddp", compile_eagerly), ("fsdp", functools.partial(compile_eagerly, shard))):
+        train_on_two(tiny_run(run__name=name, **options), tmp_path / "output", prepare)
+    ours, theirs = (rows(tmp_path / "runs" / name)[0]["grad_norm"] for name in ("fsdp", "ddp"))
+    assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, tmp_path):
@@ -72,5 +113,5 @@ def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, tmp_path):
 
 
 def test_another_architecture_is_refused_under_fsdp2_in_one_line(tiny_run, tmp_path):
-    with pytest.raises(AssertionError, match="model.architecture: llama does not train under FSDP2, only golf does"):
+    with pytest.raises(AssertionError, match=r"model\.architecture: llama does not train under FSDP2, only golf"):
         train_on_two(tiny_run(model__architecture="llama", batch__micro_batch_size=4), tmp_path / "output", shard)
