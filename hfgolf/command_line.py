@@ -158,11 +158,11 @@ def load_yaml(path: str | Path, where: str, loader: type[Any] = yaml.SafeLoader)
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a script's main(). A UserError becomes one line on stderr, from rank 0 only, and exit status 2."""
+    """Run a script's main(). A UserError becomes one line on stderr, once per machine, and exit status 2."""
     try:
         status = main()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # ranks.py tells it of the others
             with suppress(OSError):
                 print(f"error: {redact(str(error))}", file=sys.stderr)
         status = 2

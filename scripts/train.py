@@ -15,30 +15,32 @@ def main() -> None:
 def train_once(signals: Signals) -> None:
     """Train the run of the command line, unless it is already complete."""
     resolved = load_config()  # before importing torch, so that --help and errors come at once
+    from hfgolf.ranks import decide, together
     from hfgolf.run.folder import run_folder
     from hfgolf.train.claim import changed_text, completed, damage
     from hfgolf.train.console import show_log
     from hfgolf.train.finish import show_summary
     from hfgolf.train.loop import train
-    from hfgolf.train.process import resolve_precision
+    from hfgolf.train.process import processes, resolve_precision
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     show_log(is_main_process)
     resolved = resolve_precision(resolved)  # decide it now, to compare it with that of a complete run
     folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
-    summary = completed(folder, resolved)
-    if summary:
-        logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
-        changes = changed_text(folder, resolved.config) if is_main_process else []
-        if changes:
-            logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
-        show_summary(summary)
-        return
-    damaged = damage(folder, resolved)
-    if damaged:
-        logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
-        resolved = resolved.resolve("auto", train__resume="auto")
-    train(resolved, signals)
+    with together(processes().num_processes):
+        summary = decide(lambda: completed(folder, resolved))
+        if summary:
+            logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
+            changes = changed_text(folder, resolved.config) if is_main_process else []
+            if changes:
+                logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
+            show_summary(summary)
+            return
+        damaged = decide(lambda: damage(folder, resolved))
+        if damaged:
+            logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
+            resolved = resolved.resolve("auto", train__resume="auto")
+        train(resolved, signals)
 
 
 if __name__ == "__main__":

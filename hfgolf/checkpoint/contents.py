@@ -138,7 +138,7 @@ class Checkpointer:
 
     def choose(self, which: str) -> Path | None:
         """Return the checkpoint that `which` (a value of train.resume) means; see choose_checkpoint."""
-        return choose_checkpoint(self.accelerator.state, self.folder, which)
+        return choose_checkpoint(self.folder, which)
 
     def load(self, checkpoint: Path) -> None:
         """Restore everything as it was saved, on this rank; the model and the optimizer remain the same objects.

@@ -15,17 +15,13 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from accelerate.utils import broadcast_object_list
+from typing import Any
 
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.durable import find_damage, list_files, make_folder, sync, sync_tree
 from hfgolf.errors import UserError
+from hfgolf.ranks import decide
 from hfgolf.wording import join_words, one_line
-
-if TYPE_CHECKING:
-    from accelerate import PartialState
 
 logger = logging.getLogger(__name__)
 
@@ -151,22 +147,13 @@ def check_resume(folder: Path, which: str | None) -> None:
         )
 
 
-def choose_checkpoint(processes: PartialState, folder: Path, which: str) -> Path | None:
+def choose_checkpoint(folder: Path, which: str) -> Path | None:
     """Return the verified checkpoint to resume from. All ranks call it and get the same answer.
 
     which: auto or latest: the newest valid one, with a warning for each rejected one (auto: None if there are no
     checkpoints); best or a path: that one. Changes nothing on disk. Raises UserError if no checkpoint is usable.
     """
-    answer: list[Any] = [None, None]
-    if processes.is_main_process:
-        try:
-            answer[0] = _choose(folder, which)
-        except UserError as error:
-            answer[1] = str(error)
-    path, error_message = broadcast_object_list(answer)
-    if error_message:
-        raise UserError(error_message)
-    return path
+    return decide(lambda: _choose(folder, which))
 
 
 def make_latest(folder: Path, chosen: Path) -> None:

@@ -1,8 +1,14 @@
-"""Decide which run may use a folder: only the run that began there, and only until it is complete."""
+"""Decide which run may use a folder: only the run that began there, and only until it is complete.
+
+On several ranks, it is one run with one config, in one folder that all of them see.
+"""
 
 from __future__ import annotations
 
 import json
+import platform
+import secrets
+import time
 from typing import Any
 
 from hfgolf.checkpoint.identity import changed_keys, differences, read_identity, text_changes
@@ -11,7 +17,20 @@ from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig
 from hfgolf.data.corpus import load_corpus
 from hfgolf.errors import UserError
+from hfgolf.ranks import agree, decide, gather
 from hfgolf.run.folder import RunFolder
+
+_SHARED_SECONDS = 10.0  # a network file system shows a new file to other machines only after a moment
+_OF_THE_MACHINE = {
+    "run.output_dir",
+    "data.cache_dir",
+    "data.files",  # their names and hashes are compared
+    "data.old_text",
+    "data.in_memory",
+    "data.num_workers",
+    "data.prefetch_factor",
+    "train.cpu_threads",
+}
 
 
 def claim(folder: RunFolder, resolved: ResolvedConfig) -> None:
@@ -39,6 +58,41 @@ def claim(folder: RunFolder, resolved: ResolvedConfig) -> None:
             f"run.name: {folder.path} holds an unfinished run; continue it with --train.resume auto, or choose another"
             " --run.name to start a new one."
         )
+
+
+def require_shared(folder: RunFolder) -> None:
+    """Raise UserError unless all ranks see the same folder: each reads the checkpoints that rank 0 writes there.
+
+    All ranks call it. Makes the folder.
+    """
+    machines = gather(platform.node())
+    if len(machines) == 1:
+        return
+    name = decide(lambda: f".partial-shared-{secrets.token_hex(8)}")
+    probe = folder.path / name
+
+    def make_probe() -> None:
+        folder.make()
+        probe.touch()
+
+    decide(make_probe)
+    ends_at = time.monotonic() + _SHARED_SECONDS
+    while not probe.exists() and time.monotonic() < ends_at:
+        time.sleep(0.1)
+    is_shared = gather(probe.exists())
+    decide(lambda: probe.unlink(missing_ok=True))
+    if not all(is_shared):
+        rank = is_shared.index(False)
+        raise UserError(
+            f"run.output_dir: {folder.path} on rank {rank} ({machines[rank]}) is not the folder of rank 0"
+            f" ({machines[0]}); set it to a folder that all ranks share, because all read the checkpoints there."
+        )
+
+
+def agree_on_config(config: RunConfig) -> None:
+    """Raise UserError if the ranks have different configs, except for what may depend on the machine."""
+    values = {key: value for key, value in config.flat().items() if key not in _OF_THE_MACHINE}
+    agree(values, "start all ranks with the same config, or state this key")
 
 
 def changes(folder: RunFolder, resolved: ResolvedConfig) -> list[str]:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from hfgolf.ranks import gather
 from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.recurrence import each_loop_state
 from hfgolf.train.run import Run
@@ -41,6 +42,9 @@ def choose_compilation(run: Run) -> None:
         seconds_at_peak=tokens * run.meter.flops_per_second_of_peak,
         max_seconds=60 * (train.max_minutes or math.inf),
     )
+    by_rank = gather((compiling, reason))  # each measures its own peak
+    if not all(yes for yes, _ in by_rank):
+        compiling, reason = next(answer for answer in by_rank if not answer[0])
     run.decide("auto", train__compile=compiling)
     logger.info("compile: %s, because %s", "yes" if compiling else "no", reason)
 

@@ -23,13 +23,16 @@ from hfgolf.command_line import ResolvedConfig
 from hfgolf.data.batches import explain_worker
 from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.optim.schedule import apply_schedule
-from hfgolf.run.folder import FolderTakenError
+from hfgolf.ranks import together
+from hfgolf.run.folder import FolderTakenError, run_folder
+from hfgolf.train.claim import require_shared
 from hfgolf.train.clock import Clock, Interrupted
 from hfgolf.train.console import Console
 from hfgolf.train.feed import epoch, halve_until_it_fits
 from hfgolf.train.finish import conclude, push_in_training, report_run
 from hfgolf.train.forecast import forecast_export
 from hfgolf.train.meter import StepResult
+from hfgolf.train.process import processes
 from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
 from hfgolf.train.recurrence import update_loop
 from hfgolf.train.rounding import update_grid
@@ -49,7 +52,8 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP
     ended the run after a save.
     """
-    with signals or Signals() as signals:
+    with signals or Signals() as signals, together(processes().num_processes):
+        require_shared(run_folder(resolved.config))
         run = set_up(resolved)
         accelerator = run.accelerator
         clock = Clock(

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import random
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,8 @@ from hfgolf.hardware import accelerator_name, cpu_cores, fast_product_dtype, has
 if TYPE_CHECKING:
     from accelerate import PartialState
 
+# NCCL's 10 minutes are too short for what only rank 0 does while the others wait, such as forecasting an export
+_PATIENCE = timedelta(hours=2)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
@@ -61,8 +64,8 @@ def processes() -> PartialState:
     started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else None
     if started and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, accelerate ignores what torchrun says on a CPU
-    # same arguments as Accelerator's own call: the first PartialState of a process decides for all later ones
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    # the first PartialState of a process decides for all later ones; `cpu` is as in Accelerator's own call
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=_PATIENCE)
     if started and state.num_processes != started:
         raise UserError(
             f"WORLD_SIZE: {started} processes were started, but accelerate can use only {state.num_processes} on"

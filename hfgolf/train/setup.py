@@ -60,12 +60,13 @@ from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
 from hfgolf.publish.hub import HubPusher
 from hfgolf.publish.load import load_config
+from hfgolf.ranks import agree, first_of_machine, gather
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.train.architectures import other_config
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.build import build_model
-from hfgolf.train.claim import claim
+from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
 from hfgolf.train.feed import start_batches
@@ -139,13 +140,15 @@ def _claim(resolved: ResolvedConfig) -> tuple[RunFolder, _Origin | None]:
     if processes().is_main_process:
         claim(folder, resolved)
         clean_up(folder.checkpoints)
-    checkpoint = choose_checkpoint(processes(), folder.checkpoints, which) if which else None
+    checkpoint = choose_checkpoint(folder.checkpoints, which) if which else None
     return folder, _Origin(checkpoint, read_identity(checkpoint)) if checkpoint else None
 
 
 def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[ResolvedConfig, Accelerator]:
     """Phase 2: decide precision and threads (a resumed run keeps its own), and set up this process."""
     before = origin.identity["config"] if origin else {}
+    agree_on_config(resolved.config)
+    agree({"the checkpoint": origin.identity if origin else None}, "all ranks must resume from the same one")
     resolved = resolve_precision(resolved, before.get("train.mixed_precision"))
     resolved = keep_decisions(resolved, before, partial(_is_possible, resolved))
     resolved = keep_architecture(resolved, before) if origin else take_architecture(resolved)
@@ -162,6 +165,7 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
     batch = resolved.config.batch
     stated_size = 1 if batch.micro_batch_size == "auto" else batch.micro_batch_size
     batch.accumulation_steps(stated_size, accelerator.num_processes)  # raises if it does not divide
+    agree_on_config(resolved.config)  # with what this process decided by itself
     _log_environment(accelerator, resolved)
     seed_everything(resolved.config.run.seed, resolved.config.train.deterministic)
     return resolved, accelerator
@@ -175,7 +179,7 @@ def _is_possible(resolved: ResolvedConfig, key: str, value: Any) -> bool:
         case "batch.micro_batch_size":
             return value in resolved.config.batch.micro_batch_sizes(processes().num_processes)
         case "train.compile":
-            return not value or has_compiler(processes().device)
+            return all(gather(not value or has_compiler(processes().device)))
     return True
 
 
@@ -216,13 +220,21 @@ def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None
 def _load_tokens(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Origin | None) -> TokenCache:
     """Phase 3: load the text as tokens. A resumed run uses the tokenizer of its checkpoint."""
     config = resolved.config
-    with accelerator.local_main_process_first():
+    with first_of_machine():
         corpus = load_corpus(config.data)
         if origin:
             origin.changes += check_text(origin.checkpoint.name, origin.identity["corpus"], corpus.identity, resolved)
         tokens = load_tokens(config.data, config.tokenizer, corpus, origin.tokenizer() if origin else None)
         if origin:
             check_tokenizer(origin.checkpoint.name, origin.identity["tokenizer_sha256"], tokens.tokenizer_sha256)
+    agree(
+        {
+            **{f"data: {key}": value for key, value in tokens.identity.items()},
+            "the tokenizer's sha256": tokens.tokenizer_sha256,
+            "the number of train tokens": len(tokens.train),
+        },
+        "all machines must read the same text with the same tokenizer",
+    )
     num_blocks(len(tokens.train), config.batch.sequence_length)  # raises if there is not one block
     tokens.tokenizer.model_max_length = config.max_positions
     return tokens
@@ -247,6 +259,7 @@ def _build(
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, **layout(raw_model))
     logger.info("%s", group_table(optimizer))
     support = supporting_files(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
+    gather(None)  # no rank waits in a collective of `prepare` for one that has failed
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     torch.manual_seed(config.run.seed + accelerator.process_index)  # dropout must differ between ranks
     state = TrainState(loop_active=getattr(raw_model.config, "loop_active", True))
@@ -324,6 +337,7 @@ def _choose_micro_batch(
     if config.batch.micro_batch_size == "auto":
         device = accelerator.device
         size = choose_micro_batch_size(config, model, accelerator.num_processes, device.type, _free_bytes(device))
+        size = min(gather(size))  # what fits on the rank with the least free memory
         resolved = resolved.resolve("auto", batch__micro_batch_size=size)
     size = int(resolved.config.batch.micro_batch_size)
     accumulation = config.batch.accumulation_steps(size, accelerator.num_processes)
@@ -367,7 +381,7 @@ def _start(
     """Phase 6: assemble the run, record how it was started, compile, and start the loader."""
     config, accelerator, state = learner.resolved.config, learner.accelerator, learner.state
     blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
-    with accelerator.local_main_process_first():
+    with first_of_machine():
         old_text = load_old_text(config, tokens)
     run = Run(
         **vars(learner),
@@ -393,8 +407,10 @@ def _start(
             " --run.output_dir."
         ) from None
     logger.info("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
+    gather(None)  # as before `prepare`
     warm_up(run)
     start_batches(run)
+    gather(None)
     return run
 
 

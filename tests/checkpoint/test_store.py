@@ -76,7 +76,7 @@ def commit(folder: Path, step: int, content: str = "weights", best_step: int = 0
 
 
 def choose(folder: Path, which: str) -> Path | None:
-    chosen = choose_checkpoint(Accelerator(cpu=True).state, folder, which)
+    chosen = choose_checkpoint(folder, which)
     if chosen is not None:
         make_latest(folder, chosen)
     return chosen

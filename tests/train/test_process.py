@@ -240,7 +240,7 @@ def test_processes_that_accelerate_cannot_join_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr("accelerate.PartialState", lambda cpu: SimpleNamespace(num_processes=1, device=CPU))
+    monkeypatch.setattr("accelerate.PartialState", lambda cpu, timeout: SimpleNamespace(num_processes=1, device=CPU))
     with pytest.raises(UserError, match="WORLD_SIZE: 2 processes were started, but accelerate can use only 1 on"):
         process.processes()
 

@@ -1,0 +1,213 @@
+"""One decision for all ranks of a run, and one end: they exchange values, and a failure of one rank reaches the others.
+
+The exchange uses the store of torch's process group and no collective. So it needs neither a device nor a network
+interface of its own, may wait for hours while one rank prepares data, and ends at once if a rank fails. Does not know
+what is decided. With one process, nothing here costs anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import distributed
+
+from hfgolf.errors import UserError
+from hfgolf.redact import redact, redact_values
+from hfgolf.wording import one_line
+
+Value = TypeVar("Value")
+
+_POLL_SECONDS = 0.1
+_WATCH_SECONDS = 1.0
+_SHOWN = 120  # characters of a value in a message
+FAREWELL_SECONDS = 3.0
+"""How long a failed rank waits until the others know; then the store may end with it."""
+STUCK_SECONDS = 60.0
+"""How long a rank may remain in a collective that a failed rank has left alone."""
+_exchanges = itertools.count()
+_failures: dict[int, tuple[str, str]] = {}
+"""{rank: (its name, its line)} of the ranks that have ended with an error, as far as this one knows; see _tell."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks of this run, as `together` found them: the end of training destroys torch's process group."""
+
+    rank: int
+    size: int
+    store: Any
+
+
+_group: _Group | None = None
+
+
+class RankError(UserError):
+    """The failure of one rank, as all ranks raise it."""
+
+
+class _HeardError(RankError):
+    """Repeats what another rank has said."""
+
+
+def gather(value: Value) -> list[Value]:
+    """Return the value of each rank, by rank. All ranks call it. Raises RankError if a rank has failed instead."""
+    group = _group or _find_group()
+    if group is None:
+        return [value]
+    name, pause = f"hfgolf/{next(_exchanges)}", 0.001
+    group.store.set(f"{name}/{group.rank}", pickle.dumps(value))
+    keys = [f"{name}/{rank}" for rank in range(group.size)]
+    while not group.store.check(keys):
+        if _listen(group):
+            raise _HeardError(_report(group))
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
+    return [pickle.loads(group.store.get(key)) for key in keys]
+
+
+def decide(decision: Callable[[], Value]) -> Value:
+    """Return the decision of rank 0, the only one that calls `decision`. Raises RankError if that fails."""
+    group = _group or _find_group()
+    answers: list[Any] = gather(decision() if group is None or group.rank == 0 else None)
+    return answers[0]
+
+
+def agree(values: Mapping[str, Any], advice: str) -> None:
+    """Raise RankError if a value differs between ranks; it names the lowest rank that differs from rank 0.
+
+    values: {name: value}, with secrets; they are redacted in the message.
+    """
+    everyone = gather((platform.node(), dict(values)))
+    first, of_first = everyone[0]
+    for rank, (node, of_other) in enumerate(everyone):
+        names = [name for name in of_first | of_other if of_first.get(name) != of_other.get(name)]
+        if names:
+            key = names[0]
+            mine, other = (one_line(redact_values({key: one.get(key)})[key])[:_SHOWN] for one in (of_first, of_other))
+            more = f" ({len(names) - 1} more differ)" if len(names) > 1 else ""
+            raise RankError(f"{key}: {mine} on rank 0 ({first}), but {other} on rank {rank} ({node}){more}; {advice}.")
+
+
+@contextmanager
+def first_of_machine() -> Iterator[None]:
+    """Run a block on the first rank of each machine, then on its others, which find what the first has cached."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not is_first:
+        gather(None)
+    yield
+    if is_first:
+        gather(None)
+
+
+@contextmanager
+def together(num_ranks: int) -> Iterator[None]:
+    """Let a failure in this context on any rank end the context on all of them.
+
+    All ranks then raise a RankError with the same line, except that an error that is not a UserError keeps its
+    traceback where it happened. The process group must exist if there are several. Entering it again inside has no
+    effect.
+    """
+    global _group
+    if _group is not None or num_ranks == 1:
+        yield
+        return
+    group = _group = _find_group()
+    assert group is not None
+    ended = threading.Event()
+    threading.Thread(target=_watch, args=(group, ended), daemon=True, name="ranks").start()
+    try:
+        yield
+        gather(None)  # rank 0 still exports and pushes, which may fail
+        _leave(group)
+    except UserError as error:
+        _part(group, "" if isinstance(error, _HeardError) else str(error))
+        raise RankError(_report(group)) from None
+    except Exception as error:
+        # a collective that a failed rank has left alone raises a RuntimeError of gloo or NCCL
+        if isinstance(error, RuntimeError) and _wait_until(lambda: _listen(group), FAREWELL_SECONDS):
+            _part(group, "")
+            raise RankError(_report(group)) from None
+        _part(group, f"{type(error).__name__}: {one_line(error)[:300]}")
+        raise
+    finally:
+        ended.set()
+        _group = None
+
+
+def _find_group() -> _Group | None:
+    """Return the ranks of torch's process group; None if there is none, or it has one rank."""
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return None
+    # a store of our own would need a second port between the machines
+    store = distributed.distributed_c10d._get_default_store()
+    return _Group(distributed.get_rank(), distributed.get_world_size(), store)
+
+
+def _listen(group: _Group) -> bool:
+    """Return whether a rank has failed, and note what each said."""
+    with suppress(RuntimeError):  # the store has ended; _failures has what was heard before
+        for rank in set(range(group.size)) - _failures.keys():
+            key = f"hfgolf/failed/{rank}"
+            if group.store.check([key]):
+                who, line = json.loads(group.store.get(key))
+                _failures[rank] = (who, line)
+    return any(line for _, line in _failures.values())
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    ends_at = time.monotonic() + seconds
+    while not condition() and time.monotonic() < ends_at:
+        time.sleep(_POLL_SECONDS)
+    return condition()
+
+
+def _part(group: _Group, line: str) -> None:
+    """Tell the others that this rank has failed, and wait a moment for them to hear it, so that all know the same.
+
+    line: empty if this rank only heard of a failure.
+    """
+    with suppress(RuntimeError):  # the store has ended
+        name = f"rank {group.rank} ({platform.node()})"
+        group.store.set(f"hfgolf/failed/{group.rank}", json.dumps([name, line]))
+        _wait_until(lambda: _listen(group) and len(_failures) == group.size, FAREWELL_SECONDS)
+        _leave(group)
+
+
+def _leave(group: _Group) -> None:
+    """Let rank 0 end last: the store may be in its process."""
+    with suppress(RuntimeError):
+        if group.rank:
+            group.store.set(f"hfgolf/left/{group.rank}", "")
+        else:
+            keys = [f"hfgolf/left/{rank}" for rank in range(1, group.size)]
+            _wait_until(lambda: group.store.check(keys), FAREWELL_SECONDS)
+
+
+def _report(group: _Group) -> str:
+    """Return the line of all ranks if all failed alike, else that of the lowest rank that failed, with its name."""
+    said = [_failures[rank] for rank in sorted(_failures) if _failures[rank][1]]
+    who, line = said[0]
+    is_alike = len(said) == group.size and len({line for _, line in said}) == 1
+    return line if is_alike else f"{who}: {line}"
+
+
+def _watch(group: _Group, ended: threading.Event) -> None:
+    """End this process if another rank has failed and this one does not notice, as in a collective of NCCL."""
+    while not ended.wait(_WATCH_SECONDS):
+        if _listen(group):
+            break
+    if not ended.wait(STUCK_SECONDS):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {redact(_report(group))}", file=sys.stderr, flush=True)
+        os._exit(2)

@@ -1,0 +1,205 @@
+"""Ranks that disagree, fail or see different disks: one decision, or one line on every machine, and no rank hangs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import start_two, train_on_two
+
+from hfgolf import ranks
+from hfgolf.errors import UserError
+from hfgolf.train import claim, compilation, loop, process, setup
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+SAME = {"batch__micro_batch_size": 4, "train__max_steps": 2}
+
+
+def on_second_rank() -> bool:
+    return os.environ["RANK"] == "1"
+
+
+def said_by_both(arguments: list[str], output: Path, prepare: Any = None) -> list[str]:
+    """Train on two processes as if each were on a machine of its own; return what they say. Both end with status 2."""
+    processes = start_two(arguments, output, functools.partial(on_own_machine, prepare))
+    for one in processes:
+        one.join(60)
+    said = [path.read_text() for path in (output, output.with_name(f"{output.name}1"))]
+    assert [one.exitcode for one in processes] == [2, 2], said
+    return said
+
+
+def on_own_machine(prepare: Any) -> None:
+    os.environ["LOCAL_RANK"] = "0"
+    if prepare:
+        prepare()
+
+
+def assert_one_line(said: list[str], pattern: str) -> None:
+    """Both machines show the same error, in one line and without a traceback."""
+    for text in said:
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and re.search(pattern, errors[0]), said
+        assert "Traceback" not in text
+    assert re.findall("error: .*", said[0]) == re.findall("error: .*", said[1])
+
+
+def less_memory_on_second_rank() -> None:
+    real = setup.choose_micro_batch_size
+    setup.choose_micro_batch_size = lambda *arguments: 2 if on_second_rank() else min(4, real(*arguments))
+
+
+def test_micro_batch_is_what_fits_on_every_rank(tiny_run, tmp_path):
+    arguments = tiny_run(**SAME | {"batch__micro_batch_size": "auto"})
+    train_on_two(arguments, tmp_path / "output", less_memory_on_second_rank)
+    assert "= 2 sequences x 32 tokens x 2 accumulation steps x 2 processes" in (tmp_path / "output").read_text()
+
+
+def compiling_pays_on_first_rank_only() -> None:
+    compilation.should_compile = lambda *_, **__: (
+        (False, "rank 1 is faster") if on_second_rank() else (True, "it would pay")
+    )
+
+
+def test_ranks_compile_only_if_all_do(tiny_run, tmp_path):
+    arguments = tiny_run(**SAME, train__compile="auto")
+    train_on_two(arguments, tmp_path / "output", compiling_pays_on_first_rank_only)
+    assert "compile: no, because rank 1 is faster" in (tmp_path / "output").read_text()
+
+
+def bf16_is_fast_on_first_rank_only() -> None:
+    import torch
+
+    process.fast_product_dtype = lambda device: torch.float32 if on_second_rank() else torch.bfloat16
+
+
+def test_ranks_with_another_precision_are_told(tiny_run, tmp_path):
+    arguments = tiny_run(**SAME, train__mixed_precision="null")
+    said = said_by_both(arguments, tmp_path / "output", bf16_is_fast_on_first_rank_only)
+    assert_one_line(said, r"train\.mixed_precision: bf16 on rank 0 \(\S+\), but no on rank 1 \(\S+\); .*state this key")
+
+
+def other_text_on_second_rank(folder: Path) -> None:
+    real = setup.load_corpus
+
+    def load(data: Any) -> Any:
+        if on_second_rank():
+            other = folder / "corpus.txt"  # the same name
+            other.write_text("other words " * 4000)
+            data = data.__class__(**{**vars(data), "files": [str(other)]})
+        return real(data)
+
+    setup.load_corpus = load
+
+
+def test_ranks_with_other_text_are_told(tiny_run, tmp_path):
+    prepare = functools.partial(other_text_on_second_rank, tmp_path)
+    said = said_by_both(tiny_run(**SAME), tmp_path / "output", prepare)
+    assert_one_line(said, r"data: \w+: .* on rank 0 .*, but .* on rank 1 .*same text")
+
+
+def other_config_on_second_rank() -> None:
+    real = setup.set_up
+
+    def set_up(resolved: Any) -> Any:
+        return real(resolved.resolve("file", optim__learning_rate=0.5) if on_second_rank() else resolved)
+
+    loop.set_up = set_up
+
+
+def test_ranks_with_another_config_are_told(tiny_run, tmp_path):
+    said = said_by_both(tiny_run(**SAME), tmp_path / "output", other_config_on_second_rank)
+    assert_one_line(said, r"optim\.learning_rate: 0\.\d+ on rank 0 \(\S+\), but 0\.5 on rank 1 \(\S+\); ")
+
+
+FAILING = {
+    "claim": (setup, "check_resume"),
+    "resolve": (setup, "keep_decisions"),
+    "tokens": (setup, "load_tokens"),
+    "build": (setup, "build_optimizer"),
+    "start": (setup, "describe_attention"),
+    "step": (loop, "accumulate_gradients"),
+}
+NO_DISK = UserError("data: the disk of this machine is gone.")
+
+
+def fail_on(rank: str, phase: str, error: Exception) -> None:
+    """Let a function of a phase fail on one rank."""
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    if os.environ["RANK"] == rank:
+        setattr(*FAILING[phase], fail)
+
+
+@pytest.mark.parametrize(("rank", "phase"), [*(("1", phase) for phase in FAILING), ("0", "tokens"), ("0", "step")])
+def test_error_on_one_rank_ends_all_with_its_line(tiny_run, tmp_path, rank, phase):
+    prepare = functools.partial(fail_on, rank, phase, NO_DISK)
+    said = said_by_both(tiny_run(**SAME), tmp_path / "output", prepare)
+    assert_one_line(said, rf"error: rank {rank} \(\S+\): data: the disk of this machine is gone\.")
+
+
+def test_error_of_all_ranks_names_none(tiny_run, tmp_path):
+    said = said_by_both(tiny_run(**SAME, train__resume="nowhere"), tmp_path / "output")
+    assert_one_line(said, r"error: train\.resume: there is no checkpoint nowhere")
+
+
+def test_bug_on_one_rank_keeps_its_traceback_and_ends_the_other_with_one_line(tiny_run, tmp_path):
+    output = tmp_path / "output"
+    prepare = functools.partial(fail_on, "1", "step", ZeroDivisionError("of nothing"))
+    processes = start_two(tiny_run(**SAME), output, prepare)
+    for one in processes:
+        one.join(60)
+    assert [one.exitcode for one in processes] == [2, 1]
+    assert re.search(r"error: rank 1 \(\S+\): ZeroDivisionError: of nothing\n", output.read_text())
+
+
+def second_rank_fails_and_first_never_notices() -> None:
+    """As in a collective of NCCL, which waits for a rank that is gone."""
+    ranks.STUCK_SECONDS = 0.5
+    if on_second_rank():
+        fail_on("1", "step", NO_DISK)
+    else:
+        loop.accumulate_gradients = lambda run: time.sleep(600)
+
+
+def test_rank_that_waits_for_a_failed_one_ends(tiny_run, tmp_path):
+    said = said_by_both(tiny_run(**SAME), tmp_path / "output", second_rank_fails_and_first_never_notices)
+    assert_one_line(said, r"error: rank 1 \(\S+\): data: the disk of this machine is gone\.")
+
+
+def machine_with_a_disk_of_its_own(folder: Path) -> None:
+    claim._SHARED_SECONDS = 0.2
+    own = folder / f"disk{os.environ['RANK']}"
+    own.mkdir()
+    os.chdir(own)
+
+
+def test_machines_without_a_shared_folder_are_told_at_the_start(tiny_run, tmp_path):
+    prepare = functools.partial(machine_with_a_disk_of_its_own, tmp_path)
+    said = said_by_both(tiny_run(**SAME, run__output_dir="runs"), tmp_path / "output", prepare)
+    assert_one_line(said, r"run\.output_dir: runs/tiny on rank 1 \(\S+\) is not the folder of rank 0 .*all ranks share")
+    assert not list(tmp_path.glob("disk*/runs/tiny/**/*"))
+
+
+def first_rank_takes_longer_than_the_group_waits() -> None:
+    process._PATIENCE = timedelta(seconds=3)
+    real = setup.load_tokens
+
+    def load(*arguments: Any) -> Any:
+        if not on_second_rank():
+            time.sleep(6)
+        return real(*arguments)
+
+    setup.load_tokens = load
+
+
+def test_first_rank_may_take_longer_than_the_group_waits(tiny_run, tmp_path):
+    train_on_two(tiny_run(**SAME), tmp_path / "output", first_rank_takes_longer_than_the_group_waits)
