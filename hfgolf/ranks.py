@@ -102,11 +102,10 @@ def agree(values: Mapping[str, Any], advice: str) -> None:
 @contextmanager
 def first_of_machine() -> Iterator[None]:
     """Run a block on the first rank of each machine, then on its others, which find what the first has cached."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not is_first:
+    if not _is_first_of_machine():
         gather(None)
     yield
-    if is_first:
+    if _is_first_of_machine():
         gather(None)
 
 
@@ -182,6 +181,12 @@ def _part(group: _Group, line: str) -> None:
         group.store.set(f"hfgolf/failed/{group.rank}", json.dumps([name, line]))
         _wait_until(lambda: _listen(group) and len(_failures) == group.size, FAREWELL_SECONDS)
         _leave(group)
+    if not _is_first_of_machine():
+        time.sleep(_WATCH_SECONDS)  # a launcher ends the others once one ends: the first must have said the line
+
+
+def _is_first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _leave(group: _Group) -> None:
@@ -208,6 +213,6 @@ def _watch(group: _Group, ended: threading.Event) -> None:
         if _listen(group):
             break
     if not ended.wait(STUCK_SECONDS):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if _is_first_of_machine():
             print(f"error: {redact(_report(group))}", file=sys.stderr, flush=True)
         os._exit(2)

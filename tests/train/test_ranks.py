@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
+import socket
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +22,7 @@ from hfgolf.errors import UserError
 from hfgolf.train import claim, compilation, loop, process, setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+ROOT = Path(__file__).parents[2]
 SAME = {"batch__micro_batch_size": 4, "train__max_steps": 2}
 
 
@@ -203,3 +208,50 @@ def first_rank_takes_longer_than_the_group_waits() -> None:
 
 def test_first_rank_may_take_longer_than_the_group_waits(tiny_run, tmp_path):
     train_on_two(tiny_run(**SAME), tmp_path / "output", first_rank_takes_longer_than_the_group_waits)
+
+
+def torchrun_on_two_machines(folder: Path, arguments: list[str], own_folders: bool = False) -> list[str]:
+    """Start scripts/train.py by two torchruns, each with one process; return what each says. Both must end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    machines = []
+    for number in (0, 1):
+        place = folder / (f"machine{number}" if own_folders else "shared")
+        place.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={number}"]
+        command += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+        machines.append(
+            subprocess.Popen(
+                [*command, str(ROOT / "scripts" / "train.py"), *arguments],
+                cwd=place,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        return [machine.communicate(timeout=120)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+
+
+def test_two_torchruns_train_save_resume_and_export(tiny_run, tmp_path):
+    """Each with its own token cache, as on machines that share only the run's folder."""
+    options = SAME | {"run__output_dir": tmp_path / "runs", "data__cache_dir": "cache"}
+    options |= {"train__save_every_steps": 1, "train__eval_every_steps": 1}
+    said = torchrun_on_two_machines(tmp_path, tiny_run(**options), own_folders=True)
+    folder = tmp_path / "runs" / "tiny"
+    assert (folder / "model" / "model.safetensors").is_file(), said
+    longer = tiny_run(**options | {"train__max_steps": 4}, train__resume="latest")
+    said = torchrun_on_two_machines(tmp_path, longer, own_folders=True)
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 4, said
+    assert all((tmp_path / f"machine{number}" / "cache" / "tokens").is_dir() for number in (0, 1))
+
+
+def test_two_torchruns_without_a_shared_folder_say_so_and_end(tiny_run, tmp_path):
+    said = torchrun_on_two_machines(tmp_path, tiny_run(**SAME, run__output_dir="runs"), own_folders=True)
+    for text in said:
+        assert text.count("error: run.output_dir: runs/tiny on rank 1") == 1, said
