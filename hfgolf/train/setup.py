@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -189,6 +189,7 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
         mixed_precision=config.train.mixed_precision,
         # the loader is not accelerate's, so its end must not force a sync; _choose_micro_batch sets the real num_steps
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # no copy of the gradients
         project_dir=str(run_folder(config).path),
     )
 

@@ -101,6 +101,11 @@ def test_gpu_without_bf16_trains_in_fp16(monkeypatch, capability, fast, outcome)
     assert (answer.config.train.mixed_precision, answer.sources["train.mixed_precision"]) == (outcome, "auto")
 
 
+def test_gradients_are_views_of_what_ddp_reduces():
+    handler = setup._build_accelerator(load_config(["--train.max_steps=1"]).config).ddp_handler
+    assert handler.gradient_as_bucket_view
+
+
 @pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), ("fp16", 0), ("no", 0)])
 def test_emulated_bf16_is_warned_of(monkeypatch, caplog, precision, lines):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
