@@ -16,7 +16,6 @@ LAUNCHED = {  # by `accelerate launch --config_file configs/accelerate/fsdp2.yam
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }
 
