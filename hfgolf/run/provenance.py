@@ -48,7 +48,7 @@ def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[
         "sources": resolved.sources,
         "environment": {name: os.environ[name] for name in variables},
         "python": platform.python_version(),
-        "packages": {"hfgolf": importlib.metadata.version("hfgolf")} | {p: _version(p) for p in _PACKAGES},
+        "packages": {p: _version(p) for p in ("hfgolf", *_PACKAGES)},
         "hardware": dict(hardware),
     }
     return redact_values(metadata)

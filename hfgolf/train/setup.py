@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -185,6 +186,12 @@ def _is_possible(resolved: ResolvedConfig, key: str, value: Any) -> bool:
 
 def _build_accelerator(config: RunConfig) -> Accelerator:
     check_trackers(config.track.trackers)
+    already = AcceleratorState._shared_state.get("_mixed_precision")  # of an earlier run of this process
+    if already not in (None, config.train.mixed_precision):
+        raise UserError(
+            f"train.mixed_precision: this process computes in {already} and cannot change to"
+            f" {config.train.mixed_precision}; restart it (the kernel of a notebook), or keep {already}."
+        )
     return Accelerator(
         mixed_precision=config.train.mixed_precision,
         # the loader is not accelerate's, so its end must not force a sync; _choose_micro_batch sets the real num_steps

@@ -168,3 +168,11 @@ def test_checkout_around_an_installed_package_is_ignored(repository, monkeypatch
     assert provenance.git_commit(installed) is None
     head = git(repository, "rev-parse", "HEAD", text=True).stdout.strip()
     assert provenance.git_commit(repository / "package") == f"{head}-dirty"
+
+
+def test_package_that_is_only_on_the_path_has_no_version(monkeypatch):
+    def missing(package: str) -> str:
+        raise provenance.importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(provenance.importlib.metadata, "version", missing)
+    assert provenance.run_metadata(load_config(["--train.max_steps=1"]), {})["packages"]["hfgolf"] is None

@@ -118,3 +118,11 @@ def test_a_native_form_that_does_not_exist_is_refused_before_training(build):
     with pytest.raises(UserError, match=r"^hub\.format: no architecture .* Apertus needs model\.logit_soft_cap null"):
         build(**pushed, hub__format="native", model__logit_soft_cap=15)
     assert build(**pushed, model__logit_soft_cap=15).config.hub.format == "auto"
+
+
+def test_second_run_of_a_process_cannot_have_another_precision(build, tiny_run):
+    build(run__name="first")
+    with pytest.raises(
+        UserError, match=r"train\.mixed_precision: this process computes in no and cannot change to bf16"
+    ):
+        setup.set_up(load_config(tiny_run(run__name="second", train__mixed_precision="bf16")))
