@@ -107,7 +107,9 @@ def test_compiled_model_compiles_once(run, chat_run, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     compile_ = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compile_(self, backend="aot_eager", **options)
+    )
     folder = run(chat_run(train__compile="true", train__max_steps=3))
     assert counters["stats"]["unique_graphs"] == 1
     assert len(read_rows(folder / "metrics.jsonl")) == 3

@@ -172,7 +172,9 @@ def test_compiled_model_compiles_once(run, tiny_run, monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     compile_ = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compile_(self, backend="aot_eager", **options)
+    )
     options = {"batch__micro_batch_size": 4, "model__dropout": 0.1}
     folder = run(tiny_run(run__name="compiled", train__compile="true", **options))
     assert counters["stats"]["unique_graphs"] == 1
