@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV := .venv
 CONFIG ?= configs/small.yaml
 ARGS ?=
+# on every core, up to four: one process of tests needs about 2 GB
+PYTEST := $(VENV)/bin/python -m pytest
+PARALLEL := --numprocesses logical --maxprocesses 4 --dist worksteal
 
 .PHONY: setup train test test-slow test-ecosystem test-gpu bench-cpu bench-gpu check image
 
@@ -20,10 +23,10 @@ train: setup
 	$(VENV)/bin/accelerate launch --quiet scripts/train.py --config $(CONFIG) $(ARGS)
 
 test: setup
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not slow" $(ARGS)
 
 test-slow: setup
-	$(VENV)/bin/python -m pytest -m slow $(ARGS)
+	$(PYTEST) $(PARALLEL) -m slow $(ARGS)
 
 test-ecosystem: .venv-ecosystem/.ready
 	.venv-ecosystem/bin/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
@@ -39,7 +42,7 @@ test-ecosystem: .venv-ecosystem/.ready
 
 test-gpu: setup
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"
-	$(VENV)/bin/python -m pytest -m gpu $(ARGS)
+	$(PYTEST) -m gpu $(ARGS)
 
 bench-cpu: setup
 	$(VENV)/bin/python benchmarks/run_all.py $(ARGS)
