@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from hfgolf.measure.flops import attention_contexts
-from hfgolf.model.causal_lm import add_loss
+from hfgolf.model.causal_lm import add_loss, checkpoint_layers
 from hfgolf.wording import first_line
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _run(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).train()
     add_loss(model)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        checkpoint_layers(model)
     live = LiveBytes()
     for tensor in (*model.parameters(), *model.buffers()):
         live.note(tensor)

@@ -29,6 +29,15 @@ def takes_shift_labels(model: nn.Module) -> bool:
     return isinstance(model, GolfForCausalLM) or hasattr(model, "head_is_plain")
 
 
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Let a model keep only the inputs of its layers and compute the rest again in the backward pass, non-reentrantly.
+
+    Raises ValueError if the model does not support it.
+    """
+    renamed = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.17 has only the older name
+    (renamed or model.gradient_checkpointing_enable)()
+
+
 def add_loss(model: PreTrainedModel) -> None:
     """Let a model take shift_labels and num_items_in_batch as a Golf model does, and return the loss alone.
 

@@ -45,6 +45,8 @@ from .layers_golf import (
 )
 
 IGNORE_INDEX = -100
+# Attention that is causal by itself. transformers knows, but 5.17 gives it a mask if compiled: no flash kernel then.
+NEED_NO_MASK = ("sdpa", "causal_blocks")
 # Logits per chunk of the loss. CPU: 64 MiB in fp32, the fastest size measured at V = 50,257. Accelerators: 256 MiB. A
 # chunk needs at least about C rows: with fewer, updating the (V, C) weight gradient costs as much as its matmuls.
 CHUNK_ELEMENTS_CPU = 2**24
@@ -206,14 +208,18 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
             _add_cache_layers(past_key_values, len(layer_order(config)))
         # Pass the caller's position_ids, not the derived ones: under torch.compile, any position_ids make transformers
         # check for packed sequences and build a full mask. None becomes is_causal=True in SDPA.
-        causal_mask = create_causal_mask(
-            config,
-            inputs_embeds,
-            attention_mask,
-            past_key_values,
-            position_ids=position_ids,
-            and_mask_function=self._same_document(input_ids),
-        )
+        same_document = self._same_document(input_ids)
+        causal_mask = None
+        given = (attention_mask, position_ids, past_key_values, same_document)
+        if self.config._attn_implementation not in NEED_NO_MASK or any(each is not None for each in given):
+            causal_mask = create_causal_mask(
+                config,
+                inputs_embeds,
+                attention_mask,
+                past_key_values,
+                position_ids=position_ids,
+                and_mask_function=same_document,
+            )
         past_tokens = 0 if past_key_values is None else past_key_values.get_seq_length()
         self._require_learned_positions(past_tokens + inputs_embeds.shape[1])
         if position_ids is None:
@@ -455,7 +461,8 @@ def _nats_and_gradients(
         if padding:
             logits[:, vocabulary:] = -math.inf
         logits = logits.log_softmax(dim=-1)  # reuse the name, so that the raw logits are freed
-        nats -= (logits.gather(1, target) * counted).sum()
+        # out of place: torch 2.11 compiles a result that was changed in place to gradients of 0 (pytorch#180642)
+        nats = nats - (logits.gather(1, target) * counted).sum()
         if not (wants_hidden or wants_weight):
             continue
         # d loss / d logits = p - onehot(target), and 0 in ignored rows

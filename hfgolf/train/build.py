@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.model.causal_blocks import choose_attention
-from hfgolf.model.causal_lm import add_loss, check_causal_lm
+from hfgolf.model.causal_lm import add_loss, check_causal_lm, checkpoint_layers
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.architectures import embedding_rows, other_config
@@ -47,7 +47,7 @@ def build_model(config: RunConfig, vocab_size: int, device: str, **token_ids: An
     else:
         model = _build_other(config, vocab_size, **token_ids)
     if config.model.gradient_checkpointing:
-        model.activation_checkpointing_enable()  # non-reentrant
+        checkpoint_layers(model)
     return model
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hfgolf.command_line import load_config
 from hfgolf.measure.flops import token_flops, training_flops_per_token
+from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train import meter as meter_module
@@ -27,7 +28,7 @@ def counted(config: GolfConfig, checkpointing: bool = False) -> dict[str, float]
     """Return torch's count for a forward and backward pass: FLOPs per token by operation."""
     model = GolfForCausalLM(config).train()
     if checkpointing:
-        model.activation_checkpointing_enable()
+        checkpoint_layers(model)
     ids = torch.randint(0, 97, (B, T))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, shift_labels=ids).loss.backward()
@@ -149,7 +150,8 @@ def test_matmuls_of_any_architecture_match_torchs_count(name):
     routers = 6 * sum(p.numel() for key, p in model.named_parameters() if key.endswith("mlp.gate.weight"))
     assert matmuls == pytest.approx(flops.matrices - convolutions + routers + flops.head)
     scores = sum(count for operation, count in counts.items() if operation in ("aten.bmm", "aten.baddbmm"))
-    assert flops.attention == (pytest.approx(scores / 2) if has_attention else 0)
+    # a thousandth: transformers 5.17 also computes its rotary angles as products
+    assert flops.attention == (pytest.approx(scores / 2, rel=1e-3) if has_attention else 0)
 
 
 def test_window_bounds_the_context():

@@ -25,6 +25,7 @@ from hfgolf.measure.memory import (
     training_memory,
 )
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
+from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
@@ -138,7 +139,7 @@ def peak_of_a_pass(golf: GolfConfig, tokens: tuple[int, int], precision: str, ch
     with FakeTensorMode():
         model = GolfForCausalLM(golf).train()
         if checkpointing:
-            model.activation_checkpointing_enable()
+            checkpoint_layers(model)
         alive = LiveBytes()
         for parameter in model.parameters():
             alive.note(parameter)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.layers_golf import apply_dropout
 
 DROPOUTS = ("dropout", "attention_dropout")
@@ -160,7 +161,7 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(build_golf, t
     for is_checkpointed in (False, True):
         golf = build_golf(**dict.fromkeys(DROPOUTS, 0.2 if option_name == "dropout" else 0.0)).train()
         if is_checkpointed:
-            golf.activation_checkpointing_enable()
+            checkpoint_layers(golf)
             assert all(layer.gradient_checkpointing for layer in golf.model.layers)
             # a non-reentrant checkpoint: the reentrant one breaks DDP and ignores keyword arguments
             assert golf.model.layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import math
@@ -81,7 +82,7 @@ def test_run_writes_all_documented_files(run, tiny_run, capsys):
     assert summary["peak_memory_bytes"] >= max(row["memory_bytes"] for row in table) > 10**8
     assert summary["predicted_memory_bytes"] > 10**8, "includes the memory of Python and torch"
     metadata = json.loads((folder / "metadata.json").read_text())
-    assert metadata["seed"] == 1337 and metadata["packages"]["torch"] == torch.__version__
+    assert metadata["seed"] == 1337 and metadata["packages"]["torch"] == importlib.metadata.version("torch")
     assert metadata["python"] == platform.python_version() and metadata["hardware"]["cpu"]
     assert (folder / "model" / "model.safetensors").is_file()
 
