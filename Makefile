@@ -1,16 +1,18 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test test-slow [ARGS="-k muon"]
 # make test-ecosystem: peft, trl, transformers serve, llama.cpp and lm-eval on exported models, in a virtual environment
 #   of their own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
-# make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only train_throughput"
+# make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only roofline"
+# make wheels [WHEELS_PYTHON=3.12], then, on a machine without network that has torch: make offline bench-gpu
 PYTHON ?= python3
 VENV := .venv
 CONFIG ?= configs/small.yaml
 ARGS ?=
+WHEELS_PYTHON ?= 3.12
 # on every core, up to four: one process of tests needs about 2 GB
 PYTEST := $(VENV)/bin/python -m pytest
 PARALLEL := --numprocesses logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup train test test-slow test-ecosystem test-gpu bench-cpu bench-gpu check image
+.PHONY: setup train test test-slow test-ecosystem test-gpu bench-cpu bench-gpu wheels offline check image
 
 setup: $(VENV)/.ready
 
@@ -40,16 +42,34 @@ test-ecosystem: .venv-ecosystem/.ready
 		-c tests/ecosystem/constraints.txt -e ".[tasks]"
 	touch $@
 
-test-gpu: setup
+$(VENV)/.ready-gpu: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"
+	touch $@
+
+test-gpu: $(VENV)/.ready-gpu
 	$(PYTEST) -m gpu $(ARGS)
 
 bench-cpu: setup
 	$(VENV)/bin/python benchmarks/run_all.py $(ARGS)
 
-bench-gpu: setup
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"
+bench-gpu: $(VENV)/.ready-gpu
 	$(VENV)/bin/python benchmarks/run_all.py --device cuda $(ARGS)
+
+# pip runs the newest Linux builds down to glibc 2.17; --platform names each tag that a wheel may have
+wheels: setup
+	$(VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest wheels \
+		--python-version $(WHEELS_PYTHON) --implementation cp $(foreach tag,1 2010 2014 _2_17 _2_24 _2_27 _2_28 _2_31 \
+		_2_34,--platform manylinux$(tag)_x86_64) -c constraints.txt -r benchmarks/wheels.txt
+	du -sh wheels
+
+# a virtual environment that sees what PYTHON has installed, also if PYTHON is in one itself
+offline:
+	$(PYTHON) -m venv --clear --without-pip $(VENV)
+	$(PYTHON) -c "import site; print('import site;', *(f'site.addsitedir({path!r});' for path in site.getsitepackages()))" \
+		> "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outside.pth"
+	$(PYTHON) -m pip --python $(VENV)/bin/python install --quiet --no-index --no-deps --find-links wheels \
+		-r benchmarks/wheels.txt
+	touch $(VENV)/.ready $(VENV)/.ready-gpu
 
 check: setup
 	$(VENV)/bin/ruff check .

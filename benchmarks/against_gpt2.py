@@ -86,7 +86,7 @@ def row(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = build_parser(__doc__, repetitions=9)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--shape", choices=SHAPES, help=argparse.SUPPRESS)
+    parser.add_argument("--shape", choices=SHAPES, help="only this one")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -97,7 +97,8 @@ def main() -> None:
 
     results = []
     print(HEADS)
-    for name, shape in SHAPES.items():
+    for name in [arguments.shape] if arguments.shape else SHAPES:
+        shape = SHAPES[name]
         steps = {
             who: make_step(model, shape, arguments.device) for who, model in build(shape, arguments.device).items()
         }

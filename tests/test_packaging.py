@@ -9,10 +9,12 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
@@ -73,6 +75,33 @@ def test_image_build_requires_its_commit(commit, is_taken, tmp_path):
     assert done.stderr == ("" if is_taken else error)
     assert "COPY --from=commit" in dockerfile()  # otherwise the builder skips the stage with this step
     assert "ENV HFGOLF_COMMIT=$COMMIT" in dockerfile()
+
+
+def with_requirements(*names: str) -> set[str]:
+    """Return the names of packages and of all that they need, as they are installed."""
+    found: set[str] = set()
+    waiting = [Requirement(name) for name in names]
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        if name not in found or wanted.extras:
+            found.add(name)
+            for line in requires(name) or ():
+                needed = Requirement(line)
+                if not needed.marker or any(needed.marker.evaluate({"extra": e}) for e in wanted.extras or {""}):
+                    waiting.append(needed)
+    return found
+
+
+def test_wheels_are_what_a_bare_image_lacks():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    needed = [line for line in config["options"]["install_requires"].splitlines() if not line.startswith("wandb")]
+    needed = with_requirements(*filter(None, needed), "pytest", "pytest-timeout") | {"nvidia-ml-py"}
+    wheels = (ROOT / "benchmarks" / "wheels.txt").read_text().splitlines()
+    listed = {canonicalize_name(line) for line in wheels if not line.startswith("#")}
+    assert listed == needed - with_requirements("torch", "transformers", "accelerate", "numpy")
+    assert listed <= {canonicalize_name(name) for name in pins()}
 
 
 def test_make_image_passes_the_commit():
