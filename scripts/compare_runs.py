@@ -26,12 +26,21 @@ def main() -> None:
     parser.add_argument(
         "--jobs",
         type=within(1, 1024),
-        default=1,
-        help="runs to run at once; with more than 1, their seconds are not comparable (1)",
+        help="runs to run at once (1; as SLURM jobs, all); with more than 1 here, their seconds are not comparable",
+    )
+    parser.add_argument("--launcher", choices=("local", "slurm"), default="local", help="where runs start (local)")
+    parser.add_argument(
+        "--slurm",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of sbatch for each job, such as partition=gpu, gpus=1 or time=480 (minutes); repeatable",
     )
     arguments, run_options = parser.parse_known_args()
     if arguments.runs and run_options:
         raise UserError(f"--runs: only reads runs, so {run_options[0]} has no effect; remove it.")
+    if arguments.slurm and (arguments.runs or arguments.launcher != "slurm"):
+        raise UserError("--slurm: is for jobs, so it has no effect here; add --launcher slurm to start runs as jobs.")
     if not arguments.runs and len(arguments.paths) > 1:
         raise UserError(f"{arguments.paths[1]}: only one definition is allowed; to compare run folders, add --runs.")
     experiment = None if arguments.runs else load_experiment(arguments.paths[0])
@@ -43,10 +52,11 @@ def main() -> None:
     from hfgolf.durable import write_text
     from hfgolf.run.folder import RunFolder
     from hfgolf.tools.compare.comparison import compare_experiment, compare_outcomes
-    from hfgolf.tools.compare.launch import run_missing
+    from hfgolf.tools.compare.launch import LocalLauncher, run_missing
     from hfgolf.tools.compare.markdown import to_markdown
     from hfgolf.tools.compare.outcome import group_by_arm, read_outcome, read_outcomes
     from hfgolf.tools.compare.plot import draw
+    from hfgolf.tools.compare.slurm import SlurmLauncher, slurm_executor
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=True)
@@ -56,7 +66,12 @@ def main() -> None:
         outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths])
         comparison = compare_outcomes(output_dir.name, f"{command} --runs", outcomes)
     else:
-        failed = run_missing(planned, Path(__file__).with_name("train.py"), arguments.jobs)
+        script = Path(__file__).with_name("train.py")
+        if arguments.launcher == "slurm":
+            executor = slurm_executor(output_dir / "slurm", arguments.slurm)
+            failed = run_missing(planned, SlurmLauncher(script, executor, arguments.jobs or len(planned)))
+        else:
+            failed = run_missing(planned, LocalLauncher(script, arguments.jobs or 1))
         outcomes, failures = read_outcomes(planned, failed)
         comparison = compare_experiment(experiment, command, outcomes, failures)
     results, page = output_dir / comparison.name, to_markdown(comparison)

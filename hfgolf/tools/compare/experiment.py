@@ -72,6 +72,11 @@ class PlannedRun:
 
         return run_folder(self.resolved.config)
 
+    @property
+    def log(self) -> Path:
+        """What the run prints."""
+        return self.folder.path / "train.log"
+
 
 def load_experiment(path: Path) -> Experiment:
     """Read a definition. Raises UserError, naming file and key, if its format is wrong."""

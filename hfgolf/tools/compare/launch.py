@@ -1,6 +1,6 @@
-"""Launch the missing runs of an experiment, each as its own train.py process.
+"""Launch the missing runs of an experiment, each as its own train.py process, here or elsewhere.
 
-Owns the processes, their logs and the progress messages. Knows only a run's folder and its exit status.
+Owns the local processes and the progress messages. Knows only a run's folder and its exit status; slurm.py knows jobs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
@@ -26,56 +28,116 @@ logger = logging.getLogger(__name__)
 
 CONCURRENT_RUNS = "HFGOLF_CONCURRENT_RUNS"
 """Environment variable of a run that shares the machine with others. It is in metadata.json: such timings are void."""
-LOG_NAME = "train.log"
 FAILURE_NAME = "failed.txt"
 """In the folder of a failed run: the reason."""
 
 _FAILED = (1, 2)  # exit statuses of errors that would happen again; a signal has another status
-_POLL_SECONDS = 0.1
 _SAVE_SECONDS = 60  # a stopped run first finishes its step and saves
 
 
-def run_missing(runs: Sequence[PlannedRun], train_script: Path, jobs: int) -> dict[str, str]:
-    """Run the unfinished runs, `jobs` at once; return {name of a failed run: its reason in one line}.
+class Launched(Protocol):
+    """A run that was started."""
+
+    def poll(self) -> int | None:
+        """Return its exit status; None while it has none."""
+
+
+class Launcher(Protocol):
+    """Where runs are started, and how many at once."""
+
+    at_once: int
+    poll_seconds: float
+    is_remote: bool
+    """Whether another machine decides what a run leaves to the hardware."""
+    when_stopped: str
+    """What happens to the active runs if this process is stopped, and what to do."""
+
+    def start(self, run: PlannedRun) -> Launched: ...
+    def stop(self, active: Sequence[Any]) -> None: ...
+
+
+@dataclass
+class LocalLauncher:
+    """Starts runs on this machine, which share its cores if there are several at once."""
+
+    train_script: Path
+    at_once: int = 1
+
+    poll_seconds = 0.1
+    is_remote = False
+    when_stopped = "run the same command to continue"
+
+    def start(self, run: PlannedRun) -> subprocess.Popen[bytes]:
+        arguments, environment = list(run.arguments), dict(os.environ)
+        if self.at_once > 1:
+            arguments.append(f"--train.cpu_threads={max(1, cpu_cores() // self.at_once)}")
+            environment[CONCURRENT_RUNS] = str(self.at_once)
+        run.folder.path.mkdir(parents=True, exist_ok=True)
+        logger.info("%s started; log: %s", run.name, run.log)
+        with run.log.open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, str(self.train_script), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # only this process gets Ctrl-C, and then stops the runs
+            )
+
+    def stop(self, active: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Let the runs save and stop."""
+        for process in active:
+            process.terminate()
+        for process in active:
+            try:
+                process.wait(timeout=_SAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def run_missing(runs: Sequence[PlannedRun], launcher: Launcher) -> dict[str, str]:
+    """Run the unfinished runs; return {name of a failed run: its reason in one line}.
 
     An interrupted run is resumed. A failed run is left alone, because a resumed one could hide the failure. Raises
     UserError, before any run starts, if a folder holds a run with another config. However this call ends, also by a
-    signal, the active runs save and stop first.
+    signal, active local runs save and stop first.
     """
-    complete = [run for run in runs if _is_complete(run)]
+    complete = [run for run in runs if _is_complete(run, launcher)]
     failures = {run.name: _failure(run).read_text(encoding="utf-8") for run in runs if _failure(run).exists()}
     missing = [run for run in runs if run not in complete and run.name not in failures]
     logger.info("%d runs: %d already complete, %d to do", len(runs), len(complete), len(missing))
     if failures:
         logger.info("%d failed before; delete %s in a run's folder to try it again", len(failures), FAILURE_NAME)
-    waiting, active = list(missing), dict[subprocess.Popen, PlannedRun]()
+    waiting, active = list(missing), dict[Launched, PlannedRun]()
     started_at = time.perf_counter()
-    signals = Signals("before all runs were complete; run the same command to continue")
+    signals = Signals(f"before all runs were complete; {launcher.when_stopped}")
     with signals, signals.deferred():
         try:
             while (waiting or active) and not signals.stop:
-                while waiting and len(active) < jobs:
+                while waiting and len(active) < launcher.at_once:
                     run = waiting.pop(0)
-                    active[_start(run, train_script, jobs)] = run
-                    logger.info("%s started; log: %s", run.name, run.folder.path / LOG_NAME)
-                time.sleep(_POLL_SECONDS)
-                for process in [process for process in active if process.poll() is not None]:
-                    run = active.pop(process)
-                    if process.returncode:
+                    active[launcher.start(run)] = run
+                time.sleep(launcher.poll_seconds)
+                for launched, status in [(launched, launched.poll()) for launched in active]:
+                    if status is None:
+                        continue
+                    run = active.pop(launched)
+                    if status:
                         failures[run.name] = _failure_reason(run)
-                        if process.returncode in _FAILED and run.folder.config.exists():  # else training never began
+                        if status in _FAILED and run.folder.config.exists():  # else training never began
                             write_text(_failure(run), failures[run.name])
-                    end = f"failed: {failures[run.name]}" if process.returncode else "is complete"
+                    end = f"failed: {failures[run.name]}" if status else "is complete"
                     done = len(missing) - len(waiting) - len(active)
                     progress = _progress(done, len(missing), time.perf_counter() - started_at)
                     logger.info("[%d/%d] %s %s; %s", done, len(missing), run.name, end, progress)
         finally:
-            _stop(list(active))
+            launcher.stop(list(active))
     return failures
 
 
-def _is_complete(run: PlannedRun) -> bool:
-    resolved, folder = resolve_precision(run.resolved), run.folder
+def _is_complete(run: PlannedRun, launcher: Launcher) -> bool:
+    resolved, folder = run.resolved if launcher.is_remote else resolve_precision(run.resolved), run.folder
     if completed(folder, resolved):
         return True
     changed = changes(folder, resolved) if folder.config.exists() else []
@@ -87,41 +149,13 @@ def _is_complete(run: PlannedRun) -> bool:
     return False
 
 
-def _start(run: PlannedRun, train_script: Path, jobs: int) -> subprocess.Popen:
-    arguments, environment = list(run.arguments), dict(os.environ)
-    if jobs > 1:
-        arguments.append(f"--train.cpu_threads={max(1, cpu_cores() // jobs)}")
-        environment[CONCURRENT_RUNS] = str(jobs)
-    run.folder.path.mkdir(parents=True, exist_ok=True)
-    with (run.folder.path / LOG_NAME).open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, str(train_script), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # only this process gets Ctrl-C, and then stops the runs
-        )
-
-
-def _stop(processes: list[subprocess.Popen]) -> None:
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        try:
-            process.wait(timeout=_SAVE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def _failure(run: PlannedRun) -> Path:
     return run.folder.path / FAILURE_NAME
 
 
 def _failure_reason(run: PlannedRun) -> str:
     """Return why a run failed: its last error line, or else its last line."""
-    lines = (run.folder.path / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
+    lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return one_line((errors or lines)[-1])
 

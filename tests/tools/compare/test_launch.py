@@ -11,7 +11,7 @@ import pytest
 
 from hfgolf.errors import UserError
 from hfgolf.tools.compare.experiment import load_experiment, plan_runs
-from hfgolf.tools.compare.launch import run_missing
+from hfgolf.tools.compare.launch import LocalLauncher, run_missing
 
 NEVER = "raise SystemExit('this run must not start')\n"
 
@@ -33,7 +33,7 @@ def test_failed_run_is_one_line_and_does_not_stop_the_others(planned, train_scri
     )
     caplog.set_level("INFO", "hfgolf")
     runs = planned(arms={"sick": {}, "broken": {}, "well": {}}, seeds=[1])
-    assert run_missing(runs, script, jobs=1) == {
+    assert run_missing(runs, LocalLauncher(script, 1)) == {
         "sick-seed1": "train: step 2: not finite; lower optim.learning_rate",
         "broken-seed1": "ValueError: a bug",
     }
@@ -53,19 +53,19 @@ def test_failed_run_is_not_resumed(planned, train_script, tmp_path, caplog):
         "sys.exit(143 if name.startswith('stopped') else 2)\n"
     )
     runs = planned(arms={"unbegun": {}, "diverged": {}, "stopped": {}}, seeds=[1])
-    first = run_missing(runs, script, jobs=3)
+    first = run_missing(runs, LocalLauncher(script, 3))
     assert set(first) == {run.name for run in runs}
     for run in runs:
         if run.folder.config.exists():
             run.folder.config.write_text(run.resolved.to_yaml())
     caplog.set_level("INFO", "hfgolf")
-    assert run_missing(runs, train_script(""), jobs=3) == {"diverged-seed1": "it diverged"}
+    assert run_missing(runs, LocalLauncher(train_script(""), 3)) == {"diverged-seed1": "it diverged"}
     assert caplog.messages[:2] == [
         "3 runs: 0 already complete, 2 to do",
         "1 failed before; delete failed.txt in a run's folder to try it again",
     ]
     (tmp_path / "out" / "diverged-seed1" / "failed.txt").unlink()
-    assert run_missing(runs[1:2], train_script(""), jobs=1) == {}
+    assert run_missing(runs[1:2], LocalLauncher(train_script(""), 1)) == {}
 
 
 def test_jobs_run_in_parallel_and_share_the_cores(planned, train_script, tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_jobs_run_in_parallel_and_share_the_cores(planned, train_script, tmp_pat
         "other = path.with_name({'a-seed1': 'a-seed2', 'a-seed2': 'a-seed1'}[name])\n"
         "while not (other / 'here').exists(): time.sleep(0.01)\n"
     )
-    assert run_missing(planned(arms={"a": {}}), script, jobs=2) == {}
+    assert run_missing(planned(arms={"a": {}}), LocalLauncher(script, 2)) == {}
     assert [path.read_text() for path in sorted(tmp_path.glob("out/*/here"))] == ["3 2", "3 2"]
 
 
@@ -87,14 +87,17 @@ def test_completed_runs_are_skipped(planned, train_script, run, caplog):
         run(one.arguments)
     caplog.set_level("INFO", "hfgolf")
     caplog.clear()
-    assert run_missing(runs, train_script(NEVER), jobs=2) == {}
+    assert run_missing(runs, LocalLauncher(train_script(NEVER), 2)) == {}
     assert caplog.messages == ["2 runs: 2 already complete, 0 to do"]
     runs[0].folder.summary.unlink()  # like a stopped run
-    assert run_missing(runs, train_script(NEVER), jobs=1) == {"a-seed1": "this run must not start"}
+    assert run_missing(runs, LocalLauncher(train_script(NEVER), 1)) == {"a-seed1": "this run must not start"}
     with pytest.raises(
         UserError, match=r"b-seed1 holds a run with another config \(optim.learning_rate 0.01 -> 0.03\)"
     ):
-        run_missing(planned(arms={"a": {}, "b": {"optim.learning_rate": 0.03}}, seeds=[1]), train_script(NEVER), jobs=1)
+        run_missing(
+            planned(arms={"a": {}, "b": {"optim.learning_rate": 0.03}}, seeds=[1]),
+            LocalLauncher(train_script(NEVER), 1),
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -120,7 +123,7 @@ def test_stopping_the_comparison_saves_and_stops_its_runs(planned, train_script,
     before = signal.signal(number, not_to_be_called)
     threading.Thread(target=stop_when_ready, daemon=True).start()
     with pytest.raises(SystemExit) as exit_:
-        run_missing(planned(arms={"a": {}, "b": {}, "c": {}}), script, jobs=2)
+        run_missing(planned(arms={"a": {}, "b": {}, "c": {}}), LocalLauncher(script, 2))
     assert exit_.value.code == 128 + number
     line = f"stopped by {number.name} before all runs were complete; run the same command to continue\n"
     assert capsys.readouterr().err == line
