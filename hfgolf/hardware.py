@@ -30,6 +30,11 @@ def free_memory_bytes(device: torch.device) -> int:
     return int(min(psutil.virtual_memory().available, free_cgroup_bytes()))
 
 
+def total_memory_bytes(device: torch.device) -> int:
+    """Return the memory of the device: of a CUDA GPU, or else the RAM of this machine."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+
+
 def free_cgroup_bytes(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the bytes that this process's control groups still allow it; infinity if none sets a limit.
 

@@ -88,12 +88,16 @@ def autocast(dtype: torch.dtype) -> Iterator[None]:
 
 
 def measure_step(batch: int = 16, sequence: int = 1024) -> dict[str, Any]:
-    """Return the launches of the parts of one step with 124M parameters in bf16: blocks, loss, update, average.
+    """Return the launches of the parts of one step with 124M parameters in bf16 on an H200, uncompiled.
+
+    The parts are blocks, loss, update and average.
 
     An operation that needs a value on the host raises, so a step that ends has not waited for the device. Clipping is
     run for that alone: torch does not take its foreach kernels for fake tensors.
     """
     from hfgolf.config import OptimConfig
+    from hfgolf.hardware import find_device
+    from hfgolf.measure.memory import chunk_elements
     from hfgolf.model.configuration_golf import GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM, chunked_cross_entropy
     from hfgolf.optim.ema import Ema
@@ -109,6 +113,8 @@ def measure_step(batch: int = 16, sequence: int = 1024) -> dict[str, Any]:
         num_attention_heads=12,
         max_position_embeddings=sequence,
     )
+    card = find_device("H200")
+    assert card
     blocks, loss, update, average = (Launches() for _ in range(4))
     with FakeTensorMode(), torch.device("cuda"):
         model = GolfForCausalLM(config).train()
@@ -119,7 +125,12 @@ def measure_step(batch: int = 16, sequence: int = 1024) -> dict[str, Any]:
             with blocks:
                 hidden = model.model(ids).last_hidden_state
             with loss:
-                nats = chunked_cross_entropy(hidden.flatten(0, 1), model.lm_head.weight, ids.flatten())
+                nats = chunked_cross_entropy(
+                    hidden.flatten(0, 1),
+                    model.lm_head.weight,
+                    ids.flatten(),
+                    chunk_elements=chunk_elements("cuda", card.memory_gb * 10**9),
+                )
         assert nats.requires_grad and nats.device.type == "cuda" and nats.dtype == torch.float32
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -23,11 +23,10 @@ import torch
 
 from hfgolf.errors import UserError
 from hfgolf.measure.fake_pass import pass_bytes
-from hfgolf.model import modeling_golf
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
 from hfgolf.model.layers_golf import layer_order
-from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.model.modeling_golf import GolfForCausalLM, default_chunk_elements
 from hfgolf.optim.layout import parameter_kinds
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
 
@@ -45,6 +44,10 @@ MAX_CPU_TOKENS = 2048
 # The same on a GPU: torch.compile unrolls the chunks of the loss. Steps with 2, 16 and 48 chunks compiled in 33, 64 and
 # 147 s on two CPU cores. What it costs in speed has not been measured.
 MAX_GPU_TOKENS = 2**16
+# The fp32 logits of one chunk of the loss take at most this share of a GPU's memory; with all that is made of them, a
+# chunk takes about three times as much. 2**29 (2 GiB) are 10,600 tokens at V = 50,257, on a card from 137 GB up.
+MAX_CHUNK_SHARE = 1 / 64
+MAX_CHUNK_ELEMENTS = 2**29
 # The rest is for the allocator, the kernels' workspaces and other programs.
 USABLE_SHARE = 0.8
 # The heap that glibc loses to fragmentation: a constant, plus a share of what each step allocates and frees.
@@ -102,6 +105,7 @@ def training_memory(
     cautious_weight_decay: bool = False,
     processes: int = 1,
     device: str = "cuda",
+    chunk_elements: int | None = None,
 ) -> TrainingMemory:
     """Predict the bytes of training per process, without compilation (with it, autograd keeps less).
 
@@ -113,6 +117,7 @@ def training_memory(
         sequence: tokens per sequence.
         accumulates: whether a step has several micro-batches.
         device: cuda or cpu.
+        chunk_elements: logits per chunk of the loss (see `chunk_elements`). None: what suits any card.
 
     Weights, gradients, averages and state are fp32: 4 bytes per parameter each, and 8 for the state of AdamW
     (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only during a pass). Activations
@@ -143,7 +148,7 @@ def training_memory(
         backward += tokens * (kept + max(extra) - 2 * stream)
 
     head = model.vocab_size * width
-    loss = 4 * head + tokens * stream + _chunk_bytes(model, tokens, half, device)
+    loss = 4 * head + tokens * stream + _chunk_bytes(model, tokens, half, device, chunk_elements)
     backward = max(backward + 4 * head, 8 * head + tokens * stream)
     gradients = weights
     update = _orthogonalization_bytes(model, device) if optimizer == "muon" else 0
@@ -193,12 +198,9 @@ def block_bytes(model: GolfConfig, sequence: int, half: bool, device: str) -> tu
     if model.activation == "swiglu":
         kept += 4 * operand * inner + (operand * width if half else 0)  # up_proj and gate_proj each cast their input
         temporary = 2 * operand * inner
-    elif model.activation in ("relu2", "leaky_relu2") and half and not on_cpu:
-        kept += 8 * inner  # autocast squares in fp32
-        temporary = 14 * inner
     else:
         kept += 2 * operand * inner
-        temporary = (3 if model.activation in ("relu2", "leaky_relu2") else 1) * operand * inner
+        temporary = (2 if model.activation in ("relu2", "leaky_relu2") else 1) * operand * inner
     return kept, max(temporary, 12 * width)
 
 
@@ -243,9 +245,22 @@ def _keeps_normed(model: GolfConfig, device: str) -> bool:
     return device == "cpu" and model.norm == "rmsnorm" and model.norm_weight
 
 
-def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str) -> int:
+def chunk_elements(device: str, total_bytes: int) -> int:
+    """Return how many logits a chunk of the loss should have on a device with so much memory: a power of two.
+
+    Larger chunks are fewer: fewer launches, a shorter compilation, fewer additions to the gradient of the head. A CPU
+    keeps the size that was measured there.
+    """
+    smallest = default_chunk_elements(device)
+    if device == "cpu":
+        return smallest
+    fitting = int(total_bytes * MAX_CHUNK_SHARE) // 4
+    return min(max(smallest, 1 << max(0, fitting.bit_length() - 1)), MAX_CHUNK_ELEMENTS)
+
+
+def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str, max_elements: int | None) -> int:
     """Return the peak memory of one loss chunk: its logits, or its addition to the gradient of the head."""
-    max_elements = modeling_golf.CHUNK_ELEMENTS_CPU if device == "cpu" else modeling_golf.CHUNK_ELEMENTS_ACCELERATOR
+    max_elements = max_elements or default_chunk_elements(device)
     rows = min(tokens, max(1, max_elements // model.vocab_size))
     previous = 4 if rows < tokens else 0  # still held from the previous chunk
     squashed = 0 if model.logit_soft_cap is None else 28 if model.soft_cap_form == "poly5" else 8
@@ -301,6 +316,7 @@ def run_memory(
         cautious_weight_decay=config.optim.cautious_weight_decay,
         processes=num_processes,
         device=device,
+        chunk_elements=model.chunk_elements,
     )
 
 

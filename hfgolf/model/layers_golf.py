@@ -11,7 +11,6 @@ Shapes: B batch, T time (queries), H heads, K key-value heads, D head size, C ch
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +22,18 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 """(module, query, key, value, attention_mask, dropout=, scaling=) -> output (B, T, H, D), and maybe the weights."""
 
 
+def _squared(activation: Callable[..., Tensor], *slope: float) -> Callable[[Tensor], Tensor]:
+    # y * y, not y.square(): CUDA's autocast would square in fp32, with two casts, and keep both copies
+    return lambda x: (y := activation(x, *slope)) * y
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": _squared(F.relu),
     "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
     "swiglu": F.silu,  # applied to the gate
 }
-
-
-def _leaky_relu_squared(slope: float) -> Callable[[Tensor], Tensor]:
-    return lambda x: F.leaky_relu(x, slope).square()
 
 
 def apply_dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
@@ -203,7 +203,7 @@ class GolfMLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.activation = _ACTIVATIONS.get(config.activation) or _leaky_relu_squared(config.activation_slope)
+        self.activation = _ACTIVATIONS.get(config.activation) or _squared(F.leaky_relu, config.activation_slope)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.gate_proj = None
         if config.activation == "swiglu":

@@ -47,8 +47,9 @@ from .layers_golf import (
 IGNORE_INDEX = -100
 # Attention that is causal by itself. transformers knows, but 5.17 gives it a mask if compiled: no flash kernel then.
 NEED_NO_MASK = ("sdpa", "causal_blocks")
-# Logits per chunk of the loss. CPU: 64 MiB in fp32, the fastest size measured at V = 50,257. Accelerators: 256 MiB. A
-# chunk needs at least about C rows: with fewer, updating the (V, C) weight gradient costs as much as its matmuls.
+# Logits per chunk of the loss. CPU: 64 MiB in fp32, the fastest size measured at V = 50,257. Accelerators: 256 MiB,
+# unless GolfForCausalLM.chunk_elements says more. A chunk needs at least about C rows: with fewer, updating the (V, C)
+# weight gradient costs as much as its matmuls.
 CHUNK_ELEMENTS_CPU = 2**24
 CHUNK_ELEMENTS_ACCELERATOR = 2**26
 # Rows per chunk in fp16: a gradient sums one number of at most |hidden| per row, and fp16 ends at 65,504.
@@ -280,6 +281,8 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _auto_class = "AutoModelForCausalLM"
+    chunk_elements: int | None = None
+    """Logits per chunk of the loss; None: a size for any card. The result differs only by rounding."""
 
     def __init__(self, config: GolfConfig) -> None:
         super().__init__(config)
@@ -348,6 +351,7 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
                 self.config.logit_soft_cap,
                 self.config.logit_soft_cap_negative,
                 self.config.soft_cap_form,
+                self.chunk_elements,
             )
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
@@ -387,6 +391,7 @@ def chunked_cross_entropy(
     soft_cap: float | None = None,
     soft_cap_negative: float | None = None,
     soft_cap_form: str = "tanh",
+    chunk_elements: int | None = None,
 ) -> Tensor:
     """Return the cross-entropy of softmax(hidden @ weight.T), summed over targets in fp32 nats, one chunk at a time.
 
@@ -400,18 +405,27 @@ def chunked_cross_entropy(
         targets: (N,) ids. -100 is ignored; if all are ignored, the result is 0.
         soft_cap: cap the logits z to soft_cap * tanh(z / soft_cap). soft_cap_negative: the cap of those below 0.
         soft_cap_form: "tanh" or "poly5" (see `squash`).
+        chunk_elements: the most logits in a chunk, at least one row. None: `default_chunk_elements`.
     """
+    chunk_elements = chunk_elements or default_chunk_elements(hidden.device.type)
     caps = (soft_cap, soft_cap_negative, soft_cap_form)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _ChunkedCrossEntropy.apply(hidden, weight, targets, *caps)
-    return _nats_and_gradients(hidden, weight, targets, caps, False, False)[0]
+        return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk_elements, *caps)
+    return _nats_and_gradients(hidden, weight, targets, chunk_elements, caps, False, False)[0]
+
+
+def default_chunk_elements(device: str) -> int:
+    """Return the logits per chunk of the loss that suit any device of a type."""
+    return CHUNK_ELEMENTS_CPU if device == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, *caps: Any) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_elements: int, *caps: Any) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        nats, *gradients = _nats_and_gradients(hidden, weight, targets, caps, wants_hidden, wants_weight)
+        nats, *gradients = _nats_and_gradients(
+            hidden, weight, targets, chunk_elements, caps, wants_hidden, wants_weight
+        )
         ctx.save_for_backward(*gradients)
         return nats
 
@@ -421,7 +435,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient, weight_gradient = (
             None if gradient is None else gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors
         )
-        return hidden_gradient, weight_gradient, None, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None, None
 
 
 def _head_rows(vocabulary: int, device: str, dtype: torch.dtype) -> int:
@@ -430,7 +444,13 @@ def _head_rows(vocabulary: int, device: str, dtype: torch.dtype) -> int:
 
 
 def _nats_and_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, caps: tuple[Any, ...], wants_hidden: bool, wants_weight: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_elements: int,
+    caps: tuple[Any, ...],
+    wants_hidden: bool,
+    wants_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     soft_cap, soft_cap_negative, soft_cap_form = caps
     device = hidden.device.type
@@ -442,7 +462,6 @@ def _nats_and_gradients(
     nats = torch.zeros((), dtype=sum_dtype, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
     weight_gradient = torch.zeros_like(head, dtype=sum_dtype) if wants_weight else None
-    chunk_elements = CHUNK_ELEMENTS_CPU if device == "cpu" else CHUNK_ELEMENTS_ACCELERATOR
     rows = max(1, chunk_elements // vocabulary)
     if compute_dtype == torch.float16:
         rows = min(rows, MAX_ROWS_FP16)

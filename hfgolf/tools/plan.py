@@ -28,7 +28,7 @@ from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.errors import UserError
 from hfgolf.hardware import Device, device_name, free_memory_bytes, peak_flops, synchronize
 from hfgolf.measure.flops import TokenFlops, token_flops
-from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, run_memory
+from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, chunk_elements, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import KINDS, build_optimizer, parameter_groups
 from hfgolf.optim.layout import layout, parameter_kinds
@@ -239,6 +239,8 @@ def make_plan(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Pl
 
     Raises UserError if no micro-batch divides the step evenly.
     """
+    if isinstance(model, GolfForCausalLM):
+        model.chunk_elements = chunk_elements(machine.device, machine.free_bytes)
     size, largest = _micro_batch(config, model, machine)
     with_, without = (
         run_memory(config.replace(model__gradient_checkpointing=on), model, size, machine.processes, machine.device)

@@ -45,9 +45,11 @@ from hfgolf.hardware import (
     free_memory_bytes,
     has_fast_fp16_only,
     peak_flops,
+    total_memory_bytes,
 )
 from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.measure.memory import (
+    chunk_elements,
     choose_micro_batch_size,
     expected_bytes,
     fragmented_bytes,
@@ -329,6 +331,8 @@ def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) ->
     model = build_model(config, vocab_size, device.type, bos_token_id=bos, eos_token_id=eos, pad_token_id=eos)
     kind = "" if isinstance(model, GolfForCausalLM) else f"{type(model).__name__}, "
     logger.info("model: %s%s parameters, vocabulary %s", kind, f"{model.num_parameters():,}", f"{vocab_size:,}")
+    if isinstance(model, GolfForCausalLM):  # the same on all ranks, so that they round alike
+        model.chunk_elements = min(gather(chunk_elements(device.type, total_memory_bytes(device))))
     if kind and not model.head_is_plain:
         logger.info("loss: from the logits of the whole micro-batch, because of what is between them and the head")
     return model

@@ -52,6 +52,26 @@ def test_chunked_loss_and_gradients_equal_the_plain_loss(caps):
     torch.testing.assert_close(actual_gradients, expected_gradients)
 
 
+@pytest.mark.parametrize("rows", [1, 7, N])
+def test_chunks_may_have_any_size(rows):
+    hidden, weight, targets = build_operands()
+    results = [chunked_cross_entropy(hidden, weight, targets, chunk_elements=size) for size in (None, rows * V + 1)]
+    expected, actual = ((nats, *torch.autograd.grad(nats, (hidden, weight))) for nats in results)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_a_model_says_how_large_chunks_are(build_golf):
+    golf = build_golf(vocab_size=1000, hidden_size=16).train()
+    ids = torch.randint(1000, (8, 64))
+    largest = []
+    for rows in (100, 50):
+        golf.chunk_elements = rows * 1000
+        with Watch() as watch:
+            golf(ids, labels=ids).loss.backward()
+        largest.append(watch.largest)
+    assert largest == [100_000, 50_000]
+
+
 @pytest.mark.parametrize("caps", CAPS[:5])
 def test_chunked_gradients_equal_finite_differences(caps):
     hidden, weight, targets = build_operands(torch.float64)

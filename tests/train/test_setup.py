@@ -52,6 +52,13 @@ def test_run_seed_sets_the_data_order(build, seed):
     assert next(run.batches)["sample_hash"] == sample_hash(starts)
 
 
+def test_chunks_of_the_loss_are_as_large_on_all_ranks(build, monkeypatch):
+    on_this_rank, on_another = 2**20, 2**19
+    monkeypatch.setattr(setup, "chunk_elements", lambda *_: on_this_rank)
+    monkeypatch.setattr(setup, "gather", lambda value: [value, on_another] if value == on_this_rank else [value])
+    assert build().raw_model.chunk_elements == on_another
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_has_its_own_dropout(build, monkeypatch, rank):
