@@ -49,8 +49,8 @@ from hfgolf.hardware import (
 )
 from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.measure.memory import (
-    chunk_elements,
     choose_micro_batch_size,
+    chunk_elements,
     expected_bytes,
     fragmented_bytes,
     require_room,
