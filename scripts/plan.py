@@ -138,11 +138,15 @@ def gpu_table(options: argparse.Namespace, resolved: ResolvedConfig) -> str:
     config, machine = machines[0]
     if machine.device == "cpu":
         raise UserError("--gpus: there is no GPU here; name the one to plan for, such as --device H100.")
+    is_bf16 = newton_schulz_is_bf16(config, options.device)
+    of_products = resolved.resolve("Newton-Schulz", train__mixed_precision="bf16" if is_bf16 else "no")
     data = count_tokens(config)
     model = meta_model(config, data.vocabulary, machine.device)
     plans = [make_plan(config, model, machine) for _, machine in machines]
     cluster = Cluster(
         mfu=options.mfu or ASSUMED_MFU,
+        newton_schulz_flops=find_machine(of_products, options.device, 1)[1].peak_flops,
+        update_bytes=2 if is_bf16 else 4,
         gpus_per_machine=options.gpus_per_machine,
         link_bandwidth=1e9 * options.link_gb_per_second,
         network_bandwidth=1e9 * options.network_gb_per_second,
@@ -155,6 +159,18 @@ def gpu_table(options: argparse.Namespace, resolved: ResolvedConfig) -> str:
     parameters = sum(plans[0].parameters.values())
     first = f"{config.run.name}: {parameters:,} parameters, {config.batch.tokens_per_step:,} tokens per step"
     return "\n".join([first, "", *table_of(scales), "", what_binds(scales), *assumptions(plans[0], machine, cluster)])
+
+
+def newton_schulz_is_bf16(config: RunConfig, name: str | None) -> bool:
+    """Return whether Muon multiplies in bf16 on the GPU of this name, or on this machine's (None)."""
+    import torch
+
+    from hfgolf.hardware import fast_product_dtype, find_device
+
+    if config.optim.newton_schulz_dtype != "auto":
+        return config.optim.newton_schulz_dtype == "bf16"
+    device = find_device(name) if name else None
+    return device.has_bf16 if device else fast_product_dtype(torch.device("cuda")) == torch.bfloat16
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:

@@ -52,6 +52,10 @@ class Cluster:
 
     mfu: float
     """The share of the peak that passes and Newton-Schulz reach."""
+    newton_schulz_flops: float
+    """A GPU's peak in the dtype of Newton-Schulz, FLOP/s."""
+    update_bytes: int
+    """Bytes per element of that dtype."""
     gpus_per_machine: int
     link_bandwidth: float
     """From one GPU to the others of its machine."""
@@ -140,7 +144,7 @@ def scale(config: RunConfig, model: PreTrainedModel, plan: Plan, machine: Machin
     gradients = 2 * ring * 4 * sum(plan.parameters.values())
     embedding: Any = model.get_input_embeddings()
     last = 2 * ring * 4 * embedding.weight.numel()
-    update = optimizer_work(config, model, gpus)
+    update = optimizer_work(config, model, gpus, cluster.update_bytes)
     gathered = ring * update.gathered_bytes
     return Scale(
         gpus=gpus,
@@ -151,18 +155,19 @@ def scale(config: RunConfig, model: PreTrainedModel, plan: Plan, machine: Machin
         pass_seconds=tokens * (flops.useful + recomputed) / peak,
         gradient_seconds=max(0.0, (gradients - last) / bandwidth - backward_seconds) + last / bandwidth,
         gather_seconds=gathered / bandwidth,
-        optimizer_seconds=update.flops / peak + update.memory_bytes / cluster.memory_bandwidth,
+        optimizer_seconds=update.flops / (cluster.mfu * cluster.newton_schulz_flops)
+        + update.memory_bytes / cluster.memory_bandwidth,
         loader_seconds=tokens / cluster.loader_tokens_per_second,
         sent_bytes=gradients + gathered,
         hiding_bandwidth=gradients / backward_seconds,
     )
 
 
-def optimizer_work(config: RunConfig, model: PreTrainedModel, gpus: int) -> Update:
+def optimizer_work(config: RunConfig, model: PreTrainedModel, gpus: int, update_bytes: int) -> Update:
     """Count what one update takes on each of so many GPUs, as Muon divides it. model: on the meta device.
 
-    Newton-Schulz is in 16 bits. Options of Muon that are off by default (NorMuon, row equilibration, cautious decay)
-    are not counted.
+    update_bytes: per element of an update as Newton-Schulz leaves it. Options of Muon that are off by default (NorMuon,
+    row equilibration, cautious decay) are not counted.
     """
     optim, flops, own_bytes, gathered, num_bytes = config.optim, 0, 0.0, 0, 0.0
     for group in parameter_groups(model.named_parameters(), optim, **layout(model)):
@@ -178,7 +183,7 @@ def optimizer_work(config: RunConfig, model: PreTrainedModel, gpus: int) -> Upda
                 orthogonalize(matrix.new_empty(share, *matrix.shape), steps, coefficients)
             flops += counter.get_total_flops()
             own_bytes += OWN_BYTES * share * matrix.numel()
-            gathered += 2 * share * gpus * matrix.numel() if share < len(bucket) else 0
+            gathered += update_bytes * share * gpus * matrix.numel() if share < len(bucket) else 0
     return Update(flops=flops, memory_bytes=num_bytes + own_bytes, gathered_bytes=gathered)
 
 
@@ -263,8 +268,8 @@ def assumptions(plan: Plan, machine: Machine, cluster: Cluster) -> list[str]:
     link, network, memory = (f"{value / 1e9:,g} GB/s" for value in gigabytes)
     return [
         "predicted, not measured:",
-        f"  passes and Newton-Schulz at {cluster.mfu:.0%} of the peak of {machine.name}, {peak:,.4g} TFLOP/s;"
-        f" memory at {memory}",
+        f"  passes at {cluster.mfu:.0%} of the peak of {machine.name}, {peak:,.4g} TFLOP/s; Newton-Schulz at as much of"
+        f" {cluster.newton_schulz_flops / 1e12:,.4g}; memory at {memory}",
         f"  between {cluster.gpus_per_machine} GPUs of a machine {link} each, between machines {network}",
         f"  gradients: {4 * sum(plan.parameters.values()) / 1e6:,.0f} MB, hidden behind the last backward pass except"
         " the embedding's; nothing hides Muon's gather",

@@ -31,6 +31,7 @@ from hfgolf.tools.scaling import (
     measured_loader,
     optimizer_work,
     scale,
+    table_of,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,8 @@ SMALL = ["--model.hidden_size=64", "--model.num_hidden_layers=1", "--model.num_a
 SMALL += ["--batch.sequence_length=32", "--batch.tokens_per_step=256", "--batch.micro_batch_size=1"]
 CLUSTER = Cluster(
     mfu=0.5,
+    newton_schulz_flops=989e12,
+    update_bytes=2,
     gpus_per_machine=1,
     link_bandwidth=450e9,
     network_bandwidth=1e9,
@@ -174,7 +177,7 @@ def test_matrices_are_divided_until_each_rank_has_one():
     """36 + 12 square matrices and 12 of each MLP shape, in GPT-2's size."""
     config = load_config(CONFIG).config
     model = meta_model(config, 50257, "cuda")
-    works = {gpus: optimizer_work(config, model, gpus) for gpus in (1, 12, 48, 64)}
+    works = {gpus: optimizer_work(config, model, gpus, 2) for gpus in (1, 12, 48, 64)}
     square, mlp = 30 * 768**3, 70 * 768**3
     assert works[1].flops == 48 * square + 24 * mlp
     assert works[12].flops == 4 * square + 2 * mlp
@@ -216,6 +219,30 @@ def test_script_prints_a_row_per_number_of_gpus(script, tiny_run):
     assert table["assumed"]["mfu"] == 0.2 and table["assumed"]["network_bandwidth"] == 1e9
     assert [one["gpus"] for one in table["scales"]] == [1, 2, 4]
     assert table["scales"][2]["shares"]["network"] > 0.5
+
+
+def test_newton_schulz_is_as_fast_as_its_dtype(script, tiny_run):
+    """A T4 has no bf16; an fp32 run on an H100 still orthogonalizes in it."""
+    for device, precision, flops, size in (("T4", "fp16", 8.1e12, 4), ("H100", "no", 989e12, 2)):
+        of_run = tiny_run(train__mixed_precision=precision, batch__micro_batch_size="auto")
+        assumed = json.loads(script(*of_run, "--device", device, "--gpus", "1", "--json"))["assumed"]
+        assert (assumed["newton_schulz_flops"], assumed["update_bytes"]) == (flops, size)
+
+
+def test_docs_have_the_table_that_the_command_prints():
+    """docs/several_machines.md, without the loader's column, which is measured."""
+    page = (ROOT / "docs" / "several_machines.md").read_text()
+    shown = [line.split() for line in page.splitlines() if re.match(r" +\d+ +\d+ x \d", line)]
+    cluster = dataclasses.replace(
+        CLUSTER, mfu=0.4, gpus_per_machine=8, network_bandwidth=400e9, memory_bandwidth=3350e9,
+        loader_tokens_per_second=1e8,
+    )  # fmt: skip
+    printed = table_of([scale_of(int(row[0]), cluster) for row in shown])[1:]
+    loader = 10
+    assert [row[:loader] + row[loader + 1 :] for row in shown] == [
+        row[:loader] + row[loader + 1 :] for row in map(str.split, printed)
+    ]
+    assert [row[0] for row in shown] == ["1", "2", "4", "8", "16", "32", "64"]
 
 
 @pytest.mark.parametrize(
