@@ -12,11 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.model import causal_blocks
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import process, setup
 from hfgolf.train.compilation import compile_in_place, should_compile
@@ -104,6 +107,20 @@ def test_gpu_without_bf16_trains_in_fp16(monkeypatch, capability, fast, outcome)
 def test_gradients_are_views_of_what_ddp_reduces():
     handler = setup._build_accelerator(load_config(["--train.max_steps=1"]).config).ddp_handler
     assert handler.gradient_as_bucket_view
+
+
+@pytest.mark.parametrize(("layers", "megabytes", "buckets"), [(12, 118, 4), (1, 44, 2)])
+def test_ddp_has_few_buckets_because_each_is_a_compiled_graph(layers, megabytes, buckets):
+    """GPT-2 124M has 13 by default. DDP begins with one of 1 MB."""
+    with torch.device("meta"):
+        model = GolfForCausalLM(
+            GolfConfig(vocab_size=50257, hidden_size=768, num_attention_heads=12, num_hidden_layers=layers)
+        )
+    size = setup.bucket_megabytes(model)
+    assert size == megabytes
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, size * 2**20]
+    assignment, _ = dist._compute_bucket_assignment_by_size(list(model.parameters())[::-1], limits)
+    assert len(assignment) == buckets
 
 
 @pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), ("fp16", 0), ("no", 0)])
