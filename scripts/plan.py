@@ -67,7 +67,9 @@ def main() -> None:
         help="dollars per hour for the whole machine (default: run.price_per_hour)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    table_ = parser.add_argument_group("a table for several numbers of GPUs", "Bandwidths are in one direction.")
+    table_ = parser.add_argument_group(
+        "a table for several numbers of GPUs", "The default bandwidths are those of a DGX H100, in one direction."
+    )
     table_.add_argument("--gpus", type=gpu_counts, help="numbers of GPUs, such as 1,2,4,8; only predicts their speed")
     table_.add_argument("--gpus_per_machine", type=within(1, 1024), default=8, help="GPUs of one machine (8)")
     for option, default, meaning in BANDWIDTHS:
