@@ -16,7 +16,7 @@ PARALLEL := --numprocesses logical --maxprocesses 4 --dist worksteal
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: constraints.txt setup.cfg pyproject.toml
+$(VENV)/.ready: constraints.txt setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
@@ -33,7 +33,7 @@ test-slow: setup
 test-ecosystem: .venv-ecosystem/.ready
 	.venv-ecosystem/bin/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
 
-.venv-ecosystem/.ready: constraints.txt tests/ecosystem/constraints.txt setup.cfg pyproject.toml
+.venv-ecosystem/.ready: constraints.txt tests/ecosystem/constraints.txt setup.cfg setup.py pyproject.toml
 	$(PYTHON) -m venv .venv-ecosystem
 	.venv-ecosystem/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt -c tests/ecosystem/constraints.txt -e ".[dev,ecosystem]"

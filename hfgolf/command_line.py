@@ -33,6 +33,9 @@ SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
     f"{section}.{key}": kind for section, cls in SECTIONS.items() for key, kind in typing.get_type_hints(cls).items()
 }
+_ROOT = Path(__file__).parent
+_ROOT = _ROOT if (_ROOT / "scripts").is_dir() else _ROOT.parent  # they are beside the package in a checkout
+SCRIPTS, CONFIGS = _ROOT / "scripts", _ROOT / "configs"
 _MAX_VALUES = 100_000  # in one config, with aliases expanded
 # Numbers that YAML 1.1 reads differently than a person does: 010 is octal, 1:30 is base 60.
 _MISREAD = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
@@ -78,6 +81,7 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
     arguments = _one_token_per_option(list(sys.argv[1:] if argv is None else argv))
     stated = dict(a[2:].split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
     path = stated.pop("config", None)
+    path = path and find_config(path)
     from_file = {} if path is None else read_yaml(path)
     from_command_line = {key.removesuffix("+"): value for key, value in stated.items() if key != "print_config"}
     for where, keys in ((path, from_file), ("the command line", from_command_line)):
@@ -102,12 +106,18 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
     return ResolvedConfig(config, dict.fromkeys(from_file, "file") | dict.fromkeys(from_command_line, "command line"))
 
 
+def find_config(name: str) -> str:
+    """Return the path of a config: `name` itself, or that of the shipped config with this name, such as small."""
+    shipped = {file.stem: str(file) for file in CONFIGS.glob("*.yaml")}
+    return name if os.path.isfile(name) else shipped.get(name, name)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a config file as {"section.key": value}. Raises UserError if it is missing or is not YAML with sections."""
     if not os.path.isfile(path):
-        available = join_words(sorted(str(file) for file in Path("configs").glob("*.yaml")))
+        available = join_words(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
         problem = f"{path} is a folder, not a file" if os.path.isdir(path) else f"there is no file {path}"
-        raise UserError(f"--config: {problem}" + (f"; available: {available}." if available else "."))
+        raise UserError(f"--config: {problem}; name a file, or one that hfgolf has: {available}.")
     sections = load_yaml(path, f"--config: {path}") or {}
     if not isinstance(sections, dict):
         raise UserError(f"--config: {path} must hold sections ({join_words(SECTIONS)}).")
@@ -249,7 +259,7 @@ def _build_parser(description: str) -> Any:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(description=description, exit_on_error=False)
     parser.add_argument(
-        "--config", action="config", help="YAML file with the sections below, such as configs/small.yaml."
+        "--config", action="config", help="YAML file with the sections below, or the name of one of hfgolf's: small."
     )
     for section, cls in SECTIONS.items():
         parser.add_class_arguments(cls, section)

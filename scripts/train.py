@@ -2,8 +2,10 @@
 
 import logging
 import os
+import sys
 
 from hfgolf.command_line import load_config, run_command
+from hfgolf.errors import UserError
 from hfgolf.train.signals import Signals
 
 
@@ -14,6 +16,12 @@ def main() -> None:
 
 def train_once(signals: Signals) -> None:
     """Train the run of the command line, unless it is already complete."""
+    if len(sys.argv) == 1:
+        command = sys.argv[0] if sys.argv[0].startswith("hfgolf ") else f"python {sys.argv[0]}"
+        raise UserError(
+            f"name a config, and any values of yours:\n  {command} --config small\n"
+            f"  {command} --config small --train.max_minutes 5 --run.name short"
+        )
     resolved = load_config()  # before importing torch, so that --help and errors come at once
     from hfgolf.ranks import decide, together
     from hfgolf.run.folder import run_folder

@@ -359,7 +359,7 @@ def test_tilde_expands_to_the_home_folder(monkeypatch):
 
 def test_missing_config_file_lists_existing_ones(monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=r"no file configs/smal.yaml; available: .*configs/small.yaml"):
+    with pytest.raises(UserError, match=r"no file configs/smal.yaml; name a file, or one that hfgolf has: .*, small, "):
         load_config(["--config", "configs/smal.yaml"])
 
 

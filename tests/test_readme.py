@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hfgolf.cli import VERBS
 from hfgolf.command_line import KEY_TYPES, load_config
 
 ROOT = Path(__file__).parents[1]
@@ -171,11 +172,18 @@ def test_make_knows_every_target(command):
     assert make(*shlex.split(command)[1:])
 
 
-@pytest.mark.parametrize("command", [*commands("python scripts/"), *commands("accelerate launch ")])
-def test_every_command_uses_existing_options(command, run_script):
+@pytest.mark.parametrize(
+    "command", [*commands("python scripts/"), *commands("accelerate launch "), *commands("hfgolf ")]
+)
+def test_every_command_uses_existing_options(command, run_script, monkeypatch):
     """A key of the config must be one; an option of the script must be in its --help."""
     words = shlex.split(command)
-    script, *arguments = words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
+    if "hfgolf" in words:
+        words = words[words.index("hfgolf") + 1 :]
+        assert words[0] in {"--help", *VERBS}
+        script, arguments = VERBS.get(words[0], ("train", ""))[0] + ".py", words[1:]
+    else:
+        script, *arguments = words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
     options = {argument.removeprefix("--") for argument in arguments if argument.startswith("--")}
     said = run_script(Path(script).name, "--help")
     known = set(re.findall(r"--([a-z_.]+)", said.out)) | set(KEY_TYPES)
@@ -183,7 +191,8 @@ def test_every_command_uses_existing_options(command, run_script):
     if "config" in options:
         keys = [f"--{key}" for key in options & set(KEY_TYPES)]
         stated = [f"{key}={arguments[arguments.index(key) + 1]}" for key in keys]
-        load_config(["--config", str(ROOT / arguments[arguments.index("--config") + 1]), *stated])
+        monkeypatch.chdir(ROOT)
+        load_config(["--config", arguments[arguments.index("--config") + 1], *stated])
 
 
 def test_gpt2_options_build_gpt2():

@@ -42,7 +42,7 @@ def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[
     variables = [name for name in sorted(os.environ) if _VARIABLES.match(name) and not is_secret_name(name)]
     metadata = {
         "commit": git_commit(),
-        "command": [Path(sys.executable).name, *sys.argv],
+        "command": _command(),
         "seed": resolved.config.run.seed,
         "config": resolved.config.flat(),
         "sources": resolved.sources,
@@ -52,6 +52,13 @@ def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[
         "hardware": dict(hardware),
     }
     return redact_values(metadata)
+
+
+def _command() -> list[str]:
+    script, *arguments = sys.argv
+    if script.startswith("hfgolf "):  # cli.py's name for the command and its verb
+        return [*script.split(), *arguments]
+    return [Path(sys.executable).name, script, *arguments]
 
 
 def git_commit(folder: Path = Path(__file__).parent) -> str | None:
