@@ -286,7 +286,9 @@ def _orthogonal(directions: list[Tensor], group: Group) -> Tensor:
 def _all_gather(own: Tensor, ranks: int, process_group: ProcessGroup | None) -> Tensor:
     """Return the matrices of all ranks, (ranks * K, ...), given this rank's K."""
     gathered = own.new_empty(ranks * len(own), *own.shape[1:])
-    dist.all_gather_into_tensor(gathered, own, group=process_group)  # a list would be gathered elsewhere and copied
+    # into one tensor: a list would be gathered elsewhere and copied. torch 2.13 warns of the older name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, own, group=process_group)
     return gathered
 
 

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.ranks import together
 from hfgolf.train.feed import start_batches
+from hfgolf.train.process import processes
 from hfgolf.train.run import Run
 from hfgolf.train.setup import set_up
 from hfgolf.train.signals import Signals
@@ -26,6 +28,7 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
     with (
         Signals("before the end; nothing was written"),
         tempfile.TemporaryDirectory(prefix=f"{source}-", ignore_cleanup_errors=True) as folder,
+        together(processes().num_processes),
     ):
         resolved = resolved.resolve(source, train__resume=None, track__trackers=[], hub__push=False, **values)
         run = set_up(resolved.resolve(source, run__output_dir=folder))
