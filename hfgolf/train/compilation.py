@@ -6,12 +6,15 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from hfgolf.hardware import synchronize
 from hfgolf.ranks import gather
 from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.recurrence import each_loop_state
@@ -19,6 +22,7 @@ from hfgolf.train.run import Run
 from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 # The cost of compiling, the share of time it saves by precision, and the MFU without it, all rounded against compiling.
 # Measured with the model of configs/small.yaml on 2 CPU cores: compiling takes 35 s, or 9 s if it is in torch's cache.
@@ -26,23 +30,25 @@ logger = logging.getLogger(__name__)
 COMPILE_SECONDS = 40.0
 SAVED_SHARE_OF_TIME = {"no": 0.12, "bf16": 0.2, "fp16": 0.2}
 UNCOMPILED_MFU = {"no": 0.6, "bf16": 0.4, "fp16": 0.4}
+# On a GPU, time without compiling is measured. What it saves is not: training 1.41 times as fast is the mean of 180
+# models on an A100 (Ansel et al., "PyTorch 2", ASPLOS 2024, section 6.3). What it costs is assumed, from the 33 s that
+# GPT-2 124M with two chunks of the loss took on two CPU cores.
+COMPILE_SECONDS_GPU = 60.0
+SAVED_SHARE_OF_TIME_GPU = 1 - 1 / 1.41
 
 
 def choose_compilation(run: Run) -> None:
     """Decide train.compile if it is auto, and log the reason."""
-    train = run.config.train
+    train, device = run.config.train, run.accelerator.device
     if train.compile != "auto":
         reason = f"{run.resolved.sources.get('train.compile', 'train.compile')} says so"
         logger.info("compile: %s, because %s", "yes" if train.compile else "no", reason)
         return
-    tokens = (run.step_limit - run.state.step) * run.config.batch.tokens_per_step
-    compiling, reason = should_compile(
-        run.accelerator.device,
-        str(train.mixed_precision),
-        seconds_at_peak=tokens * run.meter.flops_per_second_of_peak,
-        max_seconds=60 * (train.max_minutes or math.inf),
-    )
-    by_rank = gather((compiling, reason))  # each measures its own peak
+    compiling, reason = False, "there is no compiler for this device"
+    if all(gather(has_compiler(device))):
+        max_seconds = 60 * (train.max_minutes or math.inf)
+        compiling, reason = should_compile(device, str(train.mixed_precision), uncompiled_seconds(run), max_seconds)
+    by_rank = gather((compiling, reason))  # on a CPU, each measures its own peak
     if not all(yes for yes, _ in by_rank):
         compiling, reason = next(answer for answer in by_rank if not answer[0])
     run.decide("auto", train__compile=compiling)
@@ -50,16 +56,43 @@ def choose_compilation(run: Run) -> None:
 
 
 def should_compile(
-    device: torch.device, precision: str, seconds_at_peak: float, max_seconds: float = math.inf
+    device: torch.device, precision: str, uncompiled_seconds: float, max_seconds: float = math.inf
 ) -> tuple[bool, str]:
     """Decide whether compiling pays, and return the decision and the reason.
 
-    seconds_at_peak: time of the remaining training at an MFU of 1. max_seconds: train.max_minutes in seconds.
+    uncompiled_seconds: time that the remaining passes take uncompiled. max_seconds: train.max_minutes in seconds.
     """
-    if not has_compiler(device):
-        return False, "there is no compiler for this device"
-    saved = min(seconds_at_peak / UNCOMPILED_MFU[precision], max_seconds) * SAVED_SHARE_OF_TIME[precision]
-    return saved >= COMPILE_SECONDS, f"it would save about {saved:.0f} s and cost about {COMPILE_SECONDS:.0f} s"
+    on_cpu = device.type == "cpu"
+    share, cost = (
+        (SAVED_SHARE_OF_TIME[precision], COMPILE_SECONDS) if on_cpu else (SAVED_SHARE_OF_TIME_GPU, COMPILE_SECONDS_GPU)
+    )
+    saved = min(uncompiled_seconds, max_seconds) * share
+    return saved >= cost, f"it would save about {saved:.0f} s and cost about {cost:.0f} s"
+
+
+def uncompiled_seconds(run: Run) -> float:
+    """Estimate the time of the remaining passes: on a CPU from FLOPs, on a GPU from a pass, on the slowest rank.
+
+    On a GPU, small models take several times what their FLOPs say, because the host launches too slowly.
+    """
+    steps = run.step_limit - run.state.step
+    if run.accelerator.device.type == "cpu":
+        at_peak = steps * run.config.batch.tokens_per_step * run.meter.flops_per_second_of_peak
+        return at_peak / UNCOMPILED_MFU[str(run.config.train.mixed_precision)]
+    with run.stopwatch.charge("setup"):
+        seconds = halve_until_it_fits(run, lambda: _on_all_processes(run, lambda: timed_pass(run)))
+    return steps * run.accumulation_steps * max(gather(seconds))
+
+
+def timed_pass(run: Run) -> float:
+    """Return the seconds of a second forward and backward pass: the first also loads kernels and finds memory."""
+    device = run.accelerator.device
+    _run_pass(run)
+    synchronize(device)
+    started_at = time.perf_counter()
+    _run_pass(run)
+    synchronize(device)
+    return time.perf_counter() - started_at
 
 
 def has_compiler(device: torch.device) -> bool:
@@ -73,47 +106,52 @@ def has_compiler(device: torch.device) -> bool:
 
 def warm_up(run: Run) -> None:
     """Run a forward and backward pass before the first step, to compile and, on a GPU, to test the micro-batch."""
-    accelerator, compiling = run.accelerator, bool(run.config.train.compile)
-    on_gpu = accelerator.device.type == "cuda"
+    compiling = bool(run.config.train.compile)
 
     def run_once() -> None:
         for _ in each_loop_state(run):
-            run_pass()
+            _run_pass(run)
 
-    def run_pass() -> None:
-        ids = torch.zeros(
-            run.micro_batch_size, run.config.batch.sequence_length, dtype=torch.long, device=accelerator.device
-        )
-        # clone: if labels and inputs were one tensor, torch would compile for that, and again for real batches
-        batch = {"input_ids": ids, "shift_labels": ids.clone()}
-        if run.tokens.train.is_target is not None:
-            batch["num_items_in_batch"] = torch.ones((), device=accelerator.device)
-        # FSDP2 would keep the gradients of a pass without sync, and add them to those of the first step
-        without_sync = nullcontext() if run.is_sharded else accelerator.no_sync(run.model)
-        with torch.random.fork_rng([accelerator.device] if on_gpu else []), without_sync:
-            accelerator.backward(run.model(**batch).loss)
-        run.raw_model.zero_grad(set_to_none=True)
+    def work() -> None:
+        compile_in_place(run.raw_model, run_once) if compiling else run_once()
 
-    def on_all_processes() -> None:
-        reason = None
-        try:
-            if compiling:
-                compile_in_place(run.raw_model, run_once)
-            else:
-                run_once()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error)
-        failed = torch.tensor(float(reason is not None), device=accelerator.device)
-        if accelerator.reduce(failed, "sum").item():
-            raise torch.OutOfMemoryError(reason or "on another process")
-
-    if compiling or on_gpu:
+    if compiling or run.accelerator.device.type == "cuda":
         with run.stopwatch.charge("compile" if compiling else "setup"):
-            halve_until_it_fits(run, on_all_processes)
+            halve_until_it_fits(run, lambda: _on_all_processes(run, work))
     if compiling:
         logger.info("compile: %.0f s", run.stopwatch.seconds()["compile"])
+
+
+def _run_pass(run: Run) -> None:
+    """Run a forward and backward pass on token 0 that leaves no trace."""
+    accelerator = run.accelerator
+    ids = torch.zeros(
+        run.micro_batch_size, run.config.batch.sequence_length, dtype=torch.long, device=accelerator.device
+    )
+    # clone: if labels and inputs were one tensor, torch would compile for that, and again for real batches
+    batch = {"input_ids": ids, "shift_labels": ids.clone()}
+    if run.tokens.train.is_target is not None:
+        batch["num_items_in_batch"] = torch.ones((), device=accelerator.device)
+    # FSDP2 would keep the gradients of a pass without sync, and add them to those of the first step
+    without_sync = nullcontext() if run.is_sharded else accelerator.no_sync(run.model)
+    with torch.random.fork_rng([accelerator.device] if accelerator.device.type == "cuda" else []), without_sync:
+        accelerator.backward(run.model(**batch).loss)
+    run.raw_model.zero_grad(set_to_none=True)
+
+
+def _on_all_processes(run: Run, work: Callable[[], Result]) -> Result:
+    """Return work(). Raises OutOfMemoryError if it runs out of memory on any process."""
+    reason = None
+    try:
+        result = work()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error)
+    failed = torch.tensor(float(reason is not None), device=run.accelerator.device)
+    if run.accelerator.reduce(failed, "sum").item():
+        raise torch.OutOfMemoryError(reason or "on another process")
+    return result
 
 
 def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:

@@ -21,9 +21,10 @@ from hfgolf.model import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_rows
-from hfgolf.train import process, setup
+from hfgolf.train import compilation, process, setup
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.setup import set_up
+from hfgolf.train.stopwatch import Stopwatch
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -173,14 +174,43 @@ def test_fp32_does_not_use_tf32(run, tiny_run):
 
 
 def test_compiles_only_if_it_saves_time(monkeypatch):
-    monkeypatch.setattr("hfgolf.train.compilation.has_compiler", lambda device: True)
-    assert should_compile(CPU, "no", 3600.0)[0]
-    assert not should_compile(CPU, "no", 60.0)[0]
-    assert should_compile(CPU, "bf16", 100.0)[0]  # uncompiled 250 s, of which it saves 50
-    assert not should_compile(CPU, "bf16", 100.0, max_seconds=90.0)[0]
-    assert not should_compile(CPU, "bf16", 20.0)[0]
-    monkeypatch.setattr("hfgolf.train.compilation.has_compiler", lambda device: False)
-    assert should_compile(CPU, "no", 3600.0) == (False, "there is no compiler for this device")
+    assert should_compile(CPU, "no", 6000.0)[0]
+    assert not should_compile(CPU, "no", 100.0)[0]
+    assert should_compile(CPU, "bf16", 250.0)[0]  # of which it saves 50
+    assert not should_compile(CPU, "bf16", 250.0, max_seconds=90.0)[0]
+    assert not should_compile(CPU, "bf16", 50.0)[0]
+
+
+@pytest.mark.parametrize(
+    ("pass_seconds", "steps", "slowest", "compiling"),
+    [(0.1, 1000, 0.1, False), (0.11, 1000, 0.11, True), (1.1, 90, 1.1, False), (0.1, 1000, 0.2, True)],
+)
+def test_a_gpu_compiles_by_the_time_of_a_pass(monkeypatch, pass_seconds, steps, slowest, compiling):
+    """It saves 29 % of two passes per step, and costs 60 s. The first pass, which loads kernels, does not count."""
+    decisions, pending = [], [30.0, pass_seconds]
+    clock = SimpleNamespace(now=0.0)
+
+    def pass_(run: object) -> None:
+        clock.now += pending.pop(0)
+
+    monkeypatch.setattr(compilation, "_run_pass", pass_)
+    monkeypatch.setattr(compilation.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(compilation, "synchronize", lambda device: None)
+    monkeypatch.setattr(compilation, "has_compiler", lambda device: True)
+    monkeypatch.setattr(compilation, "_on_all_processes", lambda run, work: work())
+    monkeypatch.setattr(compilation, "gather", lambda value: [value, slowest if isinstance(value, float) else value])
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("cuda")),
+        config=load_config([f"--train.max_steps={steps}", "--train.mixed_precision=bf16"]).config,
+        step_limit=steps,
+        state=SimpleNamespace(step=0),
+        accumulation_steps=2,
+        stopwatch=Stopwatch(),
+        decide=lambda source, **values: decisions.append(values),
+    )
+    compilation.choose_compilation(run)
+    assert decisions == [{"train__compile": compiling}]
+    assert not pending
 
 
 def test_halved_micro_batch_compiles_for_its_own_size(monkeypatch):
