@@ -160,7 +160,9 @@ def gpu_table(options: argparse.Namespace, resolved: ResolvedConfig) -> str:
         return json.dumps({"assumed": dataclasses.asdict(cluster), "scales": as_numbers(scales)}, indent=1)
     parameters = sum(plans[0].parameters.values())
     first = f"{config.run.name}: {parameters:,} parameters, {config.batch.tokens_per_step:,} tokens per step"
-    return "\n".join([first, "", *table_of(scales), "", what_binds(scales), *assumptions(plans[0], machine, cluster)])
+    return "\n".join(
+        [first, "", *table_of(scales), "", what_binds(scales), *assumptions(model, plans[0], machine, cluster)]
+    )
 
 
 def newton_schulz_is_bf16(config: RunConfig, name: str | None) -> bool:

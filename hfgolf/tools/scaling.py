@@ -33,6 +33,7 @@ from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS
 from hfgolf.optim.orthogonalize import orthogonalize
 from hfgolf.tools.plan import Machine, Plan
 from hfgolf.tools.roofline import ADAMW_BYTES
+from hfgolf.train.setup import bucket_megabytes
 from hfgolf.wording import join_words
 
 # Bytes per fp32 parameter that an update reads and writes, each tensor once per operation: norm 4, clipping 8; Muon's
@@ -129,9 +130,9 @@ class Scale:
 def scale(config: RunConfig, model: PreTrainedModel, plan: Plan, machine: Machine, cluster: Cluster) -> Scale:
     """Predict a step on machine.processes GPUs. plan: of the same config, model and machine.
 
-    Gradients are fp32. DDP reduces them in buckets while the last micro-batch's backward pass runs, except those of the
-    input embedding, which are complete only at its end. The head's gradients are computed with the loss, in the forward
-    pass. Not counted: latency, small products that reach less of the peak, evaluations, saves.
+    Gradients are fp32. DDP reduces them in buckets while the last micro-batch's backward pass runs. The head's are
+    computed with the loss, in the forward pass. Not counted: latency, small products that reach less of the peak,
+    evaluations, saves.
     """
     gpus, flops = machine.processes, plan.flops
     peak = cluster.mfu * machine.peak_flops / gpus
@@ -141,9 +142,9 @@ def scale(config: RunConfig, model: PreTrainedModel, plan: Plan, machine: Machin
     backward_seconds = tokens / plan.accumulation_steps * backward / peak
 
     bandwidth, ring = cluster.bandwidth(gpus), (gpus - 1) / gpus
-    gradients = 2 * ring * 4 * sum(plan.parameters.values())
-    embedding: Any = model.get_input_embeddings()
-    last = 2 * ring * 4 * embedding.weight.numel()
+    buckets = gradient_buckets(model)
+    sent = [2 * ring * num_bytes for num_bytes, _ in buckets]
+    waiting = exposed_seconds([one / bandwidth for one in sent], [done * backward_seconds for _, done in buckets])
     update = optimizer_work(config, model, gpus, cluster.update_bytes)
     gathered = ring * update.gathered_bytes
     return Scale(
@@ -153,14 +154,43 @@ def scale(config: RunConfig, model: PreTrainedModel, plan: Plan, machine: Machin
         fits=plan.fits,
         tokens_per_step=config.batch.tokens_per_step,
         pass_seconds=tokens * (flops.useful + recomputed) / peak,
-        gradient_seconds=max(0.0, (gradients - last) / bandwidth - backward_seconds) + last / bandwidth,
+        gradient_seconds=waiting,
         gather_seconds=gathered / bandwidth,
         optimizer_seconds=update.flops / (cluster.mfu * cluster.newton_schulz_flops)
         + update.memory_bytes / cluster.memory_bandwidth,
         loader_seconds=tokens / cluster.loader_tokens_per_second,
-        sent_bytes=gradients + gathered,
-        hiding_bandwidth=gradients / backward_seconds,
+        sent_bytes=sum(sent) + gathered,
+        hiding_bandwidth=sum(sent) / backward_seconds,
     )
+
+
+def gradient_buckets(model: PreTrainedModel) -> list[tuple[int, float]]:
+    """Return DDP's buckets in the order in which it reduces them: (bytes, share of the backward pass until then).
+
+    A bucket is closed once it reaches its size. The parameters come in reverse order, and the input embedding last: its
+    gradient is complete only at the end. Without it and the head, the share is that of the parameters.
+    """
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    last = embedding.weight
+    ordered = [*(parameter for parameter in reversed(list(model.parameters())) if parameter is not last), last]
+    is_idle = {id(last), *([] if head is None else [id(head.weight)])}
+    in_pass = [0 if id(parameter) in is_idle else parameter.numel() for parameter in ordered]
+    buckets, open_bytes, done = [], 0, 0
+    for parameter, work in zip(ordered, in_pass, strict=True):
+        open_bytes, done = open_bytes + 4 * parameter.numel(), done + work
+        if open_bytes >= 2**20 * bucket_megabytes(model) or parameter is last:
+            buckets.append((open_bytes, 1.0 if parameter is last else done / sum(in_pass)))
+            open_bytes = 0
+    return buckets
+
+
+def exposed_seconds(exchanges: Sequence[float], ready_at: Sequence[float]) -> float:
+    """Return how long the exchange of buckets goes on after the last is ready; each waits for the one before it."""
+    ends_at = 0.0
+    for seconds, start in zip(exchanges, ready_at, strict=True):
+        ends_at = max(ends_at, start) + seconds
+    return ends_at - ready_at[-1]
 
 
 def optimizer_work(config: RunConfig, model: PreTrainedModel, gpus: int, update_bytes: int) -> Update:
@@ -261,9 +291,9 @@ def table_of(scales: Sequence[Scale]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def assumptions(plan: Plan, machine: Machine, cluster: Cluster) -> list[str]:
+def assumptions(model: PreTrainedModel, plan: Plan, machine: Machine, cluster: Cluster) -> list[str]:
     """Return the lines that say what a table rests on."""
-    peak = machine.peak_flops / machine.processes / 1e12
+    peak, last_bucket = machine.peak_flops / machine.processes / 1e12, gradient_buckets(model)[-1][0]
     gigabytes = (cluster.link_bandwidth, cluster.network_bandwidth, cluster.memory_bandwidth)
     link, network, memory = (f"{value / 1e9:,g} GB/s" for value in gigabytes)
     return [
@@ -272,7 +302,7 @@ def assumptions(plan: Plan, machine: Machine, cluster: Cluster) -> list[str]:
         f" {cluster.newton_schulz_flops / 1e12:,.4g}; memory at {memory}",
         f"  between {cluster.gpus_per_machine} GPUs of a machine {link} each, between machines {network}",
         f"  gradients: {4 * sum(plan.parameters.values()) / 1e6:,.0f} MB, hidden behind the last backward pass except"
-        " the embedding's; nothing hides Muon's gather",
+        f" the last bucket of DDP, {last_bucket / 1e6:,.0f} MB; nothing hides Muon's gather",
         "  not counted: latency, smaller products that reach less of the peak, evaluations, saves",
         f"measured: the loader of one process on one core of this CPU, {cluster.loader_tokens_per_second:,.0f}"
         " tokens/s; it runs beside the step",

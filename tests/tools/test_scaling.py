@@ -28,11 +28,14 @@ from hfgolf.tools.scaling import (
     RULE_BYTES,
     Cluster,
     Scale,
+    exposed_seconds,
+    gradient_buckets,
     measured_loader,
     optimizer_work,
     scale,
     table_of,
 )
+from hfgolf.train.setup import bucket_megabytes
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ["--config", str(ROOT / "configs" / "fineweb_124m.yaml"), "--train.mixed_precision=bf16"]
@@ -68,8 +71,7 @@ def test_small_step_on_two_machines_in_closed_form():
     assert one.pass_seconds == pytest.approx(128 * sum(flops.values()) / rate)
     backward_seconds = 32 * 2 / 3 * (flops["matrices"] + flops["attention"]) / rate
     gradients = 2 / 2 * 4 * (squares + mlp + embedding + norms)  # 2 (N - 1) / N of fp32
-    last = 2 / 2 * 4 * embedding
-    assert one.gradient_seconds == pytest.approx((gradients - last) / 1e9 - backward_seconds + last / 1e9)
+    assert one.gradient_seconds == pytest.approx(gradients / 1e9), "so few are one bucket, which nothing hides"
     assert one.hiding_bandwidth == pytest.approx(gradients / backward_seconds)
     gathered = 2 * squares  # bf16; of the two MLP matrices, of different shapes, each rank computes both
     assert one.gather_seconds == pytest.approx(gathered / 2 / 1e9)
@@ -110,10 +112,32 @@ def test_slower_network_binds_only_between_machines():
     fast = dataclasses.replace(slow, network_bandwidth=400e9)
     assert scale_of(8, slow) == scale_of(8, fast)
     assert scale_of(16, slow).network_seconds > 10 * scale_of(16, fast).network_seconds
-    at_its_limit = dataclasses.replace(slow, network_bandwidth=scale_of(16, slow).hiding_bandwidth)
-    waited = scale_of(16, at_its_limit).gradient_seconds
-    embedding = 2 * 15 / 16 * 4 * 50257 * 768
-    assert waited == pytest.approx(embedding / at_its_limit.network_bandwidth), "only what no pass can hide"
+
+
+def test_gradients_are_sent_in_buckets_behind_the_backward_pass():
+    """GPT-2's size: the blocks have 85 M parameters, and the embedding comes last."""
+    model = meta_model(load_config(CONFIG).config, 50257, "cuda")
+    buckets = gradient_buckets(model)
+    sizes, done = zip(*buckets, strict=True)
+    assert sum(sizes) == 4 * sum(parameter.numel() for parameter in model.parameters())
+    limit, embedding = 2**20 * bucket_megabytes(model), 4 * 50257 * 768
+    assert len(buckets) > 2 and all(limit <= size < limit + 4 * 4 * 768**2 for size in sizes[:-1])
+    assert embedding <= sizes[-1] < embedding + limit
+    so_far = itertools.accumulate(sizes[:-1])
+    assert done == pytest.approx([*(size / (sum(sizes) - embedding) for size in so_far), 1.0])
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "ready_at", "waiting"),
+    [
+        ([1, 1, 1], [1, 2, 3], 1),  # only the last is not hidden
+        ([2, 2, 2], [1, 2, 3], 4),  # they queue up: 3, 5, 7
+        ([0.5, 0.1, 2], [1, 2, 3], 2),
+        ([0, 0], [1, 2], 0),
+    ],
+)
+def test_only_what_ends_after_the_pass_is_waited_for(exchanges, ready_at, waiting):
+    assert exposed_seconds(exchanges, ready_at) == pytest.approx(waiting)
 
 
 def test_checkpointing_gives_gradients_more_time_to_hide_behind():
