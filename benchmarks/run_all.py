@@ -333,7 +333,11 @@ def main() -> None:
         parser.error(f"not installed: {', '.join(absent)}; without network: docs/gpu.md, `make wheels`")
     names = arguments.only or list(parts)
     if arguments.dry_run:
-        failed = [name for name in names if measure(name, device, is_tiny=True)]
+        failed = []
+        for name in names:
+            if error := measure(name, device, is_tiny=True):
+                print(f"{name} failed: {error}", flush=True)
+                failed.append(name)
         print(f"\ndry run: {len(names) - len(failed)} of {len(names)} parts work")
     else:
         failed = run_parts(names, device, is_forced=bool(arguments.only), minutes=arguments.minutes)

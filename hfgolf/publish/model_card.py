@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,6 +25,7 @@ from hfgolf.durable import write_text
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import position_limit
 from hfgolf.redact import redact
+from hfgolf.run.provenance import package_version
 from hfgolf.run.record import row_seconds
 from hfgolf.wording import dollars, duration, join_words
 
@@ -101,7 +101,7 @@ def model_card(
         effort=_effort(config, summary),
         pictures=[picture.name for picture in pictures],
         fence=_fence(summary.get("sample", "")),
-        version=version("hfgolf"),
+        version=package_version("hfgolf"),
         yaml=_public_yaml(config),
     )
     return redact(f"{card}\n")

@@ -48,7 +48,7 @@ def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[
         "sources": resolved.sources,
         "environment": {name: os.environ[name] for name in variables},
         "python": platform.python_version(),
-        "packages": {p: _version(p) for p in ("hfgolf", *_PACKAGES)},
+        "packages": {p: package_version(p) for p in ("hfgolf", *_PACKAGES)},
         "hardware": dict(hardware),
     }
     return redact_values(metadata)
@@ -125,7 +125,8 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     return done.stdout if done.returncode in (0, 1) else None  # 1: `diff --no-index` found a difference
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package. None if there is none: hfgolf may be only on the path."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

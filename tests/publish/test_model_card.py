@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import pytest
@@ -98,6 +99,16 @@ def test_card_during_training_omits_unknown_figures(tiny_config):
     card = model_card(tiny_config, {"step": 3, "val_loss": float("inf")})
     assert "How good" not in card and "inf" not in card and "None" not in card and "\n\n\n" not in card
     assert "model-index" not in ModelCard(card).data.to_dict()
+
+
+def test_package_that_is_only_on_the_path_gets_a_card(monkeypatch, tiny_config):
+    """A run that trained to its end once failed here."""
+
+    def not_installed(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    assert " with hfgolf." in model_card(tiny_config, SUMMARY)
 
 
 def test_card_has_no_secret_and_its_config_is_still_yaml(monkeypatch, tmp_path):
