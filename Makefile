@@ -1,6 +1,7 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test test-slow [ARGS="-k muon"]
 # make test-ecosystem: peft, trl, transformers serve, llama.cpp and lm-eval on exported models, in a virtual environment
 #   of their own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
+# make test-versions [ARGS="--only oldest"]: the tests with each set of versions in constraints/, on its own Python
 # make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only roofline"
 # make wheels [WHEELS_PYTHON=3.12], then, on a machine without network that has torch: make offline bench-gpu
 PYTHON ?= python3
@@ -12,7 +13,7 @@ WHEELS_PYTHON ?= 3.12
 PYTEST := $(VENV)/bin/python -m pytest
 PARALLEL := --numprocesses logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup train test test-slow test-ecosystem test-gpu bench-cpu bench-gpu wheels offline check image
+.PHONY: setup train test test-slow test-ecosystem test-versions test-gpu bench-cpu bench-gpu wheels offline check image
 
 setup: $(VENV)/.ready
 
@@ -41,6 +42,9 @@ test-ecosystem: .venv-ecosystem/.ready
 	.venv-ecosystem/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c tests/ecosystem/constraints.txt -e ".[tasks]"
 	touch $@
+
+test-versions:
+	$(PYTHON) tests/versions.py $(ARGS)
 
 $(VENV)/.ready-gpu: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"

@@ -208,13 +208,19 @@ def show(arguments: list[str], log: Path, seconds: float | None) -> tuple[str, s
             command, stdout=subprocess.PIPE, stderr=file, text=True, cwd=ROOT, env=environment(), start_new_session=True
         )
         timer.start()
-        with process:
+        try:
             for line in process.stdout or ():
                 print(line, end="", flush=True)
                 file.write(line)
                 file.flush()
                 printed.append(line)
-        timer.cancel()
+            process.wait()
+        except BaseException:  # Ctrl-C, SIGTERM: the part must not run on by itself
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        finally:
+            timer.cancel()
     if is_late.is_set():
         return "", f"not done after {seconds:,.0f} s"
     if process.returncode:
@@ -331,6 +337,7 @@ def main() -> None:
         parser.error(f"--minutes {arguments.minutes:g} is too short; a part needs up to 9")
     if absent := missing():
         parser.error(f"not installed: {', '.join(absent)}; without network: docs/gpu.md, `make wheels`")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: ended by SIGTERM; the same command continues"))
     names = arguments.only or list(parts)
     if arguments.dry_run:
         failed = []

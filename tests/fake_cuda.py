@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 _DEVICE = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>); }
+namespace c10::impl { C10_REGISTER_GUARD_IMPL(%s, NoOpDeviceGuardImpl<DeviceType::%s>); }
 """
 _NO_LAUNCH = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "promote_types", "_unsafe_view")
 
@@ -38,14 +38,14 @@ def reason_to_skip() -> str | None:
     return None if shutil.which("g++") else "needs a C++ compiler, g++"
 
 
-def register_device() -> None:
-    """Compile and load the device. Takes some seconds."""
+def register_device(kind: str) -> None:
+    """Compile and load the device, CUDA or MPS. Takes some seconds."""
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "fake_cuda.so"
+        library = Path(folder) / "fake_device.so"
         options = ["-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", f"-L{root / 'lib'}"]
         command = ["g++", *options, "-x", "c++", "-", "-o", str(library), "-lc10"]
-        subprocess.run(command, input=_DEVICE, text=True, check=True)
+        subprocess.run(command, input=_DEVICE % (kind, kind), text=True, check=True)
         torch.ops.load_library(library)
 
 
@@ -162,5 +162,5 @@ def sync_is_refused() -> bool:
 
 
 if __name__ == "__main__":
-    register_device()
+    register_device("CUDA")
     json.dump(measure_step() | {"sync_is_refused": sync_is_refused()}, sys.stdout)

@@ -15,13 +15,21 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 
 
-def pins() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def pins(path: Path = ROOT / "constraints.txt") -> dict[str, str]:
+    lines = path.read_text().splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def requirements() -> list[Requirement]:
+    """Return what setup.cfg requires."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return [Requirement(line) for line in config["options"]["install_requires"].splitlines() if line]
 
 
 def dockerfile() -> str:
@@ -77,6 +85,24 @@ def test_image_build_requires_its_commit(commit, is_taken, tmp_path):
     assert "ENV HFGOLF_COMMIT=$COMMIT" in dockerfile()
 
 
+def test_oldest_versions_are_those_that_are_tested():
+    oldest = pins(ROOT / "constraints" / "oldest.txt")
+    assert list(oldest) == [requirement.name for requirement in requirements()]
+    for requirement in requirements():
+        (lowest,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
+        assert Version(lowest) == Version(oldest[requirement.name])
+        assert pins()[requirement.name] in requirement.specifier
+
+
+def test_each_set_of_versions_names_a_python_that_is_supported():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    tested = re.findall(r"Python :: (3\.\d+)", config["metadata"]["classifiers"])
+    paths = [ROOT / "constraints.txt", *(ROOT / "constraints").glob("*.txt")]
+    named = [re.search(r"Python (3\.\d+)", path.read_text().splitlines()[0])[1] for path in paths]
+    assert set(tested) <= set(named) and config["options"]["python_requires"] == f">={tested[0]}"
+
+
 def with_requirements(*names: str) -> set[str]:
     """Return the names of packages and of all that they need, as they are installed."""
     found: set[str] = set()
@@ -94,10 +120,8 @@ def with_requirements(*names: str) -> set[str]:
 
 
 def test_wheels_are_what_a_bare_image_lacks():
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    needed = [line for line in config["options"]["install_requires"].splitlines() if not line.startswith("wandb")]
-    needed = with_requirements(*filter(None, needed), "pytest", "pytest-timeout") | {"nvidia-ml-py"}
+    needed = [str(requirement) for requirement in requirements() if requirement.name != "wandb"]
+    needed = with_requirements(*needed, "pytest", "pytest-timeout") | {"nvidia-ml-py"}
     wheels = (ROOT / "benchmarks" / "wheels.txt").read_text().splitlines()
     listed = {canonicalize_name(line) for line in wheels if not line.startswith("#")}
     assert listed == needed - with_requirements("torch", "transformers", "accelerate", "numpy")

@@ -25,7 +25,7 @@ from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import bytes_per_token, challenge_bytes
-from hfgolf.evaluate.windows import IGNORED, Plan, score
+from hfgolf.evaluate.windows import IGNORED, Plan, as_fp64, score
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -257,7 +257,7 @@ def _byte_problems(
             ]
     facts["scored_bytes"] = num_bytes = _scored_bytes(counts, plan)
     nats_per_token = math.log(len(tokenizer))
-    nats = score(lambda _, labels: (labels != IGNORED).sum().double() * nats_per_token, stream.read, plan, 64)
+    nats = score(lambda _, labels: as_fp64((labels != IGNORED).sum()) * nats_per_token, stream.read, plan, 64)
     found, expected = nats / math.log(2) / num_bytes, math.log2(len(tokenizer)) * plan.num_scored / num_bytes
     facts["uniform_bits_per_byte"] = found
     if not math.isclose(found, expected, rel_tol=1e-9):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hfgolf.evaluate.score_first import Commits
+from hfgolf.evaluate.windows import as_fp64
 
 Scorer = Callable[[np.ndarray], Commits]
 """Takes the tokens x_0 ... x_N; yields (targets, log-probabilities (n, V)) as they are committed, in order."""
@@ -94,7 +95,7 @@ def _distribution_problems(targets: np.ndarray, log_probs: Tensor, vocab_size: i
             f"the log-probabilities of {len(targets)} tokens have shape {tuple(log_probs.shape)}; they must be full"
             f" distributions, ({len(targets)}, {vocab_size})"
         ]
-    sums = log_probs.double().exp().sum(-1)
+    sums = as_fp64(log_probs).exp().sum(-1)
     wrong = ~((sums - 1).abs() <= _SUM_TOLERANCE)  # also for NaN
     if not wrong.any():
         return []

@@ -16,7 +16,7 @@ from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode, uncompiled
 from hfgolf.evaluate.token_bytes import bytes_per_token
-from hfgolf.evaluate.windows import IGNORED, Plan, batches, plan_windows
+from hfgolf.evaluate.windows import IGNORED, Plan, batches, plan_windows, zero_nats
 from hfgolf.model.causal_lm import takes_shift_labels
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def evaluate_plan(
 
     The ranks share the windows and add up their losses in fp64. No window counts twice, as it would with even_batches.
     """
-    nats = _zero_nats(accelerator.device)
+    nats = zero_nats(accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     with evaluation_mode(model), uncompiled(model):
         for batch in _labeled_batches(stream, plan, batch_size, rank, world):
@@ -135,11 +135,6 @@ def evaluate_plan(
                 nats += summed_nats(model, input_ids, shift_labels).to(nats.device)
     num_tokens = plan.num_scored if stream.is_target is None else int(stream.is_target[plan.targets()].sum())
     return Evaluation(accelerator.reduce(nats, "sum").item(), num_tokens, num_bytes)
-
-
-def _zero_nats(device: torch.device) -> Tensor:
-    """Return 0 in fp64: on the device, or on the host for devices that may have no fp64, as MPS."""
-    return torch.zeros((), dtype=torch.float64, device=device if device.type == "cuda" else "cpu")
 
 
 def _labeled_batches(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hfgolf.evaluate.windows import IGNORED, Plan, batches, plan_windows
+from hfgolf.evaluate.windows import IGNORED, Plan, as_fp64, batches, plan_windows
 
 Read = Callable[[np.ndarray], np.ndarray]
 Logits = Callable[[Tensor], Tensor]
@@ -104,5 +104,5 @@ def summed_nats(commits: Commits, read: Read) -> float:
     nats = 0.0
     for targets, log_probs in commits:
         ids = torch.from_numpy(read(targets).astype(np.int64)).to(log_probs.device)
-        nats -= log_probs.gather(1, ids[:, None]).double().sum().item()
+        nats -= as_fp64(log_probs.gather(1, ids[:, None])).sum().item()
     return nats

@@ -137,7 +137,21 @@ def batches(
 def sum_nats(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the summed loss in nats, an fp64 scalar. logits: (B, T, V); labels: (B, T), ignoring IGNORED."""
     losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.double().sum()
+    return as_fp64(losses).sum()
+
+
+def as_fp64(values: Tensor) -> Tensor:
+    """Return the values in fp64, on the host if their device may have no fp64, as MPS."""
+    return values.to(_device_with_fp64(values.device)).double()
+
+
+def zero_nats(device: torch.device) -> Tensor:
+    """Return 0 in fp64, where as_fp64 has its results."""
+    return torch.zeros((), dtype=torch.float64, device=_device_with_fp64(device))
+
+
+def _device_with_fp64(device: torch.device) -> torch.device:
+    return device if device.type == "cuda" else torch.device("cpu")
 
 
 @torch.no_grad()
@@ -149,7 +163,7 @@ def score(
     device: torch.device | str = "cpu",
 ) -> float:
     """Return the total nats of a plan, summed in fp64. nats: (inputs, labels) -> summed nats of the labels."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = zero_nats(torch.device(device))
     for inputs, labels in batches(read, plan, batch_size):
-        total += nats(inputs.to(device), labels.to(device))
+        total += nats(inputs.to(device), labels.to(device)).to(total.device)
     return total.item()

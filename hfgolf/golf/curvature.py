@@ -178,7 +178,7 @@ class _Probe:
         # One product in fp32 and the sum over passes in fp64: within 1e-6, and several times as fast as all in fp64.
         # Accelerate's forward turns autocast on; a product in bf16 would not be positive definite.
         with torch.autocast(vectors.device.type, enabled=False):
-            self.hessian += (vectors.T @ vectors).double().cpu()
+            self.hessian += (vectors.T @ vectors).cpu().double()
         self.vectors += len(vectors)
 
 
@@ -188,7 +188,7 @@ class _LinearProbe(_Probe):
         output.register_hook(self.add_gradient)
 
     def add_gradient(self, gradient: Tensor) -> None:
-        self.row_sums += gradient.flatten(0, -2).float().square().sum(0).double().cpu()
+        self.row_sums += gradient.flatten(0, -2).float().square().sum(0).cpu().double()
 
 
 class _HeadProbe(_Probe):
@@ -201,7 +201,7 @@ class _HeadProbe(_Probe):
         if logits is not self.uncapped:  # elementwise, so the gradient of the sum is each one's slope
             (slopes,) = torch.autograd.grad(logits.sum(), self.uncapped, retain_graph=True)
         shares = logits.detach().float().softmax(-1)
-        self.row_sums += (shares * (1 - shares) * slopes**2).flatten(0, -2).sum(0).double().cpu()
+        self.row_sums += (shares * (1 - shares) * slopes**2).flatten(0, -2).sum(0).cpu().double()
 
 
 class _EmbeddingProbe(_Probe):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -137,6 +141,27 @@ def test_part_that_takes_too_long_is_ended_with_what_it_started(run_all, call, t
     child = int(said.split("saving\n")[1].split()[0])
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"  # nobody may be there to reap it
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_interrupted_call_ends_its_part(call, tmp_path, how):
+    pid = tmp_path / "pid"
+    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    (tmp_path / "benchmarks" / "saving.py").write_text(code)
+
+    def interrupt() -> None:
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), how)
+
+    threading.Thread(target=interrupt).start()
+    if how == signal.SIGINT:
+        with pytest.raises(KeyboardInterrupt):
+            call("--only", "saving")
+    else:
+        assert call("--only", "saving").endswith("error: ended by SIGTERM; the same command continues")
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 def test_call_ends_after_its_minutes_and_the_next_one_continues(run_all, call, monkeypatch):

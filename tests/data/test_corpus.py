@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from dataset_hub import serving_dataset
+from packaging.version import Version
 
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data import corpus as corpus_module
@@ -82,6 +84,8 @@ def test_text_files_are_read_byte_for_byte(tmp_path, write, files_config, ending
 @pytest.mark.parametrize("ending", CODECS)
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_rows_are_documents(tmp_path, write, files_config, kind, ending, awkward):
+    if kind == "csv" and Version(version("pandas")) < Version("3.1"):
+        awkward = awkward.replace("\0", "")  # it would end the field
     texts = [awkward, "", 'a "quoted", text', None, "last"]
     if kind == "jsonl":
         content = "".join(json.dumps({"body": text, "other": 1}) + "\n" for text in texts).encode()

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
-from hfgolf.evaluate.loss import _zero_nats, evaluate_loss, evaluate_plan, plan_documents
-from hfgolf.evaluate.windows import plan_windows
+from hfgolf.evaluate.loss import evaluate_loss, evaluate_plan, plan_documents
+from hfgolf.evaluate.windows import plan_windows, zero_nats
 
 
 class Shard:
@@ -168,5 +168,5 @@ def test_text_without_bytes_has_no_bits_per_byte():
 
 @pytest.mark.parametrize(("device", "place"), [("mps", "cpu"), ("xpu", "cpu"), ("cpu", "cpu")])
 def test_nats_are_summed_in_fp64_on_the_host_if_the_device_may_have_no_fp64(device, place):
-    nats = _zero_nats(torch.device(device))
+    nats = zero_nats(torch.device(device))
     assert (nats.dtype, nats.device.type) == (torch.float64, place)
