@@ -7,7 +7,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return tests/versions.py for a folder with three sets and one code file. pip and pytest are only recorded."""
-    module = importlib.import_module("versions")
+    module: Any = importlib.import_module("versions")
     for name, python in (("no_pip", "3.11"), ("no_python", "3.99"), ("old", "3.11")):
         (tmp_path / "constraints").mkdir(exist_ok=True)
         (tmp_path / "constraints" / f"{name}.txt").write_text(f"# Python {python}: of {name}\ntorch==2.11.0\n")
@@ -26,7 +27,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
         (tmp_path / name).touch()
     module.calls = []
 
-    def run(command: list[object], **options: object) -> SimpleNamespace:
+    def run(command: list[object], **options: Any) -> SimpleNamespace:
         words = [str(word) for word in command]
         module.calls.append(words)
         if "venv" in words:
@@ -45,7 +46,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-def call(versions: ModuleType, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
+def call(versions: Any, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
     monkeypatch.setattr(sys, "argv", ["versions.py", *options])
     with pytest.raises(SystemExit) as error:
         versions.main()
