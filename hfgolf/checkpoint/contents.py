@@ -4,6 +4,7 @@ Owns what is in a checkpoint:
 
     model.safetensors          the weights, fp32; tied weights once
     optimizer.bin              the state of the optimizer (a pickle that is read as data only)
+    optimizer/                 FSDP2 only, instead: each process's shards of that state (sharded.py)
     scaler.pt                  fp16 only: the loss scale
     ema.safetensors            optim.ema_* only: the averaged weights
     random_states_N.pkl        the generators of rank N, so that dropout continues bit for bit
@@ -15,12 +16,13 @@ Owns what is in a checkpoint:
 
 A thread writes them while the run computes the next gradients. The next update waits until they are written, but not
 until they are hashed and synced to disk. A GPU's tensors are first copied to the host, so that no update waits. FSDP2's
-shards are gathered on the host of the main process, so a checkpoint is the same for any number and kind of processes.
+are written before the run continues, and no process holds them all; any number and kind of processes can read them.
 Does not know when to save (train/loop.py) or which checkpoint to load (store.py).
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import pickle
@@ -45,12 +47,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hfgolf.checkpoint.identity import RUN_NAME, has_other_data, read_identity
+from hfgolf.checkpoint.sharded import OPTIMIZER_FOLDER, load_optimizer, save_optimizer, write_weights
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import (
     STATE_NAME,
     begin_checkpoint,
     choose_checkpoint,
     commit_checkpoint,
+    hidden_folder,
     make_latest,
     prune,
     read_manifest,
@@ -61,7 +65,8 @@ from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
-from hfgolf.optim.shards import copy_full, full_tensor, is_sharded, local_shards, on_any_rank
+from hfgolf.optim.shards import copy_full, is_sharded, local_shards, on_any_rank
+from hfgolf.ranks import gather
 from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
@@ -115,6 +120,8 @@ class Checkpointer:
         if nonfinite is not None:
             self._failures.append(f"checkpoint of step {step} not written: {nonfinite} holds nonfinite values")
             return
+        if self._is_sharded and not self._write_shards(step):
+            return
         write = self._prepare_write()
         if self.accelerator.is_main_process:
             self._write = self._thread.submit(self._commit, step, write, is_best, before_commit)
@@ -152,7 +159,7 @@ class Checkpointer:
         own = checkpoint / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
         rates = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         try:
-            if self._is_sharded:
+            if self._is_sharded or (checkpoint / OPTIMIZER_FOLDER).is_dir():
                 self._load_sharded(checkpoint)
             else:
                 accelerator.load_state(str(checkpoint), map_location="cpu")
@@ -193,22 +200,45 @@ class Checkpointer:
         models.clear()  # accelerate would load the models left in this list
 
     def _load_sharded(self, checkpoint: Path) -> None:
-        """Load the files of a checkpoint, each whole, and keep this rank's shards of them."""
-        accelerator = self.accelerator
-        load_weights(self.model, load_file(checkpoint / WEIGHTS_NAME))
+        """Load a checkpoint if it, or this run, is sharded: from each file, this rank takes its shards."""
+        accelerator, folder = self.accelerator, checkpoint / OPTIMIZER_FOLDER
+        load_weights(self.model, load_file(checkpoint / WEIGHTS_NAME))  # maps the file: pages are read as needed
         settings = (accelerator.process_index, accelerator.scaler, "cpu")
-        load_accelerator_state(str(checkpoint), [], [self.optimizer], [], [], *settings)
+        optimizers = [] if folder.is_dir() else [self.optimizer]
+        load_accelerator_state(str(checkpoint), [], optimizers, [], [], *settings)
+        if folder.is_dir():
+            load_optimizer(self.optimizer.optimizer, folder)
+
+    def _write_shards(self, step: int) -> bool:
+        """Write what is sharded into the hidden folder of a checkpoint; return whether all ranks could.
+
+        All ranks call it. Each part ends on all of them before the next begins, because a rank that has failed must not
+        leave the others alone in a collective.
+        """
+        partial, is_main = hidden_folder(self.folder, step), self.accelerator.is_main_process
+        parts: list[Callable[[], Any]] = [
+            lambda: begin_checkpoint(self.folder, step) if is_main else None,
+            lambda: save_optimizer(self.optimizer.optimizer, partial / OPTIMIZER_FOLDER, is_main),
+        ]
+        tensors = {WEIGHTS_NAME: self.model.state_dict(keep_vars=True)}  # keep_vars: tied weights are one object
+        if self.ema is not None:
+            tensors[EMA_NAME] = self.ema.state_dict()
+        for name, named in tensors.items():
+            parts.append(functools.partial(write_weights, partial / name if is_main else None, named))
+        for write in parts:
+            failure = next(filter(None, gather(_failure_of(write))), None)
+            if failure is not None:
+                if is_main:
+                    self._note_failure(step, partial, failure)
+                return False
+        return True
 
     def _tensors(self) -> dict[str, Any]:
-        """Return the state on the device to save, by file name. If it is sharded, all ranks call it."""
-        contents: dict[str, Any] = {WEIGHTS_NAME: self.model.state_dict(keep_vars=self._is_sharded)}
+        """Return the state on the device to save, by file name."""
+        contents: dict[str, Any] = {WEIGHTS_NAME: clean_state_dict_for_safetensors(self.model.state_dict())}
         contents[f"{OPTIMIZER_NAME}.bin"] = self.optimizer.state_dict()
         if self.ema is not None:
             contents[EMA_NAME] = self.ema.state_dict()
-        if self._is_sharded:
-            contents = gathered(contents, self.accelerator.is_main_process)
-        if self.accelerator.is_main_process:
-            contents[WEIGHTS_NAME] = clean_state_dict_for_safetensors(contents[WEIGHTS_NAME])
         return contents
 
     def _prepare_write(self) -> Callable[[Path], None]:
@@ -216,14 +246,15 @@ class Checkpointer:
         accelerator = self.accelerator
         random_states = gather_object([_random_states(accelerator.step)])
         json_files = self._json_files()  # now: the state changes with the next step
-        contents = self._tensors() if accelerator.is_main_process or self._is_sharded else {}
-        on_gpu = accelerator.device.type == "cuda" and not self._is_sharded
-        copies = self._copy_to_host(contents) if on_gpu else None
-        if copies is not None:
-            contents = copies
-            torch.cuda.synchronize()  # the copies are asynchronous
-        elif accelerator.is_main_process and not self._is_sharded:
-            self._tensors_released.clear()  # the thread writes the very tensors that the next update changes
+        contents: dict[str, Any] = {}
+        if accelerator.is_main_process and not self._is_sharded:
+            contents = self._tensors()
+            copies = self._copy_to_host(contents) if accelerator.device.type == "cuda" else None
+            if copies is not None:
+                contents = copies
+                torch.cuda.synchronize()  # the copies are asynchronous
+            else:
+                self._tensors_released.clear()  # the thread writes the very tensors that the next update changes
         if accelerator.scaler is not None:
             contents[SCALER_NAME] = accelerator.scaler.state_dict()
         contents |= {f"{RNG_STATE_NAME}_{rank}.pkl": states for rank, states in enumerate(random_states)}
@@ -280,9 +311,10 @@ class Checkpointer:
     def _commit(
         self, step: int, write: Callable[[Path], None], is_best: bool, before_commit: Callable[[], None]
     ) -> None:
-        partial = None
+        partial = hidden_folder(self.folder, step)
         try:
-            partial = begin_checkpoint(self.folder, step)
+            if not self._is_sharded:
+                begin_checkpoint(self.folder, step)
             write(partial)
             self._tensors_released.set()
             before_commit()
@@ -291,12 +323,23 @@ class Checkpointer:
                 replace_link(self.folder / "best", checkpoint)
             prune(self.folder, self.keep_last)
         except Exception as error:  # OSError, or an error of torch or safetensors that hides it
-            if partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
             reason = error.__context__ if isinstance(error.__context__, OSError) else error
-            self._failures.append(f"checkpoint of step {step} not written: {one_line(reason)[:200]}")
+            self._note_failure(step, partial, one_line(reason))
         finally:
             self._tensors_released.set()
+
+    def _note_failure(self, step: int, partial: Path, reason: str) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        self._failures.append(f"checkpoint of step {step} not written: {reason[:200]}")
+
+
+def _failure_of(write: Callable[[], Any]) -> str | None:
+    """Call `write`; return the line of the OSError that it raises, or None."""
+    try:
+        write()
+    except OSError as error:
+        return one_line(error)
+    return None
 
 
 def _load_ema(ema: Ema, file: Path) -> None:
@@ -318,30 +361,6 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         if value.shape != own[name].shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)}, but here it is {tuple(own[name].shape)}")
         copy_full(own[name], value)
-
-
-@torch.no_grad()
-def gathered(tree: Any, keep: bool) -> Any:
-    """Return nested dicts, lists and tuples with each sharded tensor whole and on the host. All ranks call it.
-
-    keep: whether this rank needs the result; otherwise it has empty tensors in it. One tensor that is there twice stays
-    one, so that tied weights are.
-    """
-    whole: dict[int, Tensor] = {}
-
-    def gather(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: gather(value) for key, value in node.items()}
-        if isinstance(node, list | tuple):
-            return type(node)(map(gather, node))
-        if not isinstance(node, Tensor):
-            return node
-        if id(node) not in whole:
-            full = full_tensor(node.detach())
-            whole[id(node)] = full.to("cpu", copy=True) if keep else torch.empty(0)
-        return whole[id(node)]
-
-    return gather(tree)
 
 
 def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,6 +26,8 @@ from hfgolf.wording import join_words, one_line
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 3
+SHARDED_FORMAT_VERSION = 4
+"""Of checkpoints with files in subfolders, which versions of hfgolf without them cannot read."""
 STATE_NAME = "train_state.json"  # not registered with accelerate, which would unpickle it: a pickle can run code
 _MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
@@ -39,9 +41,14 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}"
 
 
+def hidden_folder(folder: Path, step: int) -> Path:
+    """Return the folder in which a checkpoint is assembled."""
+    return folder / f".partial-{step_folder(folder, step).name}"
+
+
 def begin_checkpoint(folder: Path, step: int) -> Path:
     """Make the hidden folder in which a checkpoint is assembled."""
-    partial = folder / f".partial-{step_folder(folder, step).name}"
+    partial = hidden_folder(folder, step)
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(folder)
     partial.mkdir()
@@ -54,7 +61,7 @@ def commit_checkpoint(partial: Path, step: int, processes: int) -> Path:
     final = step_folder(folder, step)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     manifest = {
-        "format": FORMAT_VERSION,
+        "format": FORMAT_VERSION if all(path.parent == partial for path in files) else SHARDED_FORMAT_VERSION,
         "step": step,
         "processes": processes,
         "files": list_files(partial, files),
@@ -177,10 +184,9 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     manifest = read_manifest(checkpoint)
     try:
         version, files = manifest["format"], dict(manifest["files"])
-        if version != FORMAT_VERSION:
-            raise Rejected(
-                f"saved by another version of hfgolf (format {version}; this version reads {FORMAT_VERSION})"
-            )
+        if version not in (FORMAT_VERSION, SHARDED_FORMAT_VERSION):
+            readable = f"{FORMAT_VERSION} and {SHARDED_FORMAT_VERSION}"
+            raise Rejected(f"saved by another version of hfgolf (format {version}; this version reads {readable})")
         if not all(isinstance(manifest[key], int) for key in ("step", "processes")):
             raise TypeError
         if _STEP_FOLDER.fullmatch(checkpoint.name) and step_of(checkpoint) != manifest["step"]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hfgolf.checkpoint.contents import EMA_NAME, STATE_NAME, WEIGHTS_NAME, leaves
 from hfgolf.checkpoint.identity import RUN_NAME, comparable
+from hfgolf.checkpoint.sharded import OPTIMIZER_FOLDER
 from hfgolf.checkpoint.store import newest_first
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
@@ -83,10 +84,11 @@ def evidence(run: RunFolder) -> dict[str, Contents]:
             is_shard = path.parent != checkpoint
             found.setdefault("shards" if is_shard else "other files", {})[name] = path.read_bytes()
             continue
-        found[_NAMES.get(name, name.removesuffix(".pkl").replace("_", " "))] = {
-            leaf: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            for leaf, value in leaves(_read(path))
-        }
+        is_shard = path.parent.name == OPTIMIZER_FOLDER
+        what = "optimizer" if is_shard else _NAMES.get(name, name.removesuffix(".pkl").replace("_", " "))
+        found.setdefault(what, {}).update(
+            {f"{path.stem}.{leaf}" if is_shard else leaf: _as_tensor(value) for leaf, value in leaves(_read(path))}
+        )
     return found
 
 
@@ -164,6 +166,10 @@ def _read(path: Path) -> Any:
     if path.name.startswith(RNG_STATE_NAME):
         del content["step"]  # micro-batches since this process started
     return content
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def _bytes(value: Any) -> bytes:

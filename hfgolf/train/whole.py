@@ -7,8 +7,8 @@ import copy
 import torch
 from transformers import PreTrainedModel
 
-from hfgolf.checkpoint.contents import gathered
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.shards import full_tensor
 from hfgolf.train.run import Run
 
 
@@ -19,11 +19,14 @@ def whole_model(run: Run) -> PreTrainedModel | None:
     """
     if not run.is_sharded:
         return run.raw_model
-    is_main = run.accelerator.is_main_process
-    weights = gathered(run.golf_model.state_dict(keep_vars=True), is_main)
-    if not is_main:
-        return None
-    with torch.random.fork_rng([]):
-        model = GolfForCausalLM(copy.deepcopy(run.golf_model.config))
-    model.load_state_dict(weights)
+    model = None
+    if run.accelerator.is_main_process:
+        with torch.random.fork_rng([]):
+            model = GolfForCausalLM(copy.deepcopy(run.golf_model.config))
+    with torch.no_grad():
+        own = {} if model is None else model.state_dict()
+        for name, tensor in run.golf_model.state_dict(keep_vars=True).items():
+            whole = full_tensor(tensor)  # all processes; one tensor at a time on the device
+            if model is not None:
+                own[name].copy_(whole)
     return model

@@ -152,7 +152,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_used(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": 1}, "saved by another version of hfgolf .format 1; this version reads 3."),
+        ({"format": 1}, "saved by another version of hfgolf .format 1; this version reads 3 and 4."),
         ({"step": 7}, "manifest.json belongs to step 7"),
         ({"step": "6"}, "manifest.json is not valid"),
         ({"processes": None}, "manifest.json is not valid"),

@@ -6,17 +6,22 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
+import pkgutil
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults import losses, rows, train_on_two
+from faults import losses, rows, start_two, train_on_two, valid_steps
 from safetensors.torch import load_file
 from sharded import shard
 
+from hfgolf.run.folder import RunFolder
+from hfgolf.tools.evidence import compare, evidence, verdict
 from hfgolf.train import validation
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -55,7 +60,7 @@ def test_fsdp2_trains_saves_and_exports_as_ddp_does(tiny_run, tmp_path, tied):
     for name in ("model/model.safetensors", *(f"checkpoints/latest/{n}.safetensors" for n in ("model", "ema"))):
         assert_same_weights(fsdp / name, ddp / name)
     files = [{path.name for path in (folder / "checkpoints" / "latest").iterdir()} for folder in (fsdp, ddp)]
-    assert files[0] == files[1]
+    assert files[0] ^ files[1] == {"optimizer", "optimizer.bin"}
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (fsdp, ddp)]
     assert summaries[0]["val_loss"] == pytest.approx(summaries[1]["val_loss"], rel=1e-5)
     assert summaries[0]["parameters"] == summaries[1]["parameters"] and "sample" in summaries[0]
@@ -103,13 +108,62 @@ def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, tmp_path):
     first = run(tiny_run(run__name="first", **OPTIONS, train__max_steps=3))
     shutil.copytree(first, first.with_name("second"), symlinks=True)
     options = {"run__name": "second", **OPTIONS, "train__resume": "latest"}
-    train_on_two(tiny_run(**options, train__max_steps=5), tmp_path / "output", shard)
+    train_on_two(tiny_run(**options, train__max_steps=5), tmp_path / "output")
     train_on_two(tiny_run(**options, train__max_steps=6), tmp_path / "output", shard)
-    train_on_two(tiny_run(**options, train__max_steps=8), tmp_path / "output")
+    train_on_two(tiny_run(**options, train__max_steps=8), tmp_path / "output", shard)
     shutil.copytree(first.with_name("second"), first.with_name("third"), symlinks=True)
     third = run(tiny_run(**options | {"run__name": "third"}, train__max_steps=9))
     assert losses(third) == pytest.approx(losses(straight), rel=1e-5)
     assert_same_weights(third / "model" / "model.safetensors", straight / "model" / "model.safetensors")
+
+
+SAVE, COMMIT = ("hfgolf.checkpoint.contents", "save_optimizer"), ("hfgolf.checkpoint.contents", "commit_checkpoint")
+WRITE = ("torch.distributed.checkpoint:HuggingFaceStorageWriter", "write_data")
+
+
+def fault_on(rank: int, function: tuple[str, str], call: int, fault: Callable[[], object]) -> None:
+    """Train with FSDP2; on this rank, call `fault` before the n-th call of a function. function: owner and name."""
+    shard()
+    owner, name = pkgutil.resolve_name(function[0]), function[1]
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def faulty(*arguments: Any, **options: Any) -> Any:
+        if os.environ["RANK"] == str(rank) and next(calls) == call:
+            fault()
+        return real(*arguments, **options)
+
+    setattr(owner, name, faulty)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_disk() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_fsdp2_run_that_is_killed_in_its_saves_ends_as_one_that_is_not(tiny_run, tmp_path):
+    """One process dies before it writes its shards, then one between them and the manifest; then a disk is full."""
+    options = OPTIONS | {"train__save_every_steps": 2, "train__keep_last": 9, "model__dropout": 0.1}
+    train_on_two(tiny_run(run__name="straight", **options), tmp_path / "output", shard)
+    arguments = tiny_run(run__name="killed", **options, train__resume="auto")
+    straight, killed = tmp_path / "runs" / "straight", tmp_path / "runs" / "killed"
+    for number, (rank, function, call) in enumerate([(1, SAVE, 2), (0, COMMIT, 2)], start=1):
+        processes = start_two(arguments, tmp_path / "output", functools.partial(fault_on, rank, function, call, kill))
+        processes[rank].join(120)
+        assert processes[rank].exitcode == -signal.SIGKILL, (tmp_path / "output").read_text()
+        processes[1 - rank].kill()  # as torchrun does
+        processes[1 - rank].join()
+        assert valid_steps(killed / "checkpoints") == [2, 3][:number]  # the best, of step 3, is saved, too
+        partial = killed / "checkpoints" / f".partial-step-{number + 2:06d}"
+        assert (partial / "optimizer" / "groups.json").exists() == (rank == 0)
+    prepare = functools.partial(fault_on, 1, WRITE, 1, fill_disk)
+    train_on_two(tiny_run(run__name="killed", **options, train__resume="auto"), tmp_path / "output", prepare)
+    assert "checkpoint of step 4 not written: [Errno 28] No space left" in (tmp_path / "output").read_text()
+    assert valid_steps(killed / "checkpoints") == [2, 3, 6]
+    assert losses(killed) == losses(straight)
+    assert verdict(compare(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 6, is_exact=True)[0]
 
 
 def test_another_architecture_is_refused_under_fsdp2_in_one_line(tiny_run, tmp_path):
