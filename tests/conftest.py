@@ -136,7 +136,7 @@ def one_measured_peak() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_image_per_chart() -> None:
-    """Each run in this process draws its charts as SVG. Only the first also draws the PNG images; the others copy them.
+    """Only the first run in this process draws the PNG images of its report; the others copy them.
 
     They are a sixth of a tiny run. tests/report draws its own.
     """

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from hfgolf import palette
-from hfgolf.report.figures import INK, STYLE, Chart, Drawing
+from hfgolf.report.charts import Chart
+from hfgolf.report.figures import INK, STYLE, Drawing
 from hfgolf.run.metrics import is_number
 from hfgolf.run.record import RunRecord
 
@@ -55,7 +56,32 @@ def draw_tensors(run: RunRecord, number: int) -> Drawing | None:
             axes.grid(visible=False, axis="y")
             axes.locator_params(axis="x", nbins=5)
         in_bytes.set_ylim(len(rows) - 0.4, -0.6)  # the first row on top
-    return Drawing(Chart(f"golf_tensors_{number}", TITLE), figure, 1)
+    return Drawing(Chart(f"golf_tensors_{number}", TITLE), figure)
+
+
+def tensor_bars(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the same as cells of a table, each {"text", "percent" of the largest}; [] without an export."""
+    rows = _rows(run)[:_MAX_TENSORS]
+    columns = {
+        "bytes": lambda row: f"{row['bytes'] / 1000:,.1f}",
+        "coded_bits": lambda row: f"{row['coded_bits']:.2f} bits",
+        "predicted_loss": lambda row: f"{1000 * row['predicted_loss']:.3g}",
+        "nats_per_kilobyte": lambda row: f"{1000 * row['nats_per_kilobyte']:.3g}",
+    }
+    measured = bool(rows) and all(_is_figure(row.get("measured_loss")) for row in rows)
+    if measured:
+        columns["measured_loss"] = lambda row: f"{1000 * row['measured_loss']:.3g}"
+    largest = {key: max((abs(row[key]) for row in rows), default=0) or 1 for key in columns}
+    return [
+        {
+            "name": _label(row),
+            **{
+                key: {"text": write(row), "percent": f"{100 * max(0.0, row[key]) / largest[key]:.1f}"}
+                for key, write in columns.items()
+            },
+        }
+        for row in rows
+    ]
 
 
 def sentences(run: RunRecord) -> list[str]:

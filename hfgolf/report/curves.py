@@ -1,4 +1,4 @@
-"""The curve of one column of metrics.jsonl, thinned to what a chart can show."""
+"""The curve of one column of metrics.jsonl: smoothed, and thinned to what a chart can show."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_POINTS = 400
+MAX_POINTS = 800
 """Per curve: about the width of a chart in pixels."""
+_WINDOWS = 50  # the smoothing window is this part of a curve
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class Curve:
     values: NDArray[np.float64]
     lowest: NDArray[np.float64]
     highest: NDArray[np.float64]
+    smoothed: NDArray[np.float64]
+    """The moving mean over `window` values, taken before thinning."""
+    window: int
     values_per_point: int = 1
     """The largest number of values that one point represents."""
 
@@ -28,10 +32,10 @@ class Curve:
         return len(self.steps)
 
 
-def read_curve(rows: Sequence[dict[str, Any]], key: str) -> Curve:
+def read_curve(rows: Sequence[dict[str, Any]], key: str, max_points: int = MAX_POINTS) -> Curve:
     """Return the curve of the column `key`, which holds one number per row or a list with one number per step.
 
-    Null and missing values are skipped. More than MAX_POINTS values are averaged over MAX_POINTS equal ranges of steps.
+    Null and missing values are skipped. More than max_points values are averaged over max_points equal ranges of steps.
     """
     steps: list[int] = []
     numbers: list[float | None] = []
@@ -43,24 +47,39 @@ def read_curve(rows: Sequence[dict[str, Any]], key: str) -> Curve:
     x, y = np.array(steps, dtype=np.float64), np.array(numbers, dtype=np.float64)  # None becomes NaN
     x, y = x[np.isfinite(y)], y[np.isfinite(y)]
     order = np.argsort(x, kind="stable")
-    return _thin(x[order], y[order])
+    return _thin(x[order], y[order], max_points)
 
 
-def bin_numbers(steps: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the bin of each step, for MAX_POINTS bins of equal width. steps: ascending."""
-    length = (steps[-1] - steps[0] + 1) / MAX_POINTS
+def bin_numbers(steps: NDArray[np.float64], max_points: int = MAX_POINTS) -> NDArray[np.int64]:
+    """Return the bin of each step, for max_points bins of equal width. steps: ascending."""
+    length = (steps[-1] - steps[0] + 1) / max_points
     return ((steps - steps[0]) // length).astype(np.int64)
 
 
-def _thin(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve:
-    if len(steps) <= MAX_POINTS:
-        return Curve(steps, values, values, values)
-    starts = np.flatnonzero(np.diff(bin_numbers(steps), prepend=-1))
+def smooth(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Return the mean of the `window` values around each; near the ends, of as many as there are on both sides.
+
+    window: odd. Averaging as many before as after neither delays the curve nor bends its ends.
+    """
+    places = np.arange(len(values))
+    reach = np.minimum(window // 2, np.minimum(places, len(values) - 1 - places))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[places + reach + 1] - sums[places - reach]) / (2 * reach + 1)
+
+
+def _thin(steps: NDArray[np.float64], values: NDArray[np.float64], max_points: int) -> Curve:
+    window = len(values) // _WINDOWS // 2 * 2 + 1
+    smoothed = smooth(values, window)
+    if len(steps) <= max_points:
+        return Curve(steps, values, values, values, smoothed, window)
+    starts = np.flatnonzero(np.diff(bin_numbers(steps, max_points), prepend=-1))
     counts = np.diff(starts, append=len(steps))
     return Curve(
         np.add.reduceat(steps, starts) / counts,
         np.add.reduceat(values, starts) / counts,
         np.minimum.reduceat(values, starts),
         np.maximum.reduceat(values, starts),
+        np.add.reduceat(smoothed, starts) / counts,
+        window,
         int(counts.max()),
     )

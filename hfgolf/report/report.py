@@ -1,6 +1,7 @@
 """The report of one run, or of several side by side: a self-contained HTML page, and Markdown with images.
 
-Owns the content and the output files. The layout is in templates/ and the charts are in figures.py.
+Owns the content and the output files. The page is templates/report.html with its CSS and JavaScript; uPlot
+(vendor/) draws the data of charts.py on it. The pictures beside the Markdown are those of figures.py.
 """
 
 from __future__ import annotations
@@ -8,22 +9,39 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shlex
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hfgolf import palette
 from hfgolf.durable import write_bytes, write_text
 from hfgolf.redact import redact, redact_values
-from hfgolf.report.artifact_bytes import draw_tensors, sentences
-from hfgolf.report.figures import EVENTS, draw_charts, line_style
-from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures, seconds_by_kind, stated_price, status
+from hfgolf.report.artifact_bytes import TITLE, draw_tensors, sentences, tensor_bars
+from hfgolf.report.charts import EVENTS, chart_data, marked_events
+from hfgolf.report.figures import draw_charts, line_style
+from hfgolf.report.headlines import basis, headlines, side_by_side
+from hfgolf.run.record import (
+    FIGURES,
+    RunRecord,
+    final_figures,
+    format_figures,
+    minute,
+    seconds_by_kind,
+    started_at,
+    stated_price,
+    status,
+)
 from hfgolf.wording import dollars, duration
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
 _TEMPLATES = Path(__file__).with_name("templates")
+_VENDOR = Path(__file__).with_name("vendor")
+_RELOADS_FOR = 10  # times the time between two rewrites; then the run has probably died
 _MAX_LISTED = 100  # events, findings and samples per run, each; there may be one per step
 _MAX_CHARACTERS = 300  # of an event's details: a step may list thousands of blocks
 _NAME_KEYS = {"run.name", "run.output_dir"}
@@ -37,21 +55,93 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
     each run's config. Raises OSError if the files cannot be written.
     """
     runs = _with_distinct_names(runs)
-    drawings = draw_charts(runs)
-    pages = [_describe(run, number, price_per_hour) for number, run in enumerate(runs)]
-    content = {
-        "runs": pages,
-        "labels": [label for label, _ in FIGURES.values() if any(label in page["figures"] for page in pages)],
-        "differences": _differing_keys(runs),
-        "pictures": output.stem,
-    }
+    pages = _pages(runs, price_per_hour)
     pictures = output.with_suffix("")
     pictures.mkdir(parents=True, exist_ok=True)
-    for drawing in [*drawings, *(page["tensors"] for page in pages if page["tensors"])]:
+    drawings = draw_charts(runs)
+    tensors = [draw_tensors(run, number) for number, run in enumerate(runs)]
+    for drawing in [*drawings, *(found for found in tensors if found)]:
         write_bytes(pictures / f"{drawing.chart.name}.png", drawing.to_png())
-    for suffix in (".html", ".md"):
-        page = _template(f"report{suffix}").render(content, drawings=drawings)
-        write_text(output.with_suffix(suffix), f"{page}\n")
+    write_text(output.with_suffix(".html"), _html(runs, pages, price_per_hour))
+    labels = [label for label, _ in FIGURES.values() if any(label in page["figures"] for page in pages)]
+    content = {"runs": pages, "labels": labels, "pictures": output.stem, "drawings": drawings, "title": TITLE}
+    for page, tensor_drawing in zip(pages, tensors, strict=True):
+        page["picture_of_tensors"] = tensor_drawing.chart.name if tensor_drawing else None
+    write_text(output.with_suffix(".md"), f"{_template('report.md').render(content)}\n")
+
+
+def render_page(
+    runs: Sequence[RunRecord], price_per_hour: float | None = None, reload_seconds: float | None = None
+) -> str:
+    """Return the HTML page alone.
+
+    reload_seconds: the run lasts, and the page reloads itself this often, as long as it was written lately. None: it
+    never does.
+    """
+    runs = _with_distinct_names(runs)
+    return _html(runs, _pages(runs, price_per_hour), price_per_hour, reload_seconds)
+
+
+def _pages(runs: Sequence[RunRecord], price_per_hour: float | None) -> list[dict[str, Any]]:
+    return [_describe(run, number, price_per_hour) for number, run in enumerate(runs)]
+
+
+def _html(
+    runs: Sequence[RunRecord],
+    pages: list[dict[str, Any]],
+    price_per_hour: float | None,
+    reload_seconds: float | None = None,
+) -> str:
+    prices = [stated_price(run) if price_per_hour is None else price_per_hour for run in runs]
+    now, charts = time.time(), chart_data(runs)
+    live = {
+        "writtenAt": now,
+        "everySeconds": reload_seconds,
+        "untilSeconds": max(600.0, _RELOADS_FOR * (reload_seconds or 0)),
+    }
+    data = {
+        "charts": charts,
+        "lastStep": max(run.last["step"] for run in runs),
+        "live": live if reload_seconds else None,
+        "dashes": [line_style(number).dashes if len(runs) > 1 else () for number in range(len(runs))],
+        "events": [
+            {"run": number, "sign": EVENTS[kind][1], "steps": steps}
+            for number, run in enumerate(runs)
+            for kind, steps in marked_events(run).items()
+        ],
+    }
+    content = {
+        "runs": pages,
+        "comparison": redact_values(side_by_side(runs, prices)) if len(runs) > 1 else None,
+        "differences": _differing_keys(runs),
+        "written": minute(now),
+        "charts": charts,
+        "is_live": reload_seconds is not None,
+        "data": _json_for_script(redact_values(data)),
+        "light_lines": palette.LINES,
+        "dark_lines": palette.DARK_LINES,
+        "tensors_title": TITLE,
+        **{name: _source(name) for name in ("uplot_js", "uplot_css", "report_js", "report_css")},
+    }
+    return f"{_template('report.html').render(content)}\n"
+
+
+def _json_for_script(data: Any) -> str:
+    """Return JSON that can stand in a script element: no text in it can close the element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@functools.cache
+def _source(name: str) -> str:
+    """Return a script or a style sheet of the page."""
+    folder, file = {
+        "uplot_js": (_VENDOR, "uPlot.iife.min.js"),
+        "uplot_css": (_VENDOR, "uPlot.min.css"),
+        "report_js": (_TEMPLATES, "report.js"),
+        "report_css": (_TEMPLATES, "report.css"),
+    }[name]
+    return (folder / file).read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -83,7 +173,8 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
     """Return the template values of one run, with secrets redacted. number: its index, for its line style."""
     price = stated_price(run) if price_per_hour is None else price_per_hour
     seconds = seconds_by_kind(run)
-    total = sum(seconds.values())
+    idle = seconds.pop("idle", 0.0)
+    work = sum(seconds.values())
     counts = Counter(event["event"] for event in run.metrics.events)
     events = [event for event in run.metrics.events if event["event"] in EVENTS.keys() - {"finding"}]
     samples = run.events("sample")[-_MAX_LISTED:]
@@ -93,25 +184,34 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
         samples = [sample for sample in samples if sample["step"] != last["step"]] + [last]
     page = {
         "name": run.name,
+        "number": number,
         "style": line_style(number),
         "status": status(run),
         "notes": _notes(run),
         "figures": format_figures(final_figures(run, price)),
+        "headlines": headlines(run, price),
+        "basis": basis(run),
+        "facts": _facts(run),
+        "sample_command": _sample_command(run),
         "price": price,
-        "times": [_time(kind, spent, total, price) for kind, spent in seconds.items()],
-        "wall_clock": _time("wall clock", total, total, price),
+        "times": [_time(kind, spent, work, price) for kind, spent in seconds.items()],
+        "work": _time("work", work, work, price),
+        "idle": _time("idle", idle, work, price),
+        "wall_clock": _time("wall clock", work + idle, work, price),
         "marks": [(sign, name, counts[kind]) for kind, (_, sign, name) in EVENTS.items() if counts[kind]],
         "events": [_describe_event(event) for event in events[:_MAX_LISTED]],
         "more_events": max(0, len(events) - _MAX_LISTED),
         "findings": [_describe_finding(event) for event in run.events("finding")[:_MAX_LISTED]],
         "export": sentences(run),
-        "samples": samples,
+        "tensors": tensor_bars(run),
+        "samples": [_describe_sample(run, sample) for sample in samples],
         "profile": run.profile,
         "config": run.config_yaml,
         "config_values": run.config,
         "metadata": json.dumps(redact_values(run.metadata), indent=1) if run.metadata else "",
     }
-    return redact_values(page) | {"tensors": draw_tensors(run, number)}
+    redacted: dict[str, Any] = redact_values(page)
+    return redacted
 
 
 def _time(kind: str, seconds: float, total: float, price: float | None) -> dict[str, Any]:
@@ -135,6 +235,33 @@ def _notes(run: RunRecord) -> list[str]:
     if all(row.get("val_loss") is None for row in run.metrics.rows):
         notes.append("metrics.jsonl has no evaluations.")
     return notes
+
+
+def _facts(run: RunRecord) -> dict[str, str]:
+    """Return what a reader needs to place the run: when, on which text, by which command."""
+    start, command = started_at(run), run.metadata.get("command")
+    names = ("data.files", "data.hub_name", "data.source")
+    data = next((run.config[name] for name in names if run.config.get(name)), None)
+    if isinstance(data, list):
+        data = ", ".join(map(str, data[:3])) + (f" and {len(data) - 3} more" if len(data) > 3 else "")
+    facts = {
+        "started": None if start is None else minute(start),
+        "text": None if data is None else str(data),
+        "command": shlex.join(map(str, command)) if isinstance(command, list) else None,
+    }
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def _sample_command(run: RunRecord) -> str | None:
+    model = run.summary.get("model")
+    return f"python scripts/generate.py --model {shlex.quote(model)}" if model else None
+
+
+def _describe_sample(run: RunRecord, sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample with the validation loss of its step, if there is one."""
+    losses = (row["val_loss"] for row in run.metrics.rows if row["step"] == sample["step"] and row.get("val_loss"))
+    loss = next(losses, None)
+    return {**sample, "loss": None if loss is None else f"{loss:.4f}"}
 
 
 def _describe_event(event: dict[str, Any]) -> dict[str, Any]:

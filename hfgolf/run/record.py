@@ -174,8 +174,20 @@ def status(run: RunRecord) -> str:
         last = stopped[-1]  # its step has no row if the signal interrupted the evaluation
         return f"Stopped by {last.get('signal', 'a signal')} at step {last['step']:,}; it can be resumed."
     at = run.last.get("logged_at")
-    when = f" of {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC" if at is not None and at < _YEAR_9999 else ""
+    when = f" of {minute(at)}" if at is not None and at < _YEAR_9999 else ""
     return f"Not complete: still running, or it failed after its last row{when}, step {step}."
+
+
+def started_at(run: RunRecord) -> float | None:
+    """Return when the first process of the run started, in seconds since 1970; None if the rows do not say."""
+    first = next((row for row in run.metrics.rows if row.get("logged_at") is not None), None)
+    at = None if first is None else first["logged_at"] - sum(row_seconds(first).values())
+    return at if at is not None and 0 <= at < _YEAR_9999 else None
+
+
+def minute(at: float) -> str:
+    """Return a time in seconds since 1970 as "2026-01-31 23:59 UTC"."""
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def row_seconds(row: dict[str, Any]) -> dict[str, float]:

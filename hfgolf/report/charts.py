@@ -1,0 +1,171 @@
+"""Which charts a report has, and their lines as data for the page, where uPlot draws them (templates/report.js).
+
+Does not know how a chart looks, except that its lines are numbered: the page and figures.py give each number a style.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hfgolf.report.curves import MAX_POINTS, Curve, bin_numbers, read_curve
+from hfgolf.run.record import RunRecord
+
+EVENTS = {
+    "skipped_step": ("x", "✕", "skipped step"),
+    "fp16_overflow": ("1", "▿", "fp16 overflow"),
+    "rollback": ("<", "◀", "rollback"),
+    "resumed": (">", "▶", "resumed"),
+    "out_of_memory": ("s", "■", "out of memory"),
+    "finding": ("D", "◆", "doctor's finding"),
+    "save_failed": ("v", "▼", "failed save"),
+    "stopped": ("o", "●", "stopped by a signal"),
+}
+"""For each kind of event: its marker in pictures, its symbol in text and on the page, and its name."""
+
+_MAX_LINEAR_RATIO = 10  # of maximum to minimum; beyond it (such as a spike) a linear scale would flatten the rest
+_POINTS_PER_PAGE = 2400  # per column, shared by all runs: keeps the page of any number of runs under 1 MB
+_FEWEST_POINTS = 40
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One measure plotted over the steps."""
+
+    name: str
+    title: str
+    logged: str | None = None
+    """Column with one number, or a list with one number per step; rows without it are skipped."""
+    evaluated: tuple[str, ...] = ()
+    """Columns that only evaluations fill: for the weights, and for their moving average."""
+    limit: str | None = None
+    """Config key whose value is drawn as a horizontal line."""
+    limit_label: str = "clipped to"
+    from_zero: bool = False
+    smoothed: bool = False
+    """Whether `logged` is noise around a curve, so that its moving mean is the line to read."""
+
+
+CHARTS = (
+    Chart("loss", "Loss, nats per token", "train_losses", ("val_loss", "val_loss_ema"), smoothed=True),
+    Chart("bits_per_byte", "Validation bits per byte", None, ("val_bits_per_byte", "val_bits_per_byte_ema")),
+    Chart("old_bits_per_byte", "Bits per byte of the old text", None, ("old_val_bits_per_byte",)),
+    Chart("learning_rate", "Learning rate", "learning_rate", from_zero=True),
+    Chart("grad_norm", "Gradient norm before clipping", "grad_norms", limit="train.max_grad_norm", smoothed=True),
+    Chart("tokens_per_second", "Tokens per second", "tokens_per_second", from_zero=True),
+    Chart("memory", "Memory, bytes", "memory_bytes", from_zero=True),
+    Chart(
+        "golf_bytes", "Forecast: bytes of the artifact", "golf_bytes", (), "golf.budget_bytes", "budget", from_zero=True
+    ),
+)
+LABELS = ("training", "validation", "averaged weights")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One column of one run."""
+
+    number: int
+    """Of its style: the index of the run, or of the line if there is only one run."""
+    label: str
+    curve: Curve
+    is_logged: bool
+    """Logged in every row, and not by evaluations only."""
+
+
+def lines_of(chart: Chart, runs: Sequence[RunRecord]) -> list[Line]:
+    """Return the lines of a chart: all that one run has, or of several runs what is logged and what is validated."""
+    points = max(_FEWEST_POINTS, min(MAX_POINTS, _POINTS_PER_PAGE // len(runs)))
+    lines = []
+    for number, run in enumerate(runs):
+        rows = [*run.events("init_from")[-1:], *run.metrics.rows]  # the event has the evaluation of step 0
+        keys = (chart.logged, *(chart.evaluated if len(runs) == 1 else chart.evaluated[:1]))
+        for index, key in enumerate(keys):
+            curve = read_curve(rows, key, points) if key else None
+            if curve:
+                only = LABELS[index] if chart.evaluated else chart.title.lower()
+                label = only if len(runs) == 1 else run.name
+                lines.append(Line(index if len(runs) == 1 else number, label, curve, index == 0))
+    return lines
+
+
+def limits_of(chart: Chart, runs: Sequence[RunRecord]) -> list[float]:
+    """Return the values of the config key that bounds the measure, without repetitions."""
+    limits = (run.config.get(chart.limit or "") for run in runs)
+    return sorted({limit for limit in limits if isinstance(limit, int | float)})
+
+
+def is_wide(lines: Sequence[Line]) -> bool:
+    """Return whether the values of lines span so much that only a logarithmic axis shows all of them."""
+    lowest, highest = min(line.curve.lowest.min() for line in lines), max(line.curve.highest.max() for line in lines)
+    return bool(lowest > 0 and highest > _MAX_LINEAR_RATIO * lowest)
+
+
+def chart_data(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return each of CHARTS that some run has values for, as JSON for templates/report.js. The runs' names differ."""
+    return [_data(chart, lines, runs) for chart in CHARTS if (lines := lines_of(chart, runs))]
+
+
+def marked_events(run: RunRecord) -> dict[str, list[float]]:
+    """Return the steps of each kind of event, at most one per pixel."""
+    marked = {}
+    for kind in EVENTS:
+        steps = np.array(sorted(event["step"] for event in run.events(kind)), dtype=np.float64)
+        if len(steps):
+            marked[kind] = steps[np.unique(bin_numbers(steps), return_index=True)[1]].tolist()
+    return marked
+
+
+def caption(chart: Chart, lines: Sequence[Line], is_alone: bool) -> str:
+    """Say how the lines were smoothed and thinned; "" if they show every value."""
+    curve = max((line.curve for line in lines), key=lambda curve: curve.values_per_point)
+    said = []
+    windows = {line.curve.window for line in lines if line.is_logged and chart.smoothed and line.curve.window > 1}
+    if windows:
+        wide = f"{min(windows):,}" if len(windows) == 1 else f"{min(windows):,} to {max(windows):,}"
+        what = "The bold line" if is_alone and len(lines) == 1 else "The training line"
+        said.append(f"{what} is the mean over {wide} steps, as many before as after.")
+    if curve.values_per_point > 1:
+        band = "; the band is from their minimum to their maximum" if is_alone else ""
+        said.append(f"A point stands for up to {curve.values_per_point:,} values: their mean{band}.")
+    return " ".join(said)
+
+
+def _data(chart: Chart, lines: Sequence[Line], runs: Sequence[RunRecord]) -> dict[str, Any]:
+    is_alone = len(runs) == 1
+    return {
+        "name": chart.name,
+        "title": chart.title,
+        "caption": caption(chart, lines, is_alone),
+        "fromZero": chart.from_zero,
+        "log": not chart.from_zero and is_wide(lines),
+        "limits": [{"label": f"{chart.limit_label} {limit:g}", "value": limit} for limit in limits_of(chart, runs)],
+        "lines": [_line(chart, line, is_alone) for line in lines],
+    }
+
+
+def _line(chart: Chart, line: Line, is_alone: bool) -> dict[str, Any]:
+    """Return one line. Of several runs, noise and bands would hide each other, so only the smoothed line is there."""
+    curve, is_noise = line.curve, chart.smoothed and line.is_logged and line.curve.window > 1
+    data: dict[str, Any] = {
+        "number": line.number,
+        "label": f"{line.label}, training" if not is_alone and line.is_logged and chart.evaluated else line.label,
+        "isLogged": line.is_logged,
+        "isFaint": not is_alone and line.is_logged and bool(chart.evaluated),
+        "steps": _rounded(curve.steps, 9),
+        "values": _rounded(curve.smoothed if is_noise else curve.values),
+    }
+    if is_alone and is_noise:
+        data["raw"] = _rounded(curve.values)
+    if is_alone and curve.values_per_point > 1:
+        data |= {"lowest": _rounded(curve.lowest), "highest": _rounded(curve.highest)}
+    return data
+
+
+def _rounded(values: Any, digits: int = 5) -> list[float]:
+    """Return the values with this many significant digits, whole numbers without a point."""
+    rounded = (float(f"{value:.{digits}g}") for value in values)
+    return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]
