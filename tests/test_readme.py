@@ -92,7 +92,7 @@ def test_architecture_lists_every_file_of_the_package():
         else:
             listed.append("".join(folders) + name)
             assert line.split()[1:], f"{listed[-1]} has no line of text"
-    suffixes = {".py", ".md", ".html"}
+    suffixes = {".py", ".md", ".html", ".css", ".js"}
     files = [path for path in (ROOT / "hfgolf").rglob("*") if path.suffix in suffixes and path.name != "__init__.py"]
     assert sorted(listed) == sorted(path.relative_to(ROOT).as_posix() for path in files)
 

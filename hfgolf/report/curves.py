@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 MAX_POINTS = 800
 """Per curve: about the width of a chart in pixels."""
-_WINDOWS = 50  # the smoothing window is this part of a curve
+_WINDOWS = 20  # the smoothing window is this part of a curve, up to the widest
+_WIDEST = 1001
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def smooth(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
 
 
 def _thin(steps: NDArray[np.float64], values: NDArray[np.float64], max_points: int) -> Curve:
-    window = len(values) // _WINDOWS // 2 * 2 + 1
+    window = min(_WIDEST, len(values) // _WINDOWS // 2 * 2 + 1)
     smoothed = smooth(values, window)
     if len(steps) <= max_points:
         return Curve(steps, values, values, values, smoothed, window)

@@ -484,7 +484,7 @@ def test_noise_is_drawn_below_its_mean_and_the_page_says_how(folder):
     loss = report(path).chart("loss")
     training, validation = loss["lines"]
     assert len(training["raw"]) == len(training["values"]) == 600 and "raw" not in validation
-    assert "mean over 13 steps" in loss["caption"]
+    assert "mean over 31 steps" in loss["caption"]
 
 
 def test_short_curve_is_drawn_unchanged():
