@@ -19,6 +19,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
@@ -300,12 +301,16 @@ def explain_worker(error: BaseException) -> BaseException:
 
 
 def device_prefetch(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
-    """Yield the batches on `device`. The copy of the next batch starts before the current one is used."""
+    """Yield the batches on `device`. The copy of the next batch starts before the current one is used.
+
+    Unless the loader has workers, a thread reads and pins the batch after that one meanwhile: the host is then free to
+    launch. The order is that of `batches`, whose errors are raised here.
+    """
     if torch.device(device).type == "cpu":
         yield from batches
         return
     ahead: Batch | None = None
-    for batch in batches:
+    for batch in batches if getattr(batches, "num_workers", 0) else _read_ahead(batches):
         # non_blocking only overlaps copies from pinned memory; this one is queued before work on the current batch
         following = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         if ahead is not None:
@@ -313,6 +318,17 @@ def device_prefetch(batches: Iterable[Batch], device: torch.device | str) -> Ite
         ahead = following
     if ahead is not None:
         yield ahead
+
+
+def _read_ahead(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the batches; one thread makes the next one."""
+    iterator = iter(batches)
+    # the thread need not choose a GPU: pinning uses the one that this process has (pytorch#21081)
+    with ThreadPoolExecutor(1, "batches") as thread:
+        following = thread.submit(next, iterator, None)
+        while (batch := following.result()) is not None:
+            following = thread.submit(next, iterator, None)
+            yield batch
 
 
 def evaluation_extent(stream: Stream, budget_tokens: int | None = None) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfgolf.data.batches import evaluation_extent
+from hfgolf.data.batches import Batch, device_prefetch, evaluation_extent
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode, uncompiled
@@ -128,13 +128,20 @@ def evaluate_plan(
     nats = zero_nats(accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     with evaluation_mode(model), uncompiled(model):
-        for batch in _labeled_batches(stream, plan, batch_size, rank, world):
+        rows = _labeled_batches(stream, plan, batch_size, rank, world)
+        for batch in device_prefetch(_pinned(rows, accelerator.device), accelerator.device):
             before_batch()
-            input_ids, shift_labels = (values.to(accelerator.device) for values in batch)
             with accelerator.autocast():
-                nats += summed_nats(model, input_ids, shift_labels).to(nats.device)
+                nats += summed_nats(model, **batch).to(nats.device)
     num_tokens = plan.num_scored if stream.is_target is None else int(stream.is_target[plan.targets()].sum())
     return Evaluation(accelerator.reduce(nats, "sum").item(), num_tokens, num_bytes)
+
+
+def _pinned(rows: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Batch]:
+    """Yield (inputs, labels) as `summed_nats` takes them, pinned for a GPU, so that copying need not wait."""
+    for row in rows:
+        input_ids, labels = (tensor.pin_memory() for tensor in row) if device.type == "cuda" else row
+        yield {"input_ids": input_ids, "shift_labels": labels}
 
 
 def _labeled_batches(

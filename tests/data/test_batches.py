@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +245,41 @@ def test_prefetch_preserves_order_and_count(stream):
     moved = list(device_prefetch(loader, "meta"))  # uses the accelerator's path
     assert len(moved) == 5 and all(batch["input_ids"].device.type == "meta" for batch in moved)
     assert list(device_prefetch([], "meta")) == []
+
+
+def batches_that_tell(made, count=5):
+    """Yield batches; made[i] is set once batch i is there."""
+    for i in range(count):
+        made[i].set()
+        yield {"input_ids": torch.full((2,), i)}
+
+
+def test_a_thread_makes_the_next_batches_of_an_accelerator():
+    made = [threading.Event() for _ in range(5)]
+    batches = device_prefetch(batches_that_tell(made), "meta")
+    next(batches)
+    assert made[2].wait(10), "it waits until it is asked"
+    assert not made[4].is_set()
+    del batches
+    assert not any(thread.name.startswith("batches") for thread in threading.enumerate())
+
+
+def test_an_error_in_the_thread_is_raised_at_its_batch():
+    def fail():
+        yield {"input_ids": torch.zeros(1)}
+        yield {"input_ids": torch.zeros(1)}
+        raise UserError("the stream is damaged")
+
+    batches = device_prefetch(fail(), "meta")
+    next(batches)
+    with pytest.raises(UserError, match="the stream is damaged"):
+        next(batches)
+
+
+def test_a_cpu_reads_without_a_thread_because_it_has_no_time_to_spare():
+    made = [threading.Event() for _ in range(5)]
+    next(device_prefetch(batches_that_tell(made), "cpu"))
+    assert not made[1].is_set()
 
 
 SHAPE = {"sequence_length": T, "micro_batch_size": 2, "accumulation": 1, "rank": 0, "world": 1, "seed": 0}
