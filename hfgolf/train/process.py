@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import random
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # NCCL's 10 minutes are too short for what only rank 0 does while the others wait, such as forecasting an export
 _PATIENCE = timedelta(hours=2)
+_ELSEWHERE = "192.0.2.1"  # for documentation (RFC 5737): no machine has it, so the way there is the default route
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
@@ -64,6 +66,8 @@ def processes() -> PartialState:
     started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else None
     if started and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, accelerate ignores what torchrun says on a CPU
+    if started and started > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := gloo_interface()):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     # the first PartialState of a process decides for all later ones; `cpu` is as in Accelerator's own call
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=_PATIENCE)
     if started and state.num_processes != started:
@@ -72,6 +76,41 @@ def processes() -> PartialState:
             f" {state.device.type}; start one process, or set ACCELERATE_USE_CPU=true to train on the CPU."
         )
     return state
+
+
+def gloo_interface() -> str | None:
+    """Return the network interface for gloo to listen on, None to leave the choice to gloo.
+
+    Gloo takes the address that the host's own name resolves to. That is 127.0.1.1 on many machines, where no other
+    machine finds it. NCCL chooses by itself, so without this a run on GPUs would fail only in its first gloo group.
+    """
+    interface_of = {
+        address.address.partition("%")[0]: name  # fe80::1%eth0
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    stated = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    if stated in interface_of.values():  # it may also be a prefix, a list, or what to leave out
+        return stated
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        return interface_of.get("127.0.0.1")
+    main = os.environ.get("MASTER_ADDR", "localhost")
+    own = _own_address_towards(main)
+    if own and own.startswith("127.") and not main.startswith(("127.", "localhost")):
+        own = _own_address_towards(_ELSEWHERE)  # the main machine itself, which knows its own name as 127.0.1.1
+    return interface_of.get(own) if own else None
+
+
+def _own_address_towards(host: str) -> str | None:
+    """Return this machine's address on the way to a host, None if there is no way. Sends nothing."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as udp:
+            udp.connect(address)
+            return str(udp.getsockname()[0]).partition("%")[0]
+    except OSError:
+        return None
 
 
 def _refuse_other_sharding() -> None:

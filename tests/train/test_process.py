@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -333,6 +335,59 @@ def test_how_many_processes_accelerate_was_told_to_start(launched_by, monkeypatc
 
 def test_without_accelerate_launch_no_processes_were_asked_of_it():
     assert process.processes_asked_of_accelerate() is None
+
+
+INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.5"], "ib0": ["10.1.0.5", "fe80::5%ib0"]}
+WAYS = {"10.0.0.1": "10.0.0.5", "fe80::1": "fe80::5", "127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1"}
+WAYS |= {"first": "10.1.0.5", "myself": "127.0.0.1", process._ELSEWHERE: "10.0.0.5"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "interface"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, "lo"),  # one machine
+        ({"LOCAL_WORLD_SIZE": "2", "NCCL_SOCKET_IFNAME": "ib0"}, "ib0"),
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "NCCL_SOCKET_IFNAME": "=ib0"}, "ib0"),
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "first", "NCCL_SOCKET_IFNAME": "^docker0"}, "ib0"),  # not eth0
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1"}, "eth0"),
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "fe80::1"}, "ib0"),
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, "lo"),  # two launchers on one machine
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "myself"}, "eth0"),  # /etc/hosts: 127.0.1.1 myself
+        ({"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "unknown"}, None),
+        ({"MASTER_ADDR": "localhost"}, "lo"),  # a launcher that does not say how many are on this machine
+    ],
+)
+def test_gloo_listens_where_the_other_processes_find_it(monkeypatch, environment, interface):
+    def addresses(of: list[str]) -> list[Any]:
+        families = [socket.AF_INET6 if ":" in one else socket.AF_INET for one in of]
+        return [SimpleNamespace(family=family, address=one) for family, one in zip(families, of, strict=True)]
+
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {name: addresses(of) for name, of in INTERFACES.items()})
+    monkeypatch.setattr(process, "_own_address_towards", WAYS.get)
+    for key in ("NCCL_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in (environment | {"WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(key, value)
+    assert process.gloo_interface() == interface
+
+
+@pytest.mark.parametrize("stated", [None, "eth7"])
+def test_gloo_interface_of_the_user_stays(monkeypatch, stated):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for key, value in {"GLOO_SOCKET_IFNAME": stated, "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        if value:
+            monkeypatch.setenv(key, value)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(process, "gloo_interface", lambda: "eth0")
+    device = torch.device("cpu")
+    monkeypatch.setattr("accelerate.PartialState", lambda **_: SimpleNamespace(num_processes=2, device=device))
+    process.processes()
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == (stated or "eth0")
+
+
+def test_own_address_is_the_one_towards_the_host():
+    assert process._own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert process._own_address_towards("no.such.host.invalid") is None
 
 
 @pytest.mark.slow

@@ -443,8 +443,14 @@ def spoil_the_second_rank() -> None:
     loop.set_up, loop.conclude = set_up, conclude
 
 
+def spoil_the_second_rank_of_fsdp2() -> None:
+    shard()
+    spoil_the_second_rank()
+
+
 @pytest.mark.distributed
-def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients):
+@pytest.mark.parametrize("spoil", [spoil_the_second_rank, spoil_the_second_rank_of_fsdp2], ids=["ddp", "fsdp2"])
+def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients, spoil):
     options = {
         "batch__micro_batch_size": 4,
         "train__max_skipped_steps": 2,
@@ -453,7 +459,7 @@ def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_pa
     }
     runs = spoil_gradients(lambda step: step in (1, 4, 5))
     one = run(tiny_run(run__name="one", **options))
-    train_on_two(tiny_run(run__name="two", **options), tmp_path / "output", spoil_the_second_rank)
+    train_on_two(tiny_run(run__name="two", **options), tmp_path / "output", spoil)
     two = one.with_name("two")
     assert hashes(two) == hashes(one) == hashes_of([0, 1, 2, 3, 6, 7, 8, 9], blocks_per_epoch(runs[0]))
     skipped = [[row["skipped_steps"] for row in rows(folder)] for folder in (one, two)]
