@@ -116,7 +116,7 @@ class Checkpointer:
         """
         self.wait()
         step = self.state.step
-        nonfinite = first_nonfinite(self.model.named_parameters())
+        nonfinite = next(filter(None, gather(first_nonfinite(self.model.named_parameters()))), None)  # on any rank
         if nonfinite is not None:
             self._failures.append(f"checkpoint of step {step} not written: {nonfinite} holds nonfinite values")
             return

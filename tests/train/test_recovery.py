@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import math
 import os
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import train_on_two
+from faults import start_two, train_on_two
 from safetensors.torch import load_file
+from sharded import shard
 from torch import Tensor
 
 from hfgolf.checkpoint import contents
@@ -24,6 +28,7 @@ from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import muon
+from hfgolf.optim.shards import local_shards
 from hfgolf.train import loop
 from hfgolf.train.feed import blocks_per_epoch, halve_micro_batch
 from hfgolf.train.loss_watch import LossWatch
@@ -34,6 +39,12 @@ ROOT = Path(__file__).parents[2]
 NO_EVALUATION = {
     "train__eval_every_steps": 100
 }  # except at the end; an evaluation would save a checkpoint if it was the best
+NAN_ON_ONE_RANK = {
+    "batch__micro_batch_size": 4,
+    "train__max_skipped_steps": 2,
+    "train__save_every_steps": 4,
+    "train__max_steps": 8,
+}
 BAD = "model.layers.0.mlp.up_proj.weight"  # what conftest.py spoils
 
 
@@ -443,23 +454,82 @@ def spoil_the_second_rank() -> None:
     loop.set_up, loop.conclude = set_up, conclude
 
 
-def spoil_the_second_rank_of_fsdp2() -> None:
+def spoil_the_second_shard() -> None:
+    """Under FSDP2, make only rank 1's shard of a gradient NaN on the same batches: rank 0's is finite."""
     shard()
-    spoil_the_second_rank()
+    real = loop.accumulate_gradients
+
+    def accumulate_gradients(run: Any) -> Any:
+        bad = run.state.next_positions(1)[0] // 8 in (1, 4, 5)
+        result = real(run)
+        if bad and os.environ["RANK"] == "1":
+            run.raw_model.get_parameter(BAD).grad.to_local().mul_(math.nan)
+        return result
+
+    loop.accumulate_gradients = accumulate_gradients
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("spoil", [spoil_the_second_rank, spoil_the_second_rank_of_fsdp2], ids=["ddp", "fsdp2"])
-def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients, spoil):
-    options = {
-        "batch__micro_batch_size": 4,
-        "train__max_skipped_steps": 2,
-        "train__save_every_steps": 4,
-        "train__max_steps": 8,
-    }
+def test_nan_in_one_shard_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients):
+    options = NAN_ON_ONE_RANK | {"optim__newton_schulz_dtype": "fp32"}
+    spoil_gradients(lambda step: step in (1, 4, 5))
+    one = run(tiny_run(run__name="one", **options))
+    train_on_two(tiny_run(run__name="two", **options), tmp_path / "output", spoil_the_second_shard)
+    two = one.with_name("two")
+    told = [[(event["event"], event["step"]) for event in events(folder)] for folder in (one, two)]
+    assert told[0] == told[1] == [("skipped_step", 2), ("skipped_step", 5), ("skipped_step", 6), ("rollback", 4)]
+    assert {event["first_parameter"] for event in events(two) if event["event"] == "skipped_step"} == {BAD}
+    assert hashes(two) == hashes(one)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+
+
+def break_the_second_rank(then: Callable[[], None] = lambda: None) -> None:
+    """Set a weight of rank 1, or of its shard, to infinity right before the first save at step 4."""
+    then()
+    real_save, broken = loop.save, []
+
+    def save(run: Any) -> None:
+        if run.state.step == 4 and not broken and os.environ["RANK"] == "1":
+            broken.append(4)
+            (weight,) = local_shards([run.raw_model.get_parameter(BAD).data])
+            weight[0, 0], weight[1, 0] = math.inf, -math.inf
+        real_save(run)
+
+    loop.save = save
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "prepare", [break_the_second_rank, functools.partial(break_the_second_rank, shard)], ids=["ddp", "fsdp2"]
+)
+def test_nonfinite_weights_of_one_rank_are_not_saved_and_are_rolled_back(tiny_run, tmp_path, prepare):
+    options = {"train__save_every_steps": 2, "train__max_skipped_steps": 2, "train__max_steps": 7}
+    train_on_two(tiny_run(**options, batch__micro_batch_size=4, **NO_EVALUATION), tmp_path / "output", prepare)
+    said, folder = (tmp_path / "output").read_text(), tmp_path / "runs" / "tiny"
+    assert said.count(f"checkpoint of step 4 not written: {BAD} holds nonfinite values") == 1
+    assert [event["event"] for event in events(folder)].count("rollback") == 1
+    assert [row["step"] for row in rows(folder)] == list(range(1, 8))
+    assert all(row["grad_norm"] is not None for row in rows(folder))
+
+
+@pytest.mark.distributed
+def test_nan_on_one_rank_without_rollbacks_left_ends_all_with_one_line(tiny_run, tmp_path):
+    options = NAN_ON_ONE_RANK | {"train__max_rollbacks": 0}
+    processes = start_two(tiny_run(**options), tmp_path / "output", spoil_the_second_shard)
+    for one in processes:
+        one.join(60)
+    assert [one.exitcode for one in processes] == [2, 2]
+    errors = re.findall("error: .*", (tmp_path / "output").read_text())
+    assert len(errors) == 1 and "step 6: the gradient is not finite" in errors[0], errors
+    assert "0 rollbacks did not help" in errors[0]
+
+
+@pytest.mark.distributed
+def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients):
+    options = NAN_ON_ONE_RANK
     runs = spoil_gradients(lambda step: step in (1, 4, 5))
     one = run(tiny_run(run__name="one", **options))
-    train_on_two(tiny_run(run__name="two", **options), tmp_path / "output", spoil)
+    train_on_two(tiny_run(run__name="two", **options), tmp_path / "output", spoil_the_second_rank)
     two = one.with_name("two")
     assert hashes(two) == hashes(one) == hashes_of([0, 1, 2, 3, 6, 7, 8, 9], blocks_per_epoch(runs[0]))
     skipped = [[row["skipped_steps"] for row in rows(folder)] for folder in (one, two)]
