@@ -35,6 +35,13 @@ FAREWELL_SECONDS = 3.0
 """How long a failed rank waits until the others know; then the store may end with it."""
 STUCK_SECONDS = 60.0
 """How long a rank may remain in a collective that a failed rank has left alone."""
+SILENT_SECONDS = 300.0
+"""How long a rank may give no sign of life until the others take it for dead; a collective that breaks says so sooner.
+
+A process that is stopped, or that never lets another thread run, gives none, either.
+"""
+GONE_SECONDS = 5.0
+"""The same, if a collective has broken."""
 _exchanges = itertools.count()
 _failures: dict[int, tuple[str, str]] = {}
 """{rank: (its name, its line)} of the ranks that have ended with an error, as far as this one knows; see _tell."""
@@ -47,6 +54,38 @@ class _Group:
     rank: int
     size: int
     store: Any
+
+
+class _Pulse:
+    """The signs of life of all ranks: each rank writes a new one to the store every second, in a thread."""
+
+    def __init__(self, group: _Group) -> None:
+        self._group = group
+        # an object of its own: a blocking call on the other one, as in torch's rendezvous, would hold up this one
+        self._store = group.store.clone()
+        self._seen = dict.fromkeys(set(range(group.size)) - {group.rank}, (b"", time.monotonic()))
+        """{rank: (its last sign, when it was new)}."""
+
+    def beat(self) -> None:
+        """Write a sign, and look for new ones."""
+        with suppress(RuntimeError):  # the store has ended: all the others seem silent, rank 0 first
+            sign = json.dumps([f"rank {self._group.rank} ({platform.node()})", time.monotonic()])
+            self._store.set(f"hfgolf/alive/{self._group.rank}", sign)
+            for rank, (last, _) in list(self._seen.items()):
+                key = f"hfgolf/alive/{rank}"
+                if self._store.check([key]) and (sign_of_other := self._store.get(key)) != last:
+                    self._seen[rank] = (sign_of_other, time.monotonic())
+
+    def note_silent(self, seconds: float) -> bool:
+        """Note each rank that has been silent for so long as failed, for all ranks; return whether there is one."""
+        silent = [(rank, sign) for rank, (sign, at) in self._seen.items() if time.monotonic() - at > seconds]
+        for rank, sign in silent:
+            who = json.loads(sign)[0] if sign else f"rank {rank}"
+            line = "gives no sign of life; it was killed, ran out of memory, or its machine is gone"
+            _failures.setdefault(rank, (who, line))
+            with suppress(RuntimeError):
+                self._store.set(f"hfgolf/failed/{rank}", json.dumps(_failures[rank]))
+        return bool(silent)
 
 
 _group: _Group | None = None
@@ -123,8 +162,8 @@ def together(num_ranks: int) -> Iterator[None]:
         return
     group = _group = _find_group()
     assert group is not None
-    ended = threading.Event()
-    threading.Thread(target=_watch, args=(group, ended), daemon=True, name="ranks").start()
+    ended, pulse = threading.Event(), _Pulse(group)
+    threading.Thread(target=_watch, args=(group, pulse, ended), daemon=True, name="ranks").start()
     try:
         yield
         gather(None)  # rank 0 still exports and pushes, which may fail
@@ -133,8 +172,10 @@ def together(num_ranks: int) -> Iterator[None]:
         _part(group, "" if isinstance(error, _HeardError) else str(error))
         raise RankError(_report(group)) from None
     except Exception as error:
-        # a collective that a failed rank has left alone raises a RuntimeError of gloo or NCCL
-        if isinstance(error, RuntimeError) and _wait_until(lambda: _listen(group), FAREWELL_SECONDS):
+        # a collective that a failed or dead rank has left alone raises a RuntimeError of gloo or NCCL
+        if isinstance(error, RuntimeError) and _wait_until(
+            lambda: _listen(group) or pulse.note_silent(GONE_SECONDS), GONE_SECONDS + _WATCH_SECONDS
+        ):
             _part(group, "")
             raise RankError(_report(group)) from None
         _part(group, f"{type(error).__name__}: {one_line(error)[:300]}")
@@ -207,10 +248,12 @@ def _report(group: _Group) -> str:
     return line if is_alike else f"{who}: {line}"
 
 
-def _watch(group: _Group, ended: threading.Event) -> None:
+def _watch(group: _Group, pulse: _Pulse, ended: threading.Event) -> None:
     """End this process if another rank has failed and this one does not notice, as in a collective of NCCL."""
+    pulse.beat()
     while not ended.wait(_WATCH_SECONDS):
-        if _listen(group):
+        pulse.beat()
+        if pulse.note_silent(SILENT_SECONDS) or _listen(group):
             break
     if not ended.wait(STUCK_SECONDS):
         if _is_first_of_machine():

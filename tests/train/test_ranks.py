@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -178,6 +179,28 @@ def second_rank_fails_and_first_never_notices() -> None:
 def test_rank_that_waits_for_a_failed_one_ends(tiny_run, tmp_path):
     said = said_by_both(tiny_run(**SAME), tmp_path / "output", second_rank_fails_and_first_never_notices)
     assert_one_line(said, r"error: rank 1 \(\S+\): data: the disk of this machine is gone\.")
+
+
+def killed(rank: str, phase: str) -> None:
+    """Kill one rank in a phase, as the kernel does if memory runs out."""
+    ranks.GONE_SECONDS, ranks.SILENT_SECONDS = 3.0, 6.0
+    if os.environ["RANK"] == rank:
+        setattr(*FAILING[phase], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize(("rank", "phase"), [("1", "step"), ("0", "step"), ("1", "tokens")])
+def test_killed_rank_ends_the_others_with_one_line_that_names_it(tiny_run, tmp_path, rank, phase):
+    """In a collective, which breaks; or while they wait for its answer, which never comes."""
+    prepare = functools.partial(on_own_machine, functools.partial(killed, rank, phase))
+    processes = start_two(tiny_run(**SAME), tmp_path / "output", prepare)
+    for one in processes:
+        one.join(60)
+    survivor = 1 - int(rank)
+    said = (tmp_path / f"output{survivor or ''}").read_text()
+    assert [one.exitcode for one in processes] == ([2, -9] if rank == "1" else [-9, 2]), said
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and re.search(rf"error: rank {rank} \(\S+\): gives no sign of life; .*killed", errors[0])
+    assert "Traceback" not in said
 
 
 def machine_with_a_disk_of_its_own(folder: Path) -> None:
