@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.data import token_cache
+from hfgolf.data import stream_writer
 
 ROOT = Path(__file__).parents[1]
 _PREPARE = """
@@ -45,7 +45,7 @@ def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
         "the text was stored with its tokens"
     )
 
-    monkeypatch.setattr(token_cache, "build_encoder", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(stream_writer, "build_encoder", lambda *_: pytest.fail("tokenized again"))
     monkeypatch.setattr(sys, "argv", ["scripts/prepare_data.py", *tiny_run()])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(ROOT / "scripts" / "prepare_data.py"), run_name="__main__")

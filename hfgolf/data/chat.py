@@ -101,8 +101,7 @@ def encoded_conversations(
         num_read, num_kept = num_read + len(batch), num_kept + len(kept)
         if kept:
             yield encoder.encode(kept)
-    if not num_kept:
-        corpus.raise_empty(split)
+    corpus.require_text(split, num_kept)
     if num_kept < num_read:
         _log.info(
             "%s: skipped %d of %d conversations without an assistant's turn", split, num_read - num_kept, num_read

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hfgolf.config import DataConfig
 from hfgolf.data.documents import Document, hub_revision, read_file, read_hub
@@ -39,8 +39,14 @@ class Corpus:
     files: tuple[SourceFile, ...] = ()
     bytes_files: tuple[SourceFile, ...] = ()
     """With shards: the files with the bytes of each validation token."""
-    states: dict[Path, list[int]] = field(default_factory=dict)
-    """`file_state` of each file when it was hashed."""
+    states: tuple[list[int], ...] = ()
+    """`file_state` of each of `files` when it was hashed."""
+    is_share: bool = False
+    """Some of a corpus's files, for one of several tasks: a split may be empty."""
+
+    def share(self, start: int, end: int) -> Corpus:
+        """Return the corpus with files[start:end] only, whose tokens are a part of the whole's."""
+        return replace(self, files=self.files[start:end], states=self.states[start:end], is_share=True)
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:
         """Write the documents to `folder` and return {"train": Dataset, "val": Dataset}, memory-mapped.
@@ -69,8 +75,8 @@ class Corpus:
                     writer = val if (split or self.hashed_split(name)) == "val" else train
                     writer.add_document(blocks)
         self._require_unchanged()
-        if not train.num_pieces or not val.num_pieces:
-            self.raise_empty("train" if not train.num_pieces else "val")
+        self.require_text("train", train.num_pieces)
+        self.require_text("val", val.num_pieces)
         return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
 
     def rows(self, split: str, scratch: Path) -> Iterator[tuple[str, Any]]:
@@ -85,8 +91,8 @@ class Corpus:
         self._require_unchanged()
 
     def _require_unchanged(self) -> None:
-        for file in self.files:
-            if file_state(file.path) != self.states[file.path]:
+        for file, state in zip(self.files, self.states, strict=True):
+            if file_state(file.path) != state:
                 raise UserError(f"{file.path} changed while it was being read; start again when nothing writes to it.")
 
     def hashed_split(self, name: str) -> str:
@@ -115,8 +121,10 @@ class Corpus:
             documents = itertools.chain.from_iterable(read_file(file, self.data, scratch) for file in self.files)
         return itertools.islice(documents, self.data.max_documents)
 
-    def raise_empty(self, split: str) -> NoReturn:
-        """Raise the UserError for an empty split."""
+    def require_text(self, split: str, num_found: int) -> None:
+        """Raise UserError if nothing was found in a split, unless this is a share."""
+        if num_found or self.is_share:
+            return
         where, split = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
         if self.data.val_files:
             raise UserError(
@@ -166,7 +174,7 @@ def load_corpus(data: DataConfig) -> Corpus:
     if data.source == "shards":
         identity["separator_id"] = data.separator_id
         identity["val_bytes"] = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in bytes_files]
-    return Corpus(identity, data, tuple(files), tuple(bytes_files), states)
+    return Corpus(identity, data, tuple(files), tuple(bytes_files), tuple(states[f.path] for f in files))
 
 
 def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -30,23 +30,24 @@ def encoded_rows(corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerFast,
     Raises UserError if an id is not in the vocabulary, or if the split is empty.
     """
     separator = tokenizer.eos_token_id
-    is_empty = True
+    num_documents = 0
     for documents in _batches(corpus, split, tokenizer, scratch):
-        is_empty = False
+        num_documents += len(documents)
         num_ids = np.array([len(document) for document in documents], np.uint32)
         ids = np.concatenate(documents)
         num_bytes = [len(text.encode()) for text in decode_texts(tokenizer, (ids, num_ids.tolist()))]
         starts = np.cumsum(num_ids, dtype=np.int64) - num_ids
         yield StreamPart(np.insert(ids, starts, separator), num_ids + 1, np.array(num_bytes, np.uint32))
-    if is_empty:
-        corpus.raise_empty(split)
+    corpus.require_text(split, num_documents)
 
 
 def find_other_encoding(
     corpus: Corpus, tokenizer: PreTrainedTokenizerFast, encode: Encoder, scratch: Path
 ) -> str | None:
     """Return how many of the first validation documents the tokenizer encodes to other ids, as a message, or None."""
-    documents = next(_batches(corpus, "val", tokenizer, scratch))
+    documents = next(_batches(corpus, "val", tokenizer, scratch), None)
+    if documents is None:  # a share without validation rows
+        return None
     encoded: Encoded = np.concatenate(documents), [len(document) for document in documents]
     ids, num_ids = encode(decode_texts(tokenizer, encoded))
     again = np.split(ids, np.cumsum(num_ids)[:-1])

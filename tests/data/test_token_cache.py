@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf import hardware
 from hfgolf.config import TokenizerConfig
-from hfgolf.data import token_cache
+from hfgolf.data import stream_writer, token_cache
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import load_tokens
@@ -74,7 +74,7 @@ def test_batches_are_written_in_order_with_bounded_memory(write, files_config, m
     text = "".join(f"line {number}: naïve {number**3}\n" for number in range(12_000))
     val = write("val.txt", "v")
     whole = load_tokens(files_config(write("a.txt", text), val_files=[val]), BYTE)
-    build_encoder = token_cache.build_encoder
+    build_encoder = stream_writer.build_encoder
     begun = []
 
     def slow_first(tokenizer, kind):
@@ -87,8 +87,8 @@ def test_batches_are_written_in_order_with_bounded_memory(write, files_config, m
 
         return slow
 
-    monkeypatch.setattr(token_cache, "ROWS_PER_BATCH", 2)
-    monkeypatch.setattr(token_cache, "build_encoder", slow_first)
+    monkeypatch.setattr(stream_writer, "ROWS_PER_BATCH", 2)
+    monkeypatch.setattr(stream_writer, "build_encoder", slow_first)
     data = files_config(write("b.txt", text), val_files=[val])
     again = load_tokens(data, BYTE)
     assert len(begun) > 20 and np.array_equal(again.train.tokens, whole.train.tokens)
@@ -96,10 +96,10 @@ def test_batches_are_written_in_order_with_bounded_memory(write, files_config, m
 
     begun.clear()
     pieces = load_corpus(data).write_pieces(Path(data.cache_dir) / "again")["train"]
-    batches: Any = token_cache.encode_ahead(pieces, slow_first(whole.tokenizer, "byte"))
+    batches: Any = stream_writer.encode_ahead(pieces, slow_first(whole.tokenizer, "byte"))
     next(batches)
     time.sleep(0.1)
-    assert len(begun) <= 1 + token_cache.MAX_TABLES_IN_FLIGHT
+    assert len(begun) <= 1 + stream_writer.MAX_TABLES_IN_FLIGHT
     batches.close()
 
 
@@ -108,7 +108,7 @@ def test_second_start_reuses_the_cache(data, caplog, monkeypatch):
     first = load_tokens(data, bpe())
     assert not first.is_hit and "cache miss: no cache in" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(token_cache, "build_encoder", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(stream_writer, "build_encoder", lambda *_: pytest.fail("tokenized again"))
     second = load_tokens(data, bpe())
     assert second.is_hit and second.path == first.path and np.array_equal(second.train.tokens, first.train.tokens)
     assert f"cache hit: {first.path} ({len(first.train):,} train tokens" in caplog.text
@@ -153,7 +153,7 @@ def test_damaged_cache_is_rebuilt(data, caplog, name):
 def test_killed_build_leaves_no_files(data, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(token_cache.shutil, "rmtree", lambda *_, **__: None)  # as kill -9 would
-        patch.setattr(token_cache, "write_arrow", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(stream_writer, "write_arrow", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(UserError, match="disk full"):
             load_tokens(data, BYTE)
     folder = Path(data.cache_dir)
@@ -235,7 +235,7 @@ def test_pretrained_tokenizer_is_loaded_once(data, tmp_path, monkeypatch):
 
 
 def test_tokenizer_may_drop_all_whitespace(write, files_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "ROWS_PER_BATCH", 1)
+    monkeypatch.setattr(stream_writer, "ROWS_PER_BATCH", 1)
     blank = write("a.txt", "first" + " " * 30_000 + "first")
     stream = load_tokens(
         files_config(blank, val_files=[write("v.txt", "first")]), save_word_tokenizer(tmp_path / "saved", {"first": 2})

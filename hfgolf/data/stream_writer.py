@@ -1,0 +1,169 @@
+"""Write the tokens of a corpus: text, rows of ids or conversations as the streams of both splits.
+
+Owns the encoding, several tables of text at a time, and the order of the tokens. Does not know where the files go or
+who asks for them: the token cache, or one of many tasks that share a corpus.
+
+A split is one stream of tokens: for each document, an end-of-text token and then the document's ids. So end-of-text
+separates documents and gives each document's first token a context. A second file stores each piece's number of tokens
+(including end-of-text) and raw UTF-8 bytes, so that an evaluation on some of the pieces knows their exact bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerFast
+
+from hfgolf.data.case_operators import has_case_operators
+from hfgolf.data.chat import encoded_conversations, sample_texts
+from hfgolf.data.corpus import SPLITS, Corpus
+from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes, sample_evenly, texts
+from hfgolf.data.ready_ids import encoded_rows, find_other_encoding
+from hfgolf.data.token_stream import StreamPart, pieces_path, write_arrow
+from hfgolf.data.tokenizer import Encoded, Encoder, build_encoder, decode_texts, find_tokenizer_loss
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_log = logging.getLogger(__name__)
+_PROGRESS_SECONDS = 10
+_ROUND_TRIP_BYTES = 2**18  # evenly sampled validation text to decode once, in about a tenth of a second
+MAX_TABLES_IN_FLIGHT = 2
+
+
+def write_streams(
+    corpus: Corpus,
+    kind: str,
+    tokenizer: PreTrainedTokenizerFast,
+    pieces: Callable[[], dict[str, Dataset]],
+    folder: Path,
+    scratch: Path,
+) -> str | None:
+    """Write the tokens of both splits to `folder`. Return why the tokenizer is not lossless, or None if it is.
+
+    kind: config.tokenizer.kind. pieces: returns the text of each split (Corpus.write_pieces); called only for text.
+    scratch: a folder for files that must be decompressed first. A split without documents has no file; only a share of
+    a corpus may have one (Corpus.require_text).
+    """
+    encode = build_encoder(tokenizer, kind)
+    if corpus.data.ids_column is not None:
+        for split in SPLITS:
+            write_stream(split, encoded_rows(corpus, split, tokenizer, scratch), len(tokenizer), folder)
+        return find_other_encoding(corpus, tokenizer, encode, scratch)
+    if corpus.data.messages_column is not None:
+        for split in SPLITS:
+            write_stream(split, encoded_conversations(corpus, split, tokenizer, scratch), len(tokenizer), folder)
+        sample = sample_texts(corpus, scratch)
+    else:
+        for split in SPLITS:
+            write_stream(split, _encode(split, pieces()[split], tokenizer, encode), len(tokenizer), folder)
+        val = pieces()["val"]
+        sample = list(texts(sample_evenly(val, _ROUND_TRIP_BYTES))) if len(val) else []
+    return find_tokenizer_loss(tokenizer, sample, encode(sample)) if sample else None
+
+
+def write_stream(split: str, parts: Iterable[StreamPart], vocab_size: int, folder: Path) -> None:
+    """Write the two Arrow files of a split, or none if it has no tokens.
+
+    The ids and the mask first go to raw binary files. The Arrow file must be a single record batch, because only that
+    maps to one contiguous array, and memory must stay bounded. Raises UserError if an id is outside the vocabulary.
+    """
+    path, raw, raw_mask = folder / f"{split}.arrow", folder / "ids.bin", folder / "mask.bin"
+    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+    num_tokens, num_bytes = [], []
+    with open(raw, "wb") as file, open(raw_mask, "wb") as mask_file:
+        for part in parts:
+            if part.ids.max(initial=0) >= vocab_size:
+                raise UserError(
+                    f"The tokenizer returned id {part.ids.max()}, but its vocabulary has only {vocab_size} entries."
+                    " Its files are inconsistent: load or train another tokenizer."
+                )
+            file.write(part.ids.astype(dtype).data)  # tofile does not report why a write failed
+            if part.is_target is not None:
+                mask_file.write(part.is_target.astype(np.uint8).data)
+            num_tokens.append(part.piece_tokens)
+            num_bytes.append(part.piece_bytes)
+    if num_tokens:
+        columns = {"input_ids": _mapped(raw, dtype)}
+        if raw_mask.stat().st_size:
+            columns["is_target"] = _mapped(raw_mask, np.dtype(np.uint8))
+        write_arrow(path, columns)
+        pieces = {"num_tokens": np.concatenate(num_tokens), "num_bytes": np.concatenate(num_bytes)}
+        write_arrow(pieces_path(path), pieces)
+    raw.unlink()
+    raw_mask.unlink()
+
+
+def _mapped(path: Path, dtype: np.dtype) -> pa.Array:
+    values = np.memmap(path, dtype, "r")
+    return pa.Array.from_buffers(pa.from_numpy_dtype(dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _encode(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder) -> Iterator[StreamPart]:
+    """Yield the tokens of the text, one table of pieces at a time.
+
+    Raises UserError if case operators don't restore a piece.
+    """
+    is_transformed = has_case_operators(json.loads(tokenizer.backend_tokenizer.to_str()))
+    progress = _Progress(f"tokenizing {split}", num_text_bytes(pieces))
+    for table, (ids, num_ids) in encode_ahead(pieces, encode):
+        if is_transformed and decode_texts(tokenizer, (ids, num_ids)) != table["text"].to_pylist():
+            raise UserError("tokenizer.case_operators: true does not restore this text exactly; set it to false.")
+        is_start = table["is_start"].to_numpy()
+        num_tokens = np.array(num_ids, np.uint32)
+        ends = np.cumsum(num_tokens, dtype=np.int64)
+        ids = np.insert(ids, (ends - num_tokens)[is_start], tokenizer.eos_token_id)
+        num_bytes = pc.binary_length(table["text"]).to_numpy()  # of the raw UTF-8 text, not of decoded tokens
+        yield StreamPart(ids, num_tokens + is_start, num_bytes.astype(np.uint32))
+        progress.add(int(num_bytes.sum()))
+    progress.end()
+
+
+def encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, Encoded]]:
+    """Yield tables of pieces with their encodings, in order, while the next tables are being encoded."""
+    waiting: deque[tuple[pa.Table, Future[Encoded]]] = deque()
+    # Two at once: while one table keeps the cores busy, the ids of the other are extracted, which holds the GIL.
+    with ThreadPoolExecutor(MAX_TABLES_IN_FLIGHT) as threads:
+        for table in pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
+            waiting.append((table, threads.submit(encode, table["text"].to_pylist())))
+            if len(waiting) > MAX_TABLES_IN_FLIGHT:  # bounds the memory
+                done, encoded = waiting.popleft()
+                yield done, encoded.result()
+        for done, encoded in waiting:
+            yield done, encoded.result()
+
+
+class _Progress:
+    """Log the progress of a long pass over text every few seconds, and its speed at the end."""
+
+    def __init__(self, name: str, total_bytes: int) -> None:
+        self.name = name
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self.started_at = self.logged_at = time.perf_counter()
+
+    def add(self, num_bytes: int) -> None:
+        self.done_bytes += num_bytes
+        now = time.perf_counter()
+        if now - self.logged_at >= _PROGRESS_SECONDS:
+            self.logged_at = now
+            speed = self.done_bytes / (now - self.started_at)
+            left_seconds = (self.total_bytes - self.done_bytes) / speed
+            done, total = self.done_bytes / 1e6, self.total_bytes / 1e6
+            _log.info("%s: %.0f of %.0f MB, %.1f MB/s, %.0f s left", self.name, done, total, speed / 1e6, left_seconds)
+
+    def end(self) -> None:
+        seconds = time.perf_counter() - self.started_at
+        megabytes = self.done_bytes / 1e6
+        _log.info("%s: %.1f MB in %.1f s (%.1f MB/s)", self.name, megabytes, seconds, megabytes / seconds)
