@@ -1,6 +1,6 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test test-slow [ARGS="-k muon"]
-# make test-ecosystem: peft, trl, transformers serve, llama.cpp and lm-eval on exported models, in a virtual environment
-#   of their own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
+# make test-ecosystem: peft, trl, transformers serve, llama.cpp and lm-eval on exported models, datatrove, in a virtual
+#   environment of their own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
 # make test-versions [ARGS="--only oldest"]: the tests with each set of versions in constraints/, on its own Python
 # make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only roofline"
 # make wheels [WHEELS_PYTHON=3.12], then, on a machine without network that has torch: make offline bench-gpu
