@@ -245,7 +245,12 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             ["--optim.betas", "[0.9, 0:0.5]"],
             "the command line: optim.betas: '[0.9, 0:0.5]' is not allowed; allowed: a list of 2, each a number.",
         ),
-        (["--optim.learning_rate", "[" * 5000 + "]" * 5000], "the command line: a value is nested too deeply."),
+        (
+            ["--optim.learning_rate", "[" * 5000 + "]" * 5000],
+            "the command line: a value is nested too deeply."
+            if sys.version_info < (3, 13)  # its parser goes deeper
+            else f"the command line: optim.learning_rate: '{'[' * 47}...{']' * 48}' is not allowed; allowed: a number.",
+        ),
     ],
 )
 def test_mistake_on_the_command_line_is_one_line(arguments, message):
