@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 from torch.nn import functional as F
 
 from hfgolf.model import modeling_golf
@@ -34,6 +35,21 @@ def test_training_step_compiles_to_one_graph_with_the_same_gradients(build_golf,
     for actual, wanted in zip(losses_and_gradients(golf, token_ids), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
     assert not [name for name in golf.state_dict() if "_orig_mod" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+def test_compiled_loss_reads_and_writes_few_bytes_per_logit(monkeypatch):
+    """As inductor counts them, in bf16, one chunk. The bound may only fall; with a scatter they were 25."""
+    metrics, log = torch._inductor.metrics, torch._inductor.compile_fx.inductor_metrics_log
+    monkeypatch.setattr(log, "isEnabledFor", lambda level: True)  # it counts only if it would log
+    rows, width, vocabulary = 256, 64, 4096
+    hidden, weight = (torch.randn(size, width, requires_grad=True) for size in (rows, vocabulary))
+    metrics.reset()
+    loss = torch.compile(modeling_golf.chunked_cross_entropy, dynamic=False)
+    with torch.autocast("cpu", torch.bfloat16), torch._inductor.config.patch(force_disable_caches=True):
+        loss(hidden, weight, torch.zeros(rows, dtype=torch.long))
+    assert 10 < metrics.num_bytes_accessed / (rows * vocabulary) < 17.3
 
 
 @pytest.mark.slow
