@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _VENDOR = Path(__file__).with_name("vendor")
-_RELOADS_FOR = 10  # times the time between two rewrites; then the run has probably died
+_RELOADS_EVERY = (5.0, 60.0)  # seconds, from and to
+_RELOADS_FOR = (600.0, 10)  # seconds, or times the seconds between two rewrites: then the run has probably died
 _MAX_LISTED = 100  # events, findings and samples per run, each; there may be one per step
 _MAX_CHARACTERS = 300  # of an event's details: a step may list thousands of blocks
 _NAME_KEYS = {"run.name", "run.output_dir"}
@@ -71,15 +72,18 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
 
 
 def render_page(
-    runs: Sequence[RunRecord], price_per_hour: float | None = None, reload_seconds: float | None = None
+    runs: Sequence[RunRecord],
+    price_per_hour: float | None = None,
+    rewrite_seconds: float | None = None,
+    written_at: float | None = None,
 ) -> str:
     """Return the HTML page alone.
 
-    reload_seconds: the run lasts, and the page reloads itself this often, as long as it was written lately. None: it
-    never does.
+    rewrite_seconds: the run lasts, and the page is expected to be rewritten this often; it reloads itself until it has
+    missed that for long. None: it never does. written_at: seconds since 1970; None: now.
     """
     runs = _with_distinct_names(runs)
-    return _html(runs, _pages(runs, price_per_hour), price_per_hour, reload_seconds)
+    return _html(runs, _pages(runs, price_per_hour), price_per_hour, rewrite_seconds, written_at)
 
 
 def _pages(runs: Sequence[RunRecord], price_per_hour: float | None) -> list[dict[str, Any]]:
@@ -90,19 +94,20 @@ def _html(
     runs: Sequence[RunRecord],
     pages: list[dict[str, Any]],
     price_per_hour: float | None,
-    reload_seconds: float | None = None,
+    rewrite_seconds: float | None = None,
+    written_at: float | None = None,
 ) -> str:
     prices = [stated_price(run) if price_per_hour is None else price_per_hour for run in runs]
-    now, charts = time.time(), chart_data(runs)
-    live = {
-        "writtenAt": now,
-        "everySeconds": reload_seconds,
-        "untilSeconds": max(600.0, _RELOADS_FOR * (reload_seconds or 0)),
-    }
+    now, charts = time.time() if written_at is None else written_at, chart_data(runs)
+    live = None
+    if rewrite_seconds is not None:
+        reload_seconds = min(max(_RELOADS_EVERY[0], rewrite_seconds / 4), _RELOADS_EVERY[1])
+        until_seconds = max(_RELOADS_FOR[0], _RELOADS_FOR[1] * rewrite_seconds)
+        live = {"writtenAt": now, "everySeconds": reload_seconds, "untilSeconds": until_seconds}
     data = {
         "charts": charts,
         "lastStep": max(run.last["step"] for run in runs),
-        "live": live if reload_seconds else None,
+        "live": live,
         "dashes": [line_style(number).dashes if len(runs) > 1 else () for number in range(len(runs))],
         "events": [
             {"run": number, "sign": EVENTS[kind][1], "steps": steps}
@@ -116,7 +121,7 @@ def _html(
         "differences": _differing_keys(runs),
         "written": minute(now),
         "charts": charts,
-        "is_live": reload_seconds is not None,
+        "is_live": live is not None,
         "data": _json_for_script(redact_values(data)),
         "light_lines": palette.LINES,
         "dark_lines": palette.DARK_LINES,

@@ -31,6 +31,7 @@ from hfgolf.train.console import Console
 from hfgolf.train.feed import epoch, halve_until_it_fits
 from hfgolf.train.finish import conclude, push_in_training, report_run
 from hfgolf.train.forecast import forecast_export
+from hfgolf.train.live import LiveReport
 from hfgolf.train.meter import StepResult
 from hfgolf.train.process import processes
 from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
@@ -83,7 +84,7 @@ def run_steps(run: Run, clock: Clock) -> None:
     """Run the remaining steps; log, evaluate, forecast and save when due."""
     every, hub, forecast_every = run.config.train, run.config.hub, run.config.golf.forecast_every_steps
     console = Console(run.state.step, run.step_limit, run.accelerator.is_main_process)
-    recovery = Recovery(run)
+    recovery, live = Recovery(run), LiveReport(run)
     run.model.train()
     run.is_stepping = True
     run.stopwatch.switch("train")
@@ -110,6 +111,8 @@ def run_steps(run: Run, clock: Clock) -> None:
                 run.tokens.check()  # before saving: a damaged cache must not reach a checkpoint
                 row = describe(run) | (forecast_export(run) if forecasting else {})
                 report_step(run, clock, console, row, evaluating, saving)
+                if evaluating and not clock.stop_signal:
+                    live.write()
                 if pushing and not clock.stop_signal:
                     push_in_training(run)
     console.close()

@@ -536,10 +536,12 @@ def test_page_says_when_on_what_and_how(folder):
 
 def test_page_reloads_only_while_the_run_lasts(folder):
     run = read_run(folder(rows()))
-    path = folder([], name="page")
-    live = path / "live.html"
-    live.write_text(render_page([run], reload_seconds=7.0))
-    assert Page(live).data["live"]["everySeconds"] == 7.0 and "Running: step 600." in Page(live).text
+    live = folder([], name="page") / "live.html"
+    live.write_text(render_page([run], rewrite_seconds=100.0, written_at=STARTED_AT))
+    stated = {"writtenAt": STARTED_AT, "everySeconds": 25.0, "untilSeconds": 1000.0}  # a killed run's page stops then
+    assert Page(live).data["live"] == stated and "Running: step 600. Written 2023-11-14 22:13 UTC" in Page(live).text
+    live.write_text(render_page([run], rewrite_seconds=0.1))
+    assert (Page(live).data["live"]["everySeconds"], Page(live).data["live"]["untilSeconds"]) == (5.0, 600.0)
     live.write_text(render_page([run]))
     assert Page(live).data["live"] is None and "Running" not in Page(live).text
 
