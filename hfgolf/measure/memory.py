@@ -10,6 +10,7 @@ other than Golf have no formulas here; for their passes, fake_pass.py runs that 
 from __future__ import annotations
 
 import logging
+import math
 import platform
 from collections import Counter
 from collections.abc import Callable
@@ -75,7 +76,7 @@ class TrainingMemory:
     ema: int
     """Moving average of the weights."""
     buckets: int
-    """DDP's communication buckets: a second copy of the gradients."""
+    """DDP's communication buckets: a second copy of the gradients. Under FSDP2: what is gathered during a pass."""
     casts: int
     """16-bit copies of the weights, which autocast caches in the forward pass and autograd keeps for the backward."""
     activations: int
@@ -104,6 +105,7 @@ def training_memory(
     accumulates: bool = False,
     cautious_weight_decay: bool = False,
     processes: int = 1,
+    is_sharded: bool = False,
     device: str = "cuda",
     chunk_elements: int | None = None,
 ) -> TrainingMemory:
@@ -116,13 +118,16 @@ def training_memory(
         batch: sequences per micro-batch.
         sequence: tokens per sequence.
         accumulates: whether a step has several micro-batches.
+        is_sharded: whether the processes share weights, gradients, averages and state (FSDP2), not copy them (DDP).
         device: cuda or cpu.
         chunk_elements: logits per chunk of the loss (see `chunk_elements`). None: what suits any card.
 
     Weights, gradients, averages and state are fp32: 4 bytes per parameter each, and 8 for the state of AdamW
     (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only during a pass). Activations
     are counted by `block_bytes`. The peak of a pass is within 5 % of the live memory on torch's fake tensors, for CUDA
-    and for the CPU. Not included: a GPU's context and workspaces (about 0.5 GB) and, on a CPU, `fragmented_bytes`.
+    and for the CPU. Under FSDP2, a pass also holds whole weights (`_gathered_bytes`), and the update whole directions
+    of Muon's matrices; checked on fake processes, not yet measured on a GPU. Not included: a GPU's context and
+    workspaces (about 0.5 GB) and, on a CPU, `fragmented_bytes`.
     """
     weights = 4 * parameters
     state = 8 * parameters if optimizer == "adamw" else 4 * parameters
@@ -155,13 +160,32 @@ def training_memory(
     if cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
         update = 4 * matrix_parameters + max(update, 8 * matrix_parameters)
     buckets = weights if processes > 1 else 0
+    if is_sharded:
+        weights, gradients, state, average = (
+            math.ceil(whole / processes) for whole in (weights, weights, state, average)
+        )
+        buckets = _gathered_bytes(parameters, matrix_parameters, model.num_hidden_layers)
+        if optimizer == "muon":  # whole directions and updates, and the directions' shards
+            update += 8 * matrix_parameters + math.ceil(4 * matrix_parameters / processes)
     casts_in_backward = casts // model.num_hidden_layers if gradient_checkpointing else casts  # of one block only
     in_pass = activations + max(casts + loss, casts_in_backward + backward) + (gradients if accumulates else 0)
-    peak = weights + state + average + buckets + max(in_pass, gradients + update)
+    in_update = gradients + update
+    in_update += 0 if is_sharded else buckets  # DDP's stay; what FSDP2 gathers is for a pass only
+    peak = weights + state + average + max(in_pass + buckets, in_update)
     return TrainingMemory(
         weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, casts=casts,
         activations=activations, loss=loss, backward=backward, update=update, peak=peak,
     )  # fmt: skip
+
+
+def _gathered_bytes(parameters: int, matrix_parameters: int, num_layers: int) -> int:
+    """Return the bytes of whole tensors that FSDP2 holds during a pass, in fp32.
+
+    All weights outside the blocks, those of a block and of the next, which is prefetched, and the gradients of a block
+    until they are scattered.
+    """
+    block = math.ceil(matrix_parameters / num_layers)
+    return 4 * (parameters - matrix_parameters + 3 * block)
 
 
 def block_bytes(model: GolfConfig, sequence: int, half: bool, device: str) -> tuple[int, int]:
@@ -291,11 +315,16 @@ def _bucket_bytes(elements: int, device: str) -> int:
 
 
 def run_memory(
-    config: RunConfig, model: PreTrainedModel, micro_batch_size: int, num_processes: int, device: str
+    config: RunConfig,
+    model: PreTrainedModel,
+    micro_batch_size: int,
+    num_processes: int,
+    device: str,
+    is_sharded: bool = False,
 ) -> TrainingMemory:
     """Predict the bytes of a run per process: `training_memory` for a config.
 
-    config: its precision must be decided. model: may be on the meta device.
+    config: its precision must be decided. model: may be on the meta device, and must not be sharded yet.
     """
     accumulates = micro_batch_size * num_processes < config.batch.sequences_per_step
     if not isinstance(model, GolfForCausalLM):
@@ -315,6 +344,7 @@ def run_memory(
         accumulates=accumulates,
         cautious_weight_decay=config.optim.cautious_weight_decay,
         processes=num_processes,
+        is_sharded=is_sharded,
         device=device,
         chunk_elements=model.chunk_elements,
     )
@@ -416,7 +446,12 @@ def _warn_that_nvml_is_missing() -> None:
 
 
 def choose_micro_batch_size(
-    config: RunConfig, model: PreTrainedModel, num_processes: int, device: str, free_bytes: int
+    config: RunConfig,
+    model: PreTrainedModel,
+    num_processes: int,
+    device: str,
+    free_bytes: int,
+    is_sharded: bool = False,
 ) -> int:
     """Return the largest micro-batch, in sequences, that fits in the free memory and divides tokens_per_step.
 
@@ -429,9 +464,9 @@ def choose_micro_batch_size(
     for size in reversed(batch.micro_batch_sizes(num_processes)):
         if size > 1 and size * batch.sequence_length > (MAX_CPU_TOKENS if device == "cpu" else MAX_GPU_TOKENS):
             continue
-        if run_memory(config, model, size, num_processes, device).peak <= budget:
+        if run_memory(config, model, size, num_processes, device, is_sharded).peak <= budget:
             return size
-    raise _too_large(config, run_memory(config, model, 1, num_processes, device), budget, "usable")
+    raise _too_large(config, run_memory(config, model, 1, num_processes, device, is_sharded), budget, "usable")
 
 
 def require_room(config: RunConfig, model: PreTrainedModel, num_processes: int, device: str, free_bytes: int) -> None:

@@ -325,7 +325,7 @@ def _building_config(config: RunConfig, origin: _Origin | None) -> RunConfig:
 def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) -> None:
     """Raise UserError, before allocating the model, if it cannot fit even with one sequence at a time."""
     if accelerator.distributed_type == DistributedType.FSDP:
-        return  # each process holds only a shard, which the prediction does not model
+        return  # the prediction has not been measured there, so it must not refuse a run
     device = accelerator.device
     with torch.device("meta"), torch.random.fork_rng([]):
         model = build_model(config, vocab_size, device.type)
@@ -357,10 +357,10 @@ def _choose_micro_batch(
 
     Returns the config with the micro-batch size, and the predicted peak memory of this process in bytes.
     """
-    config = resolved.config
+    config, count, device = resolved.config, accelerator.num_processes, accelerator.device
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP
     if config.batch.micro_batch_size == "auto":
-        device = accelerator.device
-        size = choose_micro_batch_size(config, model, accelerator.num_processes, device.type, _free_bytes(device))
+        size = choose_micro_batch_size(config, model, count, device.type, _free_bytes(device), is_sharded)
         size = min(gather(size))  # what fits on the rank with the least free memory
         resolved = resolved.resolve("auto", batch__micro_batch_size=size)
     size = int(resolved.config.batch.micro_batch_size)
@@ -371,7 +371,7 @@ def _choose_micro_batch(
         f"batch: {config.batch.tokens_per_step:,} tokens per step = {size} sequences x {config.batch.sequence_length}"
         f" tokens x {accumulation} accumulation steps x {num_processes}"
     )
-    memory = run_memory(resolved.config, model, size, accelerator.num_processes, accelerator.device.type)
+    memory = run_memory(resolved.config, model, size, count, device.type, is_sharded)
     predicted = expected_bytes(memory, accelerator.device)
     parts = ""
     if accelerator.device.type != "cuda":
