@@ -6,6 +6,7 @@ Knows the verbs and nothing of what they do. A script is loaded when its verb is
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,7 @@ from hfgolf.errors import UserError
 from hfgolf.wording import close_match
 
 VERBS = {
-    "train": ("train", "train a GPT: hfgolf train --config small"),
+    "train": ("train", "train a GPT: hfgolf train my.txt, or hfgolf train --config small"),
     "generate": ("generate", "write text with a model"),
     "evaluate": ("evaluate", "the loss and bits per byte of a model on text, or its results on tasks"),
     "report": ("make_report", "the page of one run, or of several side by side"),
@@ -55,7 +56,7 @@ def _run(arguments: list[str]) -> int | None:
         print(f"hfgolf {__version__}")
         return 0
     if verb not in VERBS:
-        meant = close_match(verb, VERBS)
+        meant = f"train {verb}" if os.path.exists(verb) else close_match(verb, VERBS)
         advice = f"did you mean {meant}?" if meant else "`hfgolf --help` lists the commands."
         raise UserError(f"hfgolf: there is no command {verb}; {advice}")
     script, _ = VERBS[verb]

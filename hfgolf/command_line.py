@@ -36,6 +36,7 @@ KEY_TYPES: dict[str, Any] = {
 _ROOT = Path(__file__).parent
 _ROOT = _ROOT if (_ROOT / "scripts").is_dir() else _ROOT.parent  # they are beside the package in a checkout
 SCRIPTS, CONFIGS = _ROOT / "scripts", _ROOT / "configs"
+_FEW_BYTES = 200_000  # from here on, text supports small's 4,096 entries
 _MAX_VALUES = 100_000  # in one config, with aliases expanded
 # Numbers that YAML 1.1 reads differently than a person does: 010 is octal, 1:30 is base 60.
 _MISREAD = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
@@ -73,12 +74,21 @@ class ResolvedConfig:
 
 
 def load_config(argv: Sequence[str] | None = None, description: str = "Train a GPT from text.") -> ResolvedConfig:
-    """Parse `--config FILE --section.key value ...` into a checked config; the command line wins over the file.
+    """Parse `[TEXT ...] --config FILE --section.key value ...` into a checked config; the command line wins.
 
+    Texts (files, folders, globs, URLs) are data.files; without a config, they are trained with the shipped small.
     argv: the arguments; None: those of the process. `--help` and `--print_config` print and exit with status 0.
     Raises UserError (one line) for a missing file, an unknown key, or a value of the wrong type or out of range.
     """
     arguments = _one_token_per_option(list(sys.argv[1:] if argv is None else argv))
+    texts = [argument for argument in arguments if not argument.startswith("-")]
+    if texts:
+        if any(argument.startswith("--data.files=") for argument in arguments):
+            raise UserError(f"{texts[0]}: --data.files names the text already; name all of it there.")
+        options = [argument for argument in arguments if argument.startswith("-")]
+        is_given = any(option.startswith("--config=") for option in options)
+        given = [] if is_given else _options_for(texts)
+        arguments = [*given, f"--data.files={as_yaml(texts)}", *options]
     stated = dict(a[2:].split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
     path = stated.pop("config", None)
     path = path and find_config(path)
@@ -87,6 +97,7 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
     for where, keys in ((path, from_file), ("the command line", from_command_line)):
         for key in keys:
             _check_key(key, where)
+    implied = _implied(from_file, from_command_line)
     for key, value in from_command_line.items():
         if ":" in value and {int, float} & set(_parts(KEY_TYPES[key])):  # YAML 1.1 reads 1:30 as 90
             raise _not_allowed("the command line", key, value)
@@ -94,7 +105,7 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
     if path:  # pass the values read above, so that the file is read only once
         arguments = [f"--config={as_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
     try:
-        sections = parser.parse_args(arguments)
+        sections = parser.parse_args([*arguments, *(f"--{key}={value}" for key, value in implied.items())])
     except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
         raise _explain(error, from_command_line, from_file, path) from None
     for key, value in from_file.items():  # jsonargparse accepts null for any type
@@ -103,7 +114,24 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
     config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
-    return ResolvedConfig(config, dict.fromkeys(from_file, "file") | dict.fromkeys(from_command_line, "command line"))
+    sources = dict.fromkeys(from_file, "file") | dict.fromkeys(from_command_line, "command line")
+    return ResolvedConfig(config, sources | dict.fromkeys(implied, "auto"))
+
+
+def _options_for(texts: list[str]) -> list[str]:
+    """Return the options that train texts without a config: small's, a name, and bytes where BPE has too little."""
+    name = re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0])
+    options = ["--config=small", f"--run.name={name or 'text'}"]
+    sizes = [os.path.getsize(text) for text in texts if os.path.isfile(text)]
+    return [*options, "--tokenizer.kind=byte"] if len(sizes) == len(texts) and sum(sizes) < _FEW_BYTES else options
+
+
+def _implied(from_file: dict[str, Any], from_command_line: dict[str, str]) -> dict[str, str]:
+    """Return data.source files if data.files says so: where it is named, or later, no other source is."""
+    where = next((values for values in (from_command_line, from_file) if "data.files" in values), {})
+    if where.get("data.files", "[]") in ("[]", [], None) or "data.source" in {**where, **from_command_line}:
+        return {}
+    return {} if from_file.get("data.source") in ("files", "shards") else {"data.source": "files"}
 
 
 def find_config(name: str) -> str:
@@ -132,8 +160,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             )
         flat |= {f"{section}.{key}": value for key, value in (keys or {}).items()}
     # YAML 1.1 reads an unquoted `no` as false
-    return {
+    flat = {
         key: "no" if value is False and "no" in _parts(KEY_TYPES.get(key)) else value for key, value in flat.items()
+    }
+    return {
+        key: [value] if isinstance(value, str) and KEY_TYPES.get(key) == list[str] else value
+        for key, value in flat.items()
     }
 
 

@@ -91,8 +91,9 @@ class DataConfig:
     shards: data.files and data.val_files hold tokens in 16 bits, with the header of llm.c and the golf challenge,
     without one (nanoGPT) or as .npy. tokenizer.kind pretrained or byte says whose tokens they are."""
     files: list[str] = field(default_factory=list)
-    """Paths, folders, globs or URLs (http, hf, s3, ...). Text files hold one document each; jsonl, json, csv, tsv,
-    parquet, arrow and folders of save_to_disk one per row. Also .gz, .bz2, .xz, .zst and .zip; see docs/data.md."""
+    """Paths, folders, globs or URLs (http, hf, s3, ...); implies data.source files. Text files hold one document each;
+    jsonl, json, csv, tsv, parquet, arrow and folders of save_to_disk one per row. Also .gz, .bz2, .xz, .zst and .zip;
+    see docs/data.md."""
     hub_name: str | None = None
     """Hub dataset, such as roneneldan/TinyStories."""
     hub_config: str | None = None
@@ -113,7 +114,8 @@ class DataConfig:
     max_documents: int | None = None
     """Read only the first N documents (files or rows); null: all."""
     split: Literal["documents", "contiguous"] = "documents"
-    """documents: assign each document by a hash of its name; contiguous: validate on the last characters."""
+    """documents: assign each document by a hash of its name; contiguous: validate on the last characters, as with
+    text files too few for the other."""
     val_fraction: float = 0.05
     """Fraction of the documents (contiguous: of the characters) held out for validation."""
     val_files: list[str] = field(default_factory=list)
@@ -139,6 +141,9 @@ class DataConfig:
     """Batches each worker prefetches; null: torch's default, 2. Requires data.num_workers above 0."""
 
     def __post_init__(self) -> None:
+        for name in ("files", "val_files", "old_text", "val_bytes_files"):
+            if isinstance(getattr(self, name), str):  # a path is a list of one
+                object.__setattr__(self, name, [getattr(self, name)])
         _require("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "a number between 0 and 1")
         _require_positive("data", self, "max_documents")
         _require("data.num_workers", self.num_workers, 0 <= self.num_workers <= 1024, "0 to 1024")

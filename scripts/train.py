@@ -19,12 +19,17 @@ def train_once(signals: Signals) -> None:
     if len(sys.argv) == 1:
         command = sys.argv[0] if sys.argv[0].startswith("hfgolf ") else f"python {sys.argv[0]}"
         raise UserError(
-            f"name a config, and any values of yours:\n  {command} --config small\n"
-            f"  {command} --config small --train.max_minutes 5 --run.name short"
+            f"name your text, a config, or both, and any values:\n  {command} my.txt\n"
+            f"  {command} --config small --train.max_minutes 5"
         )
     resolved = load_config()  # before importing torch, so that --help and errors come at once
-    from hfgolf.ranks import decide, together
+    from hfgolf.data.files import require_paths
     from hfgolf.run.folder import run_folder
+
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not run_folder(resolved.config).path.exists():
+        require_paths(resolved.config.data)
+
+    from hfgolf.ranks import decide, together
     from hfgolf.train.claim import changed_text, completed, damage
     from hfgolf.train.console import show_log
     from hfgolf.train.finish import show_summary

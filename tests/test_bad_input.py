@@ -177,7 +177,6 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--data.files latin.txt": "latin.txt is not UTF-8 (byte 0: ...); convert",
             "--data.files table.jsonl --data.split documents": "no column 'text'; set data.text_column to one of: body",
             "--data.files short.txt": "sequence_length",
-            "--data.split documents --data.val_fraction 0.001": "validation...empty",
             "--tokenizer.kind bpe --tokenizer.vocab_size 50000": "tokenizer.vocab_size: 50000",
             "--tokenizer.kind pretrained --tokenizer.name_or_path .": "tokenizer.name_or_path",
             "--model.hidden_size 131072 --model.num_hidden_layers 100": (

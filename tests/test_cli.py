@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from hfgolf.cli import VERBS, main
 from hfgolf.command_line import find_config, load_config
+from hfgolf.errors import UserError
 from hfgolf.run.provenance import run_metadata
 
 ROOT = Path(__file__).parents[1]
@@ -68,8 +70,8 @@ def test_an_unknown_verb_is_one_line(hfgolf, arguments, said):
 
 def test_train_without_arguments_says_what_to_give_it(hfgolf, run_script):
     status, out, err = hfgolf("train")
-    assert (status, out) == (2, "") and "\n  hfgolf train --config small\n" in err
-    assert f"\n  python {ROOT / 'scripts/train.py'} --config small\n" in run_script("train.py").err
+    assert (status, out) == (2, "") and "\n  hfgolf train my.txt\n" in err
+    assert f"\n  python {ROOT / 'scripts/train.py'} my.txt\n" in run_script("train.py").err
 
 
 def test_a_bare_name_is_a_shipped_config_unless_such_a_file_exists(tmp_path, monkeypatch):
@@ -83,6 +85,59 @@ def test_a_bare_name_is_a_shipped_config_unless_such_a_file_exists(tmp_path, mon
 def test_the_record_of_a_run_shows_the_command(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hfgolf train", "--config", "small"])
     assert run_metadata(load_config(["--config", "small"]), {})["command"] == ["hfgolf", "train", "--config", "small"]
+
+
+def test_texts_without_options_are_trained_with_the_small_config(tmp_path):
+    resolved = load_config(["my songs.v2.txt", "more", "--train.max_steps", "3"])
+    config, small = resolved.config, load_config(["--config", "small"]).config
+    assert config.data.files == ["my songs.v2.txt", "more"] and config.data.source == "files"
+    assert (config.run.name, config.train.max_steps) == ("my_songs", 3)
+    assert resolved.sources["data.source"] == "auto"
+    assert (config.model, config.optim, config.tokenizer) == (small.model, small.optim, small.tokenizer)
+    assert load_config(["a.txt", "--config", "tinystories"]).config.run.name == "tinystories"
+    (tmp_path / "short.txt").write_text("short")
+    assert load_config([str(tmp_path / "short.txt")]).config.tokenizer.kind == "byte"  # too little for BPE
+    with pytest.raises(UserError, match=r"b.txt: --data.files names the text already"):
+        load_config(["b.txt", "--data.files", "a.txt"])
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "source"),
+    [
+        ("files: a.txt", [], "files"),
+        ("files: [a.txt, b.txt]", [], "files"),
+        ("source: python_stdlib", ["--data.files", "a.txt"], "files"),
+        ("{source: hub, hub_name: a/b}", ["--data.files", "a.txt"], "files"),
+        (
+            "{source: shards, files: a.bin, val_files: b.bin}",
+            ["--tokenizer.kind", "byte", "--data.files", "c.bin"],
+            "shards",
+        ),
+        ("source: python_stdlib", ["--data.files=[]"], "python_stdlib"),
+    ],
+)
+def test_files_imply_their_source(tmp_path, data, options, source):
+    data = data if data.startswith("{") else f"{{{data}}}"
+    (tmp_path / "x.yaml").write_text(f"data: {data}\ntrain: {{max_steps: 1}}")
+    config = load_config(["--config", str(tmp_path / "x.yaml"), *options]).config.data
+    assert config.source == source and all(isinstance(file, str) and len(file) > 1 for file in config.files)
+
+
+def test_a_source_beside_the_files_is_not_overruled(tmp_path):
+    with pytest.raises(UserError, match=r"require data.source files or shards, not python_stdlib"):
+        load_config(["a.txt", "--data.source", "python_stdlib"])
+
+
+def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path):
+    program = (
+        "import sys; from hfgolf import cli\ntry: cli.main(['train', 'nowhere.txt'])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr.startswith("error: data.files: no file matches 'nowhere.txt'")
 
 
 @pytest.mark.slow

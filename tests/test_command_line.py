@@ -190,7 +190,7 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             "optim.ema_export is true, but there is no EMA; set optim.ema_decay or optim.ema_half_life_tokens.",
         ),
         (["--run.name", "../up"], "run.name: '../up' is out of range; allowed: letters, digits, . _ -."),
-        (["stray"], "unrecognized arguments: stray."),
+        (["-stray"], "unrecognized arguments: -stray."),
         (
             ["--train.max_steps", "1e400"],
             "the command line: train.max_steps: '1e400' is not allowed; allowed: a whole number or null.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -143,6 +143,10 @@ def load_corpus(data: DataConfig) -> Corpus:
 
     Raises UserError if nothing matches, a file is empty, or a Hub dataset cannot be reached.
     """
+    is_local = data.source in ("files", "shards")
+    files = stdlib_files() if data.source == "python_stdlib" else named_files(data) if is_local else []
+    if _is_all_in_one_split(data, files):
+        data = replace(data, split="contiguous")
     identity: dict[str, Any] = {
         "source": data.source,
         "split": "files" if data.val_files else data.split,
@@ -157,7 +161,6 @@ def load_corpus(data: DataConfig) -> Corpus:
     if data.source == "hub":
         hub = {key: getattr(data, key) for key in ("hub_name", "hub_config", "hub_split", "text_column")}
         return Corpus({**identity, **hub, "hub_revision": hub_revision(data)}, data)
-    files = stdlib_files() if data.source == "python_stdlib" else named_files(data)
     bytes_files = match_files(data, "val_bytes_files", "bytes")
     if any(file.endings[0] in (*TABLES, ".zip") for file in files):
         identity["text_column"] = data.text_column
@@ -175,6 +178,15 @@ def load_corpus(data: DataConfig) -> Corpus:
         identity["separator_id"] = data.separator_id
         identity["val_bytes"] = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in bytes_files]
     return Corpus(identity, data, tuple(files), tuple(bytes_files), tuple(states[f.path] for f in files))
+
+
+def _is_all_in_one_split(data: DataConfig, files: Sequence[SourceFile]) -> bool:
+    """Return whether these are text files, one document each, that the hashes of their names do not divide."""
+    has_tables = any(file.endings[0] in (*TABLES, ".zip") for file in files)
+    if data.source != "files" or data.val_files or has_tables:
+        return False
+    unread = Corpus({}, data)
+    return len({unread.hashed_split(file.name) for file in files[: data.max_documents]}) == 1
 
 
 def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -113,6 +113,14 @@ def match_files(data: DataConfig, field: str, split: str | None) -> list[SourceF
     return files
 
 
+def require_paths(data: DataConfig) -> None:
+    """Raise UserError if a path or glob of data.files or data.val_files matches nothing. Reads and imports little."""
+    for field in ("files", "val_files"):
+        for pattern in getattr(data, field):
+            if "://" not in pattern and not glob.glob(os.path.expanduser(pattern), recursive=True):
+                raise _no_match(f"data.{field}", pattern)
+
+
 def require_text(file: SourceFile, key: str) -> None:
     """Raise UserError if a file's ending says that it holds no text. Its bytes may look like text all the same."""
     if remedy := NOT_TEXT.get(file.endings[0]):
@@ -127,12 +135,14 @@ def _match(pattern: str, key: str, data: DataConfig) -> list[str]:
         return _folder_files(path, key, cache_folder(data), kinds)
     matches = [match for match in sorted(glob.glob(path, recursive=True)) if os.path.isfile(match)]
     if not matches:
-        raise UserError(
-            f"{key}: no file matches {pattern!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL."
-        )
+        raise _no_match(key, pattern)
     if glob.has_magic(pattern):  # an empty file is an error if it is named, but not as one of a glob's matches
         return [match for match in matches if os.path.getsize(match)] or matches
     return matches
+
+
+def _no_match(key: str, pattern: str) -> UserError:
+    return UserError(f"{key}: no file matches {pattern!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL.")
 
 
 def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> list[str]:

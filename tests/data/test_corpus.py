@@ -369,7 +369,7 @@ def test_bad_input_is_one_clear_line(tmp_path, write, files_config):
     assert "broken.jsonl" in fails(files_config(write("broken.jsonl", '{"text": "a"}\n{"text": ')), tmp_path)
     assert "numbers.jsonl" in fails(files_config(write("numbers.jsonl", '{"text": 1}\n')), tmp_path)
     one = write("one.txt", "text")
-    message = fails(files_config(one), tmp_path)
+    message = fails(files_config(write("one.jsonl", '{"text": "a"}\n')), tmp_path)
     assert "split" in message and "contiguous" in message and "data.val_files" in message
     assert "train" in fails(files_config(one, val_files=[one]), tmp_path)
 
@@ -378,3 +378,19 @@ def test_uncreatable_cache_folder_is_one_line(write, files_config):
     path = write("a.txt", "text")
     with pytest.raises(UserError, match="cache_dir"):
         files_module.cache_folder(files_config(path, cache_dir=path + "/below"))
+
+
+@pytest.mark.parametrize("names", [["one.txt"], ["a.txt", "b.txt"]])
+def test_text_files_too_few_to_divide_by_name_are_cut(tmp_path, names):
+    """Validates on the last characters, instead of asking for another split."""
+    text = "".join(f"{number}\n" for number in range(400))
+    for name in names:
+        (tmp_path / name).write_text(text)
+    data = DataConfig(source="files", files=[str(tmp_path / name) for name in names], cache_dir=str(tmp_path / "cache"))
+    corpus = load_corpus(data)
+    pieces = corpus.write_pieces(tmp_path / "pieces")
+    written = {split: "".join(pieces[split]["text"]) for split in ("train", "val")}
+    whole = text * len(names)
+    assert corpus.identity["split"] == "contiguous"
+    assert written["train"] + written["val"] == whole
+    assert len(written["val"]) == len(whole) - int(0.95 * len(whole))
