@@ -19,6 +19,7 @@ VERBS = {
     "generate": ("generate", "write text with a model"),
     "evaluate": ("evaluate", "the loss and bits per byte of a model on text, or its results on tasks"),
     "report": ("make_report", "the page of one run, or of several side by side"),
+    "watch": ("watch", "a run's page in the browser while it trains"),
     "doctor": ("doctor", "what is wrong with a run, why, and what to change"),
     "compare": ("compare_runs", "configs over several seeds, with p-values"),
     "export": ("export", "a checkpoint as a model; a model for transformers or llama.cpp"),

@@ -35,6 +35,8 @@ def _what_is_compared(comparison: Comparison) -> str:
         f"Validation loss at the last step, in nats per token, on {comparison.val_tokens:,} tokens ({whole});"
         f" {_count(len(seeds), 'seed')} ({join_words(seeds)})."
     )
+    if not comparison.is_whole:
+        text += " A run's summary and report have another figure: the exported step, on the whole validation set."
     if comparison.baseline is None:
         return f"{text} No run of the baseline finished, so there is no comparison with it."
     if len(comparison.arms) == 1:
