@@ -103,6 +103,14 @@ def test_the_warm_up_pass_leaves_no_gradients_under_fsdp2(tiny_run, tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_fsdp2_trains_in_bf16_with_gradient_checkpointing(run, tiny_run, tmp_path):
+    """One process computes the same in bf16 up to its rounding; FSDP2 also rounds the weights that it gathers."""
+    options = OPTIONS | {"train__mixed_precision": "bf16", "model__gradient_checkpointing": "true"}
+    straight = run(tiny_run(run__name="straight", **options))
+    train_on_two(tiny_run(run__name="fsdp", **options), tmp_path / "output", shard)
+    assert losses(tmp_path / "runs" / "fsdp") == pytest.approx(losses(straight), rel=5e-3)
+
+
 def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, tmp_path):
     straight = run(tiny_run(run__name="straight", **OPTIONS, train__max_steps=9))
     first = run(tiny_run(run__name="first", **OPTIONS, train__max_steps=3))
