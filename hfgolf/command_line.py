@@ -26,8 +26,9 @@ import yaml
 
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
+from hfgolf.other_names import OTHER_NAMES
 from hfgolf.redact import redact, redact_values
-from hfgolf.wording import join_words, nearest, one_line, shortened
+from hfgolf.wording import close_match, join_words, nearest, one_line, shortened
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
@@ -152,6 +153,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, keys in sections.items():
         if section not in SECTIONS:
+            if section in OTHER_NAMES and not isinstance(keys, dict):
+                _check_key(str(section), str(path))
             raise UserError(f"{path}: unknown section {section}; did you mean {nearest(str(section), SECTIONS)}?")
         if not isinstance(keys, dict | None):
             raise UserError(
@@ -319,12 +322,15 @@ def _one_token_per_option(arguments: list[str]) -> list[str]:
 def _check_key(key: str, where: str | None) -> None:
     if key in KEY_TYPES:
         return
-    same_name = [known for known in KEY_TYPES if known.split(".")[1] == key.split(".")[-1]]
+    last = key.split(".")[-1]
+    if last in OTHER_NAMES:
+        raise UserError(f"{where}: unknown key {key}; here: {OTHER_NAMES[last]}.")
+    same_name = [known for known in KEY_TYPES if known.split(".")[1] == last]
     section = nearest(key.split(".")[0], SECTIONS)
     section_keys = [known for known in KEY_TYPES if known.split(".")[0] == section]
-    raise UserError(
-        f"{where}: unknown key {key}; did you mean {same_name[0] if same_name else nearest(key, section_keys)}?"
-    )
+    meant = same_name[0] if same_name else close_match(key, section_keys) or close_match(last, section_keys)
+    advice = f"did you mean {meant}?" if meant else "docs/config.md has all keys, and --help."
+    raise UserError(f"{where}: unknown key {key}; {advice}")
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -192,7 +192,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         {
             "--model.hidden_sise 8": "unknown key model.hidden_sise; did you mean model.hidden_size?",
             "--steps 4": "--steps: 4 is out of range; allowed: more than --kills 4.",
-            "--step 9": "unknown key step; did you mean",
+            "--step 9": "unknown key step",
         },
     ),
     "vocabulary_study.py": (
