@@ -207,8 +207,8 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
 def bucket_megabytes(model: PreTrainedModel) -> int:
     """Return the size of DDP's buckets: a quarter of the gradients, but not less than its default.
 
-    torch.compile cuts the model into one graph per bucket, 13 for GPT-2 124M with the default. With four, all but
-    the last fourth of the exchange still overlaps with the backward pass.
+    torch.compile cuts the model into one graph per bucket, 13 for GPT-2 124M with the default. With four, the exchange
+    still overlaps with the backward pass, except the bucket with the embedding, whose gradients come last in any case.
     """
     gradient_bytes = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return max(DistributedDataParallelKwargs.bucket_cap_mb, math.ceil(gradient_bytes / 2**20 / 4))
