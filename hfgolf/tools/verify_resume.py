@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import re
 import shutil
@@ -51,8 +52,11 @@ class KillPlan:
 def verify_resume(train_script: Path, arguments: list[str], resolved: ResolvedConfig, plan: KillPlan) -> bool:
     """Run both runs, log how they compare, and return whether they are equal.
 
-    arguments: for train.py, as written; resolved: the resulting config. Raises UserError if a run fails on its own.
+    arguments: for train.py, as written; resolved: the resulting config. Raises UserError if a run fails on its own, or
+    under a launcher of several processes.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("verify_resume.py starts its processes itself; start it with python and --num_processes.")
     started_at = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="verify_resume-"))
     options = [f"--{key}={value}" for key, value in settings(resolved, plan.steps, folder).items()]

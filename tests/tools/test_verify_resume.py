@@ -23,6 +23,7 @@ from accelerate.utils import load
 from safetensors.torch import load_file, save_file
 
 from hfgolf.command_line import load_config
+from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.tools import verify_resume as verify_resume_module
@@ -210,6 +211,13 @@ def test_exit_status_is_the_verdict(tiny_run, monkeypatch, is_equal, status):
     with pytest.raises(SystemExit) as exit_:
         runpy.run_path(str(ROOT / "scripts" / "verify_resume.py"), run_name="__main__")
     assert exit_.value.code == status
+
+
+def test_launcher_of_several_processes_is_refused(tiny_run, monkeypatch):
+    """Its runs would wait for processes that nobody starts."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"^verify_resume\.py starts its processes itself; .*--num_processes\.$"):
+        verify_resume(ROOT / "scripts" / "train.py", tiny_run(), load_config(tiny_run()), KillPlan(6, 1, 0, 1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])

@@ -1,7 +1,12 @@
-"""configs/accelerate: what accelerate hands to the processes that it starts with each file."""
+"""configs/accelerate: what accelerate hands to the processes that it starts with each file, and a short run of each."""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +14,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from sharded import LAUNCHED
 
-FOLDER = Path(__file__).parents[2] / "configs" / "accelerate"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "configs" / "accelerate"
+TRAIN = ROOT / "scripts" / "train.py"
 
 
 def launched(name, monkeypatch, *options):
@@ -39,3 +46,61 @@ def test_fsdp2_config_sets_what_the_fsdp2_tests_set(monkeypatch):
     assert {key: environment[key].lower() for key in LAUNCHED} == {
         key: value.lower() for key, value in LAUNCHED.items()
     }
+
+
+def start(name, tmp_path, arguments, *options, program=TRAIN):
+    """Start `accelerate launch` with a file; see test_each_config_trains for what a CPU needs."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(FOLDER / f"{name}.yaml")]
+    return subprocess.Popen(
+        [*launch, *options, str(program), *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+SHARDED = f"""import os, runpy, sys
+assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"] == "2"
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from sharded import shard
+shard()
+sys.argv[0] = {str(TRAIN)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["one_gpu", "ddp", "fsdp2", "multi_node"])
+def test_each_config_trains(tiny_run, tmp_path, name):
+    """The real command, with what a CPU needs.
+
+    ACCELERATE_USE_CPU: accelerate would look for GPUs. --num_processes 2 instead of 8 and 16: each would need a core.
+    multi_node: both "machines" are this one. fsdp2: accelerate shards only on GPUs, so SHARDED tells it to here. The
+    port is a free one.
+    """
+    options = {"train__max_steps": 2, "train__eval_every_steps": "null", "train__save_every_steps": "null"}
+    arguments = tiny_run(**options, batch__micro_batch_size=4, train__mixed_precision="null")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        two = ["--num_processes", "2", "--main_process_port", str(free.getsockname()[1])]
+    sharded = tmp_path / "sharded_train.py"
+    sharded.write_text(SHARDED)
+    if name == "multi_node":
+        two += ["--main_process_ip", "127.0.0.1", "--machine_rank"]
+        launches = [start(name, tmp_path, arguments, *two, rank) for rank in ("0", "1")]
+    elif name == "one_gpu":
+        launches = [start(name, tmp_path, arguments)]
+    else:
+        launches = [start(name, tmp_path, arguments, *two, program=sharded if name == "fsdp2" else TRAIN)]
+    try:
+        said = [launch.communicate(timeout=150)[0] for launch in launches]
+    finally:
+        for launch in launches:
+            launch.kill()
+    assert [launch.returncode for launch in launches] == [0] * len(launches), said
+    assert ("1 process," if name == "one_gpu" else "2 processes,") in said[0]
+    assert "precision: bf16 (accelerate)" in said[0]
+    assert json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())["steps"] == 2

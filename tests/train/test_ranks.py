@@ -124,6 +124,20 @@ def test_ranks_with_another_config_are_told(tiny_run, tmp_path):
     assert_one_line(said, r"optim\.learning_rate: 0\.\d+ on rank 0 \(\S+\), but 0\.5 on rank 1 \(\S+\); ")
 
 
+def other_checkpoint_on_second_rank() -> None:
+    """The first rank reads the identity in the newest checkpoint, the second that of another run there."""
+    real = setup.read_identity
+    if on_second_rank():
+        setup.read_identity = lambda checkpoint: real(checkpoint) | {"seed": 1}
+
+
+def test_ranks_with_another_checkpoint_are_told(tiny_run, tmp_path):
+    train_on_two(tiny_run(**SAME), tmp_path / "first")
+    arguments = tiny_run(**SAME | {"train__max_steps": 4}, train__resume="latest")
+    said = said_by_both(arguments, tmp_path / "output", other_checkpoint_on_second_rank)
+    assert_one_line(said, r"the checkpoint: .* on rank 0 \(\S+\), but .* on rank 1 \(\S+\); all ranks must resume from")
+
+
 FAILING = {
     "claim": (setup, "check_resume"),
     "resolve": (setup, "keep_decisions"),
@@ -231,6 +245,50 @@ def first_rank_takes_longer_than_the_group_waits() -> None:
 
 def test_first_rank_may_take_longer_than_the_group_waits(tiny_run, tmp_path):
     train_on_two(tiny_run(**SAME), tmp_path / "output", first_rank_takes_longer_than_the_group_waits)
+
+
+WITH_A_FAULT = """import os, runpy, sys
+from hfgolf.errors import UserError
+if os.environ["RANK"] == "1":
+    {fault}
+sys.argv[0] = {script!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+NO_TOKENS = """from hfgolf.train import setup
+    def fail(*arguments):
+        raise UserError("data: the disk of rank 1 is gone.")
+    setup.load_tokens = fail"""
+OTHER_RATE = 'sys.argv.append("--optim.learning_rate=0.5")'
+
+
+@pytest.mark.parametrize(
+    ("script", "fault", "line"),
+    [
+        ("train.py", NO_TOKENS, r"rank 1 \(\S+\): data: the disk of rank 1 is gone\."),
+        (
+            "train.py",
+            OTHER_RATE,
+            r"optim\.learning_rate: 0\.\d+ on rank 0 \(\S+\), but 0\.5 on rank 1 \(\S+\); start all",
+        ),
+        ("find_lr.py", NO_TOKENS, r"rank 1 \(\S+\): data: the disk of rank 1 is gone\."),
+    ],
+    ids=["train-error", "train-config", "find_lr-error"],
+)
+def test_error_on_rank_1_of_a_torchrun_is_one_line_of_its_machine(tiny_run, tmp_path, script, fault, line):
+    program = tmp_path / script
+    program.write_text(WITH_A_FAULT.format(fault=fault, script=str(ROOT / "scripts" / script)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
+    done = subprocess.run(
+        [*command, *tiny_run(**SAME)],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode != 0
+    errors = [said for said in done.stderr.splitlines() if said.startswith("error: ")]
+    assert len(errors) == 1 and re.match(f"error: {line}", errors[0]), done.stderr
 
 
 def torchrun_on_two_machines(folder: Path, arguments: list[str], own_folders: bool = False) -> list[str]:
