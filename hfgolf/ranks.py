@@ -163,7 +163,8 @@ def together(num_ranks: int) -> Iterator[None]:
     group = _group = _find_group()
     assert group is not None
     ended, pulse = threading.Event(), _Pulse(group)
-    threading.Thread(target=_watch, args=(group, pulse, ended), daemon=True, name="ranks").start()
+    watcher = threading.Thread(target=_watch, args=(group, pulse, ended), daemon=True, name="ranks")
+    watcher.start()
     try:
         yield
         gather(None)  # rank 0 still exports and pushes, which may fail
@@ -182,6 +183,7 @@ def together(num_ranks: int) -> Iterator[None]:
         raise
     finally:
         ended.set()
+        watcher.join(FAREWELL_SECONDS)  # Python aborts if it ends while a thread is in a call of the store
         _group = None
 
 

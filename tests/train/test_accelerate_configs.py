@@ -81,7 +81,7 @@ def test_each_config_trains(tiny_run, tmp_path, name):
     multi_node: both "machines" are this one. fsdp2: accelerate shards only on GPUs, so SHARDED tells it to here. The
     port is a free one.
     """
-    options = {"train__max_steps": 2, "train__eval_every_steps": "null", "train__save_every_steps": "null"}
+    options = {"train__max_steps": 2, "train__eval_every_steps": 100, "train__save_every_steps": "null"}
     arguments = tiny_run(**options, batch__micro_batch_size=4, train__mixed_precision="null")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
