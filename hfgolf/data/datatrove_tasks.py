@@ -178,6 +178,7 @@ def tokenize_in_tasks(
     _require_files(data)
     options = None if slurm is None else _slurm_options(slurm)
     corpus, cache_dir = load_corpus(data), cache_folder(data).absolute()
+    _require_files(corpus.data)  # it is contiguous if the names of a few files don't divide them
     workers = workers or (cpu_cores() if options is None else None)
     if tasks is None:
         num_bytes = sum(state[0] for state in corpus.states)
