@@ -183,7 +183,7 @@ def load_corpus(data: DataConfig) -> Corpus:
 def _is_all_in_one_split(data: DataConfig, files: Sequence[SourceFile]) -> bool:
     """Return whether these are text files, one document each, that the hashes of their names do not divide."""
     has_tables = any(file.endings[0] in (*TABLES, ".zip") for file in files)
-    if data.source != "files" or data.val_files or has_tables:
+    if data.source != "files" or data.val_files or has_tables or data.ids_column or data.messages_column:
         return False
     unread = Corpus({}, data)
     return len({unread.hashed_split(file.name) for file in files[: data.max_documents]}) == 1

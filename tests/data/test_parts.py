@@ -131,7 +131,8 @@ def test_damaged_file_leaves_no_part(write, files_config):
 
 
 def test_split_that_is_empty_in_all_parts_is_one_line(write, files_config):
-    plan = plan_of(files_config(write("a.txt", "a"), write("b.txt", "b"), val_fraction=1e-9), BYTE, 2)
+    rows = (write(name, '{"text": "some"}') for name in ("a.jsonl", "b.jsonl"))
+    plan = plan_of(files_config(*rows, val_fraction=1e-9), BYTE, 2)
     with pytest.raises(UserError, match=r"The validation split of data\.source files is empty"):
         build_in_parts(plan, [0, 1])
 
