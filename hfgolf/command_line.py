@@ -102,7 +102,7 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
     for key, value in from_command_line.items():
         if ":" in value and {int, float} & set(_parts(KEY_TYPES[key])):  # YAML 1.1 reads 1:30 as 90
             raise _not_allowed("the command line", key, value)
-    parser = _build_parser(description)
+    parser = _build_parser(description, Path(sys.argv[0]).name)
     if path:  # pass the values read above, so that the file is read only once
         arguments = [f"--config={as_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
     try:
@@ -288,11 +288,11 @@ def _check_number(node: yaml.ScalarNode) -> None:
 
 
 @functools.cache  # it takes 0.1 s to read the docstrings of all keys
-def _build_parser(description: str) -> Any:
+def _build_parser(description: str, program: str) -> Any:
     from jsonargparse import ArgumentParser, set_parsing_settings
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(description=description, exit_on_error=False)
+    parser = ArgumentParser(program, description=description, exit_on_error=False)
     parser.add_argument(
         "--config", action="config", help="YAML file with the sections below, or the name of one of hfgolf's: small."
     )
