@@ -111,6 +111,21 @@ def test_fsdp2_trains_in_bf16_with_gradient_checkpointing(run, tiny_run, tmp_pat
     assert losses(tmp_path / "runs" / "fsdp") == pytest.approx(losses(straight), rel=5e-3)
 
 
+def compile_cheaply() -> None:
+    """Trace as a compiled run does, with gradients, but generate no code; shard."""
+    real = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self, **options: real(self, **options | {"backend": "aot_eager"})
+    shard()
+
+
+def test_compiled_fsdp2_computes_as_uncompiled(run, tiny_run, tmp_path):
+    options = OPTIONS | {"train__max_steps": 3}
+    straight = run(tiny_run(run__name="straight", **options))
+    arguments = tiny_run(run__name="fsdp", **options, train__compile="true")
+    train_on_two(arguments, tmp_path / "output", compile_cheaply)
+    assert losses(tmp_path / "runs" / "fsdp") == pytest.approx(losses(straight), rel=1e-5)
+
+
 def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, tmp_path):
     straight = run(tiny_run(run__name="straight", **OPTIONS, train__max_steps=9))
     first = run(tiny_run(run__name="first", **OPTIONS, train__max_steps=3))
