@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
+import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 
 from hfgolf.optim.shards import is_sharded
 from hfgolf.train import loop
+from hfgolf.train.process import FSDP2_TORCH
 
+needs_fsdp2 = pytest.mark.skipif(torch.__version__ < FSDP2_TORCH, reason=f"FSDP2 needs torch {FSDP2_TORCH}")
 LAUNCHED = {  # by `accelerate launch --config_file configs/accelerate/fsdp2.yaml`
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # NCCL's 10 minutes are too short for what only rank 0 does while the others wait, such as forecasting an export
 _PATIENCE = timedelta(hours=2)
 _ELSEWHERE = "192.0.2.1"  # for documentation (RFC 5737): no machine has it, so the way there is the default route
+# accelerate shards the embedding, the last norm and the head as one unit. The loss takes the head's weight and does not
+# call the head; before 2.13, FSDP2 then takes the unit's pass for unfinished and never shards it again
+FSDP2_TORCH = "2.13"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
 
@@ -114,14 +117,21 @@ def _own_address_towards(host: str) -> str | None:
 
 
 def _refuse_other_sharding() -> None:
-    """Raise UserError for DeepSpeed and FSDP1, which accelerate would let fail with a traceback."""
+    """Raise UserError for DeepSpeed, FSDP1 and FSDP2 with an older torch, which would all fail with a traceback."""
     from accelerate.utils import parse_flag_from_env
 
     instead = "start with `accelerate launch --use_fsdp --fsdp_version 2`, or with neither for a full copy on each GPU"
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise UserError(f"accelerate: hfgolf does not train with DeepSpeed; {instead}.")
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return
+    if os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError(f"accelerate: FSDP version 1, its default, flattens the matrices that Muon needs; {instead}.")
+    if torch.__version__ < FSDP2_TORCH:  # by version, not as strings: it is a TorchVersion
+        raise UserError(
+            f"accelerate: FSDP2 needs torch {FSDP2_TORCH} or newer, this is {torch.__version__}; start without it for a"
+            " full copy on each GPU."
+        )
 
 
 def processes_asked_of_accelerate() -> int | None:

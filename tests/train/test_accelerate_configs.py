@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from sharded import LAUNCHED
+from sharded import LAUNCHED, needs_fsdp2
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "accelerate"
@@ -73,7 +73,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["one_gpu", "ddp", "fsdp2", "multi_node"])
+@pytest.mark.parametrize("name", ["one_gpu", "ddp", pytest.param("fsdp2", marks=needs_fsdp2), "multi_node"])
 def test_each_config_trains(tiny_run, tmp_path, name):
     """The real command, with what a CPU needs.
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from faults import losses, rows, start_two, train_on_two, valid_steps
 from safetensors.torch import load_file
-from sharded import shard
+from sharded import needs_fsdp2, shard
 
 from hfgolf.run.folder import RunFolder
 from hfgolf.tools.evidence import compare, evidence, verdict
 from hfgolf.train import validation
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_fsdp2]
 
 OPTIONS = {
     "optim__newton_schulz_dtype": "fp32",

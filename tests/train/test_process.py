@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfgolf.command_line import load_config
@@ -315,6 +316,14 @@ def test_sharding_that_cannot_work_is_refused_before_anything_is_written(
     with pytest.raises(UserError, match=f"^accelerate: .*{said}.*--use_fsdp --fsdp_version 2"):
         set_up(load_config(tiny_run()))
     assert not (tmp_path / "runs").exists()
+
+
+def test_fsdp2_with_an_older_torch_is_refused(monkeypatch, tiny_run):
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cu130"))
+    with pytest.raises(UserError, match=r"^accelerate: FSDP2 needs torch 2\.13 or newer, this is 2\.9\.1"):
+        set_up(load_config(tiny_run()))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 import torch
 from faults import start_two, train_on_two
 from safetensors.torch import load_file
-from sharded import shard
+from sharded import needs_fsdp2, shard
 from torch import Tensor
 
 from hfgolf.checkpoint import contents
@@ -469,6 +469,7 @@ def spoil_the_second_shard() -> None:
     loop.accumulate_gradients = accumulate_gradients
 
 
+@needs_fsdp2
 @pytest.mark.distributed
 def test_nan_in_one_shard_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients):
     options = NAN_ON_ONE_RANK | {"optim__newton_schulz_dtype": "fp32"}
@@ -500,7 +501,11 @@ def break_the_second_rank(then: Callable[[], None] = lambda: None) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "prepare", [break_the_second_rank, functools.partial(break_the_second_rank, shard)], ids=["ddp", "fsdp2"]
+    "prepare",
+    [
+        pytest.param(break_the_second_rank, id="ddp"),
+        pytest.param(functools.partial(break_the_second_rank, shard), id="fsdp2", marks=needs_fsdp2),
+    ],
 )
 def test_nonfinite_weights_of_one_rank_are_not_saved_and_are_rolled_back(tiny_run, tmp_path, prepare):
     options = {"train__save_every_steps": 2, "train__max_skipped_steps": 2, "train__max_steps": 7}
@@ -512,6 +517,7 @@ def test_nonfinite_weights_of_one_rank_are_not_saved_and_are_rolled_back(tiny_ru
     assert all(row["grad_norm"] is not None for row in rows(folder))
 
 
+@needs_fsdp2
 @pytest.mark.distributed
 def test_nan_on_one_rank_without_rollbacks_left_ends_all_with_one_line(tiny_run, tmp_path):
     options = NAN_ON_ONE_RANK | {"train__max_rollbacks": 0}
