@@ -75,17 +75,22 @@ def serving() -> Iterator[HubServer]:
 def serving_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Serve a Hub that this process, and those it starts, take for the real one."""
     with serving() as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
-        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-        names = {"TOKEN": TOKEN, "ENDPOINT": server.endpoint, "HUB_OFFLINE": "0", "HUB_DISABLE_XET": "1"}
-        for name, value in names.items():
-            monkeypatch.setenv(f"HF_{name}", value)  # for processes started here
-        huggingface_hub.close_session()  # the client caches that it was offline
+        take_for_the_hub(monkeypatch, server.endpoint)
         yield server
         huggingface_hub.close_session()
+
+
+def take_for_the_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Let this process, and those it starts, take the server there for the real one."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    names = {"TOKEN": TOKEN, "ENDPOINT": endpoint, "HUB_OFFLINE": "0", "HUB_DISABLE_XET": "1"}
+    for name, value in names.items():
+        monkeypatch.setenv(f"HF_{name}", value)
+    huggingface_hub.close_session()  # the client caches that it was offline
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,15 @@ LAUNCHED = {  # by `accelerate launch --config_file configs/accelerate/fsdp2.yam
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }
+
+TRAIN = f"""import runpy, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from sharded import shard
+shard()
+sys.argv[0] = {str(Path(__file__).parents[1] / "scripts" / "train.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""scripts/train.py with FSDP2, as a program."""
 
 
 def shard() -> None:

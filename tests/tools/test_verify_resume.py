@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import sharded
 import torch
 from accelerate.utils import load
 from safetensors.torch import load_file, save_file
@@ -254,6 +255,18 @@ def test_killed_run_resumes_bitwise(tiny_run, num_processes, kills):
     assert "session 1: started; kill -9 after step" in answer.stdout
     assert "resumed from step" in answer.stdout
     assert ("\nbitwise identical" if num_processes == "1" else "random states 1") in answer.stdout
+
+
+@sharded.needs_fsdp2
+@pytest.mark.distributed
+def test_killed_run_under_fsdp2_resumes(tiny_run, tmp_path, monkeypatch, caplog):
+    script = tmp_path / "sharded_train.py"
+    script.write_text(sharded.TRAIN)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    arguments = tiny_run(model__dropout=0.1, optim__ema_decay=0.9, batch__micro_batch_size=4)
+    caplog.set_level("INFO", "hfgolf")
+    assert verify_resume(script, arguments, load_config(arguments), KillPlan(8, 1, kill_seed=1, num_processes=2))
+    assert "kill -9 after step" in caplog.text and "resumed from step" in caplog.text
 
 
 def test_resume_that_loses_state_is_detected(tiny_run, tmp_path, monkeypatch, caplog):

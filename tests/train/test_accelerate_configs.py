@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import sharded
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from sharded import LAUNCHED, needs_fsdp2
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "accelerate"
@@ -43,8 +43,8 @@ def test_each_config_starts_its_processes(monkeypatch, name, processes, machines
 
 def test_fsdp2_config_sets_what_the_fsdp2_tests_set(monkeypatch):
     _, environment = launched("fsdp2.yaml", monkeypatch)
-    assert {key: environment[key].lower() for key in LAUNCHED} == {
-        key: value.lower() for key, value in LAUNCHED.items()
+    assert {key: environment[key].lower() for key in sharded.LAUNCHED} == {
+        key: value.lower() for key, value in sharded.LAUNCHED.items()
     }
 
 
@@ -61,19 +61,14 @@ def start(name, tmp_path, arguments, *options, program=TRAIN):
     )
 
 
-SHARDED = f"""import os, runpy, sys
+SHARDED = f"""import os
 assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"] == "2"
-sys.path.insert(0, {str(ROOT / "tests")!r})
-from sharded import shard
-shard()
-sys.argv[0] = {str(TRAIN)!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+{sharded.TRAIN}"""
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["one_gpu", "ddp", pytest.param("fsdp2", marks=needs_fsdp2), "multi_node"])
+@pytest.mark.parametrize("name", ["one_gpu", "ddp", pytest.param("fsdp2", marks=sharded.needs_fsdp2), "multi_node"])
 def test_each_config_trains(tiny_run, tmp_path, name):
     """The real command, with what a CPU needs.
 
@@ -86,15 +81,15 @@ def test_each_config_trains(tiny_run, tmp_path, name):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         two = ["--num_processes", "2", "--main_process_port", str(free.getsockname()[1])]
-    sharded = tmp_path / "sharded_train.py"
-    sharded.write_text(SHARDED)
+    sharded_train = tmp_path / "sharded_train.py"
+    sharded_train.write_text(SHARDED)
     if name == "multi_node":
         two += ["--main_process_ip", "127.0.0.1", "--machine_rank"]
         launches = [start(name, tmp_path, arguments, *two, rank) for rank in ("0", "1")]
     elif name == "one_gpu":
         launches = [start(name, tmp_path, arguments)]
     else:
-        launches = [start(name, tmp_path, arguments, *two, program=sharded if name == "fsdp2" else TRAIN)]
+        launches = [start(name, tmp_path, arguments, *two, program=sharded_train if name == "fsdp2" else TRAIN)]
     try:
         said = [launch.communicate(timeout=150)[0] for launch in launches]
     finally:

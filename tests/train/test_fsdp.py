@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from faults import losses, rows, start_two, train_on_two, valid_steps
+from hub_server import serving, take_for_the_hub
 from safetensors.torch import load_file
 from sharded import needs_fsdp2, shard
 
@@ -187,6 +188,24 @@ def test_fsdp2_run_that_is_killed_in_its_saves_ends_as_one_that_is_not(tiny_run,
     assert valid_steps(killed / "checkpoints") == [2, 3, 6]
     assert losses(killed) == losses(straight)
     assert verdict(compare(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 6, is_exact=True)[0]
+
+
+def with_hub(endpoint: str) -> None:
+    """Train with FSDP2 and this server for the Hub."""
+    shard()
+    take_for_the_hub(pytest.MonkeyPatch(), endpoint)
+
+
+def test_fsdp2_pushes_whole_weights(tiny_run, tmp_path):
+    pushes = {"hub__push": "true", "hub__repo_id": "user/sharded", "hub__every_steps": 3, "hub__format": "golf"}
+    with serving() as server:
+        arguments = tiny_run(**OPTIONS, **pushes)
+        train_on_two(arguments, tmp_path / "output", functools.partial(with_hub, server.endpoint))
+        repository = server.repositories["user/sharded"]
+    assert repository.commits[0] == "step 3" and len(repository.commits) == 2
+    pushed = tmp_path / "pushed.safetensors"
+    pushed.write_bytes(repository.files["model.safetensors"])
+    assert_same_weights(pushed, tmp_path / "runs" / "tiny" / "model" / "model.safetensors")
 
 
 def test_another_architecture_is_refused_under_fsdp2_in_one_line(tiny_run, tmp_path):
