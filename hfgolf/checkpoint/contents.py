@@ -66,7 +66,6 @@ from hfgolf.hardware import free_memory_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.optim.shards import copy_full, is_sharded, local_shards, on_any_rank
-from hfgolf.ranks import gather
 from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class Checkpointer:
         """
         self.wait()
         step = self.state.step
-        nonfinite = next(filter(None, gather(first_nonfinite(self.model.named_parameters()))), None)  # on any rank
+        nonfinite = first_of_ranks(first_nonfinite(self.model.named_parameters()))
         if nonfinite is not None:
             self._failures.append(f"checkpoint of step {step} not written: {nonfinite} holds nonfinite values")
             return
@@ -226,7 +225,7 @@ class Checkpointer:
         for name, named in tensors.items():
             parts.append(functools.partial(write_weights, partial / name if is_main else None, named))
         for write in parts:
-            failure = next(filter(None, gather(_failure_of(write))), None)
+            failure = first_of_ranks(_failure_of(write))
             if failure is not None:
                 if is_main:
                     self._note_failure(step, partial, failure)
@@ -331,6 +330,14 @@ class Checkpointer:
     def _note_failure(self, step: int, partial: Path, reason: str) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         self._failures.append(f"checkpoint of step {step} not written: {reason[:200]}")
+
+
+def first_of_ranks(answer: str | None) -> str | None:
+    """Return the answer of the lowest rank that has one. All ranks call it.
+
+    By a collective: unlike the store of ranks.gather, it outlives a launcher that was killed, and then the run saves.
+    """
+    return next(filter(None, gather_object([answer])), None)
 
 
 def _failure_of(write: Callable[[], Any]) -> str | None:

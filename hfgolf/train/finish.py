@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_nonfinite, load_weights
+from hfgolf.checkpoint.contents import EMA_NAME, WEIGHTS_NAME, first_nonfinite, first_of_ranks, load_weights
 from hfgolf.checkpoint.store import (
     STATE_NAME,
     Rejected,
@@ -31,7 +31,6 @@ from hfgolf.hardware import accelerator_name
 from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
-from hfgolf.ranks import gather
 from hfgolf.report.report import write_report
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
@@ -214,7 +213,7 @@ def _take_best_weights(run: Run) -> tuple[int, int | None]:
     run.accelerator.wait_for_everyone()  # until the main process has written the files that all ranks read
     averaged = run.config.optim.ema_export
     name = EMA_NAME if averaged else WEIGHTS_NAME
-    nonfinite = next(filter(None, gather(first_nonfinite(run.raw_model.named_parameters()))), None)  # on any rank
+    nonfinite = first_of_ranks(first_nonfinite(run.raw_model.named_parameters()))
     answer: list[Any] = [None, None]
     if run.accelerator.is_main_process:
         answer = list(_find_weights(run, name, nonfinite is None))
