@@ -1,12 +1,15 @@
 """Time and memory of one optimizer step, compared with torch.optim.Muon and torch.optim.AdamW(fused=True).
 
     python benchmarks/optimizer_step.py --output benchmarks/results/optimizer_step_cpu.json
-    python benchmarks/optimizer_step.py --device cuda --output benchmarks/results/optimizer_step_gpu.json
+    python benchmarks/optimizer_step.py --device cuda --compiled --output benchmarks/results/optimizer_step_gpu.json
 
 Uses the matrices of GPT-2 124M and of configs/small.yaml: fused, as torch.optim.Muon takes them, and with q, k and v
 apart, as hfgolf trains them. 5 classic iterations in bf16. Repetitions are interleaved in one process, and ratios are
 medians over pairs. "products alone" replays only the matmuls of a step on the same tensors, a lower bound for any step
 that computes them. The memory that a step adds is its peak in a separate process, without optimizer state.
+
+--compiled also measures "with q, k and v apart" with Newton-Schulz compiled, and compiled as CUDA graphs, one for each
+shape: only a GPU can show whether the optimizer should do that.
 
 On a CPU with --threads 1, time is process time: other programs only affect it through the shared caches.
 """
@@ -20,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from machine import build_parser, held_bytes, peak_bytes, reset_peak, write
 
@@ -29,6 +33,9 @@ MUON = {
     "hfgolf": "hfgolf's products alone",
     "hfgolf, q k v apart": "those with q k v apart",
 }
+COMPILED = {"apart, compiled": None, "apart, CUDA graphs": "reduce-overhead"}
+"""{name: mode of torch.compile}."""
+WARMUPS = 3  # a CUDA graph is recorded in the second step
 ADAMW = ("torch.optim.AdamW", "hfgolf AdamW")
 
 
@@ -55,6 +62,22 @@ def build(name: str, width: int, layers: int, device: str) -> Any:
         return Muon(params, rule="adamw", **numbers)
     classic: dict[str, Any] = {"newton_schulz_coefficients": "classic", "newton_schulz_dtype": "bf16"}
     return Muon([{"params": params, "splits": splits}], **numbers, **classic)
+
+
+def compiled_step(optimizer: Any, mode: str | None) -> Callable[[], None]:
+    """Return a function that takes a step with Newton-Schulz compiled for each shape."""
+    import torch
+
+    from hfgolf.optim import muon
+
+    compiled = torch.compile(muon.orthogonalize, dynamic=False, mode=mode)
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        with mock.patch.object(muon, "orthogonalize", compiled):
+            optimizer.step()
+
+    return step
 
 
 def products_of(optimizer: Any) -> tuple[Callable[[], None], int]:
@@ -115,7 +138,7 @@ def child(name: str, model: str, device: str) -> int:
     return max(0, peak_bytes(on_gpu) - before - (state_bytes(optimizer) - already))
 
 
-def measure(model: str, device: str, repetitions: int) -> dict[str, Any]:
+def measure(model: str, device: str, repetitions: int, compiled: bool) -> dict[str, Any]:
     import torch
 
     torch.zeros(31 * 2**18)  # makes malloc keep the memory of a step, as it does with a model's activations around
@@ -126,14 +149,17 @@ def measure(model: str, device: str, repetitions: int) -> dict[str, Any]:
     for name, products in MUON.items():
         steps[products], flops[name] = products_of(optimizers[name])
         flops[products] = flops[name]
+    for name, mode in COMPILED.items() if compiled else ():
+        steps[name] = compiled_step(build("hfgolf, q k v apart", **MODELS[model], device=device), mode)
+        flops[name] = flops["hfgolf, q k v apart"]
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for repetition in range(repetitions + 2):
+    for repetition in range(repetitions + WARMUPS):
         for name, step in steps.items():
             started_at = clock()
             step()
             if device == "cuda":
                 torch.cuda.synchronize()
-            if repetition >= 2:  # the first two are the warmup
+            if repetition >= WARMUPS:
                 seconds[name].append(clock() - started_at)
     return {
         "model": model,
@@ -150,7 +176,8 @@ def show(measured: dict[str, Any]) -> None:
     print(f"{measured['model']}: {measured['parameters']:,} parameters in matrices")
     heads = ("median", 12), ("from", 12), ("to", 12), ("faster", 8), ("GFLOP", 8), ("GFLOP/s", 9), ("state", 9)
     print(" " * 26 + "".join(f"{head:>{width}}" for head, width in heads) + "  a step adds")
-    for name in (*(line for pair in MUON.items() for line in pair), *ADAMW):
+    compiled = [name for name in COMPILED if name in measured["seconds"]]
+    for name in (*(line for pair in MUON.items() for line in pair), *compiled, *ADAMW):
         times, flops = measured["seconds"][name], measured["flops"].get(name)
         milliseconds = "".join(
             f"{1e3 * value:>9,.1f} ms" for value in (statistics.median(times), min(times), max(times))
@@ -168,6 +195,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
     parser.add_argument("--model", choices=MODELS, help="only this one")
+    parser.add_argument("--compiled", action="store_true", help="also with Newton-Schulz compiled")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -180,7 +208,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     results = []
     for model in [arguments.model] if arguments.model else MODELS:
-        results.append(measure(model, arguments.device, arguments.repetitions))
+        results.append(measure(model, arguments.device, arguments.repetitions, arguments.compiled))
         show(results[-1])
     write(arguments.output, ["torch"], threads=torch.get_num_threads(), results=results)
 

@@ -139,6 +139,7 @@ PARTS: dict[str, dict[str, Part]] = {
             "shakespeare_char, fp32", "shakespeare_char, bf16", "shakespeare_char, bf16, compiled"
         ),
         **COMMON,
+        "optimizer_step": Part("benchmarks/optimizer_step.py", ("--compiled",), SMALL_ONCE),
     },
 }
 """For each device: {name: part}."""
