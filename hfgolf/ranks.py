@@ -108,7 +108,7 @@ def gather(value: Value) -> list[Value]:
     group.store.set(f"{name}/{group.rank}", pickle.dumps(value))
     keys = [f"{name}/{rank}" for rank in range(group.size)]
     while not group.store.check(keys):
-        if _listen(group):
+        if _listen(group) and not group.store.check(keys):  # a rank may have answered, and failed only then
             raise _HeardError(_report(group))
         time.sleep(pause)
         pause = min(2 * pause, _POLL_SECONDS)

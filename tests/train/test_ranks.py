@@ -171,6 +171,30 @@ def test_error_of_all_ranks_names_none(tiny_run, tmp_path):
     assert_one_line(said, r"error: train\.resume: there is no checkpoint nowhere")
 
 
+def first_rank_listens_late() -> None:
+    """Each time rank 0 waits for rank 1 in an exchange, rank 1 answers, disagrees and fails before rank 0 listens."""
+    other_config_on_second_rank()
+    exchange, listen = ranks.gather, ranks._listen
+
+    def answer_late(value: Any) -> Any:
+        time.sleep(0.2)
+        return exchange(value)
+
+    def listen_late(group: Any) -> bool:
+        time.sleep(0.6)
+        return listen(group)
+
+    if on_second_rank():
+        ranks.gather = answer_late
+    else:
+        ranks._listen = listen_late
+
+
+def test_rank_that_fails_after_an_exchange_does_not_end_it_for_the_others(tiny_run, tmp_path):
+    said = said_by_both(tiny_run(**SAME), tmp_path / "output", first_rank_listens_late)
+    assert_one_line(said, r"error: optim\.learning_rate: 0\.\d+ on rank 0 \(\S+\), but 0\.5 on rank 1 \(\S+\); ")
+
+
 def test_bug_on_one_rank_keeps_its_traceback_and_ends_the_other_with_one_line(tiny_run, tmp_path):
     output = tmp_path / "output"
     prepare = functools.partial(fail_on, "1", "step", ZeroDivisionError("of nothing"))
@@ -232,12 +256,12 @@ def test_machines_without_a_shared_folder_are_told_at_the_start(tiny_run, tmp_pa
 
 
 def first_rank_takes_longer_than_the_group_waits() -> None:
-    process._PATIENCE = timedelta(seconds=3)
+    process._PATIENCE = timedelta(seconds=6)
     real = setup.load_tokens
 
     def load(*arguments: Any) -> Any:
         if not on_second_rank():
-            time.sleep(6)
+            time.sleep(10)
         return real(*arguments)
 
     setup.load_tokens = load
