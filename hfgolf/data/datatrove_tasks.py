@@ -27,9 +27,8 @@ from transformers import PreTrainedTokenizerFast
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.files import cache_folder
-from hfgolf.data.lock import locked
 from hfgolf.data.parts import Plan, join_parts, open_part, write_part
-from hfgolf.data.token_cache import build_cache, cache_key, find_cache
+from hfgolf.data.token_cache import build_cache, build_lock, cache_key, find_cache
 from hfgolf.data.tokenizer import build_tokenizer, find_tokenizer
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
@@ -42,14 +41,18 @@ _NUMBERS = ("cpus_per_task", "mem_per_cpu_gb", "max_array_size", "tasks_per_job"
 _TEXTS = ("partition", "time", "qos", "job_name", "env_command", "condaenv", "venv_path", "mail_type", "mail_user")
 
 
-class WritePart(PipelineStep):
-    """A step of datatrove's: tokenize one task's share."""
-
-    type, name = "TOKENIZER", "hfgolf"
+class _PlannedStep(PipelineStep):
+    """A step of datatrove's that knows the plan."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
+
+
+class WritePart(_PlannedStep):
+    """Tokenize one task's share."""
+
+    type, name = "TOKENIZER", "hfgolf"
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         with _log_to_datatrove():
@@ -59,17 +62,13 @@ class WritePart(PipelineStep):
         self.stat_update("bytes", value=sum(stream.num_bytes for stream in streams), unit="task")
 
 
-class JoinParts(PipelineStep):
-    """A step of datatrove's: join the parts to the token cache."""
+class JoinParts(_PlannedStep):
+    """Join the parts to the token cache."""
 
     type, name = "WRITER", "hfgolf token cache"
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
-
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        with _log_to_datatrove(), locked(self.plan.cache_dir / "build.lock", "builds the token cache"):
+        with _log_to_datatrove(), build_lock(self.plan.cache_dir):
             _build(self.plan)
 
 
@@ -183,28 +182,22 @@ def tokenize_in_tasks(
     if tasks is None:
         num_bytes = sum(state[0] for state in corpus.states)
         tasks = min(len(corpus.files), max(workers or 1, math.ceil(num_bytes / _BYTES_PER_TASK)))
-    try:
-        with locked(cache_dir / "build.lock", "builds the token cache"):
-            tokenizer = find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
-            if tokenizer is None:
-                _log.info("the tokenizer is trained first, in one process, which takes a copy of the text on disk")
-                tokenizer = _train_tokenizer(corpus, config, cache_dir)
-            if find_cache(corpus, config, cache_dir, tokenizer) is not None:
-                return False
-            plan = Plan(corpus, config, cache_dir, cache_key(corpus, config, tokenizer), tasks)
-            _forget_removed_parts(plan)
-            if options is None:
-                datatrove_logger.remove()
-                executor = LocalExecutor([WritePart(plan)], tasks, min(workers or tasks, tasks), str(plan.folder))
-                _build(plan, executor.run)
-                return True
-        _submit(plan, workers, options)  # without the lock, which the last job takes
-        return None
-    except OSError as error:
-        raise UserError(
-            f"data.cache_dir: cannot write the tokens of this corpus to {cache_dir} ({error.strerror or error});"
-            " free up space there, or set another folder."
-        ) from error
+    with build_lock(cache_dir):
+        tokenizer = find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
+        if tokenizer is None:
+            _log.info("the tokenizer is trained first, in one process, which takes a copy of the text on disk")
+            tokenizer = _train_tokenizer(corpus, config, cache_dir)
+        if find_cache(corpus, config, cache_dir, tokenizer) is not None:
+            return False
+        plan = Plan(corpus, config, cache_dir, cache_key(corpus, config, tokenizer), tasks)
+        _forget_removed_parts(plan)
+        if options is None:
+            datatrove_logger.remove()
+            executor = LocalExecutor([WritePart(plan)], tasks, min(workers or tasks, tasks), str(plan.folder))
+            _build(plan, executor.run)
+            return True
+    _submit(plan, workers, options)  # without the lock, which the last job takes
+    return None
 
 
 def _require_files(data: DataConfig) -> None:

@@ -12,8 +12,8 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -94,21 +94,28 @@ def load_tokens(
         return _open_shards(corpus, tokenizer)
     tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
     if tokens is None:
-        try:
-            with locked(cache_dir / "build.lock", "builds the token cache"):
-                # another process may have built it while this one waited
-                tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
-                if tokens is None:
-                    built = build_cache(corpus, tokenizer_config, cache_dir, tokenizer)
-                    return _open_cache(*built, corpus, is_hit=False)
-        except OSError as error:
-            raise UserError(
-                f"data.cache_dir: cannot write the tokens of this corpus to {cache_dir} ({error.strerror or error});"
-                " free up space there, or set another folder."
-            ) from error
+        with build_lock(cache_dir):
+            # another process may have built it while this one waited
+            tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
+            if tokens is None:
+                built = build_cache(corpus, tokenizer_config, cache_dir, tokenizer)
+                return _open_cache(*built, corpus, is_hit=False)
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
     _log.info("cache hit: %s (%s)", tokens.path, sizes)
     return tokens
+
+
+@contextmanager
+def build_lock(cache_dir: Path) -> Iterator[None]:
+    """Hold the lock under which one process builds. Raises UserError if the block cannot write to the folder."""
+    try:
+        with locked(cache_dir / "build.lock", "builds the token cache"):
+            yield
+    except OSError as error:
+        raise UserError(
+            f"data.cache_dir: cannot write the tokens of this corpus to {cache_dir} ({error.strerror or error});"
+            " free up space there, or set another folder."
+        ) from error
 
 
 def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCache:
