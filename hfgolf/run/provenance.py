@@ -29,6 +29,8 @@ _VARIABLES = re.compile(
 
 MAX_PATCH_BYTES = 1_000_000
 MAX_NEW_FILES = 100  # per patch; each costs one call of git
+# Untracked files that a run may execute or read as settings; a corpus or notes are neither.
+_CODE = {".py", ".pyi", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".c", ".cpp", ".cu", ".h"}
 # These options override the user's git settings, so that `git apply` accepts the patch.
 _DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 
@@ -74,9 +76,9 @@ def git_commit(folder: Path = Path(__file__).parent) -> str | None:
 def uncommitted_changes(folder: Path = Path(__file__).parent) -> str | None:
     """Return the patch from the commit to the working tree that contains `folder`, for `git apply`; redacted.
 
-    None if nothing differs or there is no checkout. Includes untracked text files unless they are ignored or hidden
-    (.env, .netrc). Changes that would exceed MAX_PATCH_BYTES are only named, at the top. The patch does not restore
-    files exactly if they are not UTF-8 or contain a redacted secret.
+    None if nothing differs or there is no checkout. Of untracked files it includes code and configs, unless they are
+    ignored or hidden (.env, .netrc), and no other text. Changes that would exceed MAX_PATCH_BYTES are only named, at
+    the top. The patch does not restore files exactly if they are not UTF-8 or contain a redacted secret.
     """
     root = _checkout(folder)
     if root is None:
@@ -84,7 +86,7 @@ def uncommitted_changes(folder: Path = Path(__file__).parent) -> str | None:
     patch, omitted = _git(root, *_DIFF, "HEAD") or b"", []
     if len(patch) > MAX_PATCH_BYTES:
         patch, omitted = b"", ["the changes to tracked files"]
-    for number, (name, size) in enumerate(_untracked_texts(root)):
+    for number, (name, size) in enumerate(_untracked_code(root)):
         if number >= MAX_NEW_FILES or len(patch) + size > MAX_PATCH_BYTES:
             omitted.append(name)
         else:
@@ -94,12 +96,12 @@ def uncommitted_changes(folder: Path = Path(__file__).parent) -> str | None:
     return redact(patch.decode("utf-8", errors="replace")) or None
 
 
-def _untracked_texts(root: Path) -> Iterator[tuple[str, int]]:
-    """Yield (name, size in bytes) of each text file that is untracked, not ignored and not hidden."""
+def _untracked_code(root: Path) -> Iterator[tuple[str, int]]:
+    """Yield (name, size in bytes) of each file of code or config that is untracked, not ignored and not hidden."""
     listed = os.fsdecode(_git(root, "ls-files", "--others", "--exclude-standard", "-z") or b"").split("\0")
     for name in listed:
         path = root / name
-        if path.is_file() and not any(part.startswith(".") for part in Path(name).parts):
+        if path.suffix in _CODE and path.is_file() and not any(part.startswith(".") for part in Path(name).parts):
             try:
                 with path.open("rb") as file:
                     size = os.fstat(file.fileno()).st_size

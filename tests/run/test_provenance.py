@@ -128,9 +128,19 @@ def test_patch_reproduces_the_changed_checkout(repository, tmp_path):
 
 
 def test_patch_omits_ignored_hidden_and_binary_files(repository):
-    for name in ("ignored.py", ".env", "weights.bin"):
-        (repository / name).write_bytes(b"\0" if name == "weights.bin" else b"text\n")
+    for name in ("ignored.py", ".env", ".hidden.py", "binary.py"):
+        (repository / name).write_bytes(b"\0" if name == "binary.py" else b"text\n")
     assert provenance.uncommitted_changes(repository) is None
+
+
+def test_untracked_texts_stay_out_of_the_patch(repository):
+    """What someone trains on, or their notes, are no part of the code; a config of theirs is."""
+    for name in ("my.txt", "notes.md", "chat.jsonl", "table.csv", "letters", "package/diary.txt"):
+        (repository / name).write_text("dear diary\n")
+    assert provenance.uncommitted_changes(repository) is None
+    (repository / "mine.yaml").write_text("data: {files: [my.txt]}\n")
+    patch = provenance.uncommitted_changes(repository)
+    assert patch.count("diff --git") == 1 and "+data: {files: [my.txt]}\n" in patch
 
 
 def test_patch_contains_no_secret(repository, logged_in):
@@ -143,18 +153,18 @@ def test_patch_contains_no_secret(repository, logged_in):
 
 def test_oversized_patch_names_what_it_omits(repository, monkeypatch):
     monkeypatch.setattr(provenance, "MAX_PATCH_BYTES", 2000)
-    (repository / "corpus.txt").write_text("word\n" * 1000)
+    (repository / "many.yaml").write_text("word\n" * 1000)
     (repository / "small.py").write_text("x = 1\n")
     patch = provenance.uncommitted_changes(repository)
-    assert patch.startswith("# omitted, too large for this patch: corpus.txt\ndiff --git")
+    assert patch.startswith("# omitted, too large for this patch: many.yaml\ndiff --git")
     assert "\n+x = 1\n" in patch and "word" not in patch
     git(repository, "apply", "--check", "--reverse", "-", input=patch.encode())
     (repository / "windows.txt").write_text("more\n" * 1000)
     patch = provenance.uncommitted_changes(repository)
-    assert patch.startswith("# omitted, too large for this patch: the changes to tracked files, corpus.txt\ndiff")
+    assert patch.startswith("# omitted, too large for this patch: the changes to tracked files, many.yaml\ndiff")
     monkeypatch.setattr(provenance, "MAX_NEW_FILES", 0)
     assert provenance.uncommitted_changes(repository) == (
-        "# omitted, too large for this patch: the changes to tracked files, corpus.txt, small.py\n"
+        "# omitted, too large for this patch: the changes to tracked files, many.yaml, small.py\n"
     )
 
 
