@@ -2,6 +2,7 @@
 # make test-ecosystem: peft, trl, transformers serve, llama.cpp and lm-eval on exported models, datatrove, in a virtual
 #   environment of their own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
 # make test-versions [ARGS="--only oldest"]: the tests with each set of versions in constraints/, on its own Python
+# make docs: the site of the docs, in build/site/index.html; make docs-links: the links out of it
 # make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only roofline"
 # make wheels [WHEELS_PYTHON=3.12], then, on a machine without network that has torch: make offline bench-gpu
 PYTHON ?= python3
@@ -13,7 +14,7 @@ WHEELS_PYTHON ?= 3.12
 PYTEST := $(VENV)/bin/python -m pytest
 PARALLEL := --numprocesses logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup train test test-slow test-ecosystem test-versions test-gpu bench-cpu bench-gpu wheels offline check image
+.PHONY: setup train test test-slow test-ecosystem test-versions test-gpu bench-cpu bench-gpu wheels offline check image docs docs-links
 
 setup: $(VENV)/.ready
 
@@ -83,3 +84,20 @@ check: setup
 
 image:
 	docker build --build-arg COMMIT=$$(git describe --always --dirty --abbrev=40 --exclude='*') -t hfgolf .
+
+# a link that leads nowhere, or to no heading, fails the build
+docs: .venv-docs/.ready
+	rm -rf build/docs
+	mkdir -p build/docs
+	cp -r --parents *.md LICENSE docs configs benchmarks/*.md benchmarks/experiments/README.md \
+		benchmarks/experiments/results/*.* build/docs
+	.venv-docs/bin/zensical build --clean --strict
+	@echo "open build/site/index.html"
+
+docs-links:
+	@grep -rhoE --include='*.md' "https?://[^][ )>\"'\`]+" *.md docs benchmarks | sort -u
+
+.venv-docs/.ready: docs/site/constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c $< zensical
+	touch $@

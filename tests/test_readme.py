@@ -72,6 +72,15 @@ def test_every_docs_page_is_reachable_from_the_readme():
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")} - reached == set()
 
 
+def test_site_has_every_page_once():
+    def pages(entries: list[dict[str, object]]) -> list[str]:
+        values = [value for entry in entries for value in entry.values()]
+        return [page for value in values for page in (pages(value) if isinstance(value, list) else [value])]
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted({*PAGES, *TABLES, *(f"docs/{name}" for name in GENERATED)})
+
+
 def test_readme_states_the_lengths_of_the_seven_files_to_read():
     rows = re.findall(r"^\| `(hfgolf/[\w/]+\.py)` \| (\d+) \|", README, re.MULTILINE)
     assert len(rows) == 7
