@@ -22,6 +22,12 @@ def main() -> None:
     )
     parser.add_argument("paths", nargs="+", type=Path, help="a definition; with --runs, the folders of runs")
     parser.add_argument("--runs", action="store_true", help="only read these runs; the first one's arm is the baseline")
+    parser.add_argument(
+        "--equivalent",
+        type=within(1e-6, 10.0),
+        metavar="NATS",
+        help="also test whether the arms are equivalent to the baseline within this margin, such as 0.005",
+    )
     parser.add_argument("--output_dir", type=Path, help="folder for runs and results (runs/experiments/NAME)")
     parser.add_argument(
         "--jobs",
@@ -62,9 +68,12 @@ def main() -> None:
     show_log(is_main_process=True)
     check_output("--output_dir", output_dir)
     command = shlex.join(["python", "scripts/compare_runs.py", *map(str, arguments.paths), *run_options])
+    margin = arguments.equivalent
+    command += " --runs" if arguments.runs else ""
+    command += "" if margin is None else f" --equivalent {margin:g}"
     if experiment is None:
         outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths])
-        comparison = compare_outcomes(output_dir.name, f"{command} --runs", outcomes)
+        comparison = compare_outcomes(output_dir.name, command, outcomes, margin)
     else:
         script = Path(__file__).with_name("train.py")
         if arguments.launcher == "slurm":
@@ -73,7 +82,7 @@ def main() -> None:
         else:
             failed = run_missing(planned, LocalLauncher(script, arguments.jobs or 1))
         outcomes, failures = read_outcomes(planned, failed)
-        comparison = compare_experiment(experiment, command, outcomes, failures)
+        comparison = compare_experiment(experiment, command, outcomes, failures, margin)
     results, page = output_dir / comparison.name, to_markdown(comparison)
     write_text(Path(f"{results}.json"), comparison.to_json())
     write_text(Path(f"{results}.md"), page)

@@ -42,6 +42,8 @@ class Comparison:
     """{arm: {key: value}}, the values that each arm sets."""
     grids: dict[str, GridBest | None]
     failures: dict[str, dict[int, str]]
+    margin: float | None
+    """Of the test for equivalence, in nats per token; None if it was not asked for."""
     seconds_caveats: list[str]
     """Why the seconds are not comparable; empty if they are."""
     caveats: list[str]
@@ -55,8 +57,10 @@ class Comparison:
         return json.dumps(redact_values(dataclasses.asdict(self)), indent=1) + "\n"
 
 
-def compare_experiment(experiment: Experiment, command: str, outcomes: Outcomes, failures: Failures) -> Comparison:
-    """Compare the runs of an experiment. outcomes and failures must have every arm."""
+def compare_experiment(
+    experiment: Experiment, command: str, outcomes: Outcomes, failures: Failures, margin: float | None = None
+) -> Comparison:
+    """Compare the runs of an experiment. outcomes and failures must have every arm; margin: see `compare`."""
     grids = {}
     for grid, axes in experiment.grids.items():
         # an arm that failed with any seed is not a candidate, however good its other runs are
@@ -65,16 +69,16 @@ def compare_experiment(experiment: Experiment, command: str, outcomes: Outcomes,
         grids[grid] = best_of_grid(means, experiment.arms, axes)
     best = grids.get(experiment.baseline)
     baseline = best.arm if best else experiment.baseline
-    return _comparison(experiment.path.stem, command, baseline, outcomes, failures, experiment.arms, grids)
+    return _comparison(experiment.path.stem, command, baseline, outcomes, failures, experiment.arms, grids, margin)
 
 
-def compare_outcomes(name: str, command: str, outcomes: Outcomes) -> Comparison:
-    """Compare finished runs; the first arm is the baseline."""
+def compare_outcomes(name: str, command: str, outcomes: Outcomes, margin: float | None = None) -> Comparison:
+    """Compare finished runs; the first arm is the baseline. margin: see `compare`."""
     configs = {arm: next(iter(runs.values())).config for arm, runs in outcomes.items()}
     keys = {key for config in configs.values() for key in config if not key.startswith("run.")}
     differing = sorted(key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1)
     settings = {arm: {key: config.get(key) for key in differing} for arm, config in configs.items()}
-    return _comparison(name, command, next(iter(outcomes)), outcomes, {}, settings, {})
+    return _comparison(name, command, next(iter(outcomes)), outcomes, {}, settings, {}, margin)
 
 
 def _comparison(
@@ -85,6 +89,7 @@ def _comparison(
     failures: Failures,
     settings: Mapping[str, Mapping[str, Any]],
     grids: dict[str, GridBest | None],
+    margin: float | None,
 ) -> Comparison:
     runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
     if not runs:
@@ -103,10 +108,11 @@ def _comparison(
         baseline=baseline if outcomes.get(baseline) else None,
         val_tokens=runs[0].evaluated_on[0],
         is_whole=all(run.is_whole for run in runs),
-        arms=compare(curves, baseline),
+        arms=compare(curves, baseline, margin),
         settings={arm: dict(values) for arm, values in settings.items()},
         grids=grids,
         failures={arm: dict(by_seed) for arm, by_seed in failures.items() if by_seed},
+        margin=margin,
         seconds_caveats=_seconds_caveats(runs),
         caveats=_caveats(runs),
         hardware=_distinct(run.metadata["hardware"] for run in runs),

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hfgolf.tools.compare.equivalence import Equivalence, equivalence
 from hfgolf.tools.student import student_tail
 
 NOISE_P_VALUE = 0.05
@@ -76,6 +77,8 @@ class ArmResult:
     difference: Difference | None
     """None for the baseline, and if no seed finished in both arms."""
     reach: Reach | None
+    equivalence: Equivalence | None
+    """With the baseline; None if it was not asked for, or fewer than two seeds finished in both arms."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,13 @@ class GridBest:
     """{key: whether the grid has worse values on both sides of the best}; only for numeric axes."""
 
 
-def compare(arms: Arms, baseline: str) -> dict[str, ArmResult]:
-    """Compare every arm with the baseline by their final losses, for the seeds that finished in both."""
-    return {name: _arm_result(curves, None if name == baseline else arms[baseline]) for name, curves in arms.items()}
+def compare(arms: Arms, baseline: str, margin: float | None = None) -> dict[str, ArmResult]:
+    """Compare every arm with the baseline by their final losses, for the seeds that finished in both.
+
+    margin: test also whether they are equivalent within this many nats.
+    """
+    others = {name: None if name == baseline else arms[baseline] for name in arms}
+    return {name: _arm_result(curves, others[name], margin) for name, curves in arms.items()}
 
 
 def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
@@ -169,7 +176,7 @@ def numbers(texts: Sequence[str]) -> list[float]:
         return []
 
 
-def _arm_result(curves: Mapping[int, Curve], baseline: Mapping[int, Curve] | None) -> ArmResult:
+def _arm_result(curves: Mapping[int, Curve], baseline: Mapping[int, Curve] | None, margin: float | None) -> ArmResult:
     finals = {seed: curve[-1] for seed, curve in curves.items()}
     losses = {seed: final.loss for seed, final in finals.items()}
     difference = reach = None
@@ -184,6 +191,7 @@ def _arm_result(curves: Mapping[int, Curve], baseline: Mapping[int, Curve] | Non
         seconds=_mean(final.seconds for final in finals.values()),
         difference=difference,
         reach=reach,
+        equivalence=equivalence(list(difference.by_seed.values()), margin) if difference and margin else None,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from hfgolf.redact import redact
 from hfgolf.tools.compare.comparison import Comparison
 from hfgolf.tools.compare.differences import NOISE_P_VALUE, ArmResult, Difference, GridBest
+from hfgolf.tools.compare.equivalence import MOST_SEEDS, Equivalence
 from hfgolf.wording import join_words
 
 
@@ -49,10 +50,18 @@ def _table(comparison: Comparison) -> str:
         "| arm | mean | sd | lowest to highest | difference | p | verdict | steps to the baseline's loss | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    if comparison.margin:
+        lines = [f"{lines[0]} equivalent within {comparison.margin:g} nats |", f"{lines[1]}---|"]
     finished = {name: arm for name, arm in comparison.arms.items() if arm.mean is not None}
     for name in sorted(finished, key=lambda name: finished[name].mean or 0):
-        lines.append(f"| {' | '.join([f'`{name}`', *_cells(comparison, name, finished[name])])} |")
-    lines += [f"| `{name}` | failed |" + " |" * 7 for name, arm in comparison.arms.items() if arm.mean is None]
+        cells = [f"`{name}`", *_cells(comparison, name, finished[name])]
+        if comparison.margin:
+            cells.append(_equivalence(finished[name].equivalence))
+        lines.append(f"| {' | '.join(cells)} |")
+    columns = lines[1].count("---")
+    lines += [
+        f"| `{name}` | failed |" + " |" * (columns - 2) for name, arm in comparison.arms.items() if arm.mean is None
+    ]
     return "\n".join(lines)
 
 
@@ -85,6 +94,13 @@ def _verdict(difference: Difference) -> str:
     return "better" if difference.mean < 0 else "worse"
 
 
+def _equivalence(found: Equivalence | None) -> str:
+    if found is None:
+        return ""
+    verdict = "yes" if found.is_shown else "no" if found.is_refuted else "not shown"
+    return f"{verdict} ({_stated(found.p_value)})"
+
+
 def _reached(by_seed: Mapping[int, float | None], share: float | None, form: str) -> str:
     reached = [value for value in by_seed.values() if value is not None]
     if share is None:
@@ -108,6 +124,8 @@ def _remarks(comparison: Comparison) -> list[str]:
             f"This page makes {len(tested)} comparisons. If no arm really differed, 1 in {1 / NOISE_P_VALUE:.0f}"
             f" comparisons would still have p below {NOISE_P_VALUE}: here, about {len(tested) * NOISE_P_VALUE:.1f}."
         )
+    if comparison.margin:
+        remarks.append(_equivalence_remark(comparison))
     if differences:
         remarks.append(
             "Steps and seconds to the baseline's loss: when a run first reaches the mean final loss of"
@@ -126,6 +144,41 @@ def _remarks(comparison: Comparison) -> list[str]:
     for arm, by_seed in comparison.failures.items():
         remarks.append("\n".join(f"- `{arm}` failed with seed {seed}: {reason}" for seed, reason in by_seed.items()))
     return remarks + [f"Note: {caveat}." for caveat in comparison.caveats]
+
+
+def _equivalence_remark(comparison: Comparison) -> str:
+    margin = f"{comparison.margin:g} nats"
+    lines = [
+        "Equivalence is tested by two one-sided paired t-tests, each at 5 %: a p below 0.05 shows that the true"
+        f" difference is less than {margin}, in either direction. That a difference is within noise does not show it."
+    ]
+    for name, arm in comparison.arms.items():
+        found = arm.equivalence
+        if found is None:
+            if arm.difference is not None:
+                lines.append(f"- `{name}`: one seed; it takes two or more.")
+            continue
+        low, high = found.interval
+        interval = f"90 % confidence interval of the difference: {low:+.4f} to {high:+.4f}"
+        if found.is_shown:
+            lines.append(f"- `{name}`: equivalent within {margin} ({_stated(found.p_value)}). {interval}.")
+        elif found.is_refuted:
+            lines.append(f"- `{name}`: not equivalent; it differs by more than {margin}. {interval}.")
+        else:
+            verdict = f"not shown to be equivalent ({_stated(found.p_value)})"
+            lines.append(f"- `{name}`: {verdict}. {interval}. {_needed(found, margin)}")
+    return "\n".join(lines)
+
+
+def _needed(found: Equivalence, margin: str) -> str:
+    if found.needed_seeds is not None:
+        return (
+            f"With this difference and this noise, {found.needed_seeds} seeds would show it with a probability of 80 %."
+        )
+    low, high = found.interval
+    if abs(low + high) / 2 < found.margin:
+        return f"With this difference and this noise, it takes more than {MOST_SEEDS:,} seeds."
+    return f"The mean difference is {margin} or more, so more seeds are unlikely to show it."
 
 
 def _grid_remark(grid: str, best: GridBest | None) -> str:
@@ -157,3 +210,7 @@ def _p_value(value: float | None) -> str:
     if value is None:
         return ""
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _stated(p_value: float) -> str:
+    return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3f}"
