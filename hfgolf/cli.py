@@ -17,6 +17,7 @@ from hfgolf.wording import close_match
 VERBS = {
     "train": ("train", "train a GPT: hfgolf train my.txt, or hfgolf train --config small"),
     "generate": ("generate", "write text with a model"),
+    "chat": ("chat", "talk with a model, line by line"),
     "evaluate": ("evaluate", "the loss and bits per byte of a model on text, or its results on tasks"),
     "report": ("make_report", "the page of one run, or of several side by side"),
     "watch": ("watch", "a run's page in the browser while it trains"),

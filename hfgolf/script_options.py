@@ -6,6 +6,7 @@ Does not know any script, or the options of a config (command_line.py). Imports 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -46,6 +47,56 @@ def within(minimum: float, maximum: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def _temperature(text: str) -> float:
+    value = within(0.0, 1e6)(text)
+    if 0 < value < 1e-3:  # dividing the logits by it would overflow
+        raise argparse.ArgumentTypeError(f"{value} is out of range; allowed: 0, or 0.001 to 1000000")
+    return value
+
+
+SAMPLING: dict[str, tuple[Callable[[str], float], float, str]] = {
+    "max_new_tokens": (within(1, 10**9), 200, "maximum number of tokens to generate"),
+    "temperature": (_temperature, 0.8, "sampling temperature; 0: greedy"),
+    "top_k": (within(0, 10**9), 50, "sample from the K most likely tokens; 0: all"),
+    "top_p": (within(1e-9, 1.0), 1.0, "sample from the most likely tokens with this total probability"),
+    "seed": (within(0, 2**63 - 1), 0, "seed of the first text; each further text has the next one"),
+}
+"""{option of sampling: (its type, its default, what it is)}."""
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    for name, (kind, default, text) in SAMPLING.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+
+
+def add_model(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Add --model, which `take_words` also takes from the words without an option. others: what follows it there."""
+    parser.add_argument("words", nargs="*", metavar=" ".join(("MODEL", *others)), help="the same without --model")
+    parser.add_argument("--model", help="run, such as runs/small, checkpoint, exported model, or name on the Hub")
+
+
+def take_words(arguments: argparse.Namespace, *options: str) -> list[str]:
+    """Fill options that are not set from the words without an option, in order, and --model first; return the rest.
+
+    Raises UserError if there is no model.
+    """
+    words = arguments.words
+    for option in ("model", *options):
+        if not getattr(arguments, option) and words:
+            setattr(arguments, option, words.pop(0))
+    if not arguments.model:
+        raise UserError("MODEL: name a run, such as runs/small, a checkpoint, an exported model or a name on the Hub.")
+    return list(words)
+
+
+def read_utf8(where: str, text: str | bytes) -> str:
+    """Return a text from the command line or a stream; raise UserError if it has other bytes than UTF-8."""
+    try:
+        return (os.fsencode(text) if isinstance(text, str) else text).decode()
+    except UnicodeError:
+        raise UserError(f"{where}: not UTF-8; convert it, or set the terminal to UTF-8.") from None
 
 
 def check_output(option: str, path: Path, kinds: Collection[str] = ()) -> Path:

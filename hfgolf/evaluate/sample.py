@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
 
 from hfgolf.data.chat import ConversationEncoder, stop_ids
+from hfgolf.data.messages import Messages
 from hfgolf.errors import UserError
 from hfgolf.evaluate.context import evaluation_mode, max_positions, require_embedded
 
@@ -17,14 +20,9 @@ if TYPE_CHECKING:
 
 
 def generate_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str = "", **options: Any) -> str:
-    """Return the prompt and its continuation. options: those of `generate_ids`, which raises UserError.
-
-    The prompt follows a document separator, like every document in training. Without a prompt, the model starts a new
-    document.
-    """
-    _require_separator(tokenizer)
-    ids = [tokenizer.eos_token_id, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-    return str(tokenizer.decode(generate_ids(model, tokenizer, ids, **options)[1:], skip_special_tokens=True))
+    """Return the prompt and its continuation. options: those of `generate_ids`, which raises UserError."""
+    ids = generate_ids(model, tokenizer, text_ids(tokenizer, prompt), **options)
+    return str(tokenizer.decode(ids[1:], skip_special_tokens=True))
 
 
 def generate_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, message: str, **options: Any) -> str:
@@ -32,12 +30,64 @@ def generate_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
     Raises UserError, too, if the tokenizer has no chat template.
     """
+    ids = conversation_ids(tokenizer, [{"role": "user", "content": message}])
+    answer = generate_ids(model, tokenizer, ids, eos_token_id=stop_ids(tokenizer), **options)[len(ids) :]
+    return str(tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return a prompt as tokens. It follows a document separator, like every document in training.
+
+    Without a text, it starts a new document. Raises UserError if the tokenizer has no separator.
+    """
+    _require_separator(tokenizer)
+    return [int(tokenizer.eos_token_id), *tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+    """Return a conversation as tokens, up to where the assistant's next turn begins.
+
+    Raises UserError if the tokenizer has no chat template, or no separator.
+    """
     if not (tokenizer.chat_template and isinstance(tokenizer, PreTrainedTokenizerFast)):
         raise UserError("--message: the tokenizer of --model has no chat template; name a chat model, or use --prompt.")
     _require_separator(tokenizer)
-    ids = ConversationEncoder(tokenizer).encode_prompt([{"role": "user", "content": message}])
-    answer = generate_ids(model, tokenizer, ids, eos_token_id=stop_ids(tokenizer), **options)[len(ids) :]
-    return str(tokenizer.decode(answer, skip_special_tokens=True))
+    return ConversationEncoder(tokenizer).encode_prompt(messages)
+
+
+class TextStream(BaseStreamer):
+    """Passes on what a model writes, in whole characters, while it writes: a `streamer` for `generate_ids`.
+
+    context: the tokens before it that decide how it is decoded; after them, some tokenizers write a space. write: takes
+    each piece of text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: list[int], write: Callable[[str], object]) -> None:
+        self.text = ""
+        """What has been passed on."""
+        self.num_tokens = 0
+        self._tokenizer, self._ids, self._write = tokenizer, list(context), write
+        self._begins_at = len(self._decode())
+        self._is_prompt = True
+
+    def put(self, value: Tensor) -> None:
+        if self._is_prompt:  # generate passes it first
+            self._is_prompt = False
+            return
+        self._ids += value.flatten().tolist()
+        self.num_tokens += value.numel()
+        self._pass_on(self._decode().rstrip("\ufffd"))  # the other bytes of a character may follow
+
+    def end(self) -> None:
+        self._pass_on(self._decode())
+
+    def _decode(self) -> str:
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+
+    def _pass_on(self, text: str) -> None:
+        if piece := text[self._begins_at + len(self.text) :]:
+            self.text += piece
+            self._write(piece)
 
 
 def _require_separator(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -56,12 +106,12 @@ def generate_ids(
     top_k: int = 50,
     top_p: float = 1.0,
     seed: int = 0,
-    **stopping: Any,
+    **others: Any,
 ) -> list[int]:
     """Return the given ids and their continuation. temperature 0 is greedy; top_k 0 and top_p 1 exclude no token.
 
-    stopping: eos_token_id for `generate`, if it is not that of the model. With learned positions, the text ends at the
-    last position. The random generators and the model's mode are restored.
+    others: what else `generate` takes: eos_token_id, if it is not that of the model, and a streamer. With learned
+    positions, the text ends at the last position. The random generators and the model's mode are restored.
 
     Raises UserError if the prompt leaves no room for a token, an id is outside the model's embedding, or the logits are
     not finite.
@@ -84,7 +134,7 @@ def generate_ids(
             pad_token_id=tokenizer.eos_token_id,
             logits_processor=[_require_finite],
             **sampling,
-            **stopping,
+            **others,
         )
     return output[0].tolist()
 

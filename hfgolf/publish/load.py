@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,18 +27,31 @@ from transformers.utils import logging as transformers_logging
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.run.find_model import find_model, models_here
 from hfgolf.wording import join_words, one_line
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _MAX_LAYERS = 1000  # transformers builds all layers before it reads the weights; 10^9 would take hours
 
 
-def load_exported(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_exported(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer in evaluation mode, on a GPU if there is one.
 
-    Only the special token ids of the generation config are kept: the caller decides how to generate. Raises UserError
-    like `load_model`, or if the tokenizer cannot be loaded.
+    name: what `find_model` takes; the model's `name_or_path` is what it meant. Only the special token ids of the
+    generation config are kept: the caller decides how to generate. Raises UserError like `find_model` and `load_model`,
+    or if the tokenizer cannot be loaded.
     """
+    while True:
+        found = find_model(name)
+        try:
+            return _load(found)
+        except UserError:
+            if found == name or Path(found).is_dir():
+                raise
+            # a run that trains has deleted this checkpoint, because it has newer ones
+
+
+def _load(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model = load_model(name_or_path)
     with _loading(name_or_path, "--model", "the tokenizer of "):
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
@@ -84,6 +98,8 @@ def load_config(name_or_path: str, key: str = "--model") -> PreTrainedConfig:
     AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
     AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
     with _loading(name_or_path, key):
+        if not Path(name_or_path).is_dir() and not isinstance(try_to_load_from_cache(name_or_path, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(name_or_path, "config.json"))  # asks once; transformers, for 25 seconds
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
         layers = getattr(config, "num_hidden_layers", 1)
         if layers > _MAX_LAYERS:
@@ -99,8 +115,10 @@ def _loading(name: str, key: str, part: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError, ...: depends on what is broken
-        there = "" if Path(name).is_dir() else "no such folder here, and from the Hub: "
-        raise UserError(f"{key}: cannot load {part}{name}: {there}{_reason(error)}.") from None
+        if Path(name).is_dir():
+            raise UserError(f"{key}: cannot load {part}{name}: {_reason(error)}.") from None
+        on_hub = f"no such folder here, and from the Hub: {_reason(error)}"
+        raise UserError(f"{key}: cannot load {part}{name}: {on_hub}; {models_here(name)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
 
@@ -121,6 +139,5 @@ def _reason(error: Exception) -> str:
         return "it needs code from its repository, which hfgolf never executes"
     if "ignore_mismatched_sizes" in str(error):
         return "the shapes of its weights do not match its config.json; copy or export the model again"
-    folders = join_words(sorted(str(path) for path in Path("runs").glob("*/model"))) or "none"
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-    return f"{kind}{one_line(error)[:200]} (exported models here: {folders})"
+    return f"{kind}{one_line(error)[:200]}"

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hfgolf.config import ModelSection, RunConfig
 from hfgolf.errors import UserError
 from hfgolf.publish.load import load_config
-from hfgolf.train.init_from import find_weights
+from hfgolf.run.find_model import find_model
 from hfgolf.wording import nearest, one_line
 
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -62,7 +62,8 @@ def other_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTra
 
 def _config_of_weights(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
     """Return the config of model.init_from. Raises UserError if it is not what the run's config says."""
-    base: Any = load_config(find_weights(str(config.model.init_from)), "model.init_from")
+    source = find_model(str(config.model.init_from), "model.init_from", is_final=True)
+    base: Any = load_config(source, "model.init_from")
     if base.model_type != config.model.architecture:
         raise UserError(
             f"model.init_from: {config.model.init_from} is a {base.model_type}, but model.architecture is"

@@ -30,8 +30,9 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_config, load_model
 from hfgolf.publish.native import converted, golf_shape
+from hfgolf.run.find_model import find_model
 from hfgolf.run.folder import RunFolder
-from hfgolf.wording import join_words, one_line
+from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     config = resolved.config
     if config.model.init_from is None:
         return resolved
-    source = find_weights(config.model.init_from)
+    source = find_model(config.model.init_from, "model.init_from", is_final=True)
     if config.model.architecture != "golf":
         return _take_tokenizer(resolved, source)
     native = load_config(source, "model.init_from")
@@ -100,29 +101,13 @@ def keep_architecture(resolved: ResolvedConfig, before: Mapping[str, Any]) -> Re
     return resolved.resolve("the run so far", **values)
 
 
-def find_weights(name: str) -> str:
-    """Return the folder that model.init_from names, in a form for `from_pretrained`, or the name on the Hub.
-
-    Raises UserError for a folder without a model.
-    """
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        return name
-    for candidate in (RunFolder(folder).model, folder):
-        if (candidate / "config.json").is_file():
-            return str(candidate)
-    checkpoints = sorted(str(path.parent) for path in RunFolder(folder).checkpoints.glob("*/config.json"))
-    instead = f"name one of its checkpoints: {join_words(checkpoints, maximum=3)}" if checkpoints else "name another"
-    raise UserError(f"model.init_from: there is no exported model in {folder}; {instead}.")
-
-
 def load_weights(config: RunConfig, model: PreTrainedModel, tokens: TokenCache) -> dict[str, Any]:
     """Load the weights of model.init_from into a run's new model; return what the run records of them.
 
     model: of a config from `take_architecture`. tokens: those of the run. Raises UserError if the weights are damaged,
     or if a converted model has other logits.
     """
-    source = find_weights(str(config.model.init_from))
+    source = find_model(str(config.model.init_from), "model.init_from", is_final=True)
     original = load_model(source, "model.init_from").float()
     if isinstance(model, GolfForCausalLM):
         sentence = _load_golf(original, model, tokens, config.batch.sequence_length)
