@@ -1,8 +1,8 @@
-"""Evaluate a model on text: python scripts/evaluate.py --model runs/small/model --files "texts/*.txt"
+"""Evaluate a model on text: python scripts/evaluate.py runs/small "texts/*.txt"
 
 Or on tasks of lm-eval (pip install lm-eval). Their results are recorded in the run and in the model's card:
 
-    python scripts/evaluate.py --model runs/small/model --tasks hellaswag my_task.yaml
+    python scripts/evaluate.py --model runs/small --tasks hellaswag my_task.yaml
 """
 
 import json
@@ -12,15 +12,16 @@ from typing import Any
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
-from hfgolf.script_options import ScriptParser, check_output, within
+from hfgolf.run.find_model import find_model
+from hfgolf.script_options import ScriptParser, add_model, check_output, take_words, within
 
 _FOR_TASKS = ("model", "tasks", "batch_size", "sequence_length", "mixed_precision")
 
 
 def main() -> int:
     parser = ScriptParser(__doc__)
-    parser.add_argument("--model", required=True, help="folder of a causal model (runs/NAME/model) or a Hub name")
-    what = parser.add_mutually_exclusive_group(required=True)
+    add_model(parser, "FILES")
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("--files", nargs="+", help="paths, folders, globs or URLs, as in data.files")
     what.add_argument("--tasks", nargs="+", help="tasks of lm-eval: names, patterns, groups or YAML files")
     parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
@@ -65,7 +66,13 @@ def main() -> int:
     adapt.add_argument("--adapt_rate", type=within(0.0, 10.0), help="learning rate (sgd: 0.02, lora: 1e-3)")
     adapt.add_argument("--adapt_epochs", type=within(1, 1000), default=1, help="sgd: passes over each chunk (1)")
     adapt.add_argument("--adapt_rank", type=within(1, 2**16), default=8, help="lora: rank (8)")
-    arguments = vars(parser.parse_args())
+    parsed = parser.parse_intermixed_args()
+    files = take_words(parsed)
+    if bool(files) + bool(parsed.files) + bool(parsed.tasks) != 1:
+        raise UserError("name what to evaluate on: FILES after MODEL, or --files, or --tasks; one of them.")
+    parsed.files = parsed.files or files or None
+    find_model(parsed.model)
+    arguments = {name: value for name, value in vars(parsed).items() if name != "words"}
     as_json, path = arguments.pop("json"), arguments.pop("certificate")
     if arguments["tasks"] is not None:
         others = [name for name, value in arguments.items() if value != parser.get_default(name)]
@@ -104,7 +111,7 @@ def _evaluate_tasks(options: dict[str, Any], as_json: bool) -> int:
     quiet_libraries()
     with Signals("before the end; nothing was written"):
         evaluation = evaluate_tasks(**options)
-    written = record(evaluation, options["model"])
+    written = record(evaluation)
     print(json.dumps(evaluation.results) if as_json else evaluation.table)
     if written:
         print(f"recorded in {' and '.join(map(str, written))}", file=sys.stderr)

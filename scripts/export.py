@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
+from hfgolf.run.find_model import find_model
 from hfgolf.script_options import ScriptParser, check_output
 
 
@@ -20,7 +21,7 @@ def main() -> None:
     parser = ScriptParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="run folder, such as runs/small")
-    source.add_argument("--model", help="exported model, a folder or a name on the Hub, to convert")
+    source.add_argument("--model", help="model to convert: a run, a checkpoint, an exported model, or a Hub name")
     parser.add_argument("--checkpoint", help="best, latest or a path (default: best; latest if nothing was evaluated)")
     parser.add_argument(
         "--output",
@@ -56,6 +57,7 @@ def main() -> None:
         raise UserError("--checkpoint: only a run has checkpoints; name it with --run.")
     elif arguments.to is None or arguments.output is None:
         raise UserError("--model: say what to convert it to and where, with --to and --output.")
+    model = find_model(arguments.model) if arguments.model else ""
     output = arguments.output or arguments.run / names.get(arguments.to, "model")
     kind = "file" if arguments.to == "gguf" else "folder"
     if output.exists() and (arguments.output or arguments.to in names):
@@ -78,7 +80,7 @@ def main() -> None:
 
     quiet_libraries()
     if arguments.run is None:
-        print(f"exported {arguments.model} to {output} as {convert(arguments.model)}")
+        print(f"exported {model} to {output} as {convert(model)}")
     elif arguments.to in names:
         with TemporaryDirectory() as scratch:
             golf = Path(scratch) / "model"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
+from hfgolf.run.find_model import find_model
 from hfgolf.script_options import ScriptParser, check_output, within
 
 
@@ -22,7 +23,7 @@ def main() -> int:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="run folder, such as runs/small: its model, text and golf section")
-    source.add_argument("--model", help="folder or Hub name of any Golf model, with --files and --calibration_files")
+    source.add_argument("--model", help="Golf model: run, folder or Hub name; with --files and --calibration_files")
     parser.add_argument("--files", nargs="+", help="text to score: paths, folders, globs or URLs, as in data.files")
     parser.add_argument("--calibration_files", nargs="+", help="text of the kind that the model was trained on")
     parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
@@ -53,6 +54,7 @@ def main() -> int:
         raise UserError("--model: also give --files, --calibration_files and --output.")
     if arguments.run and (arguments.files or arguments.calibration_files):
         raise UserError("--files: a run brings its own text; use --model for other text.")
+    model = find_model(arguments.model) if arguments.model else ""
     output = arguments.output or arguments.run / "golf"
     if output.exists() and not (output / "certificate.json").is_file():
         raise UserError(f"--output: {output} exists and no export wrote it; name a new folder.")
@@ -75,7 +77,7 @@ def main() -> int:
             found = run_source(arguments.run)
         else:
             texts = arguments.files, arguments.calibration_files, arguments.text_column
-            found = model_source(arguments.model, *texts, Path(cache))
+            found = model_source(model, *texts, Path(cache))
         golf = {key: value for key, value in dataclasses.asdict(found.golf).items() if key in Settings.__annotations__}
         stated = {key: value for key, value in vars(arguments).items() if key in Settings.__annotations__}
         settings = golf | {key: value for key, value in stated.items() if value is not None}

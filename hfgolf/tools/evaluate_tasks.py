@@ -32,8 +32,12 @@ _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """The results of each task as they are recorded, {task: {"metrics": {name: value}, ...}}, and lm-eval's table."""
+    """The results of each task as they are recorded, {task: {"metrics": {name: value}, ...}}, and lm-eval's table.
 
+    model: the folder that was evaluated, or its name on the Hub.
+    """
+
+    model: str
     results: dict[str, dict[str, Any]]
     table: str
 
@@ -45,7 +49,7 @@ def evaluate_tasks(
     sequence_length: int | None = None,
     mixed_precision: str | None = None,
 ) -> TaskEvaluation:
-    """Evaluate a model, a folder or a name on the Hub, on lm-eval's tasks. Code next to the weights never runs.
+    """Evaluate a model, by what `find_model` takes, on lm-eval's tasks. Code next to the weights never runs.
 
     tasks: as lm-eval's own command takes them: names, patterns, groups, YAML files. sequence_length: tokens of context;
     None: the model's own. Raises UserError if lm-eval is missing, or a task can't be loaded.
@@ -90,15 +94,15 @@ def evaluate_tasks(
         }
         for task, metrics in found["results"].items()
     }
-    return TaskEvaluation(results, make_table(found))
+    return TaskEvaluation(str(loaded.name_or_path), results, make_table(found))
 
 
-def record(evaluation: TaskEvaluation, model: str) -> list[Path]:
+def record(evaluation: TaskEvaluation) -> list[Path]:
     """Record the results of a model that a run exported: in tasks.json of the run, and in the card of the model.
 
     Results of the same tasks are replaced. Returns the files that were written; none for a model from elsewhere.
     """
-    folder, written = Path(model), []
+    folder, written = Path(evaluation.model), []
     run = RunFolder(folder.resolve().parent)
     if run.config.is_file() and (folder / "config.json").is_file():
         weights = list_files(folder, sorted(folder.glob("*.safetensors")))

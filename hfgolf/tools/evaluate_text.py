@@ -7,7 +7,7 @@ the score. The evaluate package does each of them.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from hfgolf.evaluate.text import tokenize_files
 from hfgolf.evaluate.windows import Plan
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.publish.load import load_exported
+from hfgolf.ranks import decide
+from hfgolf.run.find_model import find_model
 from hfgolf.train.process import resolve_precision
 
 _CHUNK_TOKENS = {"sgd": 1024, "lora": 48}
@@ -156,7 +158,10 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
     """Evaluate a model on files. Raises UserError for anything about the model, the files or the options."""
     precision = evaluation_precision(options.mixed_precision)
     accelerator = Accelerator(mixed_precision=precision)
-    model, tokenizer = load_exported(options.model)
+    # one choice for all processes: a run that trains may save another checkpoint meanwhile
+    several = accelerator.num_processes > 1
+    model, tokenizer = load_exported(decide(lambda: find_model(options.model)) if several else options.model)
+    options = replace(options, model=str(model.name_or_path))
     length = evaluation_length(model, options.sequence_length)
     stride = options.stride or max(1, length // 2)
     if stride > length:

@@ -125,13 +125,3 @@ def test_foreign_model_code_is_never_executed(model_type, exported, tmp_path, mo
         with pytest.raises(UserError, match=refusal[model_type]):
             load_exported(str(exported))
     assert not trace.exists()
-
-
-def test_missing_model_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "other" / "model").mkdir(parents=True)
-    with pytest.raises(
-        UserError, match=r"cannot load runs/none/model: no such folder here, and from the Hub: .*runs/other/model"
-    ) as caught:
-        load_exported("runs/none/model")
-    assert "\n" not in str(caught.value)

@@ -178,7 +178,7 @@ def test_another_vocabulary_is_refused_and_the_same_accepted(exported, tmp_path)
 
 def test_names_that_hold_no_weights_are_one_line(exported, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"model.init_from: there is no exported model in .*empty; name another\."):
+    with pytest.raises(UserError, match=r"^model.init_from: there is no model in .*empty; runs here: none\.$"):
         taken(f"--model.init_from={tmp_path / 'empty'}")
     with pytest.raises(UserError, match=r"^model.init_from: cannot load nobody/nothing: "):
         taken("--model.init_from=nobody/nothing")
