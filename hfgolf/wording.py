@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable
+from datetime import datetime, timedelta
 from typing import Any
 
 _SHORT = reprlib.Repr()
@@ -22,6 +23,32 @@ def duration(seconds: float) -> str:
         return f"{rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours:,} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def clock_time(seconds: float) -> str:
+    """Return the local time in so many seconds: "14:32", with the day if it is another one: "Tue 14:32"."""
+    now, then = datetime.now(), datetime.now() + timedelta(seconds=min(seconds, 1e9))
+    if then.date() == now.date():
+        return f"{then:%H:%M}"
+    return f"{then:%a %H:%M}" if then - now < timedelta(days=6) else f"{then:%Y-%m-%d %H:%M}"
+
+
+def rounded(number: float) -> str:
+    """Return "614,400", "81 million" or "2.5 billion"."""
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= unit:
+            return f"{number / unit:,.3g} {name}"
+    return f"{number:,.0f}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return "1 step" or "1,200 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def labeled(label: str, text: str, width: int = 8) -> str:
+    """Return one of several lines whose texts begin in the same column."""
+    return f"{label:<{width}} {text}"
 
 
 def size(num_bytes: float) -> str:

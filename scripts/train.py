@@ -8,9 +8,13 @@ from hfgolf.command_line import load_config, run_command
 from hfgolf.errors import UserError
 from hfgolf.train.signals import Signals
 
+_DESCRIPTION = "Train a GPT from text. With --verbose, also print each detail of the start, such as parameter groups."
+
 
 def main() -> None:
-    with Signals() as signals:  # before the slow imports
+    from hfgolf.train.console import console
+
+    with Signals() as signals, console:  # before the slow imports
         train_once(signals)
 
 
@@ -22,24 +26,31 @@ def train_once(signals: Signals) -> None:
             f"name your text, a config, or both, and any values:\n  {command} my.txt\n"
             f"  {command} --config small --train.max_minutes 5"
         )
-    resolved = load_config()  # before importing torch, so that --help and errors come at once
+    arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
+    resolved = load_config(arguments, _DESCRIPTION)  # before importing torch, so that --help and errors come at once
     from hfgolf.data.files import require_paths
     from hfgolf.run.folder import run_folder
+    from hfgolf.train.console import console, quiet_libraries, start_log
+    from hfgolf.wording import labeled
 
-    if os.environ.get("WORLD_SIZE", "1") == "1" and not run_folder(resolved.config).path.exists():
+    folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not folder.path.exists():
         require_paths(resolved.config.data)
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    start_log(is_main_process, is_verbose="--verbose" in sys.argv)
+    logger.info("%s", labeled("run", str(folder.path)))
+    if is_main_process:
+        console.open()
+    console.now("loading torch")
 
     from hfgolf.ranks import decide, together
     from hfgolf.train.claim import changed_text, completed, damage
-    from hfgolf.train.console import show_log
     from hfgolf.train.finish import show_summary
     from hfgolf.train.loop import train
     from hfgolf.train.process import processes, resolve_precision
 
-    is_main_process = os.environ.get("RANK", "0") == "0"
-    show_log(is_main_process)
+    quiet_libraries()
     resolved = resolve_precision(resolved)  # decide it now, to compare it with that of a complete run
-    folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
     with together(processes().num_processes):
         summary = decide(lambda: completed(folder, resolved))
         if summary:

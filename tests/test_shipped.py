@@ -71,7 +71,7 @@ def test_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
 
 def test_training_a_complete_run_again_says_so(reset_accelerate, tiny_run, run_script, tmp_path):
     options = tiny_run(train__mixed_precision="null", batch__micro_batch_size="auto", train__compile="auto")
-    first = run_script("train.py", *options).out
+    first = run_script("train.py", *options, "--verbose").out
     reset_accelerate()
     second = run_script("train.py", *options).out
     assert "tiny is complete; to train again" in second

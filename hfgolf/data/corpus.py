@@ -138,6 +138,13 @@ class Corpus:
         )
 
 
+def text_name(data: DataConfig) -> str:
+    """Return a few words for a person: which text this is."""
+    if data.source == "hub":
+        return str(data.hub_name)
+    return "Python's standard library" if data.source == "python_stdlib" else join_words(data.files, maximum=3)
+
+
 def load_corpus(data: DataConfig) -> Corpus:
     """Identify the text that `data` names. Reads files only to hash them, and only if they changed (see file_hashes).
 

@@ -150,7 +150,7 @@ def _log_to_datatrove() -> Iterator[None]:
     handler.emit = lambda record: datatrove_logger.log(record.levelname, record.getMessage())  # type: ignore[method-assign]
     level = log.level
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     try:
         yield
     finally:

@@ -166,4 +166,4 @@ class _Progress:
     def end(self) -> None:
         seconds = time.perf_counter() - self.started_at
         megabytes = self.done_bytes / 1e6
-        _log.info("%s: %.1f MB in %.1f s (%.1f MB/s)", self.name, megabytes, seconds, megabytes / seconds)
+        _log.debug("%s: %.1f MB in %.1f s (%.1f MB/s)", self.name, megabytes, seconds, megabytes / seconds)

@@ -101,7 +101,7 @@ def load_tokens(
                 built = build_cache(corpus, tokenizer_config, cache_dir, tokenizer)
                 return _open_cache(*built, corpus, is_hit=False)
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
-    _log.info("cache hit: %s (%s)", tokens.path, sizes)
+    _log.debug("cache hit: %s (%s)", tokens.path, sizes)
     return tokens
 
 
@@ -132,7 +132,7 @@ def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCac
         verification=Verification({"files": {}}, lambda: iter(())),  # identified by their hashes already
         tokenizer_loss=None,
     )
-    _log.info("shards: %s (%s train tokens, %s validation tokens)", tokens.path, f"{len(train):,}", f"{len(val):,}")
+    _log.debug("shards: %s (%s train tokens, %s validation tokens)", tokens.path, f"{len(train):,}", f"{len(val):,}")
     return tokens
 
 
@@ -224,7 +224,7 @@ def build_cache(
         if folder.exists():
             _log.info("cache damaged: %s (%s); rebuilding it", folder, problem)
         else:
-            _log.info("cache miss: %s", _what_changed(key, cache_dir))
+            _log.debug("cache miss: %s", _what_changed(key, cache_dir))
         partial = folder.with_name(f".partial-{folder.name}")
         partial.mkdir(parents=True)
         if write is None:
@@ -263,7 +263,7 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
     if data.in_memory == "auto":
         where = "copied into memory" if is_in_memory else "memory-mapped"
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
-        _log.info("tokens: %s (%s)", where, why)
+        _log.debug("tokens: %s (%s)", where, why)
     if train.is_target is not None:
         share = np.count_nonzero(train.is_target) / len(train)
         _log.info("targets: the assistant's tokens, %.1f %% of the train tokens; the rest is only context", 100 * share)

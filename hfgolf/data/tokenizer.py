@@ -334,7 +334,7 @@ def _train_bpe(pieces: Dataset, config: TokenizerConfig, is_chat: bool) -> Token
     started_at = time.perf_counter()
     tokenizer.train_from_iterator(texts(sample), trainer)
     seconds = time.perf_counter() - started_at
-    _log.info("trained a BPE tokenizer on %.1f MB in %.1f s", num_text_bytes(sample) / 1e6, seconds)
+    _log.debug("trained a BPE tokenizer on %.1f MB in %.1f s", num_text_bytes(sample) / 1e6, seconds)
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         raise TooFewEntriesError(config.vocab_size, reached + num_reserved)

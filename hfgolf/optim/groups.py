@@ -140,13 +140,12 @@ def build_optimizer(
     return Muon(groups, **settings, process_group=process_group)
 
 
-def group_table(optimizer: Any) -> str:
-    """Return the table printed at startup: one row per parameter name (layer numbers as *), with its rule and rates.
+def group_rows(optimizer: Any) -> list[dict[str, Any]]:
+    """Return one row per parameter name (layer numbers as *), with its rule and rates, as in metadata.json.
 
     optimizer: from `build_optimizer`, prepared or not.
     """
-    header = ("parameters of", "tensors", "parameters", "rule", "learning rate", "weight decay")
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for group in optimizer.param_groups:
         sizes: dict[tuple[str, int], list[int]] = {}
         for name, parameter, split in zip(group["param_names"], group["params"], group["splits"], strict=True):
@@ -155,11 +154,20 @@ def group_table(optimizer: Any) -> str:
             sizes.setdefault((pattern, parts), []).append(parameter.numel())
         for (pattern, parts), numbers in sizes.items():
             rule = group["rule"] if parts == 1 else f"{group['rule']} in {parts} parts"
-            rates = (f"{group['initial_lr']:g}", f"{group['weight_decay']:g}")
-            rows.append((pattern, str(len(numbers)), f"{sum(numbers):,}", rule, *rates))
-    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    total = ("total", str(len(every)), f"{sum(parameter.numel() for parameter in every):,}", "", "", "")
-    return _aligned([header, *rows, total])
+            row = {"parameters of": pattern, "tensors": len(numbers), "parameters": sum(numbers), "rule": rule}
+            rows.append(row | {"learning rate": group["initial_lr"], "weight decay": group["weight_decay"]})
+    return rows
+
+
+def group_table(optimizer: Any) -> str:
+    """Return the rows of `group_rows` as a table with their total, as --verbose prints it."""
+    rows = group_rows(optimizer)
+    cells = [
+        (name, f"{tensors}", f"{parameters:,}", rule, f"{rate:g}", f"{decay:g}")
+        for name, tensors, parameters, rule, rate, decay in map(dict.values, rows)
+    ]
+    totals = (f"{sum(row[column] for row in rows):,}" for column in ("tensors", "parameters"))
+    return _aligned([tuple(rows[0]), *cells, ("total", *totals, "", "", "")])
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> str:

@@ -58,7 +58,7 @@ class Clock:
     """Whether train.save_every_minutes have passed since the last save, or a checkpoint was requested."""
 
     def __post_init__(self) -> None:
-        self._max_seconds = 60 * (self.train.max_minutes or math.inf)
+        self.max_seconds = 60 * (self.train.max_minutes or math.inf)
         self._save_every_seconds = 60 * (self.train.save_every_minutes or math.inf)
         self._hosts = distributed.new_group(backend="gloo") if self.num_processes > 1 else None
         self._saved_at = time.perf_counter()
@@ -86,15 +86,15 @@ class Clock:
 
     def expected_steps(self) -> float:
         """Return the expected number of steps at the end of the run. All processes call it."""
-        if self._max_seconds == math.inf:
+        if self.max_seconds == math.inf:
             return self.step_limit
         # the time now, not at the last step: an evaluation or a save since then used some of the minutes
         (seconds,) = self._maximum(self._seconds())
-        return min(self.step_limit, projected_steps(self.state.step, seconds / self._max_seconds))
+        return min(self.step_limit, projected_steps(self.state.step, seconds / self.max_seconds))
 
     def is_over(self) -> bool:
         """Return whether the run has reached its last step or minute."""
-        return self.state.step >= self.step_limit or self.state.elapsed_seconds >= self._max_seconds
+        return self.state.step >= self.step_limit or self.state.elapsed_seconds >= self.max_seconds
 
     def note_save(self) -> None:
         """Restart the minutes to the next save, and clear a pending request."""

@@ -42,7 +42,7 @@ def choose_compilation(run: Run) -> None:
     train, device = run.config.train, run.accelerator.device
     if train.compile != "auto":
         reason = f"{run.resolved.sources.get('train.compile', 'train.compile')} says so"
-        logger.info("compile: %s, because %s", "yes" if train.compile else "no", reason)
+        logger.debug("compile: %s, because %s", "yes" if train.compile else "no", reason)
         return
     compiling, reason = False, "there is no compiler for this device"
     if all(gather(has_compiler(device))):
@@ -52,7 +52,8 @@ def choose_compilation(run: Run) -> None:
     if not all(yes for yes, _ in by_rank):
         compiling, reason = next(answer for answer in by_rank if not answer[0])
     run.decide("auto", train__compile=compiling)
-    logger.info("compile: %s, because %s", "yes" if compiling else "no", reason)
+    level = logging.INFO if compiling else logging.DEBUG
+    logger.log(level, "compile: %s, because %s", "yes" if compiling else "no", reason)
 
 
 def should_compile(

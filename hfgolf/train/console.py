@@ -1,4 +1,8 @@
-"""Show a run's progress: a progress bar on a terminal, plain lines elsewhere."""
+"""Show a run's progress: one bar on a terminal or in a notebook, with log lines above it; elsewhere only lines.
+
+The bar shows what the loop has on the host anyway: it never asks the device for anything. The slower it is to draw, the
+less often it is drawn, so it costs less than a thousandth of the time (benchmarks/progress_bar.py measures this).
+"""
 
 from __future__ import annotations
 
@@ -6,71 +10,218 @@ import logging
 import math
 import re
 import sys
+from contextlib import ExitStack, nullcontext
+from time import perf_counter
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from hfgolf.command_line import silence_if_closed
 from hfgolf.redact import redact
+from hfgolf.wording import clock_time, duration, labeled, rounded
 
 logger = logging.getLogger("hfgolf")
 
+_DRAW_EVERY_SECONDS = (0.1, 5.0)  # at most, and at least while steps are that fast
+_SHARE = 0.0005  # of the time, for drawing
+_WORDS = {"compile": "compiling", "evaluate": "evaluating", "checkpoint": "saving"}
+"""{kind of the stopwatch: what the bar says meanwhile}."""
+
 
 class Console:
-    """Shows the rows of a run: as a progress bar if stderr is a terminal, else as lines."""
+    """The bar of this process, if it has one, and the lines on its progress; a context that removes the bar."""
 
-    def __init__(self, first_step: int, step_limit: float, is_main_process: bool) -> None:
-        total = None if step_limit == math.inf else int(step_limit)
-        hidden = not (is_main_process and sys.stderr.isatty())
-        self._bar = tqdm(total=total, initial=first_step, unit="step", disable=hidden, dynamic_ncols=True)
+    def __init__(self) -> None:
+        self._bar: Any = None  # tqdm's class is another one in notebooks
+        self._while_shown = ExitStack()
+        self._words = ""
+        self._row: dict[str, Any] = {}
+        self._best_val_loss = math.inf
+        self._step, self._step_limit = 0, math.inf
+        self._seconds, self._max_seconds = 0.0, math.inf
+        self._first: tuple[int, float] | None = None
+        """Step and seconds after the first step here, whose own time says little of the others'."""
+        self._tokens = (0, 1)
+        self._draw_at = 0.0
 
-    def show(self, row: dict[str, Any], expected_steps: float) -> None:
-        """Show a row of metrics.jsonl."""
-        if self._bar.disable:
-            logger.info("%s", format_row(row, expected_steps))
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Show the bar if stderr is a terminal or this is a notebook. Warnings of libraries then appear above it."""
+        if self._bar is not None or not (sys.stderr.isatty() or _is_notebook()):
             return
-        self._bar.update(row["step"] - self._bar.n)
-        self._bar.set_postfix_str(f"loss {row['train_loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
-        if row["val_loss"] is not None:
-            with tqdm.external_write_mode(file=sys.stderr):
-                logger.info("%s", format_row(row, expected_steps))
+        from tqdm.auto import tqdm
+        from tqdm.contrib.logging import logging_redirect_tqdm
+
+        self._bar = tqdm(total=1, bar_format=" ", leave=False, dynamic_ncols=True)
+        self._while_shown.callback(self._bar.close)
+        self._while_shown.enter_context(logging_redirect_tqdm())
+        self._while_shown.callback(logging.captureWarnings, False)
+        logging.captureWarnings(True)
 
     def close(self) -> None:
-        self._bar.close()
+        """Remove the bar, if there is one, and forget the run."""
+        self._while_shown.close()
+        self.__init__()  # type: ignore[misc]
+
+    def now(self, words: str) -> None:
+        """Show in a word or two what the process does now."""
+        if self._bar is not None and words != self._words:
+            self._words = words
+            if words:
+                self._draw()
+
+    def switch(self, kind: str) -> None:
+        """Show what the stopwatch measures, unless that is ordinary steps."""
+        self.now(_WORDS.get(kind, self._words if kind == "setup" else ""))
+
+    def begin(self, step_limit: float, max_seconds: float, tokens_per_step: int, tokens_per_epoch: int) -> None:
+        """Note what ends the run, before its next step."""
+        self._step_limit, self._max_seconds = step_limit, max_seconds
+        self._tokens = tokens_per_step, tokens_per_epoch
+
+    def step(self, step: int, seconds: float) -> None:
+        """Move the bar after a step. After the second, log the plan: only now is it known how long a step takes.
+
+        seconds: of training so far, over all sessions.
+        """
+        self._step, self._seconds = step, seconds
+        if self._first is None:
+            self._first = step, seconds
+        elif step == self._first[0] + 1:
+            logger.info("%s", labeled("plan", self._plan()))
+        if self._bar is not None and perf_counter() >= self._draw_at:
+            self._draw()
+
+    def show(self, row: dict[str, Any], expected_steps: float) -> None:
+        """Show a row of metrics.jsonl: as a line, or on a terminal in the bar, with a short line for an evaluation."""
+        self._row = row
+        if row["val_loss"] is not None:
+            self._best_val_loss = min(self._best_val_loss, row["val_loss"])
+        if self._bar is None or not sys.stdout.isatty():
+            logger.info("%s", format_row(row, expected_steps))
+        elif row["val_loss"] is not None:
+            logger.info("%s", format_row(row, expected_steps, is_short=True))
+
+    def _pace(self) -> float:
+        """Return the seconds per step since the first step here, all else included; infinity before the second."""
+        first_step, first_seconds = self._first or (self._step, 0.0)
+        done = self._step - first_step
+        return (self._seconds - first_seconds) / done if done > 0 else math.inf
+
+    def _left(self) -> tuple[float, bool]:
+        """Return the seconds to the end of the run, and whether train.max_minutes will end it, not its steps."""
+        by_steps = (self._step_limit - self._step) * self._pace() if self._step < self._step_limit else 0.0
+        by_clock = max(0.0, self._max_seconds - self._seconds)
+        return min(by_steps, by_clock), by_clock < by_steps or self._step_limit == math.inf
+
+    def _plan(self) -> str:
+        left, is_timed = self._left()
+        steps = self._step + left / self._pace() if is_timed else self._step_limit
+        tokens_per_step, tokens_per_epoch = self._tokens
+        tokens = steps * tokens_per_step
+        epochs = tokens / tokens_per_epoch
+        amount = f"{steps:,.0f} steps, {rounded(tokens)} tokens, {epochs:,.{1 if epochs >= 1 else 2}f} epochs"
+        time = f"{duration(left)}, until {clock_time(left)}"
+        return f"about {amount} in {time}" if is_timed else f"{amount} in about {time}"
+
+    def _draw(self) -> None:
+        """Draw the bar: how far the run is, then its figures, then what it does now."""
+        started_at = perf_counter()
+        (left, is_timed), place, parts = self._left(), "", []
+        if self._first is not None:
+            if is_timed:
+                self._bar.n = min(1.0, self._seconds / self._max_seconds)
+                place = f"step {self._step:,}  {_minutes(self._seconds)} of {_minutes(self._max_seconds)} "
+            else:
+                self._bar.n = min(1.0, self._step / self._step_limit)
+                place = f"step {self._step:,} of {self._step_limit:,.0f} "
+            place += "|{bar}|"
+        if self._row:
+            parts.append(f"loss {self._row['train_loss']:.3f}")
+        if self._best_val_loss < math.inf:
+            parts.append(f"best val {self._best_val_loss:.3f}")
+        if self._row and not self._words:
+            parts.append(f"{self._row['tokens_per_second']:,.0f} tokens/s")
+        if left < math.inf:
+            parts.append(f"{_minutes(left)} left")
+        if self._words:
+            parts.append(self._words)
+        self._bar.bar_format = f"{place} {'  '.join(parts)}"
+        self._bar.refresh()
+        now = perf_counter()
+        soonest, latest = _DRAW_EVERY_SECONDS
+        self._draw_at = now + min(latest, max(soonest, (now - started_at) / _SHARE))
 
 
-def format_row(row: dict[str, Any], expected_steps: float) -> str:
-    """Format a row of metrics.jsonl as one line."""
+console = Console()
+"""The console of this process: it has one terminal."""
+
+
+def _minutes(seconds: float) -> str:
+    """Return "0:31", or "2:00:31"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def _is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, which also runs in Colab and VS Code."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def format_row(row: dict[str, Any], expected_steps: float, is_short: bool = False) -> str:
+    """Format a row of metrics.jsonl as one line. is_short: only what an evaluation has found, for above a bar."""
     total = "" if expected_steps == math.inf else f"/{max(expected_steps, row['step']):.0f}"
     parts = [
         f"step {row['step']}{total}",
         f"loss {row['train_loss']:.4f}",
+    ]
+    details = [
         f"lr {row['learning_rate']:.2e}",
         f"grad norm {row['grad_norm']:.2f}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
         f"mfu {row['mfu']:.0%}",
-        f"{row['elapsed_seconds']:.0f} s",
     ]
     if row["val_loss"] is not None:
         averaged = f", averaged weights {row['val_loss_ema']:.4f}" if "val_loss_ema" in row else ""
-        parts.insert(2, f"val loss {row['val_loss']:.4f} ({row['val_bits_per_byte']:.4f} bits per byte){averaged}")
+        parts.append(f"val loss {row['val_loss']:.4f} ({row['val_bits_per_byte']:.4f} bits per byte){averaged}")
         if "old_val_loss" in row:
-            parts.insert(3, f"old text {row['old_val_bits_per_byte']:.4f} bits per byte")
-    return "  ".join(parts)
+            parts.append(f"old text {row['old_val_bits_per_byte']:.4f} bits per byte")
+    return "  ".join([*parts, *([] if is_short else details), f"{row['elapsed_seconds']:.0f} s"])
 
 
-def show_log(is_main_process: bool) -> None:
-    """Print hfgolf's log lines, with secrets redacted: all from the main process, warnings from every process."""
+def show_log(is_main_process: bool, is_verbose: bool = True) -> None:
+    """Print hfgolf's log lines, with secrets redacted, and silence what libraries say needlessly.
+
+    The main process prints all of them, or without is_verbose what everyone wants to know; the others print warnings.
+    """
+    start_log(is_main_process, is_verbose)
+    quiet_libraries()
+
+
+def start_log(is_main_process: bool, is_verbose: bool) -> None:
+    """Do the same without libraries, which take seconds to import."""
     handler = _LogHandler(sys.stdout)
     handler.setFormatter(_SafeFormatter("%(message)s"))
     logger.handlers = [handler]
     logger.propagate = False
-    logger.setLevel(logging.INFO if is_main_process else logging.WARNING)
-    quiet_libraries()
+    level = logging.DEBUG if is_verbose else logging.INFO
+    logger.setLevel(level if is_main_process else logging.WARNING)
 
 
 class _LogHandler(logging.StreamHandler[TextIO]):
-    """Goes silent when its reader is gone (closed terminal, `| head`), so that training continues."""
+    """Writes above a bar; goes silent when its reader is gone (closed terminal, `| head`): training continues."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        has_bar = self.stream.isatty() or _is_notebook()
+        with tqdm.external_write_mode(file=self.stream) if has_bar else nullcontext():
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if isinstance(sys.exc_info()[1], OSError):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import shlex
 import statistics
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hfgolf.checkpoint.store import (
 )
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
+from hfgolf.evaluate.compressors import compressor_scores
 from hfgolf.hardware import accelerator_name
 from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model
@@ -37,6 +39,7 @@ from hfgolf.run.metrics import read_metrics
 from hfgolf.run.provenance import git_commit
 from hfgolf.run.record import read_run
 from hfgolf.train.compilation import undo_compilation
+from hfgolf.train.console import console
 from hfgolf.train.run import Run
 from hfgolf.train.validation import evaluate, exported_weights, sample
 from hfgolf.train.whole import whole_model
@@ -92,12 +95,15 @@ def conclude(run: Run) -> dict[str, Any]:
     undo_compilation(run.raw_model)
     model = whole_model(run)
     if model is not None and run.accelerator.is_main_process:
+        summary |= compressor_scores(run.tokens.val, run.tokens.tokenizer)
         text = sample(run, 100, model)
+        console.now("exporting")
         summary |= {} if text is None else {"sample": text}
         summary |= run.stopwatch.row()
         summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # so far, for the report
         report_run(run, summary)
         _export(run, summary, model)
+        console.close()
         show_summary(summary)
         run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
     run.tracker.finish()
@@ -152,6 +158,8 @@ def show_summary(summary: dict[str, Any]) -> None:
     extent = f"whole validation set of {summary['val_tokens']:,} tokens{counted}"
     logger.info(f"\nvalidation loss  {summary['val_loss']:.4f} nats per token ({weights}, {extent})")
     logger.info(f"bits per byte    {summary['val_bits_per_byte']:.4f} over {summary['val_bytes']:,} bytes")
+    if "xz_bits_per_byte" in summary:
+        logger.info("                 %s", beside_compressors(summary))
     start = summary.get("init_from", {})
     if "val_bits_per_byte" in start:
         logger.info(f"                 {start['val_bits_per_byte']:.4f} before the first step")
@@ -176,11 +184,22 @@ def show_summary(summary: dict[str, Any]) -> None:
     logger.info("run folder       %s", folder.path)
     if folder.report.is_file():
         logger.info("report           %s", folder.report)
-    logger.info("\nTo load it:\n")
-    logger.info("from transformers import AutoModelForCausalLM, AutoTokenizer")
     trust = ", trust_remote_code=True" if "architecture" not in summary else ""
-    logger.info('model = AutoModelForCausalLM.from_pretrained("%s"%s)', summary["model"], trust)
-    logger.info('tokenizer = AutoTokenizer.from_pretrained("%s"%s)', summary["model"], trust)
+    logger.info('in Python        AutoModelForCausalLM.from_pretrained("%s"%s)', summary["model"], trust)
+    logger.info("next             hfgolf generate --model %s", shlex.quote(summary["model"]))
+
+
+def beside_compressors(summary: dict[str, Any]) -> str:
+    """Say what the bits per byte mean, beside those of gzip and xz."""
+    scores = {name: summary[f"{name}_bits_per_byte"] for name in ("gzip", "xz")}
+    best = min(scores, key=lambda name: scores[name])
+    share = summary["val_bits_per_byte"] / scores[best] - 1
+    num_bytes = summary["compressed_bytes"]
+    text = "the same text" if num_bytes == summary["val_bytes"] else f"its first {num_bytes:,} bytes"
+    return (
+        f"{abs(share):.0%} {'fewer' if share < 0 else 'more'} than {best} needs: gzip -9 {scores['gzip']:.2f},"
+        f" xz -9e {scores['xz']:.2f}, for {text}"
+    )
 
 
 def push_in_training(run: Run) -> None:

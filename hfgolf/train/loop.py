@@ -27,7 +27,7 @@ from hfgolf.ranks import together
 from hfgolf.run.folder import FolderTakenError, run_folder
 from hfgolf.train.claim import require_shared
 from hfgolf.train.clock import Clock, Interrupted
-from hfgolf.train.console import Console
+from hfgolf.train.console import console
 from hfgolf.train.feed import epoch, halve_until_it_fits
 from hfgolf.train.finish import conclude, push_in_training, report_run
 from hfgolf.train.forecast import forecast_export
@@ -53,7 +53,9 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP
     ended the run after a save.
     """
-    with signals or Signals() as signals, together(processes().num_processes):
+    with signals or Signals() as signals, console, together(processes().num_processes):
+        if processes().is_main_process:
+            console.open()
         require_shared(run_folder(resolved.config))
         run = set_up(resolved)
         accelerator = run.accelerator
@@ -83,17 +85,17 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
 def run_steps(run: Run, clock: Clock) -> None:
     """Run the remaining steps; log, evaluate, forecast and save when due."""
     every, hub, forecast_every = run.config.train, run.config.hub, run.config.golf.forecast_every_steps
-    console = Console(run.state.step, run.step_limit, run.accelerator.is_main_process)
     recovery, live = Recovery(run), LiveReport(run)
     run.model.train()
     run.is_stepping = True
     run.stopwatch.switch("train")
+    console.begin(run.step_limit, clock.max_seconds, run.config.batch.tokens_per_step, len(run.tokens.train))
     if run.init_from and run.state.step == 0:
         with run.stopwatch.charge("other"), suppress(Interrupted):
             validate_start(run, clock.raise_if_stopped)
     if run.state.unfinished_row is not None:
         with run.stopwatch.charge("other"):
-            report_step(run, clock, console, run.state.unfinished_row, evaluating=True, saving=False)
+            report_step(run, clock, run.state.unfinished_row, evaluating=True, saving=False)
     while not (clock.is_over() or clock.stop_signal or should_stop_early(run)):
         result = train_step(run, clock.expected_steps())
         run.state.count_step(run.config.batch)
@@ -102,6 +104,7 @@ def run_steps(run: Run, clock: Clock) -> None:
         if recovery.review(result) is Next.REPEAT:
             continue
         step, last = run.state.step, clock.is_over()
+        console.step(step, run.state.elapsed_seconds)
         evaluating = due(step, every.eval_every_steps, last)
         saving = clock.save_is_due or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
         pushing = hub.push and due(step, hub.every_steps, False)
@@ -110,12 +113,11 @@ def run_steps(run: Run, clock: Clock) -> None:
             with run.stopwatch.charge("other"):
                 run.tokens.check()  # before saving: a damaged cache must not reach a checkpoint
                 row = describe(run) | (forecast_export(run) if forecasting else {})
-                report_step(run, clock, console, row, evaluating, saving)
+                report_step(run, clock, row, evaluating, saving)
                 if evaluating and not clock.stop_signal:
                     live.write()
                 if pushing and not clock.stop_signal:
                     push_in_training(run)
-    console.close()
     if not clock.stop_signal:
         run.tokens.check(wait=True)
 
@@ -177,7 +179,7 @@ def due(step: int, every_steps: int | None, last: bool) -> bool:
     return last or (every_steps is not None and step % every_steps == 0)
 
 
-def report_step(run: Run, clock: Clock, console: Console, row: dict[str, Any], evaluating: bool, saving: bool) -> None:
+def report_step(run: Run, clock: Clock, row: dict[str, Any], evaluating: bool, saving: bool) -> None:
     """Evaluate if due, log the row of a step, and save if due."""
     if run.accelerator.is_main_process:
         run.folder.hold()

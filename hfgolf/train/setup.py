@@ -35,7 +35,7 @@ from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import HubConfig, RunConfig
 from hfgolf.data.batches import num_blocks
-from hfgolf.data.corpus import load_corpus
+from hfgolf.data.corpus import load_corpus, text_name
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.doctor.monitor import Monitor
 from hfgolf.errors import UserError
@@ -59,7 +59,7 @@ from hfgolf.measure.memory import (
 )
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema, ema_decay
-from hfgolf.optim.groups import build_optimizer, group_table
+from hfgolf.optim.groups import build_optimizer, group_rows, group_table
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
 from hfgolf.publish.hub import HubPusher
@@ -73,6 +73,7 @@ from hfgolf.train.build import build_model
 from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
+from hfgolf.train.console import console
 from hfgolf.train.feed import start_batches
 from hfgolf.train.init_from import keep_architecture, load_old_text, load_weights, take_architecture
 from hfgolf.train.meter import Meter
@@ -87,7 +88,7 @@ from hfgolf.train.process import (
 from hfgolf.train.run import Run
 from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.trackers import Tracker, check_trackers
-from hfgolf.wording import gigabytes, one_line
+from hfgolf.wording import count_of, gigabytes, labeled, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
 
     Raises UserError for a problem that the user can fix; an earlier run in the folder is not harmed.
     """
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(console.switch)
     folder, origin = _claim(resolved)
     resolved, accelerator = _resolve(resolved, origin)
     tokens = _load_tokens(resolved, accelerator, origin)
@@ -220,9 +221,16 @@ def _local_processes() -> int:
 
 def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None:
     config = resolved.config
-    count = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
-    cores = f", {config.train.cpu_threads} threads each" if accelerator.device.type == "cpu" else ""
-    logger.info("device: %s, %s%s", accelerator_name(), count, cores)
+    threads = count_of(int(config.train.cpu_threads), "thread") if accelerator.device.type == "cpu" else ""
+    processes = "" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"
+    of_each = " of ".join(filter(None, (processes, threads)))
+    precision, source = config.train.mixed_precision, resolved.sources["train.mixed_precision"]
+    if source == "auto":
+        source = "fast on this hardware" if precision != "no" else "bf16 is not fast on this hardware"
+        if precision != os.environ.get("ACCELERATE_MIXED_PRECISION", precision):
+            source += f"; accelerate's {os.environ['ACCELERATE_MIXED_PRECISION']} is only its default"
+    shown = f"{'fp32' if precision == 'no' else precision} ({source})"
+    logger.info("%s", labeled("device", ", ".join(filter(None, (accelerator_name(), of_each, shown)))))
     asked = processes_asked_of_accelerate() or 1
     if asked > 1 and accelerator.num_processes == 1:
         logger.warning(
@@ -230,10 +238,6 @@ def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None
             " `torchrun --nproc_per_node %d scripts/train.py`",
             *[asked] * 3,
         )
-    precision, source = config.train.mixed_precision, resolved.sources["train.mixed_precision"]
-    if source == "auto":
-        source = "this hardware is fast at it" if precision != "no" else "this hardware is not fast at bf16"
-    logger.info("precision: %s (%s)", "fp32" if precision == "no" else precision, source)
     if precision == "bf16" and has_fast_fp16_only(accelerator.device):
         logger.warning("precision: this GPU only emulates bf16; --train.mixed_precision fp16 is several times faster")
 
@@ -241,6 +245,7 @@ def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None
 def _load_tokens(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Origin | None) -> TokenCache:
     """Phase 3: load the text as tokens. A resumed run uses the tokenizer of its checkpoint."""
     config = resolved.config
+    console.now("tokenizing")
     with first_of_machine():
         corpus = load_corpus(config.data)
         if origin:
@@ -256,6 +261,9 @@ def _load_tokens(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Or
         },
         "all machines must read the same text with the same tokenizer",
     )
+    counts = f"{len(tokens.train):,} train and {len(tokens.val):,} validation tokens"
+    how = f"{config.tokenizer.kind} {len(tokens.tokenizer):,}{', cached' if tokens.is_hit else ''}"
+    logger.info("%s", labeled("data", f"{text_name(config.data)}: {counts} ({how})"))
     num_blocks(len(tokens.train), config.batch.sequence_length)  # raises if there is not one block
     tokens.tokenizer.model_max_length = config.max_positions
     return tokens
@@ -265,6 +273,7 @@ def _build(
     resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCache, folder: RunFolder, origin: _Origin | None
 ) -> _Learner:
     """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
+    console.now("building the model")
     building = _building_config(resolved.config, origin)
     _require_room(building, len(tokens.tokenizer), accelerator)
     raw_model = _build_model(building, tokens, accelerator.device)
@@ -278,7 +287,7 @@ def _build(
     resolved, predicted_memory_bytes = _choose_micro_batch(resolved, raw_model, accelerator)
     config = resolved.config
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, **layout(raw_model))
-    logger.info("%s", group_table(optimizer))
+    logger.debug("%s", group_table(optimizer))
     support = supporting_files(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
     gather(None)  # no rank waits in a collective of `prepare` for one that has failed
     accelerator.ddp_handler.bucket_cap_mb = bucket_megabytes(raw_model)
@@ -341,11 +350,9 @@ def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) ->
     vocab_size, eos = len(tokens.tokenizer), tokens.tokenizer.eos_token_id
     bos = eos if config.data.separator_id is None else config.data.separator_id  # what begins a document
     model = build_model(config, vocab_size, device.type, bos_token_id=bos, eos_token_id=eos, pad_token_id=eos)
-    kind = "" if isinstance(model, GolfForCausalLM) else f"{type(model).__name__}, "
-    logger.info("model: %s%s parameters, vocabulary %s", kind, f"{model.num_parameters():,}", f"{vocab_size:,}")
     if isinstance(model, GolfForCausalLM):  # the same on all ranks, so that they round alike
         model.chunk_elements = min(gather(chunk_elements(device.type, total_memory_bytes(device))))
-    if kind and not model.head_is_plain:
+    elif not model.head_is_plain:
         logger.info("loss: from the logits of the whole micro-batch, because of what is between them and the head")
     return model
 
@@ -366,11 +373,6 @@ def _choose_micro_batch(
     size = int(resolved.config.batch.micro_batch_size)
     accumulation = config.batch.accumulation_steps(size, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = accumulation
-    num_processes = f"{accelerator.num_processes} process{'es' if accelerator.num_processes > 1 else ''}"
-    logger.info(
-        f"batch: {config.batch.tokens_per_step:,} tokens per step = {size} sequences x {config.batch.sequence_length}"
-        f" tokens x {accumulation} accumulation steps x {num_processes}"
-    )
     memory = run_memory(resolved.config, model, size, count, device.type, is_sharded)
     predicted = expected_bytes(memory, accelerator.device)
     parts = ""
@@ -379,7 +381,16 @@ def _choose_micro_batch(
         rest = gigabytes(predicted - memory.peak - fragmented)
         parts = f": {gigabytes(memory.peak)} for training, {rest} for Python, its libraries and the tokens,"
         parts += f" {gigabytes(fragmented)} lost to fragmentation of the heap"
-    logger.info("memory: predicted peak %s per process%s", gigabytes(predicted), parts)
+    kind = "" if isinstance(model, GolfForCausalLM) else f"{type(model).__name__}, "
+    layers, width = (getattr(model.config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    shape = f", {count_of(layers, 'layer')} of width {width}" if layers and width else ""
+    needs = f"about {gigabytes(predicted)} of memory{' per process' * (count > 1)}"
+    logger.info("%s", labeled("model", f"{kind}{model.num_parameters():,} parameters{shape}; {needs}"))
+    factors = [count_of(size, "sequence"), f"{config.batch.sequence_length:,} tokens"]
+    factors += [f"{accumulation} micro-batches"] if accumulation > 1 else []
+    factors += [f"{count} processes"] if count > 1 else []
+    logger.info("%s", labeled("batch", f"{config.batch.tokens_per_step:,} tokens per step = {' x '.join(factors)}"))
+    logger.debug("memory: predicted peak %s per process%s", gigabytes(predicted), parts)
     return resolved, predicted
 
 
@@ -390,7 +401,7 @@ def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopw
     if origin:
         learner.checkpoints.load(origin.checkpoint)
         stopwatch.carry_over(learner.state.seconds)
-        logger.info("resumed from %s at step %d", origin.checkpoint, learner.state.step)
+        logger.info("%s", labeled("resumed", f"from {origin.checkpoint} at step {learner.state.step}"))
         if origin.changes:
             logger.info("changed since then: %s", ", ".join(origin.changes))
     elif learner.resolved.config.train.resume:
@@ -430,7 +441,7 @@ def _start(
             f"run.output_dir: cannot write to {folder.path} ({one_line(error)}); free disk space or choose another"
             " --run.output_dir."
         ) from None
-    logger.info("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
+    logger.debug("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
     gather(None)  # as before `prepare`
     warm_up(run)
     start_batches(run)
@@ -455,4 +466,5 @@ def write_description(run: Run) -> None:
         note = f"# The run resumed from step {run.first_step} with this config; starts/ has one config per start."
         config_yaml = f"{note}\n{config_yaml}"
     metadata = run_metadata(run.resolved, fingerprint()) | {"init_from": run.init_from}
+    metadata["parameter_groups"] = group_rows(run.optimizer)
     run.folder.describe_start(config_yaml, metadata, uncommitted_changes())

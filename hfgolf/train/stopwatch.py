@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,9 +21,11 @@ class Stopwatch:
     """Charges all time since the process was created to one kind of work at a time, starting with `setup`.
 
     On a GPU, a kind is charged for the time that the process waits; each step waits for its own kernels once.
+    on_switch: called with each new kind, in each step several times.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_switch: Callable[[str], None] = lambda kind: None) -> None:
+        self._on_switch = on_switch
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._kind = "setup"
         self._since = time.perf_counter() - max(0.0, _process_seconds())
@@ -52,6 +54,7 @@ class Stopwatch:
         self._seconds[self._kind] += now - self._since
         self._since = now
         before, self._kind = self._kind, kind
+        self._on_switch(kind)
         return before
 
     @contextmanager

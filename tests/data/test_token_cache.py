@@ -104,7 +104,7 @@ def test_batches_are_written_in_order_with_bounded_memory(write, files_config, m
 
 
 def test_second_start_reuses_the_cache(data, caplog, monkeypatch):
-    caplog.set_level("INFO", logger="hfgolf")
+    caplog.set_level("DEBUG", logger="hfgolf")
     first = load_tokens(data, bpe())
     assert not first.is_hit and "cache miss: no cache in" in caplog.text
     caplog.clear()
@@ -119,7 +119,7 @@ def test_second_start_reuses_the_cache(data, caplog, monkeypatch):
 
 
 def test_cache_miss_names_what_changed(data, write, files_config, caplog):
-    caplog.set_level("INFO", logger="hfgolf")
+    caplog.set_level("DEBUG", logger="hfgolf")
     load_tokens(data, BYTE)
 
     def miss(new_data, tokenizer):
@@ -138,7 +138,7 @@ def test_cache_miss_names_what_changed(data, write, files_config, caplog):
 
 @pytest.mark.parametrize("name", ["train.arrow", "val-pieces.arrow", "cache.json"])
 def test_damaged_cache_is_rebuilt(data, caplog, name):
-    caplog.set_level("INFO", logger="hfgolf")
+    caplog.set_level("DEBUG", logger="hfgolf")
     first = load_tokens(data, BYTE)
     tokens = first.train.tokens.copy()
     damaged = first.path / name
@@ -206,7 +206,7 @@ def test_view_is_zero_copy_with_two_bytes_per_token(data):
 
 @pytest.mark.parametrize("in_memory", [True, False, "auto"])
 def test_in_memory_copy_is_equal_and_logged_if_automatic(data, caplog, in_memory):
-    caplog.set_level("INFO", logger="hfgolf")
+    caplog.set_level("DEBUG", logger="hfgolf")
     stream = load_tokens(data.__class__(**{**vars(data), "in_memory": in_memory}), BYTE).train
     assert stream.is_in_memory == (in_memory is not False)  # auto: this corpus fits
     assert not stream.tokens.flags.writeable

@@ -1,18 +1,22 @@
-"""A closed output stream neither stops a run nor causes a traceback."""
+"""What a run prints: lines in a file, one bar and lines above it on a terminal, and nothing on a closed stream."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import math
 import os
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from hfgolf.command_line import run_command
-from hfgolf.train.console import show_log
+from hfgolf.train import console as console_module
+from hfgolf.train.console import Console, show_log, start_log
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,3 +68,123 @@ def test_control_characters_are_escaped(capsys):
     show_log(is_main_process=True)
     logging.getLogger("hfgolf").info("sample  %s", "a\tb\n\x1b]0;owned\x07 \x9b2J \rnaïve \u202e🌍")
     assert capsys.readouterr().out == "sample  a\tb\n\\x1b]0;owned\\x07 \\x9b2J \\rnaïve \\u202e🌍\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def drawn(self) -> list[str]:
+        """Return what was drawn since the last call, without the blanks that remove a bar."""
+        text = self.getvalue()
+        self.seek(0)
+        self.truncate()
+        return [line.strip() for line in text.replace("\n", "\r").split("\r") if line.strip()]
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Return a terminal that is stdout and stderr from now on (pytest sets both after fixtures), every step drawn."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(console_module, "_DRAW_EVERY_SECONDS", (0, 0))
+    start_log(is_main_process=True, is_verbose=False)
+    return screen
+
+
+def row(step: int, val_loss: float | None = None) -> dict:
+    figures = {"train_loss": 4.5, "learning_rate": 0.02, "grad_norm": 1.0, "tokens_per_second": 8012.0, "mfu": 0.3}
+    return {"step": step, "val_loss": val_loss, "val_bits_per_byte": 2.5, "elapsed_seconds": 7.0, **figures}
+
+
+def test_bar_moves_with_every_step_and_says_what_is_known(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    with Console() as console:
+        console.open()
+        console.now("loading torch")
+        assert terminal.drawn() == ["loading torch"]
+        console.begin(60, math.inf, tokens_per_step=1024, tokens_per_epoch=40 * 1024)
+        console.switch("train")
+        console.step(1, 5.0)  # a slow first step says nothing of the others
+        (drawn,) = terminal.drawn()
+        assert drawn.startswith("step 1 of 60 |") and drawn.endswith("|")
+        console.step(2, 5.5)
+        plan, again, drawn = terminal.drawn()
+        assert plan.startswith("plan     60 steps, 61,440 tokens, 1.5 epochs in about 29 s, until ")
+        assert again.startswith("step 1") and drawn.endswith("| 0:29 left")
+        console.show(row(2), 60)
+        assert terminal.drawn() == [], "a row without an evaluation is no line on a terminal"
+        console.step(3, 6.0)
+        assert terminal.drawn()[0].endswith("| loss 4.500  8,012 tokens/s  0:28 left")
+        console.switch("evaluate")
+        assert terminal.drawn()[0].endswith("  evaluating")
+        console.show(row(3, val_loss=5.25), 60)
+        line, drawn = terminal.drawn()
+        assert line == "step 3/60  loss 4.5000  val loss 5.2500 (2.5000 bits per byte)  7 s"
+        console.switch("train")
+        console.step(4, 6.5)
+        assert terminal.drawn()[0].endswith("| loss 4.500  best val 5.250  8,012 tokens/s  0:28 left")
+    assert terminal.drawn() == [], "the bar is gone at the end"
+
+
+def test_bar_counts_the_minutes_that_end_a_run(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    with Console() as console:
+        console.open()
+        console.begin(math.inf, 120.0, tokens_per_step=1024, tokens_per_epoch=4096)
+        for step in range(1, 5):
+            console.step(step, 10.0 * step)
+        plan = terminal.drawn()[1]
+        assert plan.startswith("plan     about 12 steps, 12,288 tokens, 3.0 epochs in 1 min 40 s, until ")
+        console.step(5, 50.0)
+        (drawn,) = terminal.drawn()
+        assert drawn.startswith("step 5  0:50 of 2:00 |") and drawn.endswith("| 1:10 left")
+
+
+def test_lines_and_warnings_stay_whole_above_the_bar(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    with Console() as console:
+        console.open()
+        console.now("tokenizing")
+        terminal.drawn()
+        logging.getLogger("hfgolf").info("a line of ours")
+        assert terminal.drawn() == ["a line of ours", "tokenizing"]
+        warnings.warn("the sky falls", stacklevel=1)
+        warned, *_, drawn = terminal.drawn()
+        assert warned.endswith("UserWarning: the sky falls") and drawn == "tokenizing"
+        logging.getLogger("some.library").warning("the disk is slow")
+        assert terminal.drawn() == ["the disk is slow", "tokenizing"]
+
+
+def test_without_a_terminal_there_are_lines_and_no_bar(capsys):
+    start_log(is_main_process=True, is_verbose=False)
+    with Console() as console:
+        console.open()
+        console.begin(60, math.inf, tokens_per_step=1024, tokens_per_epoch=4096)
+        console.now("loading torch")
+        for step in range(1, 4):
+            console.step(step, float(step))
+            console.show(row(step), 60)
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert [line.split("  ")[0] for line in out.splitlines()] == ["step 1/60", "plan", "step 2/60", "step 3/60"]
+
+
+def test_details_are_for_verbose(capsys):
+    for is_verbose, said in ((False, ""), (True, "a table\n")):
+        start_log(is_main_process=True, is_verbose=is_verbose)
+        logging.getLogger("hfgolf").debug("a table")
+        assert capsys.readouterr().out == said
+
+
+def test_a_run_says_what_it_is_in_five_lines_and_what_came_of_it(run_script, tiny_run, tmp_path):
+    said = run_script("train.py", *tiny_run())
+    lines = said.out.splitlines()
+    assert [line.split()[0] for line in lines[:5]] == ["run", "device", "data", "model", "batch"]
+    assert [line.index(line.split()[1]) for line in lines[:5]] == [9] * 5, "aligned"
+    assert [line.split()[0] for line in lines[5:8]] == ["step", "plan", "step"]
+    metadata = json.loads((tmp_path / "runs" / "tiny" / "metadata.json").read_text())
+    summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
+    assert sum(row["parameters"] for row in metadata["parameter_groups"]) == summary["parameters"]
+    assert lines[-1].startswith("next ") and summary["model"] in lines[-1]
+    assert said.err == ""

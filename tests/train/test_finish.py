@@ -179,7 +179,7 @@ def test_memory_of_a_run_matches_the_prediction_and_top(tiny_run, tmp_path):
     options = tiny_run(**shape, **steps, train__mixed_precision="bf16")
     log, seen = tmp_path / "log.txt", 0
     with log.open("w") as output:
-        process = subprocess.Popen([sys.executable, "scripts/train.py", *options], stdout=output)
+        process = subprocess.Popen([sys.executable, "scripts/train.py", "--verbose", *options], stdout=output)
         # not ru_maxrss of the child: it begins with what this process had when it forked
         while process.poll() is None:
             status = Path(f"/proc/{process.pid}/status").read_text()

@@ -378,7 +378,7 @@ def test_trackers_get_the_evaluation_before_the_first_step(run, from_weights, ex
 
 @pytest.mark.slow
 def test_old_text_in_files_is_tokenized_once(build, exported, corpus_file, caplog):
-    caplog.set_level(logging.INFO, "hfgolf")
+    caplog.set_level(logging.DEBUG, "hfgolf")
     weights = exported()
     run = build(weights, run__name="a", data__old_text=corpus_file)
     assert run.old_text is not None and run.old_text.num_bytes == corpus_file.stat().st_size
