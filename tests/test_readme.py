@@ -205,6 +205,17 @@ def test_every_command_uses_existing_options(command, run_script, monkeypatch):
         load_config(["--config", arguments[arguments.index("--config") + 1], *stated])
 
 
+def test_no_command_on_a_page_leaves_a_file_for_git():
+    """What it writes is in runs/, or a name that git ignores."""
+    shown = "\n".join([*commands("python scripts/"), *commands("hfgolf ")])
+    written = re.findall(r"--(?:output|certificate|png) ([\w./-]+)", shown)
+    scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.py"))
+    written += re.findall(r'"--output", type=Path, default=Path\("([^"]+)"\)', scripts)
+    assert len(written) > 7
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert [path for path in written if not path.startswith("runs/") and f"/{path}" not in ignored] == []
+
+
 def test_gpt2_options_build_gpt2():
     from hfgolf.model.convert_gpt2 import gpt2_from_golf
     from hfgolf.train.build import build_model
