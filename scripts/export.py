@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
-from hfgolf.run.find_model import find_model
+from hfgolf.run.find_model import find_model, models_here
 from hfgolf.script_options import ScriptParser, check_output
 
 
@@ -94,7 +94,7 @@ def main() -> None:
 
 def _check_run(run: Path, has_output: bool) -> None:
     if not any((run / name).exists() for name in ("config.yaml", "checkpoints")):
-        raise UserError(f"--run: there is no run in {run}; name the folder of a run, such as runs/small.")
+        raise UserError(f"--run: there is no run in {run}; {models_here(str(run))}")
     if not has_output and (run / "summary.json").exists():
         raise UserError(f"--output: {run} is complete and its model is in {run / 'model'}; name another folder.")
 

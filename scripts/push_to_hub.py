@@ -4,6 +4,7 @@ from pathlib import Path
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
+from hfgolf.run.find_model import models_here
 from hfgolf.script_options import ScriptParser
 
 
@@ -20,6 +21,8 @@ def main() -> None:
         help="auto: native, which loads without trust_remote_code, if transformers has the architecture (auto)",
     )
     arguments = parser.parse_args()
+    if not arguments.run.is_dir():
+        raise UserError(f"--run: there is no run {arguments.run}; {models_here(str(arguments.run))}")
     model = arguments.run / "model"
     if not (model / "config.json").is_file():
         raise UserError(f"--run: there is no exported model in {model}; a run writes it when it ends.")

@@ -115,7 +115,10 @@ def _load(name: str) -> Talk:
     from hfgolf.publish.load import load_exported
 
     quiet_libraries()
-    return Talk(*load_exported(name))
+    model, tokenizer = load_exported(name)
+    with suppress(UserError):  # the first pass takes longer than others; a model that fails says so when it is asked
+        Talk(model, tokenizer).answer("a", len, dict.fromkeys(("max_new_tokens", "top_k"), 1))
+    return Talk(model, tokenizer)
 
 
 def _typed_lines() -> Iterator[str]:

@@ -148,17 +148,38 @@ def test_only_what_the_hub_can_have_is_left_to_it(small):
         find_model("owner/name")
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line_at_once(small, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}")
+@pytest.fixture
+def no_network(tmp_path, monkeypatch):
+    """Point the client at a port where nothing listens, with an empty cache; return how long it has waited to retry."""
+    constants = "huggingface_hub.constants."
+    monkeypatch.setattr(constants + "HF_HUB_OFFLINE", False)
+    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+        monkeypatch.setattr(constants + name, "http://127.0.0.1:9")
+    monkeypatch.setattr(constants + "HF_HUB_CACHE", str(tmp_path / "hub"))
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
+    load._is_cached_only.cache_clear()
+    yield waits
+    load._is_cached_only.cache_clear()
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once(small, no_network):
     with pytest.raises(UserError) as caught:
         load_exported("smal")
     line = str(caught.value)
     assert line.startswith("--model: cannot load smal: no such folder here, and from the Hub: ConnectError")
-    assert line.endswith("; did you mean runs/small?") and "\n" not in line and not waits
+    assert line.endswith("; did you mean runs/small?") and "\n" not in line and not no_network
+
+
+def test_without_a_network_a_model_in_the_cache_loads_at_once(small, no_network, tmp_path):
+    commit = "0123456789" * 4
+    repository = tmp_path / "hub" / "models--user--name"
+    for part in build_tiny():
+        part.save_pretrained(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    model, _ = load_exported("user/name")
+    assert model.config.vocab_size == 257 and not no_network
 
 
 @pytest.mark.slow
