@@ -74,13 +74,19 @@ class ResolvedConfig:
         return "\n".join(lines) + "\n"
 
 
-def load_config(argv: Sequence[str] | None = None, description: str = "Train a GPT from text.") -> ResolvedConfig:
-    """Parse `[TEXT ...] --config FILE --section.key value ...` into a checked config; the command line wins.
+def load_config(
+    argv: str | Path | Sequence[str] | None = None,
+    description: str = "Train a GPT from text.",
+    where: str = "the command line",
+) -> ResolvedConfig:
+    """Parse `[TEXT ...] --config FILE --section.key value ...` into a checked config; the arguments win over the file.
 
     Texts (files, folders, globs, URLs) are data.files; without a config, they are trained with the shipped small.
-    argv: the arguments; None: those of the process. `--help` and `--print_config` print and exit with status 0.
+    argv: the arguments, or the path or name of a config; None: the arguments of the process. `--help` and
+    `--print_config` print and exit with status 0. where: what error messages call the arguments.
     Raises UserError (one line) for a missing file, an unknown key, or a value of the wrong type or out of range.
     """
+    argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
     arguments = _one_token_per_option(list(sys.argv[1:] if argv is None else argv))
     texts = [argument for argument in arguments if not argument.startswith("-")]
     if texts:
@@ -95,34 +101,45 @@ def load_config(argv: Sequence[str] | None = None, description: str = "Train a G
     path = path and find_config(path)
     from_file = {} if path is None else read_yaml(path)
     from_command_line = {key.removesuffix("+"): value for key, value in stated.items() if key != "print_config"}
-    for where, keys in ((path, from_file), ("the command line", from_command_line)):
+    for place, keys in ((path, from_file), (where, from_command_line)):
         for key in keys:
-            _check_key(key, where)
+            _check_key(key, place)
     implied = _implied(from_file, from_command_line)
     for key, value in from_command_line.items():
         if ":" in value and {int, float} & set(_parts(KEY_TYPES[key])):  # YAML 1.1 reads 1:30 as 90
-            raise _not_allowed("the command line", key, value)
+            raise _not_allowed(where, key, value)
     parser = _build_parser(description, Path(sys.argv[0]).name)
     if path:  # pass the values read above, so that the file is read only once
         arguments = [f"--config={as_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
     try:
         sections = parser.parse_args([*arguments, *(f"--{key}={value}" for key, value in implied.items())])
     except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
-        raise _explain(error, from_command_line, from_file, path) from None
+        raise _explain(error, from_command_line, from_file, path, where) from None
     for key, value in from_file.items():  # jsonargparse accepts null for any type
         if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
             raise UserError(f"{path}: {key}: null is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
     config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
-    sources = dict.fromkeys(from_file, "file") | dict.fromkeys(from_command_line, "command line")
+    sources = dict.fromkeys(from_file, "file") | dict.fromkeys(from_command_line, where.removeprefix("the "))
     return ResolvedConfig(config, sources | dict.fromkeys(implied, "auto"))
+
+
+def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConfig:
+    """Return what `load_config` returns, for it, for a RunConfig, or for the path or name of a config."""
+    if isinstance(config, ResolvedConfig):
+        return config
+    return ResolvedConfig.from_code(config) if isinstance(config, RunConfig) else load_config(config)
+
+
+def text_name(texts: Sequence[str]) -> str:
+    """Return the name of a run on these texts: that of the first, without its ending."""
+    return re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text"
 
 
 def _options_for(texts: list[str]) -> list[str]:
     """Return the options that train texts without a config: small's, a name, and bytes where BPE has too little."""
-    name = re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0])
-    options = ["--config=small", f"--run.name={name or 'text'}"]
+    options = ["--config=small", f"--run.name={text_name(texts)}"]
     sizes = [os.path.getsize(text) for text in texts if os.path.isfile(text)]
     return [*options, "--tokenizer.kind=byte"] if len(sizes) == len(texts) and sum(sizes) < _FEW_BYTES else options
 
@@ -341,18 +358,17 @@ def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _explain(
-    error: Exception, from_command_line: dict[str, str], from_file: dict[str, Any], path: str | None
+    error: Exception, from_command_line: dict[str, str], from_file: dict[str, Any], path: str | None, where: str
 ) -> UserError:
     """Turn jsonargparse's message into one line: where, which key, which value, what is allowed."""
     if isinstance(error, RecursionError):
-        return UserError("the command line: a value is nested too deeply.")
+        return UserError(f"{where}: a value is nested too deeply.")
     match = re.search(r'key "([\w.]+)"', str(error))
     if not match or match[1] not in KEY_TYPES:
         return UserError(f"{one_line(error)}.")
     key = match[1]
-    where = "the command line" if key in from_command_line else path
     value = from_command_line.get(key, from_file.get(key))
-    return _not_allowed(where, key, value)
+    return _not_allowed(where if key in from_command_line else path, key, value)
 
 
 def _not_allowed(where: str | None, key: str, value: object) -> UserError:

@@ -6,3 +6,7 @@ class UserError(Exception):
 
     Scripts print the message without a traceback and exit with status 2.
     """
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows instead of a traceback (IPython's protocol)."""
+        return [f"error: {self}"]

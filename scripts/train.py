@@ -15,10 +15,10 @@ def main() -> None:
     from hfgolf.train.console import console
 
     with Signals() as signals, console:  # before the slow imports
-        train_once(signals)
+        train_with(signals)
 
 
-def train_once(signals: Signals) -> None:
+def train_with(signals: Signals) -> None:
     """Train the run of the command line, unless it is already complete."""
     if len(sys.argv) == 1:
         command = sys.argv[0] if sys.argv[0].startswith("hfgolf ") else f"python {sys.argv[0]}"
@@ -43,28 +43,10 @@ def train_once(signals: Signals) -> None:
         console.open()
     console.now("loading torch")
 
-    from hfgolf.ranks import decide, together
-    from hfgolf.train.claim import changed_text, completed, damage
-    from hfgolf.train.finish import show_summary
-    from hfgolf.train.loop import train
-    from hfgolf.train.process import processes, resolve_precision
+    from hfgolf.train.once import train_once
 
     quiet_libraries()
-    resolved = resolve_precision(resolved)  # decide it now, to compare it with that of a complete run
-    with together(processes().num_processes):
-        summary = decide(lambda: completed(folder, resolved))
-        if summary:
-            logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
-            changes = changed_text(folder, resolved.config) if is_main_process else []
-            if changes:
-                logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
-            show_summary(summary)
-            return
-        damaged = decide(lambda: damage(folder, resolved))
-        if damaged:
-            logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
-            resolved = resolved.resolve("auto", train__resume="auto")
-        train(resolved, signals)
+    train_once(resolved, signals)
 
 
 if __name__ == "__main__":

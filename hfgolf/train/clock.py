@@ -41,7 +41,7 @@ class Interrupted(Exception):
 class Clock:
     """Measures progress in steps and in minutes of the main process, and shares stop and save requests.
 
-    Per step, this costs one all-reduce of three numbers, and one more if minutes limit the run. They run over gloo
+    Per step, this costs one all-reduce of four numbers, and one more if minutes limit the run. They run over gloo
     between the CPUs, so no GPU waits for them.
     """
 
@@ -63,14 +63,15 @@ class Clock:
         self._hosts = distributed.new_group(backend="gloo") if self.num_processes > 1 else None
         self._saved_at = time.perf_counter()
         self._batches = 0
+        self._is_ended = self._end_is_asked = False
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Agree with all processes on the time, a stop and a save. All processes call it after each step."""
+        """Agree with all processes on the time, a stop, a save and an end. All processes call it after each step."""
         save = max(self.signals.save, time.perf_counter() - self._saved_at >= self._save_every_seconds)
-        seconds, stop, is_due = self._maximum(self._seconds(), self.signals.stop, save)
+        seconds, stop, is_due, is_ended = self._maximum(self._seconds(), self.signals.stop, save, self._end_is_asked)
         self.state.elapsed_seconds = seconds
-        self.stop_signal, self.save_is_due = int(stop), bool(is_due)
+        self.stop_signal, self.save_is_due, self._is_ended = int(stop), bool(is_due), bool(is_ended)
 
     def raise_if_stopped(self) -> None:
         """Raise Interrupted if any process was asked to stop. All call it before each batch of an evaluation.
@@ -93,8 +94,13 @@ class Clock:
         return min(self.step_limit, projected_steps(self.state.step, seconds / self.max_seconds))
 
     def is_over(self) -> bool:
-        """Return whether the run has reached its last step or minute."""
-        return self.state.step >= self.step_limit or self.state.elapsed_seconds >= self.max_seconds
+        """Return whether the run has reached its last step or minute, or a callback has ended it."""
+        has_time = self.state.elapsed_seconds < self.max_seconds
+        return self._is_ended or self.state.step >= self.step_limit or not has_time
+
+    def end(self) -> None:
+        """Let this step be the last, on all processes, once they synchronize."""
+        self._end_is_asked = True
 
     def note_save(self) -> None:
         """Restart the minutes to the next save, and clear a pending request."""

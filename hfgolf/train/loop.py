@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +25,7 @@ from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.ranks import together
 from hfgolf.run.folder import FolderTakenError, run_folder
+from hfgolf.train.callbacks import Callback, Callbacks, check_callbacks
 from hfgolf.train.claim import require_shared
 from hfgolf.train.clock import Clock, Interrupted
 from hfgolf.train.console import console
@@ -33,31 +34,37 @@ from hfgolf.train.finish import conclude, push_in_training, report_run
 from hfgolf.train.forecast import forecast_export
 from hfgolf.train.live import LiveReport
 from hfgolf.train.meter import StepResult
-from hfgolf.train.process import processes
+from hfgolf.train.process import own_accelerator, processes
 from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
 from hfgolf.train.recurrence import update_loop
 from hfgolf.train.rounding import update_grid
 from hfgolf.train.run import Run
 from hfgolf.train.setup import set_up, write_description
 from hfgolf.train.signals import Signals
+from hfgolf.train.stopwatch import process_seconds
 from hfgolf.train.validation import rounded_weights, should_stop_early, validate, validate_start, write_sample
 
 logger = logging.getLogger(__name__)
 
 
-def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str, Any]:
+def train(
+    resolved: ResolvedConfig, signals: Signals | None = None, callbacks: Sequence[Callback] = ()
+) -> dict[str, Any]:
     """Train a model and return the summary: losses, bits per byte, speed and the model's folder.
 
     Call it in every process that `accelerate launch` starts. signals: already entered by the caller, before its slow
-    imports; None: handle signals during this call only.
+    imports; None: handle signals during this call only. callbacks: the same in every process.
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP
     ended the run after a save.
     """
-    with signals or Signals() as signals, console, together(processes().num_processes):
+    check_callbacks(callbacks)
+    not_ours = process_seconds() if signals is None else 0.0  # called from Python, which has done other things before
+    with signals or Signals() as signals, own_accelerator(), console, together(processes().num_processes):
         if processes().is_main_process:
             console.open()
         require_shared(run_folder(resolved.config))
         run = set_up(resolved)
+        run.stopwatch.carry_over({"setup": -not_ours})
         accelerator = run.accelerator
         clock = Clock(
             run.config.train,
@@ -68,9 +75,10 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
             accelerator.num_processes,
             accelerator.is_main_process,
         )
+        own = Callbacks(run, clock, callbacks)
         with signals.deferred():
             try:
-                run_steps(run, clock)
+                run_steps(run, clock, own)
             except FolderTakenError:
                 raise  # the files in the folder belong to another run now: write nothing
             except BaseException as error:
@@ -79,13 +87,16 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None) -> dict[str,
             if clock.stop_signal:
                 exit_after_signal(run, clock.stop_signal)
             signals.stop_message = "after the last step; run the same command with --train.resume auto to finish"
-        return conclude(run)
+        summary = conclude(run)
+        own.end(summary)
+        return summary
 
 
-def run_steps(run: Run, clock: Clock) -> None:
+def run_steps(run: Run, clock: Clock, callbacks: Callbacks) -> None:
     """Run the remaining steps; log, evaluate, forecast and save when due."""
     every, hub, forecast_every = run.config.train, run.config.hub, run.config.golf.forecast_every_steps
     recovery, live = Recovery(run), LiveReport(run)
+    callbacks.start()
     run.model.train()
     run.is_stepping = True
     run.stopwatch.switch("train")
@@ -95,11 +106,12 @@ def run_steps(run: Run, clock: Clock) -> None:
             validate_start(run, clock.raise_if_stopped)
     if run.state.unfinished_row is not None:
         with run.stopwatch.charge("other"):
-            report_step(run, clock, run.state.unfinished_row, evaluating=True, saving=False)
+            report_step(run, clock, callbacks, run.state.unfinished_row, evaluating=True, saving=False)
     while not (clock.is_over() or clock.stop_signal or should_stop_early(run)):
         result = train_step(run, clock.expected_steps())
         run.state.count_step(run.config.batch)
         run.meter.add(result)
+        callbacks.step(result)
         clock.synchronize()
         if recovery.review(result) is Next.REPEAT:
             continue
@@ -113,7 +125,7 @@ def run_steps(run: Run, clock: Clock) -> None:
             with run.stopwatch.charge("other"):
                 run.tokens.check()  # before saving: a damaged cache must not reach a checkpoint
                 row = describe(run) | (forecast_export(run) if forecasting else {})
-                report_step(run, clock, row, evaluating, saving)
+                report_step(run, clock, callbacks, row, evaluating, saving)
                 if evaluating and not clock.stop_signal:
                     live.write()
                 if pushing and not clock.stop_signal:
@@ -179,7 +191,9 @@ def due(step: int, every_steps: int | None, last: bool) -> bool:
     return last or (every_steps is not None and step % every_steps == 0)
 
 
-def report_step(run: Run, clock: Clock, row: dict[str, Any], evaluating: bool, saving: bool) -> None:
+def report_step(
+    run: Run, clock: Clock, callbacks: Callbacks, row: dict[str, Any], evaluating: bool, saving: bool
+) -> None:
     """Evaluate if due, log the row of a step, and save if due."""
     if run.accelerator.is_main_process:
         run.folder.hold()
@@ -192,13 +206,16 @@ def report_step(run: Run, clock: Clock, row: dict[str, Any], evaluating: bool, s
         run.state.unfinished_row = None
         run.tracker.log(row | run.stopwatch.row())
         console.show(row, clock.expected_steps())
+        if evaluating:
+            callbacks.evaluate(row)
     except Interrupted:
         logger.info("evaluation at step %d interrupted; resuming the run repeats it", run.state.step)
         saving = not is_saved
     report_findings(run)
-    if saving or run.state.best_step == run.state.step or should_stop_early(run):
+    if saving or run.state.best_step == run.state.step or should_stop_early(run) or clock.is_over():
         save(run)
         clock.note_save()
+        callbacks.save()
     report_failed_saves(run)
 
 

@@ -7,6 +7,7 @@ import ctypes
 import os
 import random
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,19 @@ def resolve_precision(resolved: ResolvedConfig, before: str | None = None) -> Re
             f" allowed: no, bf16{'' if _device_type() == 'cpu' else ', fp16'}."
         )
     return resolved
+
+
+@contextlib.contextmanager
+def own_accelerator() -> Iterator[None]:
+    """Forget accelerate's precision after this context, if it was chosen inside: the next run may choose another."""
+    from accelerate.state import AcceleratorState
+
+    is_own = not AcceleratorState._shared_state
+    try:
+        yield
+    finally:
+        if is_own:
+            AcceleratorState._reset_state()
 
 
 def processes() -> PartialState:

@@ -190,7 +190,7 @@ def _is_possible(resolved: ResolvedConfig, key: str, value: Any) -> bool:
 
 def _build_accelerator(config: RunConfig) -> Accelerator:
     check_trackers(config.track.trackers)
-    already = AcceleratorState._shared_state.get("_mixed_precision")  # of an earlier run of this process
+    already = AcceleratorState._shared_state.get("_mixed_precision")  # of an Accelerator of the user's own
     if already not in (None, config.train.mixed_precision):
         raise UserError(
             f"train.mixed_precision: this process computes in {already} and cannot change to"

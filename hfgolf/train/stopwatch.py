@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 KINDS = ("setup", "compile", "data", "train", "evaluate", "checkpoint", "other")
-"""setup: from the start of the process to the first step, without compiling; data: waiting for batches; train: the rest
-of the steps; checkpoint: time that the loop waits for saves, and rollbacks; other: logging and, after the last step,
-exporting and pushing."""
+"""setup: from the start of the process, or of a call from Python, to the first step, without compiling; data: waiting
+for batches; train: the rest of the steps; checkpoint: time that the loop waits for saves, and rollbacks; other: logging
+and, after the last step, exporting and pushing."""
 
 
 class Stopwatch:
@@ -28,7 +28,7 @@ class Stopwatch:
         self._on_switch = on_switch
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._kind = "setup"
-        self._since = time.perf_counter() - max(0.0, _process_seconds())
+        self._since = time.perf_counter() - max(0.0, process_seconds())
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each kind so far, including earlier sessions."""
@@ -67,7 +67,7 @@ class Stopwatch:
             self.switch(outside)
 
 
-def _process_seconds() -> float:
+def process_seconds() -> float:
     """Return the seconds since this process was created; on Linux by the boot clock, which is never adjusted."""
     if sys.platform != "linux":
         return time.time() - psutil.Process().create_time()

@@ -1,0 +1,44 @@
+"""Train a run that is not complete yet, and leave one that is alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from hfgolf.command_line import ResolvedConfig
+from hfgolf.ranks import decide, together
+from hfgolf.run.folder import run_folder
+from hfgolf.train.callbacks import Callback
+from hfgolf.train.claim import changed_text, completed, damage
+from hfgolf.train.finish import show_summary
+from hfgolf.train.loop import train
+from hfgolf.train.process import processes, resolve_precision
+from hfgolf.train.signals import Signals
+
+logger = logging.getLogger(__name__)
+
+
+def train_once(
+    resolved: ResolvedConfig, signals: Signals | None = None, callbacks: Sequence[Callback] = ()
+) -> dict[str, Any]:
+    """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
+
+    A complete run whose model or summary is damaged is rebuilt from its checkpoints.
+    """
+    resolved = resolve_precision(resolved)  # decide it now, to compare it with that of a complete run
+    folder, state = run_folder(resolved.config), processes()
+    with together(state.num_processes):
+        summary = decide(lambda: completed(folder, resolved))
+        if summary:
+            logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
+            changes = changed_text(folder, resolved.config) if state.is_main_process else []
+            if changes:
+                logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
+            show_summary(summary)
+            return summary
+        damaged = decide(lambda: damage(folder, resolved))
+        if damaged:
+            logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
+            resolved = resolved.resolve("auto", train__resume="auto")
+        return train(resolved, signals, callbacks)

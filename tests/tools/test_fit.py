@@ -1,0 +1,304 @@
+"""hfgolf.fit: from Python to a run, several times in one process, with objects of one's own."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.modeling_outputs import CausalLMOutput
+
+import hfgolf
+from hfgolf.checkpoint.store import newest_first, verify
+from hfgolf.run.metrics import read_rows
+from hfgolf.train import setup
+
+TEXT = "To be, or not to be, that is the question: whether it is nobler in the mind to suffer. "
+TINY: dict[str, Any] = {
+    "model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "batch": {"sequence_length": 32, "tokens_per_step": 128},
+    "train": {"eval_every_steps": 2, "log_every_steps": 1, "compile": False, "mixed_precision": "no"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, reset_accelerate):
+    """A folder with my.txt, in which this process works, with a cache of its own."""
+    reset_accelerate()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "my.txt").write_text(TEXT * 200)
+    return tmp_path
+
+
+def fit(*arguments: Any, **options: Any) -> hfgolf.TrainedRun:
+    sections = {name: TINY[name] | options.pop(name, {}) for name in ("batch", "train")}
+    options = {"model": TINY["model"], "max_steps": 4} | options
+    data = options.pop("data", {"cache_dir": "cache"})
+    return hfgolf.fit(*arguments, data=data, **sections, **options)
+
+
+class Seen(hfgolf.Callback):
+    """Notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def on_start(self, moment: Any) -> None:
+        self.calls.append(("start", moment.step))
+
+    def on_step(self, moment: Any) -> None:
+        torch.rand(7)  # must not change the run
+        moment.model.eval()
+        self.calls.append(("step", moment.step, moment.loss))
+
+    def on_evaluate(self, moment: Any) -> None:
+        self.calls.append(("evaluate", moment.step, moment.row["val_loss"]))
+
+    def on_save(self, moment: Any) -> None:
+        assert verify(moment.checkpoint)["step"] == moment.step
+        self.calls.append(("save", moment.step))
+
+    def on_end(self, moment: Any) -> None:
+        self.calls.append(("end", moment.step, moment.row["val_loss"]))
+
+
+@pytest.mark.slow
+def test_fit_returns_a_run_that_shows_what_it_reached(folder, capsys):
+    run = fit("my.txt")
+    assert capsys.readouterr().out.count("step 4/4") == 1
+    assert run.folder == Path("runs/my") and f"validation loss {run.summary['val_loss']:.4f}" in repr(run)
+    assert list(run.metrics.index) == [1, 2, 3, 4] and run.metrics.val_loss.notna().sum() == 2
+    assert run.sample("To be", max_new_tokens=5, temperature=0).startswith("To be")
+    assert not run.model.training and run.tokenizer("a")["input_ids"]
+    shown = run.report()._repr_html_()
+    assert shown.startswith("<iframe srcdoc=") and "bits per byte" in shown and "<script" not in shown
+    assert repr(hfgolf.open_run("runs/my")) == repr(run)
+    with pytest.raises(hfgolf.UserError, match="nothing is not the folder of a run"):
+        hfgolf.open_run("nothing")
+
+
+@pytest.mark.slow
+def test_same_call_returns_the_run_and_another_trains_a_new_one(folder, capsys):
+    first = fit("my.txt")
+    again = fit("my.txt")
+    assert again.folder == first.folder and "runs/my is complete" in capsys.readouterr().out
+    other = fit("my.txt", seed=1)
+    assert other.folder == Path("runs/my-2") and other.summary["val_loss"] != first.summary["val_loss"]
+    Path("my.txt").write_text(TEXT.upper() * 200)
+    assert fit("my.txt").folder == Path("runs/my-3")
+    assert fit("my.txt", name="mine").folder == Path("runs/mine")
+
+
+@pytest.mark.slow
+def test_callbacks_see_the_run_and_do_not_change_it(folder):
+    seen = Seen()
+    dropout = TINY["model"] | {"dropout": 0.5}  # random numbers matter
+    run = fit("my.txt", model=dropout, callbacks=[seen])
+    rows = {row["step"]: row for row in read_rows(run.folder / "metrics.jsonl")}
+    losses = [("step", step, rows[step]["train_losses"][0]) for step in range(1, 5)]
+    evaluated = [("evaluate", step, rows[step]["val_loss"]) for step in (2, 4)]
+    assert seen.calls == [
+        ("start", 0),
+        *losses[:2],
+        evaluated[0],
+        ("save", 2),
+        *losses[2:],
+        evaluated[1],
+        ("save", 4),
+        ("end", 4, run.summary["val_loss"]),
+    ]
+    alone = fit("my.txt", model=dropout, name="alone")
+    assert [row["train_losses"] for row in read_rows(alone.folder / "metrics.jsonl")] == [
+        row["train_losses"] for row in rows.values()
+    ]
+
+
+class StopAt(hfgolf.Callback):
+    def __init__(self, method: str, step: int) -> None:
+        self.step = step
+        setattr(type(self), method, lambda self, moment: moment.stop() if moment.step == self.step else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["on_step", "on_evaluate"])
+def test_callback_ends_a_run_as_if_it_were_complete(folder, method):
+    callback = type("Own", (StopAt,), {})(method, 2)
+    run = fit("my.txt", max_steps=20, callbacks=[callback])
+    assert run.summary["steps"] == 2 and run.metrics.val_loss.notna().sum() == 1
+    assert verify(newest_first(run.folder / "checkpoints")[0])["step"] == 2
+
+
+class Fails(hfgolf.Callback):
+    def on_step(self, moment: Any) -> None:
+        raise ZeroDivisionError("of the user")
+
+
+@pytest.mark.slow
+def test_error_of_a_callback_ends_the_run_and_the_next_call_continues(folder):
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        fit("my.txt", callbacks=[Fails()])
+    assert "Not complete" in repr(hfgolf.open_run("runs/my")) if Path("runs/my/metrics.jsonl").exists() else True
+    assert fit("my.txt").summary["steps"] == 4
+
+
+class Interrupts(hfgolf.Callback):
+    def on_step(self, moment: Any) -> None:
+        if moment.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_stop_button_saves_and_the_next_call_continues(folder, capsys):
+    handlers, log = signal.getsignal(signal.SIGINT), logging.getLogger("hfgolf")
+    before = log.handlers, log.propagate, log.level
+    run = fit("my.txt", callbacks=[Interrupts()])
+    assert "stopped by SIGINT at step 3; saved up to step 3" in capsys.readouterr().out
+    assert run.summary == {} and "step 3" in repr(run)
+    assert run.sample("To be", max_new_tokens=2).startswith("To be")  # from the checkpoint
+    with pytest.raises(hfgolf.UserError, match="not complete"):
+        run.push("user/name")
+    assert (log.handlers, log.propagate, log.level) == before and signal.getsignal(signal.SIGINT) == handlers
+    seen = Seen()
+    assert fit("my.txt", callbacks=[seen]).summary["steps"] == 4
+    assert seen.calls[0] == ("start", 3)
+
+
+@pytest.mark.slow
+def test_second_run_takes_another_precision_and_the_first_is_freed(folder, monkeypatch):
+    models = []
+    real = setup.build_model
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        model = real(*arguments, **options)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(setup, "build_model", build)
+    fit("my.txt")
+    fit("my.txt", train={"mixed_precision": "bf16"})
+    gc.collect()
+    assert len(models) >= 2 and not any(model() is not None for model in models)
+
+
+@pytest.mark.slow
+def test_dataset_or_strings_of_ones_own(folder):
+    documents = [f"{TEXT * 3} {number}" for number in range(60)]
+    data = Dataset.from_dict({"text": documents, "other": range(60)})
+    options = {"name": "own", "tokenizer": {"kind": "byte"}, "max_steps": 2}
+    sections = {name: TINY[name] for name in ("model", "batch", "train")}
+    run = hfgolf.fit(data=data, **options, **sections)
+    same = hfgolf.fit(data=documents, **options | {"name": "strings"}, **sections)
+    assert same.summary["val_loss"] == run.summary["val_loss"]
+    assert "is complete" not in repr(run) and hfgolf.fit(data=data, **options, **sections).folder == run.folder
+    with pytest.raises(hfgolf.UserError, match=r"the Dataset has no column text; .*: a"):
+        hfgolf.fit(data=Dataset.from_dict({"a": [1]}))
+    for wrong in ("a string", [1, 2], []):
+        with pytest.raises(hfgolf.UserError, match="data: must be a Dataset"):
+            hfgolf.fit(data=wrong)
+
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own-of-the-test"
+
+    def __init__(self, vocab_size: int = 257, hidden_size: int = 16, **others: Any) -> None:
+        super().__init__(**others)
+        self.vocab_size, self.hidden_size, self.num_hidden_layers, self.num_attention_heads = (
+            vocab_size,
+            hidden_size,
+            1,
+            1,
+        )
+
+
+class OwnModel(PreTrainedModel):
+    """Predicts a token from the one before it."""
+
+    config_class = OwnConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+    def __init__(self, config: OwnConfig) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Any, **others: Any) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.head(self.embed(input_ids)))
+
+
+@pytest.mark.slow
+def test_model_of_ones_own(folder):
+    from hfgolf.config import TokenizerConfig
+    from hfgolf.data.tokenizer import find_tokenizer
+
+    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    model = OwnModel(OwnConfig(vocab_size=len(tokenizer)))
+    first = fit("my.txt", name="golf")
+    golf = fit("my.txt", model=first.model, tokenizer=first.tokenizer)
+    assert golf.summary["init_from"]["val_loss"] == pytest.approx(first.summary["val_loss"], abs=1e-4)
+    own = fit("my.txt", model=model, tokenizer=tokenizer, name="own")
+    assert isinstance(own.model, OwnModel)
+    assert own.summary["val_loss"] < own.summary["init_from"]["val_loss"]
+
+
+BAD = {
+    "section": ({"modle": {"a": 1}}, "hfgolf.fit: unknown key modle.a"),
+    "other name": ({"lr": 0.1}, "hfgolf.fit: unknown key lr; here: optim.learning_rate"),
+    "key": ({"model": {"depth": 3}}, "hfgolf.fit: unknown key model.depth; did you mean"),
+    "type": ({"model": {"hidden_size": "x"}}, "hfgolf.fit: model.hidden_size: 'x' is not allowed; allowed: a whole"),
+    "range": ({"max_steps": -1}, "train.max_steps: -1 is out of range"),
+    "file": ({"files": "nowhere.txt"}, "no file matches 'nowhere.txt'"),
+    "config": ({"config": "nowhere.yaml"}, "--config: there is no file nowhere.yaml"),
+    "callback": ({"files": "my.txt", "callbacks": [print]}, "callbacks: .* is not one"),
+    "model": ({"files": "my.txt", "model": nn.Linear(1, 1)}, "model: Linear is not a PreTrainedModel"),
+    "tokenizer": ({"files": "my.txt", "model": OwnModel(OwnConfig())}, "tokenizer: must be the model's own"),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD)
+def test_wrong_arguments_are_one_line_and_leave_no_folder(folder, wrong):
+    options, line = BAD[wrong]
+    with pytest.raises(hfgolf.UserError, match=line) as raised:
+        hfgolf.fit(**options)
+    assert raised.value._render_traceback_() == [f"error: {raised.value}"]
+    assert not Path("runs").exists()
+
+
+def test_config_by_path_name_or_object_is_the_same(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: {name: mine}\ntrain: {max_steps: 3}\n")
+    by_path = hfgolf.load_config(path)
+    assert by_path.config == hfgolf.load_config(str(path)).config == hfgolf.load_config(["--config", str(path)]).config
+    assert hfgolf.load_config("small").config.run.name == "small"
+
+
+def test_one_limit_replaces_both_of_the_config(folder, monkeypatch):
+    from hfgolf.tools import fit as module
+
+    taken = []
+    monkeypatch.setattr(module, "train_once", lambda resolved, **_: taken.append(resolved.config.train))
+    hfgolf.fit(config="small", max_minutes=5)
+    hfgolf.fit(config="small", max_steps=7)
+    hfgolf.fit(config=hfgolf.load_config("small").config.replace(train__log_every_steps=9))
+    small = hfgolf.load_config("small").config.train
+    limits = [(train.max_minutes, train.max_steps) for train in taken]
+    assert limits == [(5, None), (None, 7), (small.max_minutes, small.max_steps)]
+    assert taken[2].log_every_steps == 9 and small.log_every_steps != 9
