@@ -256,12 +256,12 @@ def test_machines_without_a_shared_folder_are_told_at_the_start(tiny_run, tmp_pa
 
 
 def first_rank_takes_longer_than_the_group_waits() -> None:
-    process._PATIENCE = timedelta(seconds=6)
+    process._PATIENCE = timedelta(seconds=12)
     real = setup.load_tokens
 
     def load(*arguments: Any) -> Any:
         if not on_second_rank():
-            time.sleep(10)
+            time.sleep(16)
         return real(*arguments)
 
     setup.load_tokens = load
