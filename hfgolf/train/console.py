@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import sys
+import warnings
 from contextlib import ExitStack, nullcontext
 from time import perf_counter
 from typing import Any, TextIO
@@ -255,5 +256,7 @@ def quiet_libraries() -> None:
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # a sample longer than model_max_length (sequence_length); rotary positions have no limit
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
+    # accelerate sets the threads of several CPU processes and says so; set_cpu_threads decides them afterwards
+    warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
     # hfgolf reports these errors itself, in one line
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)

@@ -186,7 +186,8 @@ def show_summary(summary: dict[str, Any]) -> None:
         logger.info("report           %s", folder.report)
     trust = ", trust_remote_code=True" if "architecture" not in summary else ""
     logger.info('in Python        AutoModelForCausalLM.from_pretrained("%s"%s)', summary["model"], trust)
-    logger.info("next             hfgolf generate --model %s", shlex.quote(summary["model"]))
+    logger.info("next             hfgolf generate %s", shlex.quote(str(folder.path)))
+    logger.info("                 hfgolf chat %s", shlex.quote(str(folder.path)))
 
 
 def beside_compressors(summary: dict[str, Any]) -> str:

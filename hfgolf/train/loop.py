@@ -283,6 +283,7 @@ def report_failure(run: Run, raised: BaseException) -> BaseException:
 
 def exit_after_signal(run: Run, signal_number: int) -> None:
     """End the process after a signal and its save; say how to resume."""
+    console.close()
     name, step = signal.Signals(signal_number).name, saved_step(run.folder.checkpoints)
     if step is None:
         logger.info("stopped by %s at step %d; no checkpoint was saved, so a resume starts over", name, run.state.step)

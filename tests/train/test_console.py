@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from hfgolf.command_line import run_command
 from hfgolf.train import console as console_module
-from hfgolf.train.console import Console, show_log, start_log
+from hfgolf.train.console import Console, quiet_libraries, show_log, start_log
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,5 +187,24 @@ def test_a_run_says_what_it_is_in_five_lines_and_what_came_of_it(run_script, tin
     metadata = json.loads((tmp_path / "runs" / "tiny" / "metadata.json").read_text())
     summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
     assert sum(row["parameters"] for row in metadata["parameter_groups"]) == summary["parameters"]
-    assert lines[-1].startswith("next ") and summary["model"] in lines[-1]
+    folder = str(tmp_path / "runs" / "tiny")
+    assert [line.split()[-3:] for line in lines[-2:]] == [["hfgolf", verb, folder] for verb in ("generate", "chat")]
     assert said.err == ""
+
+
+def test_only_the_warning_that_the_run_contradicts_is_silent(recwarn):
+    quiet_libraries()
+    warnings.warn("OMP_NUM_THREADS/MKL_NUM_THREADS unset, we set it at 1 to improve oob performance.", stacklevel=1)
+    warnings.warn("OMP_NUM_THREADS is negative", stacklevel=1)
+    assert [str(warning.message) for warning in recwarn] == ["OMP_NUM_THREADS is negative"]
+
+
+def test_the_first_line_comes_before_torch(tmp_path):
+    """An import of torch fails here; the run has named its folder by then."""
+    (tmp_path / "my.txt").write_text("some text\n" * 100)
+    program = "import sys; sys.modules['torch'] = None; from hfgolf import cli; cli.main(['train', 'my.txt'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "run      runs/my\n"
+    assert "import of torch halted" in done.stderr
