@@ -401,7 +401,7 @@ def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopw
     if origin:
         learner.checkpoints.load(origin.checkpoint)
         stopwatch.carry_over(learner.state.seconds)
-        logger.info("%s", labeled("resumed", f"from {origin.checkpoint} at step {learner.state.step}"))
+        logger.info("resumed from %s at step %d", origin.checkpoint, learner.state.step)
         if origin.changes:
             logger.info("changed since then: %s", ", ".join(origin.changes))
     elif learner.resolved.config.train.resume:

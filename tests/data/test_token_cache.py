@@ -166,6 +166,7 @@ import json, logging, sys
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data.token_cache import load_tokens
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+logging.getLogger("hfgolf").setLevel("DEBUG")
 input()
 load_tokens(DataConfig(**json.loads(sys.argv[1])), TokenizerConfig(vocab_size=300))
 """

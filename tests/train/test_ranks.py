@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import re
 import signal
@@ -64,10 +65,11 @@ def less_memory_on_second_rank() -> None:
 def test_micro_batch_is_what_fits_on_every_rank(tiny_run, tmp_path):
     arguments = tiny_run(**SAME | {"batch__micro_batch_size": "auto"})
     train_on_two(arguments, tmp_path / "output", less_memory_on_second_rank)
-    assert "= 2 sequences x 32 tokens x 2 accumulation steps x 2 processes" in (tmp_path / "output").read_text()
+    assert "= 2 sequences x 32 tokens x 2 micro-batches x 2 processes" in (tmp_path / "output").read_text()
 
 
 def compiling_pays_on_first_rank_only() -> None:
+    logging.getLogger("hfgolf").setLevel(logging.DEBUG)
     compilation.should_compile = lambda *_, **__: (
         (False, "rank 1 is faster") if on_second_rank() else (True, "it would pay")
     )
