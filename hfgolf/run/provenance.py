@@ -58,6 +58,8 @@ def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[
 
 def _command() -> list[str]:
     script, *arguments = sys.argv
+    if Path(script).name == "ipykernel_launcher.py":  # its arguments name a file of the kernel
+        return ["hfgolf.fit", "in a notebook"]
     if script.startswith("hfgolf "):  # cli.py's name for the command and its verb
         return [*script.split(), *arguments]
     return [Path(sys.executable).name, script, *arguments]
