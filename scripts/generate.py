@@ -33,7 +33,7 @@ def main() -> None:
 
     from hfgolf.evaluate.sample import generate_answer, generate_text
     from hfgolf.publish.load import load_exported
-    from hfgolf.train.console import quiet_libraries
+    from hfgolf.train.console import quiet_libraries, shown
 
     quiet_libraries()
     model, tokenizer = load_exported(arguments.model)
@@ -43,6 +43,8 @@ def main() -> None:
     for number in range(arguments.num_samples):
         options = {name: getattr(arguments, name) for name in SAMPLING} | {"seed": arguments.seed + number}
         sample = generate(model, tokenizer, text, **options)
+        if sys.stdout.isatty():
+            sample = shown(sample)
         print(sample if arguments.num_samples == 1 else f"--- sample {number + 1}\n{sample}")
 
 

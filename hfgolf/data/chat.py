@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -23,11 +23,13 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hfgolf.data.corpus import Corpus
 from hfgolf.data.messages import Messages
 from hfgolf.data.token_stream import StreamPart
 from hfgolf.errors import UserError
 from hfgolf.wording import first_line
+
+if TYPE_CHECKING:  # it imports datasets, for which a prompt would wait
+    from hfgolf.data.corpus import Corpus
 
 _log = logging.getLogger(__name__)
 _ROWS = 256  # at once

@@ -29,6 +29,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unic
 from hfgolf.config import TokenizerConfig
 from hfgolf.data.case_operators import OPERATORS, add_case_operators, has_case_operators
 from hfgolf.data.chat import CHAT_TOKENS, add_chat_template
+from hfgolf.data.hub_cache import is_cached_only
 from hfgolf.data.manifest import read_manifest, write_manifest
 from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
@@ -232,9 +233,13 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
         if path.is_file():
             tokenizer = _from_file(path)
         else:
+            cached_only = is_cached_only(name_or_path, "tokenizer_config.json")
             # explicit, because transformers would otherwise ask on stdin whether to run a tokenizer's code
             tokenizer = AutoTokenizer.from_pretrained(
-                name_or_path, config=_placeholder(name_or_path), trust_remote_code=False
+                name_or_path,
+                config=_placeholder(name_or_path, cached_only),
+                trust_remote_code=False,
+                local_files_only=cached_only,
             )
     except UserError:
         raise
@@ -252,10 +257,10 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _placeholder(name_or_path: str) -> PreTrainedConfig | None:
+def _placeholder(name_or_path: str, cached_only: bool) -> PreTrainedConfig | None:
     """Return an empty config for a model whose config needs code, which never runs. transformers would warn of it."""
     try:
-        config, _ = PreTrainedConfig.get_config_dict(name_or_path)
+        config, _ = PreTrainedConfig.get_config_dict(name_or_path, local_files_only=cached_only)
     except OSError:  # a tokenizer without a model
         return None
     return PreTrainedConfig() if "AutoConfig" in config.get("auto_map", {}) else None

@@ -5,7 +5,6 @@ Owns the trust policy: code stored next to the weights is never executed.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from hfgolf.data.hub_cache import is_cached_only
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -57,7 +55,7 @@ def _load(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model = load_model(name_or_path)
     with _loading(name_or_path, "--model", "the tokenizer of "):
         tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path, trust_remote_code=False, local_files_only=_is_cached_only(name_or_path)
+            name_or_path, trust_remote_code=False, local_files_only=is_cached_only(name_or_path)
         )
         tokenizer("a text")  # an invalid vocabulary fails only when it is used
     if isinstance(model, GolfForCausalLM):
@@ -78,7 +76,7 @@ def load_model(name_or_path: str, key: str = "--model") -> Any:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             trust_remote_code=False,
-            local_files_only=_is_cached_only(name_or_path),
+            local_files_only=is_cached_only(name_or_path),
             output_loading_info=True,
         )
     model, loading = loaded
@@ -105,31 +103,12 @@ def load_config(name_or_path: str, key: str = "--model") -> PreTrainedConfig:
     AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
     AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
     with _loading(name_or_path, key):
-        cached_only = _is_cached_only(name_or_path)
+        cached_only = is_cached_only(name_or_path)
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, local_files_only=cached_only)
         layers = getattr(config, "num_hidden_layers", 1)
         if layers > _MAX_LAYERS:
             raise ValueError(f"config.json: num_hidden_layers {layers} is out of range; allowed: 1 to {_MAX_LAYERS}")
     return config
-
-
-@functools.cache
-def _is_cached_only(name: str) -> bool:
-    """Ask the Hub for a model; return whether it does not answer, but the model is in the cache.
-
-    Raises the error of the request if it is not. transformers would ask for each file for 25 seconds.
-    """
-    if Path(name).is_dir():
-        return False
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except Exception as error:  # of httpx, or of a proxy
-        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
-            return False  # it answers, and transformers says what is wrong
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            raise
-        return True
-    return False
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -108,3 +110,22 @@ def test_options_control_sampling(generate, tmp_path):
     plain = generate("--prompt", "ab")
     with_keys("generation_config.json", num_beams=10**6, min_length=10**11, eos_token_id="x")(tmp_path / "model")
     assert generate("--prompt", "ab") == plain and plain.status == 0
+
+
+def test_the_prompt_is_the_second_word_or_standard_input(generate, run_script, tmp_path, monkeypatch):
+    named = generate("--prompt", "line\nab", "--seed", 3)
+    assert named.status == 0 and named.out.startswith("line\nab")
+    assert run_script("generate.py", tmp_path / "model", "--seed", 3, "line\nab") == named
+    assert generate("line\nab", "--seed", 3) == named  # after --model
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"line\nab\n")))
+    assert generate("-", "--seed", 3) == named
+    status, out, error = generate("one", "two")
+    assert (status, out) == (2, "")
+    assert error == "error: two: a second prompt; put a prompt of several words in quotes.\n"
+
+
+def test_a_text_cannot_control_the_terminal(generate, monkeypatch):
+    monkeypatch.setattr("hfgolf.evaluate.sample.generate_text", lambda *_, **__: "a\x1b[2Jb\n")
+    assert generate().out == "a\x1b[2Jb\n\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert generate().out == "a\\x1b[2Jb\n\n"

@@ -14,6 +14,9 @@ from faults import flip_a_bit
 from tiny_export import build_tiny
 
 from hfgolf.checkpoint.store import begin_checkpoint, commit_checkpoint, prune
+from hfgolf.config import TokenizerConfig
+from hfgolf.data.hub_cache import is_cached_only
+from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.errors import UserError
 from hfgolf.publish import load
 from hfgolf.publish.load import load_exported
@@ -158,9 +161,9 @@ def no_network(tmp_path, monkeypatch):
     monkeypatch.setattr(constants + "HF_HUB_CACHE", str(tmp_path / "hub"))
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
-    load._is_cached_only.cache_clear()
+    is_cached_only.cache_clear()
     yield waits
-    load._is_cached_only.cache_clear()
+    is_cached_only.cache_clear()
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_at_once(small, no_network):
@@ -179,7 +182,11 @@ def test_without_a_network_a_model_in_the_cache_loads_at_once(small, no_network,
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     model, _ = load_exported("user/name")
-    assert model.config.vocab_size == 257 and not no_network
+    tokenizer = find_tokenizer(TokenizerConfig(kind="pretrained", name_or_path="user/name"), {}, tmp_path)
+    assert model.config.vocab_size == len(tokenizer) == 257 and not no_network
+    with pytest.raises(UserError, match=r"^tokenizer\.name_or_path: 'user/other' cannot be loaded .*; check the name"):
+        find_tokenizer(TokenizerConfig(kind="pretrained", name_or_path="user/other"), {}, tmp_path)
+    assert not no_network
 
 
 @pytest.mark.slow
