@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,47 @@ def sync(path: Path) -> None:
 def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
     """Return {path relative to the folder: {"bytes": size, "sha256": digest}}; plain JSON."""
     return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in paths}
+
+
+class HashedFile:
+    """A new file whose SHA-256 is computed while it is written, without reading it again. A context manager.
+
+    A thread hashes each large piece while the operating system takes it; both release the GIL. Nothing is synced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest, self._bytes = hashlib.sha256(), 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Write and hash all of the content, which may change afterwards; return its size. Raises OSError."""
+        content = memoryview(content)
+        if content.nbytes < 2**16:
+            self._digest.update(content)
+            self._file.write(content)
+        else:
+            hashed = self._thread.submit(self._digest.update, content)
+            try:
+                self._file.write(content)
+            finally:
+                hashed.result()
+        self._bytes += content.nbytes
+        return content.nbytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def entry(self) -> dict[str, Any]:
+        """Return what `list_files` would say of the file."""
+        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        self._file.close()
 
 
 def find_damage(folder: Path, name: str, listed: Any) -> str | None:

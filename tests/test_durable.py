@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.durable import make_folder, replace_folder, sync_tree, write_text
+from hfgolf.durable import HashedFile, list_files, make_folder, replace_folder, sync_tree, write_text
 
 
 @pytest.fixture
@@ -75,3 +75,22 @@ def test_dangling_link_is_not_synced(tmp_path: Path, calls: list[tuple[str, str]
     (tmp_path / "file").touch()
     sync_tree(tmp_path)
     assert calls == [("sync", "file"), ("sync", tmp_path.name)]
+
+
+@pytest.mark.parametrize("sizes", [(), (5,), (70_000, 3, 2**20, 2**16 - 1, 2**16)])
+def test_file_hashed_while_it_is_written_has_the_entry_of_one_that_is_read(tmp_path: Path, sizes: tuple[int]) -> None:
+    """The caller may reuse its buffer after each write."""
+    content = [os.urandom(size) for size in sizes]
+    with HashedFile(tmp_path / "file") as file:
+        for piece in content:
+            buffer = bytearray(piece)
+            assert file.write(memoryview(buffer)) == len(piece)
+            buffer[:] = bytes(len(piece))
+    assert (tmp_path / "file").read_bytes() == b"".join(content)
+    assert {"file": file.entry()} == list_files(tmp_path, [tmp_path / "file"])
+
+
+@pytest.mark.parametrize("size", [5, 2**20])
+def test_file_hashed_while_it_is_written_reports_a_full_disk(size: int) -> None:
+    with pytest.raises(OSError, match="No space left"), HashedFile(Path("/dev/full")) as file:
+        file.write(bytes(size))

@@ -14,8 +14,8 @@ Owns what is in a checkpoint:
                                the other files that `from_pretrained` needs
     manifest.json              sizes and sha256 of all of these (store.py)
 
-A thread writes them while the run computes the next gradients. The next update waits until they are written, but not
-until they are hashed and synced to disk. A GPU's tensors are first copied to the host, so that no update waits. FSDP2's
+Threads write and hash them while the run computes the next gradients. The next update waits until they are written, but
+not until they are synced to disk. A GPU's tensors are first copied to the host, so that no update waits. FSDP2's
 are written before the run continues, and no process holds them all; any number and kind of processes can read them.
 Does not know when to save (train/loop.py) or which checkpoint to load (store.py).
 """
@@ -42,12 +42,18 @@ from accelerate.checkpointing import load_accelerator_state
 from accelerate.utils import clean_state_dict_for_safetensors, gather_object, load
 from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hfgolf.checkpoint.identity import RUN_NAME, has_other_data, read_identity
-from hfgolf.checkpoint.sharded import OPTIMIZER_FOLDER, load_optimizer, save_optimizer, write_weights
+from hfgolf.checkpoint.sharded import (
+    OPTIMIZER_FOLDER,
+    load_optimizer,
+    safetensors_parts,
+    save_optimizer,
+    write_weights,
+)
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import (
     STATE_NAME,
@@ -61,6 +67,7 @@ from hfgolf.checkpoint.store import (
     replace_link,
     step_folder,
 )
+from hfgolf.durable import HashedFile
 from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -240,8 +247,11 @@ class Checkpointer:
             contents[EMA_NAME] = self.ema.state_dict()
         return contents
 
-    def _prepare_write(self) -> Callable[[Path], None]:
-        """Collect the state and return a function that writes it. Every rank contributes its random states."""
+    def _prepare_write(self) -> Callable[[Path], dict[str, Any]]:
+        """Collect the state; return a function that writes it and lists the files with their hashes.
+
+        Every rank contributes its random states.
+        """
         accelerator = self.accelerator
         random_states = gather_object([_random_states(accelerator.step)])
         json_files = self._json_files()  # now: the state changes with the next step
@@ -259,15 +269,10 @@ class Checkpointer:
         contents |= {f"{RNG_STATE_NAME}_{rank}.pkl": states for rank, states in enumerate(random_states)}
         contents |= self.supporting_files | json_files
 
-        def write(folder: Path) -> None:
-            for name, content in contents.items():
-                if isinstance(content, bytes):
-                    (folder / name).write_bytes(content)
-                elif name.endswith(".safetensors"):
-                    save_file(content, folder / name, metadata={"format": "pt"})
-                else:
-                    with (folder / name).open("wb") as file:  # given a path, torch hides the OSError
-                        torch.save(content, file)
+        def write(folder: Path) -> dict[str, Any]:
+            with ThreadPoolExecutor(thread_name_prefix="checkpoint") as threads:  # its end waits for all of them
+                written = {name: threads.submit(write_file, folder / name, what) for name, what in contents.items()}
+            return {name: future.result() for name, future in written.items()}
 
         return write
 
@@ -308,16 +313,16 @@ class Checkpointer:
         return copy.copy_(tree, non_blocking=True)
 
     def _commit(
-        self, step: int, write: Callable[[Path], None], is_best: bool, before_commit: Callable[[], None]
+        self, step: int, write: Callable[[Path], dict[str, Any]], is_best: bool, before_commit: Callable[[], None]
     ) -> None:
         partial = hidden_folder(self.folder, step)
         try:
             if not self._is_sharded:
                 begin_checkpoint(self.folder, step)
-            write(partial)
+            listed = write(partial)
             self._tensors_released.set()
             before_commit()
-            checkpoint = commit_checkpoint(partial, step, self.accelerator.num_processes)
+            checkpoint = commit_checkpoint(partial, step, self.accelerator.num_processes, listed)
             if is_best:
                 replace_link(self.folder / "best", checkpoint)
             prune(self.folder, self.keep_last)
@@ -330,6 +335,19 @@ class Checkpointer:
     def _note_failure(self, step: int, partial: Path, reason: str) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         self._failures.append(f"checkpoint of step {step} not written: {reason[:200]}")
+
+
+def write_file(path: Path, content: Any) -> dict[str, Any]:
+    """Write one file of a checkpoint: bytes, named tensors as safetensors, or a pickle. Return its size and sha256."""
+    with HashedFile(path) as file:
+        if isinstance(content, bytes):
+            file.write(content)
+        elif path.suffix == ".safetensors":
+            for part in safetensors_parts(content):
+                file.write(part)
+        else:
+            torch.save(content, file)  # type: ignore[arg-type]  # it needs only `write` and `flush`
+    return file.entry()
 
 
 def first_of_ranks(answer: str | None) -> str | None:

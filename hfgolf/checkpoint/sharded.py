@@ -28,7 +28,19 @@ from hfgolf.optim.state import matched_state
 
 OPTIMIZER_FOLDER = "optimizer"
 _GROUPS_NAME = "groups.json"
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# in the order of safetensors' own writer: it begins with the last
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
 
 
 def save_optimizer(optimizer: Muon, folder: Path, is_main: bool) -> None:
@@ -79,9 +91,7 @@ def write_weights(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
     written under the first. Raises OSError, but only after this rank has done its part in gathering.
     """
     unique = {id(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))}
-    # the order and header of safetensors' own writer, so that the file has the same bytes
-    ordered = sorted(unique.values(), key=lambda named: (-named[1].itemsize, named[0]))
-    parts = _safetensors_parts(ordered)
+    parts = safetensors_parts(dict(unique.values()))
     try:
         if file is not None:
             with file.open("wb") as opened:
@@ -92,8 +102,13 @@ def write_weights(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
             pass
 
 
-def _safetensors_parts(named: list[tuple[str, Tensor]]) -> Iterator[Any]:
-    """Yield the bytes of a safetensors file: the header's length, the header, and each tensor."""
+def safetensors_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file: the header's length, the header, and each tensor, if sharded gathered.
+
+    Order and header are those of safetensors' own writer, so that the file has the same bytes.
+    """
+    ranks = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+    named = sorted(tensors.items(), key=lambda item: (-ranks[item[1].dtype], item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in named:

@@ -55,16 +55,21 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
     return partial
 
 
-def commit_checkpoint(partial: Path, step: int, processes: int) -> Path:
-    """Sync the folder `partial`, rename it to `step-NNNNNN` and make it the latest; return its path."""
+def commit_checkpoint(partial: Path, step: int, processes: int, listed: dict[str, Any] | None = None) -> Path:
+    """Sync the folder `partial`, rename it to `step-NNNNNN` and make it the latest; return its path.
+
+    listed: the entries (see `list_files`) of the files whose hashes are known already; the others are read.
+    """
     folder = partial.parent
     final = step_folder(folder, step)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
+    listed = listed or {}
+    others = [path for path in files if str(path.relative_to(partial)) not in listed]
     manifest = {
         "format": FORMAT_VERSION if all(path.parent == partial for path in files) else SHARDED_FORMAT_VERSION,
         "step": step,
         "processes": processes,
-        "files": list_files(partial, files),
+        "files": dict(sorted((listed | list_files(partial, others)).items())),
     }
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     sync_tree(partial)

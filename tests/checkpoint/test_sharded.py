@@ -94,6 +94,10 @@ def test_weights_are_written_with_the_bytes_of_safetensors(mesh, tmp_path):
         "half": torch.randn(3).bfloat16(),
         "z": torch.randn(2, 3, 4),
         "one": torch.tensor(2.0),
+        "none": torch.empty(0, 3),
+        "mask": torch.ones(2, 2, dtype=torch.bool),
+        "count": torch.tensor([3]),
+        "double": torch.randn(3, dtype=torch.float64),
     }
     save_file(plain, tmp_path / "expected", metadata={"format": "pt"})
     sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in plain.items() if tensor.ndim}

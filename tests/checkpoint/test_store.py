@@ -480,13 +480,13 @@ def test_best_follows_the_run_back(run, tiny_run, tmp_path, reset_accelerate):
 def test_update_waits_until_a_save_has_read_the_weights(run, tiny_run, monkeypatch):
     """The thread writes the weights and the optimizer's state themselves, not copies."""
     straight = run(tiny_run(run__name="straight"))
-    write = contents.save_file
+    write = contents.write_file
 
-    def write_late(*arguments: Any, **options: Any) -> None:
+    def write_late(path: Path, content: Any) -> dict[str, Any]:
         time.sleep(0.3)  # as long as many steps
-        write(*arguments, **options)
+        return write(path, content)
 
-    monkeypatch.setattr(contents, "save_file", write_late)
+    monkeypatch.setattr(contents, "write_file", write_late)
     late = run(tiny_run(run__name="late", batch__micro_batch_size=8, data__in_memory="false"))
     for name in ("step-000003", "step-000006"):
         assert differences(late / "checkpoints" / name, straight / "checkpoints" / name) == []
@@ -511,7 +511,7 @@ def test_failed_save_does_not_stop_training(run, tiny_run, monkeypatch):
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(contents, "save_file", fail)
+    monkeypatch.setattr(contents, "write_file", fail)
     folder = run(tiny_run())
     assert list((folder / "checkpoints").glob("step-*")) == []
     assert (folder / "summary.json").exists()

@@ -210,7 +210,7 @@ def full_disk(*arguments: Any, **options: Any) -> None:
 )
 def test_checkpoint_advice_reflects_the_disk(run, tiny_run, monkeypatch, tmp_path, caplog, saved, advice):
     def fill(run_: Any) -> None:
-        monkeypatch.setattr(contents, "save_file", full_disk)
+        monkeypatch.setattr(contents, "write_file", full_disk)
 
     actions = {} if saved == "all" else {1 if saved == "none" else 5: fill}
     monkeypatch.setattr(loop, "train_step", before_step(actions))
