@@ -4,11 +4,12 @@
     python benchmarks/checkpoint.py --output benchmarks/results/checkpoint_gpu.json    # on a machine with a GPU
 
 Uses the models, optimizers and averages of two configs, with full optimizer state and no data. A save is the blocking
-one at the end of a run: files, hashes, fsync, rename. (saving.py measures the cost of a background save.) A load is
-that of train.resume, which checks the hashes first. torch.save writes model and optimizer to one file. Both sides load
-into model and optimizer. "its hashes" is the SHA-256 of the checkpoint's files alone. Repetitions are interleaved in
-one process, and ratios are medians over pairs. Loaded files were just written, so they come from the page cache, not
-the disk.
+one at the end of a run: files, hashes, fsync, rename, and the deletion of the checkpoint before. (saving.py measures
+the cost of a background save.) A load is that of train.resume, which checks the hashes first. torch.save writes model
+and optimizer to one file. "torch.save" deletes its last file first, which frees the memory that the next one takes, and
+a kill leaves nothing. "replaced" keeps it until the next one is on disk, as hfgolf does. Both sides load into model and
+optimizer. "its hashes" is the SHA-256 of the checkpoint's files alone. Repetitions are interleaved in one process, and
+ratios are medians over pairs. Loaded files were just written, so they come from the page cache, not the disk.
 """
 
 from __future__ import annotations
@@ -78,11 +79,18 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
         checkpoints.load(checkpoint)
 
     def torch_save() -> None:
+        plain.unlink(missing_ok=True)
+        write_plain(plain)
+
+    def torch_save_replacing() -> None:
+        write_plain(plain.with_name("partial.pt"))
+        plain.with_name("partial.pt").replace(plain)
+
+    def write_plain(path: Path) -> None:
         content = {"model": golf.state_dict(), "optimizer": optimizer.state_dict()}
         if ema is not None:
             content["ema"] = ema.state_dict()
-        plain.unlink(missing_ok=True)
-        with plain.open("wb") as file:
+        with path.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -100,7 +108,14 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
                 hashlib.file_digest(file, "sha256")
 
     checkpoints.reserve()
-    calls = {"write": write, "torch.save": torch_save, "load": load, "torch.load": torch_load, "its hashes": hashes}
+    calls = {
+        "write": write,
+        "torch.save": torch_save,
+        "replaced": torch_save_replacing,
+        "load": load,
+        "torch.load": torch_load,
+        "its hashes": hashes,
+    }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repetition in range(repetitions + 1):
         for name, call in calls.items():
@@ -134,13 +149,13 @@ def show(measured: dict[str, Any]) -> None:
     seconds = measured["seconds"]
     print(f"{measured['model']}: {measured['parameters']:,} parameters", end=", ")
     print(f"{measured['checkpoint_bytes'] / 1e6:,.1f} MB; torch.save {measured['plain_bytes'] / 1e6:,.1f} MB")
-    print(f"{'':<14}{'median':>12}{'from':>12}{'to':>12}{'MB/s':>10}{'of torch':>10}")
+    print(f"{'':<14}{'median':>12}{'from':>12}{'to':>12}{'MB/s':>10}{'of torch':>10}{'replaced':>10}")
     for name, times in seconds.items():
-        num_bytes = measured["plain_bytes" if name.startswith("torch.") else "checkpoint_bytes"]
+        by_torch = name.startswith("torch.") or name == "replaced"
+        num_bytes = measured["plain_bytes" if by_torch else "checkpoint_bytes"]
         line = f"{name:<14}" + "".join(f"{1e3 * t:>9,.1f} ms" for t in (median(times), min(times), max(times)))
         line += f"{num_bytes / 1e6 / median(times):>10,.0f}"
-        theirs = {"write": "torch.save", "load": "torch.load"}.get(name)
-        if theirs:
+        for theirs in {"write": ("torch.save", "replaced"), "load": ("torch.load",)}.get(name, ()):
             line += f"{median(a / b for a, b in zip(times, seconds[theirs], strict=True)):>9.2f}x"
         print(line)
 

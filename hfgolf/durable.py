@@ -10,7 +10,6 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,28 +88,18 @@ def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
 class HashedFile:
     """A new file whose SHA-256 is computed while it is written, without reading it again. A context manager.
 
-    A thread hashes each large piece while the operating system takes it; both release the GIL. Nothing is synced.
+    Writing and hashing release the GIL, so several such files can be written at once, by a thread each. No sync.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-        self._digest, self._bytes = hashlib.sha256(), 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")
+        self._file, self._digest, self._bytes = path.open("wb"), hashlib.sha256(), 0
 
     def write(self, content: bytes | memoryview) -> int:
-        """Write and hash all of the content, which may change afterwards; return its size. Raises OSError."""
-        content = memoryview(content)
-        if content.nbytes < 2**16:
-            self._digest.update(content)
-            self._file.write(content)
-        else:
-            hashed = self._thread.submit(self._digest.update, content)
-            try:
-                self._file.write(content)
-            finally:
-                hashed.result()
-        self._bytes += content.nbytes
-        return content.nbytes
+        """Write and hash the content; return its size. Raises OSError."""
+        self._digest.update(content)
+        count = self._file.write(content)
+        self._bytes += count
+        return count
 
     def flush(self) -> None:
         self._file.flush()
@@ -123,7 +112,6 @@ class HashedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
         self._file.close()
 
 
