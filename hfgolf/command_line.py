@@ -138,8 +138,8 @@ def text_name(texts: Sequence[str]) -> str:
 
 
 def _options_for(texts: list[str]) -> list[str]:
-    """Return the options that train texts without a config: small's, a name, and bytes where BPE has too little."""
-    options = ["--config=small", f"--run.name={text_name(texts)}"]
+    """Return the options that train texts without a config: small's but for its prompt, a name, and bytes if few."""
+    options = ["--config=small", "--train.sample_prompt=", f"--run.name={text_name(texts)}"]
     sizes = [os.path.getsize(text) for text in texts if os.path.isfile(text)]
     return [*options, "--tokenizer.kind=byte"] if len(sizes) == len(texts) and sum(sizes) < _FEW_BYTES else options
 

@@ -593,6 +593,9 @@ class TrainConfig:
     """Validation tokens per evaluation during the run; null: all. The final evaluation always uses all."""
     sample_tokens: int | None = 64
     """Tokens to sample from the model at each evaluation, for metrics.jsonl, trackers and the report; null: none."""
+    sample_prompt: str = ""
+    """Text that these samples, and the longer one at the end of the run, continue; empty: they start a document. With
+    conversations, the model answers the first validation prompt instead."""
     save_every_steps: int | None = 500
     """Save a checkpoint every N steps, and always at the last step; null: not by steps."""
     save_every_minutes: float | None = 10.0

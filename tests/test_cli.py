@@ -94,6 +94,7 @@ def test_texts_without_options_are_trained_with_the_small_config(tmp_path):
     assert (config.run.name, config.train.max_steps) == ("my_songs", 3)
     assert resolved.sources["data.source"] == "auto"
     assert (config.model, config.optim, config.tokenizer) == (small.model, small.optim, small.tokenizer)
+    assert resolved.config.train.sample_prompt == ""  # small's fits its text, not any text
     assert load_config(["a.txt", "--config", "tinystories"]).config.run.name == "tinystories"
     (tmp_path / "short.txt").write_text("short")
     assert load_config([str(tmp_path / "short.txt")]).config.tokenizer.kind == "byte"  # too little for BPE

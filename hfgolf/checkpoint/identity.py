@@ -66,6 +66,7 @@ _RULES = {
     "train.cpu_threads": Change.FREE,
     "train.log_every_steps": Change.FREE,
     "train.sample_tokens": Change.FREE,
+    "train.sample_prompt": Change.FREE,
     "train.save_every_steps": Change.FREE,
     "train.save_every_minutes": Change.FREE,
     "train.keep_last": Change.FREE,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hfgolf.report.curves import MAX_POINTS, Curve, bin_numbers, read_curve
+from hfgolf.report.curves import MAX_POINTS, Curve, Smoothing, bin_numbers, read_curve
 from hfgolf.run.record import RunRecord
 
 EVENTS = {
@@ -45,16 +45,19 @@ class Chart:
     """Config key whose value is drawn as a horizontal line."""
     limit_label: str = "clipped to"
     from_zero: bool = False
-    smoothed: bool = False
-    """Whether `logged` is noise around a curve, so that its moving mean is the line to read."""
+    smoothed_by: Smoothing | None = None
+    """If `logged` is noise around a curve, what of its values makes the line to read; None: it is read as it is."""
 
 
 CHARTS = (
-    Chart("loss", "Loss, nats per token", "train_losses", ("val_loss", "val_loss_ema"), smoothed=True),
+    Chart("loss", "Loss, nats per token", "train_losses", ("val_loss", "val_loss_ema"), smoothed_by="mean"),
     Chart("bits_per_byte", "Validation bits per byte", None, ("val_bits_per_byte", "val_bits_per_byte_ema")),
     Chart("old_bits_per_byte", "Bits per byte of the old text", None, ("old_val_bits_per_byte",)),
     Chart("learning_rate", "Learning rate", "learning_rate", from_zero=True),
-    Chart("grad_norm", "Gradient norm before clipping", "grad_norms", limit="train.max_grad_norm", smoothed=True),
+    # by the median, which spikes do not lift
+    Chart(
+        "grad_norm", "Gradient norm before clipping", "grad_norms", limit="train.max_grad_norm", smoothed_by="median"
+    ),
     Chart("tokens_per_second", "Tokens per second", "tokens_per_second", from_zero=True),
     Chart("memory", "Memory, bytes", "memory_bytes", from_zero=True),
     Chart(
@@ -84,7 +87,7 @@ def lines_of(chart: Chart, runs: Sequence[RunRecord]) -> list[Line]:
         rows = [*run.events("init_from")[-1:], *run.metrics.rows]  # the event has the evaluation of step 0
         keys = (chart.logged, *(chart.evaluated if len(runs) == 1 else chart.evaluated[:1]))
         for index, key in enumerate(keys):
-            curve = read_curve(rows, key, points) if key else None
+            curve = read_curve(rows, key, points, chart.smoothed_by or "mean") if key else None
             if curve:
                 only = LABELS[index] if chart.evaluated else chart.title.lower()
                 label = only if len(runs) == 1 else run.name
@@ -123,11 +126,12 @@ def caption(chart: Chart, lines: Sequence[Line], is_alone: bool) -> str:
     """Say how the lines were smoothed and thinned; "" if they show every value."""
     curve = max((line.curve for line in lines), key=lambda curve: curve.values_per_point)
     said = []
-    windows = {line.curve.window for line in lines if line.is_logged and chart.smoothed and line.curve.window > 1}
+    windows = {line.curve.window for line in lines if line.is_logged and chart.smoothed_by and line.curve.window > 1}
     if windows:
         wide = f"{min(windows):,}" if len(windows) == 1 else f"{min(windows):,} to {max(windows):,}"
-        what = "The bold line" if is_alone and len(lines) == 1 else "The training line"
-        said.append(f"{what} is the mean over {wide} steps, as many before as after.")
+        kind = "training line" if chart.evaluated else "line"
+        what = f"Each {kind}" if not is_alone else "The bold line" if len(lines) == 1 else f"The {kind}"
+        said.append(f"{what} is the {chart.smoothed_by} over {wide} steps, as many before as after.")
     if curve.values_per_point > 1:
         band = "; the band is from their minimum to their maximum" if is_alone else ""
         said.append(f"A point stands for up to {curve.values_per_point:,} values: their mean{band}.")
@@ -149,7 +153,7 @@ def _data(chart: Chart, lines: Sequence[Line], runs: Sequence[RunRecord]) -> dic
 
 def _line(chart: Chart, line: Line, is_alone: bool) -> dict[str, Any]:
     """Return one line. Of several runs, noise and bands would hide each other, so only the smoothed line is there."""
-    curve, is_noise = line.curve, chart.smoothed and line.is_logged and line.curve.window > 1
+    curve, is_noise = line.curve, chart.smoothed_by and line.is_logged and line.curve.window > 1
     data: dict[str, Any] = {
         "number": line.number,
         "label": f"{line.label}, training" if not is_alone and line.is_logged and chart.evaluated else line.label,

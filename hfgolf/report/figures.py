@@ -112,7 +112,7 @@ def _draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
 def _draw_line(axes: Axes, chart: Chart, line: Line, is_alone: bool) -> None:
     """Draw one line: noise faint below its moving mean, and evaluations with markers."""
     curve, style = line.curve, line_style(line.number)
-    is_noise = chart.smoothed and line.is_logged and curve.window > 1
+    is_noise = chart.smoothed_by and line.is_logged and curve.window > 1
     is_second = not is_alone and line.is_logged and bool(chart.evaluated)  # of a run that also has evaluations
     if is_noise and is_alone:
         axes.plot(curve.steps, curve.values, color=style.color, alpha=0.3, linewidth=0.6)

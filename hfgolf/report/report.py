@@ -259,14 +259,19 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 def _sample_command(run: RunRecord) -> str | None:
     model = run.summary.get("model")
-    return f"python scripts/generate.py --model {shlex.quote(model)}" if model else None
+    prompt = run.config.get("train.sample_prompt")
+    options = f" --prompt {shlex.quote(prompt)}" if prompt else ""
+    return f"python scripts/generate.py --model {shlex.quote(model)}{options}" if model else None
 
 
 def _describe_sample(run: RunRecord, sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample with the validation loss of its step, if there is one."""
+    """Return a sample with its prompt apart, and with the validation loss of its step, if there is one."""
     losses = (row["val_loss"] for row in run.metrics.rows if row["step"] == sample["step"] and row.get("val_loss"))
     loss = next(losses, None)
-    return {**sample, "loss": None if loss is None else f"{loss:.4f}"}
+    text, prompt = str(sample["text"]), str(run.config.get("train.sample_prompt") or "")
+    prompt = prompt if text.startswith(prompt) else ""
+    written = {"prompt": prompt, "text": text.removeprefix(prompt)}
+    return {**sample, **written, "loss": None if loss is None else f"{loss:.4f}"}
 
 
 def _describe_event(event: dict[str, Any]) -> dict[str, Any]:

@@ -148,10 +148,10 @@ def sample(run: Run, max_new_tokens: int, model: PreTrainedModel) -> str | None:
 
 
 def _sampled_text(run: Run, max_new_tokens: int, model: PreTrainedModel) -> str:
-    """Return a document of the model's, or with conversations the first validation prompt and the model's answer."""
+    """Return train.sample_prompt continued, or with conversations the first validation prompt and the answer."""
     tokenizer, seed, stream = run.tokens.tokenizer, run.config.run.seed, run.tokens.val
     if stream.is_target is None:
-        return generate_text(model, tokenizer, max_new_tokens=max_new_tokens, seed=seed)
+        return generate_text(model, tokenizer, run.config.train.sample_prompt, max_new_tokens=max_new_tokens, seed=seed)
     prompt = stream.tokens[: int(stream.is_target.argmax())].tolist()
     prompt = prompt[-(run.config.batch.sequence_length // 2) :]  # leaves room for the answer
     ids = generate_ids(

@@ -23,7 +23,7 @@ from hfgolf.report.figures import draw_charts, line_style
 from hfgolf.report.headlines import basis
 from hfgolf.report.report import render_page, write_report
 from hfgolf.run import metrics
-from hfgolf.run.metrics import read_rows
+from hfgolf.run.metrics import read_metrics, read_rows
 from hfgolf.run.record import final_figures, read_run, seconds_by_kind, status
 from hfgolf.train import finish, loop
 from hfgolf.wording import dollars, duration, size
@@ -172,7 +172,7 @@ def make_report(*arguments):
 def test_final_report_shows_the_results_of_the_run(run, tiny_run, monkeypatch, caplog):
     monkeypatch.setattr(finish, "used_memory_bytes", lambda device: 12.3e9)
     with caplog.at_level(logging.INFO, logger="hfgolf"):
-        path = run(tiny_run(run__price_per_hour=3600, golf__forecast_every_steps=3))
+        path = run(tiny_run(run__price_per_hour=3600, golf__forecast_every_steps=3, train__sample_prompt="to be"))
     assert f"report           {path / 'report.html'}" in caplog.text
     lines = read_rows(path / "metrics.jsonl")
     summary = json.loads((path / "summary.json").read_text())
@@ -189,6 +189,10 @@ def test_final_report_shows_the_results_of_the_run(run, tiny_run, monkeypatch, c
     assert page.figures["cost"] == dollars(sum(seconds.values()))
     assert sum(seconds.values()) > sum(value for key, value in lines[-1].items() if key.startswith("seconds_"))
     assert page.row("evaluate")[0] == duration(seconds["seconds_evaluate"])
+    written = [event["text"] for event in read_metrics(path / "metrics.jsonl").events if event["event"] == "sample"]
+    assert len(written) == 2 and all(text.startswith("to be") for text in [*written, summary["sample"]])
+    assert (path / "report.html").read_text().count('<pre class="sample"><b>to be</b>') == 2  # the summary's is one
+    assert f"--model {path / 'model'} --prompt 'to be'" in page.text
     assert summary["sample"].split()[0] in page.text and "max_steps: 6 # command line" in page.text
 
     markdown = (path / "report.md").read_text()
@@ -469,14 +473,25 @@ def test_long_curve_retains_mean_and_extremes():
     assert (np.diff(curve.steps) > 0).all() and curve.steps[0] < 130 and curve.steps[-1] > 49_870
 
 
-def test_smoothing_is_the_mean_of_as_many_values_on_both_sides():
+@pytest.mark.parametrize("smoothing", ["mean", "median"])
+@pytest.mark.parametrize("window", [1, 7, 49])
+def test_smoothing_is_the_mean_or_median_of_as_many_values_on_both_sides(smoothing, window):
     values = np.random.default_rng(0).normal(0, 1, 50)
-    smoothed = smooth(values, 7)
+    smoothed = smooth(values, window, smoothing)
     for place in range(50):
-        reach = min(3, place, 49 - place)
-        assert smoothed[place] == pytest.approx(values[place - reach : place + reach + 1].mean())
+        reach = min(window // 2, place, 49 - place)
+        assert smoothed[place] == pytest.approx(getattr(np, smoothing)(values[place - reach : place + reach + 1]))
     line = np.arange(50.0)
-    assert smooth(line, 7) == pytest.approx(line)  # neither late nor bent at its ends
+    assert smooth(line, window, smoothing) == pytest.approx(line)  # neither late nor bent at its ends
+
+
+def test_a_spike_of_the_gradient_norm_does_not_lift_its_line(folder):
+    norms = [0.5] * 600
+    norms[300] = 1e6
+    path = folder([{**row, "grad_norms": norms[10 * n : 10 * n + 10]} for n, row in enumerate(rows(60))])
+    norm = report(path).chart("grad_norm")
+    assert max(norm["lines"][0]["values"]) == 0.5 and max(norm["lines"][0]["raw"]) == 1e6
+    assert norm["caption"].startswith("The bold line is the median over 31 steps")
 
 
 def test_noise_is_drawn_below_its_mean_and_the_page_says_how(folder):
