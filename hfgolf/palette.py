@@ -1,7 +1,13 @@
-"""The colors of all charts, which color-blind readers tell apart.
+"""The colors of all charts, which color-blind readers tell apart, and the style of all pictures.
 
-Source: Okabe and Ito, "Color Universal Design", 2008.
+Source of the colors: Okabe and Ito, "Color Universal Design", 2008.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 BLUE = "#0072B2"
 VERMILION = "#D55E00"
@@ -17,3 +23,20 @@ LINES = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY_BLUE, GREY, BLACK)
 
 DARK_LINES = ("#4FA8E0", "#FF8A4C", "#2CC79B", "#E3A0C6", "#F2B83D", "#9AD7FF", "#B0B0B0", "#FFFFFF")
 """The same colors, lightened for a dark background; not theirs."""
+
+INK = "#1f2328"  # text and axes
+_STYLE: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK),
+    **{"font.size": 8.5, "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.labelcolor": INK},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.15},
+    **{"lines.linewidth": 1.3, "lines.markersize": 3.5, "legend.frameon": False},
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Draw with matplotlib in the style of all pictures; also a decorator of what draws and saves one."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        yield

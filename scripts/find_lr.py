@@ -76,6 +76,7 @@ def main() -> None:
     print(" ".join(f"--{key} {value:g}" for key, value in values.items()))
 
 
+@palette.style()
 def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) -> None:
     """Write the picture, one column per sweep: losses on top, gains below, with the suggestion marked."""
     from matplotlib.figure import Figure
@@ -92,13 +93,12 @@ def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) 
         losses.plot(rates, sweep.losses, color=palette.BLUE, alpha=0.4, linewidth=1)
         losses.plot(rates, sweep.smoothed_losses, color=palette.BLUE, linewidth=2, label="swept, smoothed")
         losses.set(xscale="log", ylabel="loss (nats per token)")
-        gain.axhline(0, color="grey", linewidth=1)
-        gain.plot(rates, sweep.gains, color="black", linewidth=2, label="frozen minus swept")
+        gain.axhline(0, color=palette.GREY, linewidth=1)
+        gain.plot(rates, sweep.gains, color=palette.INK, linewidth=2, label="frozen minus swept")
         gain.set(xlabel=f"optim.{sweep.key}", ylabel="gain (nats per token)")
         for axes in (losses, gain):
             axes.axvline(suggestion, color=palette.VERMILION, linestyle="--", label=f"suggestion: {suggestion:g}")
-            axes.grid(alpha=0.3)
-            axes.legend(frameon=False)
+            axes.legend()
     figure.savefig(path)
 
 

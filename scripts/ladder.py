@@ -75,6 +75,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@palette.style()
 def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Write the picture: one bar per measured rung, with its time and speedup."""
     from matplotlib.figure import Figure
@@ -88,8 +89,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set(xlabel="milliseconds per step (median)", title=title)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.grid(visible=False, axis="y")
     figure.savefig(path)
 
 

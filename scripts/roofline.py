@@ -96,6 +96,7 @@ def table(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, 
     return "\n".join(lines)
 
 
+@palette.style()
 def draw(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, Any], title: str, path: Path) -> None:
     """Write the picture: logarithmic axes, one roof per precision, one point per operation."""
     from matplotlib.figure import Figure
@@ -108,12 +109,12 @@ def draw(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, A
     for (name, peak), ridge, style in zip(roofline.peak_flops.items(), ridges, ("-", "--", ":"), strict=False):
         floor = left * roofline.bytes_per_second
         label = f"{name}: {peak / 1e9:,.0f} GFLOP/s"
-        axes.plot([left, ridge, right], [floor, peak, peak], style, color="black", linewidth=1.5, label=label)
+        axes.plot([left, ridge, right], [floor, peak, peak], style, color=palette.INK, linewidth=1.5, label=label)
     axes.plot([], [], " ", label=f"memory: {roofline.bytes_per_second / 1e9:,.1f} GB/s")
     share = step["flops_per_second"] / roofline.peak_flops[step["precision"]]
     axes.axhline(
         step["flops_per_second"],
-        color="grey",
+        color=palette.GREY,
         linestyle="-.",
         label=f"the whole step: {step['flops_per_second'] / 1e9:,.0f} GFLOP/s, {share:.0%} of {step['precision']}",
     )
@@ -123,8 +124,7 @@ def draw(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, A
         # hollow markers, because the products often overlap
         axes.plot(*point, marker, color=color, markersize=10, markerfacecolor="none", markeredgewidth=2, label=label)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="FLOP/s", title=title)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path)
 
 

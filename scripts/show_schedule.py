@@ -160,6 +160,7 @@ def table(axis: TimeAxis, corners: dict[str, int], steps: Sequence[int], columns
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
+@palette.style()
 def draw(
     config: RunConfig,
     axis: TimeAxis,
@@ -184,15 +185,14 @@ def draw(
     else:
         top.set_ylim(0, 1.05 * max(peaks))
     top.set(title=f"{config.run.name}: {config.schedule.name}", ylabel="learning rate")
-    top.legend(frameon=False)
+    top.legend()
     for axes, (name, line) in zip(below, others.items(), strict=True):
-        axes.plot(positions, line, color="black")
+        axes.plot(positions, line, color=palette.INK)
         axes.set_ylabel(name)
         axes.set_ylim(**({"top": 1} if name == "momentum" else {"bottom": 0}))
     for axes in (top, *below):
         for step in corners.values():
-            axes.axvline(axis.position(step), color="grey", linewidth=0.5, linestyle=":")
-        axes.grid(alpha=0.3)
+            axes.axvline(axis.position(step), color=palette.GREY, linewidth=0.5, linestyle=":")
     below[-1].set_xlabel(f"{axis.unit}\n{axis.note}" if axis.note else axis.unit)
     figure.savefig(path)
 

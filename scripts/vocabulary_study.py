@@ -138,6 +138,7 @@ def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.2f} MB"
 
 
+@palette.style()
 def draw(rows: Sequence[dict[str, Any]], model: str, path: Path) -> None:
     """Write the picture: tokens per character and the embedding's share of the model, over the vocabulary size."""
     from matplotlib.figure import Figure
@@ -167,7 +168,6 @@ def draw(rows: Sequence[dict[str, Any]], model: str, path: Path) -> None:
         axes.set_xticks(entries, [f"{number:,}" for number in entries], rotation=30)
         axes.minorticks_off()
         axes.margins(x=0.12)
-        axes.grid(alpha=0.3)
     figure.savefig(path)
 
 

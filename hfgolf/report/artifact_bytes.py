@@ -9,7 +9,7 @@ from typing import Any
 
 from hfgolf import palette
 from hfgolf.report.charts import Chart
-from hfgolf.report.figures import INK, STYLE, Drawing
+from hfgolf.report.figures import Drawing
 from hfgolf.run.metrics import is_number
 from hfgolf.run.record import RunRecord
 
@@ -24,14 +24,13 @@ def draw_tensors(run: RunRecord, number: int) -> Drawing | None:
 
     number: of the run, for the name of the picture.
     """
-    import matplotlib
     from matplotlib.figure import Figure
 
     rows = _rows(run)[:_MAX_TENSORS]
     if not rows:
         return None
     measured = [row["measured_loss"] for row in rows if _is_figure(row.get("measured_loss"))]
-    with matplotlib.rc_context(STYLE):
+    with palette.style():
         figure = Figure(figsize=(11, 1.0 + 0.2 * len(rows)), layout="constrained")
         in_bytes, in_loss, in_gain = figure.subplots(1, 3, sharey=True, width_ratios=(5, 3, 3))
         places = range(len(rows))
@@ -45,7 +44,7 @@ def draw_tensors(run: RunRecord, number: int) -> Drawing | None:
         in_bytes.set_title("kB in the artifact, and bits per weight")
         in_loss.barh(places, [1000 * row["predicted_loss"] for row in rows], color=palette.ORANGE, label="predicted")
         if len(measured) == len(rows):
-            in_loss.plot([1000 * rise for rise in measured], places, "D", color=INK, label="measured")
+            in_loss.plot([1000 * rise for rise in measured], places, "D", color=palette.INK, label="measured")
             in_loss.legend()
         in_loss.set_title("rounding costs (millinats per token)")
         in_gain.barh(places, [1000 * row["nats_per_kilobyte"] for row in rows], color=palette.GREEN)

@@ -30,13 +30,6 @@ _DASHES = {
     "long-dashed": (9, 3),
 }
 _MARKERS = ("o", "s", "D", "^", "v")
-INK = "#1f2328"  # text and axes
-STYLE: dict[Any, Any] = {
-    **dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), INK),
-    **{"font.size": 8.5, "axes.titlesize": 9.5, "axes.titlelocation": "left", "axes.labelcolor": INK},
-    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.15},
-    **{"lines.linewidth": 1.3, "lines.markersize": 3.5, "legend.frameon": False},
-}
 
 DPI = 200  # PNG images are 840 pixels wide
 _MAX_LABELS = 6
@@ -53,19 +46,15 @@ class Drawing:
 
     def to_png(self) -> bytes:
         """Return a PNG image on a white background."""
-        import matplotlib
-
         picture = io.BytesIO()
-        with matplotlib.rc_context(STYLE):
+        with palette.style():
             self.figure.savefig(picture, format="png", dpi=DPI, facecolor="white")
         return picture.getvalue()
 
 
 def draw_charts(runs: Sequence[RunRecord]) -> list[Drawing]:
     """Draw each of CHARTS that some run has values for. All runs share each chart; their names must differ."""
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
+    with palette.style():
         drawings = [_draw(chart, runs) for chart in CHARTS]
     return [drawing for drawing in drawings if drawing is not None]
 
@@ -101,9 +90,9 @@ def _draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
     shown = {line.number for line in lines}
     for number, run in enumerate(runs):
         if len(runs) == 1 or number in shown:
-            _mark_events(axes, run, INK if len(runs) == 1 else line_style(number).color)
+            _mark_events(axes, run, palette.INK if len(runs) == 1 else line_style(number).color)
     for level in limits_of(chart, runs):
-        axes.axhline(level, color=INK, linestyle=":", linewidth=1, label=f"{chart.limit_label} {_short(level)}")
+        axes.axhline(level, color=palette.INK, linestyle=":", linewidth=1, label=f"{chart.limit_label} {_short(level)}")
     _set_axes(axes, chart, lines, last_step=max(run.last["step"] for run in runs))
     _add_legend(axes)
     return Drawing(chart, figure)

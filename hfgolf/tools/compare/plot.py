@@ -19,6 +19,7 @@ _COLORS = (palette.BLACK, *palette.LINES[:6])
 _DASHES = ("-", "--", "-.", ":")
 
 
+@palette.style()
 def draw(
     comparison: Comparison,
     outcomes: Mapping[str, Mapping[int, Outcome]],
@@ -55,12 +56,10 @@ def draw(
     by_steps.set(xlabel="step", ylabel="validation loss (nats per token)", ylim=(bottom, top))
     incomparable = " (not comparable, see the text)" if comparison.seconds_caveats else ""
     by_seconds.set(xlabel=f"seconds of training{incomparable}", ylim=(bottom, top))
-    by_steps.legend(frameon=False, fontsize="small")
+    by_steps.legend(fontsize="small")
     for axes, (key, grids) in zip(by_grid, panels.items(), strict=True):
         assert experiment is not None
         _draw_grids(axes, key, grids, comparison, experiment)
-    for axes in (by_steps, by_seconds, *by_grid):
-        axes.grid(alpha=0.3)
     figure.savefig(path)
 
 
@@ -110,4 +109,4 @@ def _draw_grids(axes: Any, key: str, grids: list[str], comparison: Comparison, e
         axes.set_xscale("log")
         axes.set_xticks(values, [f"{value:g}" for value in values])
         axes.minorticks_off()
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(fontsize="small")
