@@ -190,4 +190,4 @@ def test_package_that_is_only_on_the_path_has_no_version(monkeypatch):
 
 def test_command_of_a_notebook_does_not_name_files_of_its_kernel(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["site-packages/ipykernel_launcher.py", "-f", "kernel-1.json"])
-    assert provenance.run_metadata(load_config([]), {})["command"] == ["hfgolf.fit", "in a notebook"]
+    assert provenance.run_metadata(load_config("small"), {})["command"] == ["hfgolf.fit", "in a notebook"]
