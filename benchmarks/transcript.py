@@ -18,6 +18,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from hfgolf.hardware import cpu_cores, device_name
+from hfgolf.wording import count_of
+
 ROOT = Path(__file__).parents[1]
 ROWS, COLUMNS = 24, 80
 COMMANDS = (
@@ -39,6 +44,8 @@ def main() -> None:
     (bin_folder / "hfgolf").chmod(0o755)
     os.environ |= {"HFGOLF": str(ROOT), "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     os.chdir(folder)
+    cpu, load = device_name(torch.device("cpu")), os.getloadavg()[0]
+    print(f"# {time.strftime('%Y-%m-%d')}: {count_of(cpu_cores(), 'core')} of an {cpu}, load {load:.1f} at the start")
     for command in COMMANDS:
         print(f"$ {command}", flush=True)
         for seconds, line in shown(command):

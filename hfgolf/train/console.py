@@ -99,11 +99,11 @@ class Console:
             self._draw()
 
     def show(self, row: dict[str, Any], expected_steps: float) -> None:
-        """Show a row of metrics.jsonl: as a line, or on a terminal in the bar, with a short line for an evaluation."""
+        """Show a row of metrics.jsonl: as a line, or beside a bar as a short line if it has an evaluation."""
         self._row = row
         if row["val_loss"] is not None:
             self._best_val_loss = min(self._best_val_loss, row["val_loss"])
-        if self._bar is None or not sys.stdout.isatty():
+        if self._bar is None or not (sys.stdout.isatty() or _is_notebook()):
             logger.info("%s", format_row(row, expected_steps))
         elif row["val_loss"] is not None:
             logger.info("%s", format_row(row, expected_steps, is_short=True))

@@ -171,6 +171,20 @@ def test_without_a_terminal_there_are_lines_and_no_bar(capsys):
     assert [line.split("  ")[0] for line in out.splitlines()] == ["step 1/60", "plan", "step 2/60", "step 3/60"]
 
 
+def test_a_notebook_has_the_bar_too(monkeypatch, capsys):
+    monkeypatch.setattr(console_module, "_is_notebook", lambda: True)
+    start_log(is_main_process=True, is_verbose=False)
+    with Console() as console:
+        console.open()
+        console.begin(60, math.inf, tokens_per_step=1024, tokens_per_epoch=4096)
+        console.step(1, 1.0)
+        for shown in (row(1), row(2, val_loss=5.25)):
+            console.show(shown, 60)
+    out, err = capsys.readouterr()
+    assert [line.split("  ")[0] for line in out.splitlines()] == ["step 2/60"]
+    assert "step 1 " in err
+
+
 def test_details_are_for_verbose(capsys):
     for is_verbose, said in ((False, ""), (True, "a table\n")):
         start_log(is_main_process=True, is_verbose=is_verbose)
