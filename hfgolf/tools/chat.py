@@ -45,9 +45,9 @@ def chat(name: str, settings: dict[str, Any]) -> None:
     elif found != name:
         print(f"model: {found}", file=sys.stderr)
     with ThreadPoolExecutor(1) as executor:
-        loading = executor.submit(_load, name)
+        loading = executor.submit(_load, name, found)
         for line in _typed_lines() if is_terminal else _piped_lines():
-            if line == "/quit":
+            if line.split()[:1] == ["/quit"]:
                 return
             try:
                 if _is_command(line):
@@ -62,7 +62,7 @@ def chat(name: str, settings: dict[str, Any]) -> None:
                 if not is_terminal:
                     raise
                 print()
-        loading.result()
+        loading.result()  # a model that cannot be loaded is an error even if nothing was asked
 
 
 class Talk:
@@ -111,11 +111,13 @@ class Talk:
         return messages, ids
 
 
-def _load(name: str) -> Talk:
+def _load(name: str, found: str) -> Talk:
     from hfgolf.publish.load import load_exported
 
     quiet_libraries()
     model, tokenizer = load_exported(name)
+    if model.name_or_path != found:  # a run that trains has deleted that checkpoint
+        print(f"model: {model.name_or_path}", file=sys.stderr)
     with suppress(UserError):  # the first pass takes longer than others; a model that fails says so when it is asked
         Talk(model, tokenizer).answer("a", len, dict.fromkeys(("max_new_tokens", "top_k"), 1))
     return Talk(model, tokenizer)

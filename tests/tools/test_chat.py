@@ -88,6 +88,10 @@ def test_a_line_that_has_no_answer_ends_a_pipe_in_one_line(save, chat, text, say
     assert (status, error) == (2, f"error: {says}\n")
 
 
+def test_quit_ends_it(save, chat):
+    assert chat(save(), b"/quit now \nab\n") == (0, "", "")
+
+
 def test_a_text_may_begin_with_a_slash(save, chat):
     folder = save()
     text = generate_text(*load_exported(str(folder)), "/usr/bin", max_new_tokens=6)
