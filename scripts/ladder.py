@@ -89,7 +89,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set(xlabel="milliseconds per step (median)", title=title)
-    axes.grid(visible=False, axis="y")
+    axes.grid(visible=False)
     figure.savefig(path)
 
 
