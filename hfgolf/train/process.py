@@ -216,6 +216,15 @@ def tune_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, -1)
 
 
+def trim_memory() -> None:
+    """Give back to the system what set-up has freed, which `tune_memory` keeps: the tensors of a step rarely fit there.
+
+    With another C library than glibc, this does nothing.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def seed_everything(seed: int, deterministic: bool = False) -> None:
     """Seed Python, NumPy, torch and CUDA. Call before building anything, so that all ranks build equal weights.
 

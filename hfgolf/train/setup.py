@@ -83,6 +83,7 @@ from hfgolf.train.process import (
     resolve_precision,
     seed_everything,
     set_cpu_threads,
+    trim_memory,
     tune_memory,
 )
 from hfgolf.train.run import Run
@@ -444,6 +445,8 @@ def _start(
     logger.debug("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
     gather(None)  # as before `prepare`
     warm_up(run)
+    if accelerator.device.type == "cpu":
+        trim_memory()
     start_batches(run)
     gather(None)
     return run

@@ -416,6 +416,24 @@ def test_accelerate_that_starts_too_few_processes_is_told(tiny_run, tmp_path):
     assert "accelerate was told to start 2 processes" in done.stdout
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can")
+def test_memory_that_set_up_has_freed_is_given_back():
+    program = (
+        "import psutil, torch\n"
+        "from hfgolf.train.process import trim_memory, tune_memory\n"
+        "tune_memory()\n"
+        "tensors = [torch.ones(2**18) for _ in range(100)]\n"  # 1 MB each
+        "del tensors[:-1]\n"  # the last one keeps the heap from shrinking
+        "before = psutil.Process().memory_info().rss\n"
+        "trim_memory()\n"
+        "print(before - psutil.Process().memory_info().rss)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=without_large_pages()
+    )
+    assert int(done.stdout) > 90e6
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to")
 def test_freed_memory_is_reused_by_the_next_step():
     """Without it, each round would page-fault 50 MB again: 12,000 pages."""
