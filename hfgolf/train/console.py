@@ -53,12 +53,13 @@ class Console:
 
     def open(self) -> None:
         """Show the bar if stderr is a terminal or this is a notebook. Warnings of libraries then appear above it."""
-        if self._bar is not None or not (sys.stderr.isatty() or _is_notebook()):
+        is_notebook = _is_notebook()
+        if self._bar is not None or not (sys.stderr.isatty() or is_notebook):
             return
-        from tqdm.auto import tqdm
         from tqdm.contrib.logging import logging_redirect_tqdm
 
-        self._bar = tqdm(total=1, bar_format=" ", leave=False, dynamic_ncols=True)
+        stream = sys.stdout if is_notebook else sys.stderr  # a notebook shows stderr on red
+        self._bar = tqdm(total=1, bar_format=" ", file=stream, leave=False, dynamic_ncols=True)
         self._while_shown.callback(self._bar.close)
         self._while_shown.enter_context(logging_redirect_tqdm())
         self._while_shown.callback(logging.captureWarnings, False)
