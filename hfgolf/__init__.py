@@ -3,6 +3,7 @@
 Importing this package imports neither torch nor transformers. The public names load what they need on first use.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ __all__ = sorted([*_PUBLIC_NAMES, "__version__", "train"])
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module 'hfgolf' has no attribute '{name}'")
+    # what tqdm says in a notebook without ipywidgets, which hfgolf's bar does not need
+    warnings.filterwarnings("ignore", message="IProgress not found")
     return getattr(import_module(_PUBLIC_NAMES[name]), name)
 
 

@@ -1,0 +1,89 @@
+"""The example notebook runs from its first cell to its last, and a kernel survives what people do to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+SMALLER = """
+import functools, hfgolf
+hfgolf.fit = functools.partial(hfgolf.fit, model={"hidden_size": 64, "num_hidden_layers": 1})"""
+BAD_KEY = 'hfgolf.fit("my.txt", model={"depth": 3})'
+STOPPED = """
+import os, signal
+
+class StopButton(hfgolf.Callback):
+    def on_step(self, moment):
+        if moment.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)  # what the button sends
+
+options = {"model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, "max_steps": 4,
+           "batch": {"sequence_length": 32, "tokens_per_step": 128}, "train": {"compile": False, "log_every_steps": 1}}
+hfgolf.fit("my.txt", callbacks=[StopButton()], **options)"""
+CONTINUED = 'hfgolf.fit("my.txt", **options)'
+
+
+def execute(notebook: Any, folder: Path) -> list[Any]:
+    """Run a notebook in a folder, and return its cells with code. An error in a cell is one of its outputs."""
+    import nbclient
+
+    resources = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(
+        notebook, timeout=250, resources=resources, coalesce_streams=True, allow_errors=True
+    ).execute()
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def outputs(cell: Any, kind: str) -> list[Any]:
+    return [output for output in cell.outputs if output.output_type == kind]
+
+
+def printed(cell: Any) -> str:
+    """Return what a cell printed on stdout; on stderr, which notebooks show on red, it must print nothing."""
+    streams = {output.name: output.text for output in outputs(cell, "stream")}
+    assert "stderr" not in streams, streams["stderr"]
+    return streams.get("stdout", "")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_example_goes_from_text_to_a_sample_and_a_report(folder):
+    import nbformat
+
+    notebook = nbformat.read(ROOT / "examples" / "train_on_your_text.ipynb", as_version=4)
+    parameters = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+    parameters.source += f"\nminutes = 0.05\n{SMALLER}"
+    cells = execute(notebook, folder)
+    assert [outputs(cell, "error") for cell in cells] == [[]] * len(cells)
+    log = "".join(printed(cell) for cell in cells)
+    lines = [line for line in log.splitlines() if line.strip()]
+    assert len(set(lines)) == len(lines) and any(line.startswith("bits per byte ") for line in lines)
+    assert "Return the number of" in log
+    images = [output for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})]
+    assert len(images) == 1
+    assert cells[-1].outputs[0].data["text/html"].startswith("<iframe srcdoc=")
+
+
+@pytest.mark.slow
+def test_kernel_survives_a_mistake_and_the_stop_button(folder):
+    from nbformat import v4
+
+    (folder / "my.txt").write_text("To be, or not to be, that is the question. " * 200)
+    sources = ["import hfgolf", BAD_KEY, STOPPED, CONTINUED]
+    _, mistake, stopped, continued = execute(v4.new_notebook(cells=[*map(v4.new_code_cell, sources)]), folder)
+    (error,) = outputs(mistake, "error")
+    assert printed(mistake) == "" and len(error.traceback) == 1
+    assert error.traceback[0].startswith("error: hfgolf.fit: unknown key model.depth")
+    assert outputs(stopped, "error") == [] and "stopped by SIGINT at step 2; saved" in printed(stopped)
+    assert outputs(continued, "error") == [] and "resum" in printed(continued)
+    assert "after 4 steps" in outputs(continued, "execute_result")[0].data["text/plain"]
