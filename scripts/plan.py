@@ -51,7 +51,8 @@ def main() -> None:
     parser = ScriptParser(
         __doc__,
         "Also takes train.py's options: --config FILE --section.key value. For several processes:\n"
-        "accelerate launch --num_processes 8 scripts/plan.py --config ...",
+        "accelerate launch --num_processes 8 scripts/plan.py --config ...\n"
+        "With accelerate's --config_file configs/accelerate/fsdp2.yaml, it plans for FSDP2.",
     )
     parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
     parser.add_argument(
@@ -134,17 +135,30 @@ def gpu_counts(text: str) -> list[int]:
 def gpu_table(options: argparse.Namespace, resolved: ResolvedConfig) -> str:
     """Return what to print for --gpus."""
     from hfgolf.tools.plan import ASSUMED_MFU, count_tokens, make_plan, meta_model
-    from hfgolf.tools.scaling import Cluster, as_numbers, assumptions, measured_loader, scale, table_of, what_binds
+    from hfgolf.tools.scaling import (
+        Cluster,
+        about_fsdp2,
+        as_numbers,
+        assumptions,
+        measured_loader,
+        scale,
+        table_of,
+        what_binds,
+    )
 
-    machines = [find_machine(resolved, options.device, gpus) for gpus in options.gpus]
-    config, machine = machines[0]
+    config, machine = find_machine(resolved, options.device, options.gpus[0])
     if machine.device == "cpu":
         raise UserError("--gpus: there is no GPU here; name the one to plan for, such as --device H100.")
     is_bf16 = newton_schulz_is_bf16(config, options.device)
     of_products = resolved.resolve("Newton-Schulz", train__mixed_precision="bf16" if is_bf16 else "no")
     data = count_tokens(config)
     model = meta_model(config, data.vocabulary, machine.device)
-    plans = [make_plan(config, model, machine) for _, machine in machines]
+    machines = [find_machine(resolved, options.device, gpus)[1] for gpus in options.gpus]
+    plans = [make_plan(config, model, machine) for machine in machines]
+    for row, (plan, machine) in enumerate(zip(plans, machines, strict=True)):
+        sharded = dataclasses.replace(machine, is_sharded=machine.processes > 1)
+        if not plan.fits and (in_shards := make_plan(config, model, sharded)).fits:
+            plans[row], machines[row] = in_shards, sharded
     cluster = Cluster(
         mfu=options.mfu or ASSUMED_MFU,
         newton_schulz_flops=find_machine(of_products, options.device, 1)[1].peak_flops,
@@ -155,13 +169,21 @@ def gpu_table(options: argparse.Namespace, resolved: ResolvedConfig) -> str:
         memory_bandwidth=1e9 * options.memory_gb_per_second,
         loader_tokens_per_second=measured_loader(config, data.vocabulary, plans[0].micro_batch_size),
     )
-    scales = [scale(config, model, plan, machine, cluster) for plan, (_, machine) in zip(plans, machines, strict=True)]
+    scales = [scale(config, model, plan, machine, cluster) for plan, machine in zip(plans, machines, strict=True)]
     if options.json:
         return json.dumps({"assumed": dataclasses.asdict(cluster), "scales": as_numbers(scales)}, indent=1)
     parameters = sum(plans[0].parameters.values())
     first = f"{config.run.name}: {parameters:,} parameters, {config.batch.tokens_per_step:,} tokens per step"
     return "\n".join(
-        [first, "", *table_of(scales), "", what_binds(scales), *assumptions(model, plans[0], machine, cluster)]
+        [
+            first,
+            "",
+            *table_of(scales),
+            "",
+            what_binds(scales),
+            *about_fsdp2(scales),
+            *assumptions(model, plans[0], machine, cluster),
+        ]
     )
 
 
@@ -178,16 +200,17 @@ def newton_schulz_is_bf16(config: RunConfig, name: str | None) -> bool:
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
-    """Return the config with its precision decided, and the machine to plan for."""
+    """Return the config with its precision decided, and the machine to plan for, sharded as accelerate was told."""
     from hfgolf.hardware import DEVICES, find_device
     from hfgolf.tools.plan import machine_with, this_machine
-    from hfgolf.train.process import resolve_precision, set_cpu_threads, tune_memory
+    from hfgolf.train.process import asked_for_fsdp2, resolve_precision, set_cpu_threads, tune_memory
 
     if name is None:
         config = resolve_precision(resolved).config
         set_cpu_threads(config.train.cpu_threads, processes)  # same as the run, before anything is measured
         tune_memory()
-        return config, this_machine(str(config.train.mixed_precision), processes)
+        machine = this_machine(str(config.train.mixed_precision), processes)
+        return config, dataclasses.replace(machine, is_sharded=asked_for_fsdp2())
     device = find_device(name)
     if device is None:
         known = ", ".join(device.name for device in DEVICES)
@@ -195,7 +218,8 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     config = resolved.config
     if config.train.mixed_precision is None:
         config = config.replace(train__mixed_precision="bf16" if device.has_bf16 else "fp16")
-    return config, machine_with(device, str(config.train.mixed_precision), processes)
+    machine = machine_with(device, str(config.train.mixed_precision), processes)
+    return config, dataclasses.replace(machine, is_sharded=asked_for_fsdp2())
 
 
 def find_speed(
@@ -269,10 +293,12 @@ def describe(config: RunConfig, plan: Plan, data: TokenCounts, machine: Machine,
     lines += [
         "",
         f"memory, {precision}, {plan.micro_batch_size} x {batch.sequence_length} tokens x {plan.accumulation_steps}"
-        f" accumulation steps x {machine.processes} process{'es' if machine.processes > 1 else ''}, uncompiled",
+        f" accumulation steps x {machine.processes} process{'es' if machine.processes > 1 else ''}"
+        f"{', FSDP2' if machine.is_sharded else ''}, uncompiled",
     ]
     stated = [dataclasses.asdict(plan.memory_without_checkpointing), dataclasses.asdict(plan.memory_with_checkpointing)]
-    rows = [(name, *(gb(memory[item]) for memory in stated)) for item, name in ITEMS.items() if stated[0][item]]
+    names = ITEMS | {"buckets": "gathered by FSDP2"} if machine.is_sharded else ITEMS
+    rows = [(name, *(gb(memory[item]) for memory in stated)) for item, name in names.items() if stated[0][item]]
     lines += table([("checkpointing", "no", "yes"), *rows])
     if machine.device == "cpu":
         lost = gb(fragmented_bytes(plan.memory))

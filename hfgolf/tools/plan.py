@@ -73,6 +73,8 @@ class Machine:
     """FLOP/s of all processes together, in the run's precision."""
     free_bytes: int
     """Free memory of each process."""
+    is_sharded: bool = False
+    """Whether the processes share weights, gradients and state (FSDP2)."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +244,9 @@ def make_plan(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Pl
     if isinstance(model, GolfForCausalLM):
         model.chunk_elements = chunk_elements(machine.device, machine.free_bytes)
     size, largest = _micro_batch(config, model, machine)
+    processes, device, is_sharded = machine.processes, machine.device, machine.is_sharded
     with_, without = (
-        run_memory(config.replace(model__gradient_checkpointing=on), model, size, machine.processes, machine.device)
+        run_memory(config.replace(model__gradient_checkpointing=on), model, size, processes, device, is_sharded)
         for on in (True, False)
     )
     rules: Counter[str] = Counter()
@@ -254,7 +257,7 @@ def make_plan(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Pl
         rules=dict(rules),
         flops=token_flops(model, config.batch.sequence_length),
         micro_batch_size=size,
-        accumulation_steps=config.batch.accumulation_steps(size, machine.processes),
+        accumulation_steps=config.batch.accumulation_steps(size, processes),
         memory=with_ if config.model.gradient_checkpointing else without,
         memory_with_checkpointing=with_,
         memory_without_checkpointing=without,
@@ -268,7 +271,9 @@ def _micro_batch(config: RunConfig, model: PreTrainedModel, machine: Machine) ->
     config.batch.accumulation_steps(1, machine.processes)  # raises if it does not divide
     largest: int | None = None
     with suppress(UserError):
-        largest = choose_micro_batch_size(config, model, machine.processes, machine.device, machine.free_bytes)
+        largest = choose_micro_batch_size(
+            config, model, machine.processes, machine.device, machine.free_bytes, machine.is_sharded
+        )
     stated = config.batch.micro_batch_size
     return (largest or 1) if stated == "auto" else stated, largest
 

@@ -93,6 +93,8 @@ class Scale:
     micro_batch_size: int
     accumulation_steps: int
     fits: bool
+    is_sharded: bool
+    """By FSDP2; its gathers of weights are not counted."""
     tokens_per_step: int
     pass_seconds: float
     """All passes, forward and backward."""
@@ -152,6 +154,7 @@ def scale(config: RunConfig, model: PreTrainedModel, plan: Plan, machine: Machin
         micro_batch_size=plan.micro_batch_size,
         accumulation_steps=plan.accumulation_steps,
         fits=plan.fits,
+        is_sharded=machine.is_sharded,
         tokens_per_step=config.batch.tokens_per_step,
         pass_seconds=tokens * (flops.useful + recomputed) / peak,
         gradient_seconds=waiting,
@@ -278,7 +281,7 @@ def table_of(scales: Sequence[Scale]) -> list[str]:
         rows.append(
             (
                 str(one.gpus),
-                f"{one.micro_batch_size} x {one.accumulation_steps}" + ("" if one.fits else ": does not fit"),
+                f"{one.micro_batch_size} x {one.accumulation_steps}{_remark(one)}",
                 f"{one.tokens_per_second:,.0f}",
                 f"{of_linear:.0%}",
                 f"{1e3 * one.step_seconds:,.1f}",
@@ -289,6 +292,12 @@ def table_of(scales: Sequence[Scale]) -> list[str]:
         )
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _remark(one: Scale) -> str:
+    if not one.fits:
+        return ": does not fit"
+    return ", FSDP2" if one.is_sharded else ""
 
 
 def assumptions(model: PreTrainedModel, plan: Plan, machine: Machine, cluster: Cluster) -> list[str]:
@@ -306,6 +315,16 @@ def assumptions(model: PreTrainedModel, plan: Plan, machine: Machine, cluster: C
         "  not counted: latency, smaller products that reach less of the peak, evaluations, saves",
         f"measured: the loader of one process on one core of this CPU, {cluster.loader_tokens_per_second:,.0f}"
         " tokens/s; it runs beside the step",
+    ]
+
+
+def about_fsdp2(scales: Sequence[Scale]) -> list[str]:
+    """Return the line on rows that fit only in shards, if there are any."""
+    if not any(one.is_sharded and one.fits for one in scales):
+        return []
+    return [
+        "FSDP2: too large for a full copy on each GPU; start with configs/accelerate/fsdp2.yaml. Its gathers of"
+        " weights are not counted"
     ]
 
 

@@ -79,7 +79,7 @@ def processes() -> PartialState:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    _refuse_other_sharding()
+    asked_for_fsdp2()
     started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else None
     if started and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, accelerate ignores what torchrun says on a CPU
@@ -130,15 +130,18 @@ def _own_address_towards(host: str) -> str | None:
         return None
 
 
-def _refuse_other_sharding() -> None:
-    """Raise UserError for DeepSpeed, FSDP1 and FSDP2 with an older torch, which would all fail with a traceback."""
+def asked_for_fsdp2() -> bool:
+    """Return whether accelerate was told to shard the model over the processes.
+
+    Raises UserError for DeepSpeed, FSDP1 and FSDP2 with an older torch, which would all fail with a traceback.
+    """
     from accelerate.utils import parse_flag_from_env
 
     instead = "start with `accelerate launch --use_fsdp --fsdp_version 2`, or with neither for a full copy on each GPU"
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise UserError(f"accelerate: hfgolf does not train with DeepSpeed; {instead}.")
     if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return
+        return False
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError(f"accelerate: FSDP version 1, its default, flattens the matrices that Muon needs; {instead}.")
     if torch.__version__ < FSDP2_TORCH:  # by version, not as strings: it is a TorchVersion
@@ -146,6 +149,7 @@ def _refuse_other_sharding() -> None:
             f"accelerate: FSDP2 needs torch {FSDP2_TORCH} or newer, this is {torch.__version__}; start without it for a"
             " full copy on each GPU."
         )
+    return True
 
 
 def processes_asked_of_accelerate() -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,22 @@ def test_processes_share_the_step():
     planned = plan_of(config_of("--train.mixed_precision=bf16", "--batch.tokens_per_step=32768"), eight)
     assert planned.micro_batch_size * planned.accumulation_steps * 8 * 256 == 32768
     assert planned.memory.buckets == planned.memory.weights
+
+
+def test_processes_share_weights_and_state_under_fsdp2(script, tiny_run, monkeypatch):
+    """As the trainer predicts, which tests/measure/test_sharded_memory.py compares with a fake world of four."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    options = [*tiny_run(batch__micro_batch_size=1), "--device", "H100"]
+    copied = numbers(script(*options, "--json"))["memory"]
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(name, value)
+    shared = numbers(script(*options, "--json"))["memory"]
+    for part in ("weights", "gradients", "optimizer"):
+        assert shared[part] == math.ceil(copied[part] / 4)
+    said = script(*options)
+    assert "4 processes, FSDP2, uncompiled" in said and "gathered by FSDP2" in said and "DDP" not in said
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert "FSDP version 1, its default, flattens" in script(*options, fails=True)
 
 
 def test_plan_suggests_a_micro_batch_that_fits():

@@ -245,6 +245,18 @@ def test_script_prints_a_row_per_number_of_gpus(script, tiny_run):
     assert table["scales"][2]["shares"]["network"] > 0.5
 
 
+def test_script_says_which_numbers_of_gpus_need_fsdp2(script, tiny_run):
+    """Of 5.6 billion parameters, a copy and its training take 12 bytes each and more; under FSDP2, 8 of them remain."""
+    of_run = tiny_run(
+        train__mixed_precision="bf16", batch__micro_batch_size="auto", model__num_hidden_layers=28,
+        model__hidden_size=4096, model__num_attention_heads=32, optim__learning_rate=0.01,
+    )  # fmt: skip
+    said = script(*of_run, "--device", "H100", "--gpus", "1,8")
+    rows = [line.split() for line in said.splitlines() if re.match(r" +\d", line)]
+    assert rows[0][4:7] == ["does", "not", "fit"] and rows[1][4] == "FSDP2"
+    assert "too large for a full copy on each GPU; start with configs/accelerate/fsdp2.yaml" in said
+
+
 def test_newton_schulz_is_as_fast_as_its_dtype(script, tiny_run):
     """A T4 has no bf16; an fp32 run on an H100 still orthogonalizes in it."""
     for device, precision, flops, size in (("T4", "fp16", 8.1e12, 4), ("H100", "no", 989e12, 2)):
