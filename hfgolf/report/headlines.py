@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from hfgolf.run.metrics import is_number
 from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures
 
 HEADLINES = ("val_loss", "val_bits_per_byte", "seconds")
@@ -29,12 +30,12 @@ def headlines(run: RunRecord, price_per_hour: float | None) -> list[dict[str, st
     for key in (loss, *HEADLINES[1:]):
         label = FIGURES[key][0]
         if label in texts:
-            means = _meaning(key, figures, texts)
+            means = _meaning(key, figures, texts, run.summary)
             said.append({"label": label, "value": texts[label], "unit": units[key], "means": means})
     return said
 
 
-def _meaning(key: str, figures: dict[str, Any], texts: dict[str, str]) -> str:
+def _meaning(key: str, figures: dict[str, Any], texts: dict[str, str], summary: dict[str, Any]) -> str:
     if key == "seconds":
         parts = [
             f"{texts['steps']} {'step' if figures['steps'] == 1 else 'steps'}",
@@ -46,10 +47,20 @@ def _meaning(key: str, figures: dict[str, Any], texts: dict[str, str]) -> str:
     if key == "val_bits_per_byte" and value > _BITS_OF_A_BYTE:
         return "More than the 8 bits of a plain byte: the model knows nothing of this text."
     if key == "val_bits_per_byte":
-        return f"The text takes {value / 8:.1%} of its bytes, if this model compresses it. Lower is better."
+        return f"The text takes {value / 8:.1%} of its bytes, if this model compresses it.{_compressors(summary)}"
     if value > _NATS_OF_A_GUESS:
         return "Worse than a guess among all tokens of any vocabulary."
     return f"Each token is as uncertain as a fair choice among {math.exp(value):,.0f}. Lower is better."
+
+
+def _compressors(summary: dict[str, Any]) -> str:
+    """Say what gzip and xz make of the text; if they were not run on it, what is better."""
+    keys = ("gzip_bits_per_byte", "xz_bits_per_byte", "compressed_bytes")
+    if not all(summary.get(key) is not None and is_number(summary[key]) for key in keys):
+        return " Lower is better."
+    gzip, xz, num_bytes = (summary[key] for key in keys)
+    part = f" of its first {num_bytes:,} bytes" if num_bytes != summary.get("val_bytes") else ""
+    return f" gzip -9 makes it {gzip / 8:.1%}, xz -9e {xz / 8:.1%}{part}."
 
 
 def evaluated_on(run: RunRecord) -> tuple[int, int] | None:

@@ -595,6 +595,14 @@ def test_clipping_threshold_is_drawn(folder):
     assert report(path).chart("grad_norm")["limits"] == [{"label": "clipped to 0.5", "value": 0.5}]
 
 
+@pytest.mark.parametrize(("num_bytes", "part"), [(808, "."), (100, " of its first 100 bytes.")])
+def test_headline_has_gzip_and_xz_on_the_same_text(folder, num_bytes, part):
+    scores = {"val_bits_per_byte": 1.6, "gzip_bits_per_byte": 2.4, "xz_bits_per_byte": 2.0}
+    page = report(folder(rows(), summary_json={**scores, "compressed_bytes": num_bytes, "val_bytes": 808}))
+    said = "The text takes 20.0% of its bytes, if this model compresses it."
+    assert f"{said} gzip -9 makes it 30.0%, xz -9e 25.0%{part}" in page.text
+
+
 def test_findings_profile_and_samples_are_shown(folder):
     finding = event("finding", 300, symptom="plateau", saw="flat since 200", causes=["too low"], fix={"optim.x": 0.1})
     samples = [event("sample", step, text=f"text of {step}") for step in (100, 200)]
