@@ -19,7 +19,7 @@ def main() -> None:
     from hfgolf.tools.watch import address, build_server
 
     with build_server(arguments.run, arguments.port) as server:
-        print(f"watching {arguments.run} at {address(server)}; Ctrl-C ends it, and not the run", flush=True)
+        print(f"watching {arguments.run} at {address(server)} (Ctrl-C ends it, and not the run)", flush=True)
         if not arguments.no_browser:
             webbrowser.open(address(server))
         try:
