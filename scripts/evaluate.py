@@ -26,7 +26,9 @@ def main() -> int:
     what.add_argument("--tasks", nargs="+", help="tasks of lm-eval: names, patterns, groups or YAML files")
     parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
     parser.add_argument("--sequence_length", type=within(1, 2**24), help="tokens of context (default: the model's own)")
-    parser.add_argument("--batch_size", type=within(1, 2**16), default=8, help="sequences per forward pass (8)")
+    parser.add_argument(
+        "--batch_size", type=within(1, 2**16), help="sequences per forward pass (default: what suits this machine)"
+    )
     parser.add_argument(
         "--evaluation",
         choices=("flat", "sliding", "documents"),

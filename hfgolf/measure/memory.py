@@ -26,6 +26,7 @@ from hfgolf.errors import UserError
 from hfgolf.measure.fake_pass import pass_bytes
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
+from hfgolf.model.causal_lm import takes_shift_labels
 from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM, default_chunk_elements
 from hfgolf.optim.layout import parameter_kinds
@@ -467,6 +468,19 @@ def choose_micro_batch_size(
         if run_memory(config, model, size, num_processes, device, is_sharded).peak <= budget:
             return size
     raise _too_large(config, run_memory(config, model, 1, num_processes, device, is_sharded), budget, "usable")
+
+
+def evaluation_batch_size(model: PreTrainedModel, sequence_length: int, device: str, free_bytes: int) -> int:
+    """Return how many windows an evaluation runs at once: as many tokens as are fast, if they fit in the free memory.
+
+    On a CPU, 5 M parameters evaluate 12,200 tokens per second of one core (AMX, bf16) at 2,048 tokens, 8,600 at 256 and
+    8,100 at 16,384; bf16 is 1.8 times as fast as fp32.
+    """
+    logits = 0 if takes_shift_labels(model) else 3 * 4 * model.config.get_text_config().vocab_size  # and their softmax
+    width = next(model.get_input_embeddings().parameters()).shape[1]
+    per_token = logits + 100 * width  # of one layer at a time: its input, queries, keys, values and an MLP of 4 x width
+    fast = MAX_CPU_TOKENS if device == "cpu" else MAX_GPU_TOKENS
+    return max(1, min(fast, int(USABLE_SHARE * free_bytes) // per_token) // sequence_length)
 
 
 def require_room(config: RunConfig, model: PreTrainedModel, num_processes: int, device: str, free_bytes: int) -> None:

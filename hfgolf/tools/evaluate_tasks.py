@@ -45,7 +45,7 @@ class TaskEvaluation:
 def evaluate_tasks(
     model: str,
     tasks: list[str],
-    batch_size: int = 8,
+    batch_size: int | None = None,
     sequence_length: int | None = None,
     mixed_precision: str | None = None,
 ) -> TaskEvaluation:
@@ -71,7 +71,7 @@ def evaluate_tasks(
         loaded,
         backend="causal",
         tokenizer=tokenizer,
-        batch_size=batch_size,
+        batch_size=batch_size or 8,
         max_length=evaluation_length(loaded, sequence_length),
         mixed_precision_dtype=_DTYPES[precision],
         softmax_dtype=torch.float32,

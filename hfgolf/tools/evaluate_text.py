@@ -6,12 +6,18 @@ the score. The evaluate package does each of them.
 
 from __future__ import annotations
 
+import math
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hfgolf.command_line import ResolvedConfig
@@ -26,6 +32,8 @@ from hfgolf.evaluate.loss import describe, evaluate_plan, plan_documents, plan_e
 from hfgolf.evaluate.scorer import ScorerSettings, build_scorer, evaluate_adapting, legality_slice
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.evaluate.windows import Plan
+from hfgolf.hardware import free_memory_bytes
+from hfgolf.measure.memory import evaluation_batch_size
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.publish.load import load_exported
 from hfgolf.ranks import decide
@@ -45,7 +53,8 @@ class EvaluationOptions:
     train_files: list[str] | None = None
     text_column: str = "text"
     sequence_length: int | None = None
-    batch_size: int = 8
+    batch_size: int | None = None
+    """Windows per forward pass; None: what suits the machine."""
     mixed_precision: Any = None  # checked by TrainConfig
     evaluation: str = "flat"
     stride: int | None = None
@@ -87,6 +96,7 @@ class TextEvaluation:
     evaluation: Evaluation | None
     plan: Plan
     sequence_length: int
+    batch_size: int
     precision: str
     adaptation: dict[str, Any] | None
     problems: tuple[str, ...]
@@ -124,11 +134,19 @@ class TextEvaluation:
         return {
             "model": self.options.model,
             "sequence_length": self.sequence_length,
+            "batch_size": self.batch_size,
             "mixed_precision": self.precision,
             **{name: getattr(self.evaluation, name) for name in names},
             "coverage": self.plan.coverage(),
             "adaptation": self.adaptation,
         }
+
+    def _precision(self) -> str:
+        """Say the precision, and why if nobody stated it."""
+        name = "fp32" if self.precision == "no" else self.precision
+        if self.options.mixed_precision is not None:
+            return name
+        return f"{name} ({'this hardware is not fast at bf16' if name == 'fp32' else 'this hardware is fast at it'})"
 
     def table(self) -> str:
         """Return the score and its settings for a person."""
@@ -136,7 +154,8 @@ class TextEvaluation:
         rows = [
             ("model", self.options.model),
             ("text", f"{self.evaluation.num_bytes:,} bytes, {self.evaluation.num_tokens:,} tokens"),
-            ("context", f"{self.sequence_length:,} tokens, precision {self.precision}"),
+            ("context", f"{self.sequence_length:,} tokens, in batches of {self.batch_size:,}"),
+            ("precision", self._precision()),
             ("coverage", describe(self.plan)),
         ]
         if self.adaptation is not None:
@@ -172,7 +191,9 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
         corpus, tokens = tokenize_files(
             options.files, tokenizer, vocab_size, options.text_column, Path(folder), options.train_files
         )
-        settings = _scorer_settings(options, length, stride, tokens)
+        model = model.to(accelerator.device)
+        batch_size = options.batch_size or _batch_size(model, length, accelerator)
+        settings = _scorer_settings(options, length, stride, batch_size, tokens)
         if options.per_document:
             plan, num_bytes = plan_documents(tokens.val, tokens.tokenizer, length)
         else:
@@ -187,7 +208,6 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
             )
         if options.adapt:
             plan, _ = settings.plan(tokens.val.tokens)
-        model = model.to(accelerator.device)
         problems = (
             _legality_problems(model, accelerator, settings, tokens, vocab_size) if options.check_legality else ()
         )
@@ -199,12 +219,41 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
             if options.adapt:
                 evaluation = evaluate_adapting(model, tokens.val, accelerator, settings)
             else:
-                evaluation = evaluate_plan(
-                    model, tokens.val, accelerator, plan, num_bytes, batch_size=options.batch_size
-                )
+                with _progress(plan, batch_size, accelerator) as before_batch:
+                    evaluation = evaluate_plan(
+                        model,
+                        tokens.val,
+                        accelerator,
+                        plan,
+                        num_bytes,
+                        batch_size=batch_size,
+                        before_batch=before_batch,
+                    )
     adaptation = settings.describe() if options.adapt else None
     is_main = accelerator.is_main_process
-    return TextEvaluation(options, evaluation, plan, length, precision, adaptation, problems, certificate, is_main)
+    return TextEvaluation(
+        options, evaluation, plan, length, batch_size, precision, adaptation, problems, certificate, is_main
+    )
+
+
+def _batch_size(model: PreTrainedModel, length: int, accelerator: Accelerator) -> int:
+    """Return the windows per forward pass, equal on all ranks."""
+    device, sharing = accelerator.device, 1 if accelerator.device.type == "cuda" else accelerator.num_processes
+    return min(gather_object([evaluation_batch_size(model, length, device.type, free_memory_bytes(device) // sharing)]))
+
+
+@contextmanager
+def _progress(plan: Plan, batch_size: int, accelerator: Accelerator) -> Iterator[Callable[[], None]]:
+    """Show the scored tokens and the time left if stderr is a terminal; yield what to call before each batch."""
+    batches, done = math.ceil(len(plan.windows) / (batch_size * accelerator.num_processes)), count()
+    hidden = None if accelerator.is_main_process else True  # None: if stderr is no terminal
+    bar = tqdm(total=plan.num_scored, unit=" tokens", unit_scale=True, desc="evaluate", disable=hidden, leave=False)
+
+    def advance() -> None:
+        bar.update(plan.num_scored * next(done) // batches - bar.n)
+
+    with bar:
+        yield advance
 
 
 def evaluation_precision(stated: Any) -> str:
@@ -214,7 +263,9 @@ def evaluation_precision(stated: Any) -> str:
     return str(resolve_precision(resolved).config.train.mixed_precision)
 
 
-def _scorer_settings(options: EvaluationOptions, length: int, stride: int, tokens: TokenCache) -> ScorerSettings:
+def _scorer_settings(
+    options: EvaluationOptions, length: int, stride: int, batch_size: int, tokens: TokenCache
+) -> ScorerSettings:
     """Return how the scorer works; a stream shorter than a window is one window."""
     kind = options.adapt or "sgd"
     last = len(tokens.val) - 1
@@ -223,7 +274,7 @@ def _scorer_settings(options: EvaluationOptions, length: int, stride: int, token
         length=min(length, last),
         stride=min(stride, last),
         separator=int(tokens.tokenizer.eos_token_id),
-        batch_size=options.batch_size,
+        batch_size=batch_size,
         skip_separators=options.skip_separators,
         adapter=options.adapt,
         chunk_tokens=options.adapt_chunk or _CHUNK_TOKENS[kind],

@@ -54,6 +54,9 @@ def test_script_agrees_with_the_run_on_its_validation_text(tiny_run, tmp_path, c
     assert figures["num_bytes"] == val.stat().st_size == summary["val_bytes"]
     assert figures["num_tokens"] == val.stat().st_size  # tokens are bytes
     assert (figures["sequence_length"], figures["mixed_precision"]) == (32, precision)
+    in_pairs = json.loads(evaluate(*settings, "--json", "--batch_size", 2)[1])
+    assert (figures["batch_size"], in_pairs["batch_size"]) == (64, 2)  # 2,048 tokens at once are fast on a CPU
+    assert in_pairs["loss"] == pytest.approx(figures["loss"], abs=1e-6)
 
 
 def test_script_evaluates_any_causal_model(foreign, tmp_path, evaluate):
@@ -73,7 +76,7 @@ def test_table_is_aligned(foreign, tmp_path, evaluate):
     lines = printed.splitlines()
     assert status == 0
     assert [line[:15].rstrip() for line in lines] == [
-        "model", "text", "context", "coverage", "loss", "perplexity", "bits per byte",
+        "model", "text", "context", "precision", "coverage", "loss", "perplexity", "bits per byte",
     ]  # fmt: skip
     assert all(line[14] == " " and line[15] != " " for line in lines)
     assert "9 bytes, 9 tokens" in printed
