@@ -17,6 +17,7 @@ from hfgolf.wording import join_words, shortened
 
 _MAX_INT = 10**15  # a double represents every integer up to here exactly
 _MAX_FLOAT = 1e38  # larger values overflow fp32
+_MIN_EVAL_TOKENS = 4096  # fewer are too noisy to choose the best step by
 
 
 def _require(key: str, value: object, is_allowed: bool, allowed: str) -> None:
@@ -51,6 +52,15 @@ def _require_sane(key: str, value: object) -> None:
     elif isinstance(value, int | float) and key != "run.seed":
         maximum = _MAX_INT if isinstance(value, int) else _MAX_FLOAT
         _require(key, value, abs(value) <= maximum, f"numbers up to {maximum:g}")
+
+
+def budgeted_eval_tokens(tokens_per_step: int, every_steps: int, passes: int = 1) -> int:
+    """Return how many tokens an evaluation may read: 5 % of the compute of the steps since the one before.
+
+    It counts FLOPs, not seconds, so that every machine evaluates the same tokens. A training token costs three forward
+    passes (see measure/flops.py), an evaluated one as many as `passes`.
+    """
+    return max(_MIN_EVAL_TOKENS, 3 * tokens_per_step * every_steps // (20 * passes))
 
 
 def _nearest_multiples(value: int, of: int) -> str:
@@ -589,8 +599,9 @@ class TrainConfig:
     """Log one row to metrics.jsonl every N steps."""
     eval_every_steps: int = 250
     """Evaluate every N steps, and always at the last step."""
-    eval_tokens: int | None = None
-    """Validation tokens per evaluation during the run; null: all. The final evaluation always uses all."""
+    eval_tokens: int | Literal["auto"] | None = "auto"
+    """Validation tokens per evaluation during the run; null: all; auto: as many as take 5 % of the compute of the steps
+    between two evaluations, but at least 4096. The evaluation at the last step always uses all."""
     sample_tokens: int | None = 64
     """Tokens to sample from the model at each evaluation, for metrics.jsonl, trackers and the report; null: none."""
     sample_prompt: str = ""
@@ -628,7 +639,9 @@ class TrainConfig:
         _require_positive("train", self, "max_steps", maximum=10**9)
         _require_positive("train", self, "max_tokens", "max_epochs", "max_minutes", "max_grad_norm")
         _require_positive("train", self, "log_every_steps")
-        _require_positive("train", self, "eval_every_steps", "eval_tokens", "sample_tokens")
+        _require_positive("train", self, "eval_every_steps", "sample_tokens")
+        if self.eval_tokens != "auto":
+            _require_positive("train", self, "eval_tokens")
         _require_positive("train", self, "save_every_steps", "save_every_minutes")
         _require_positive("train", self, "keep_last", "patience_evals", "max_skipped_steps")
         _require_not_negative("train", self, "min_improvement", "max_rollbacks")
@@ -790,6 +803,18 @@ class RunConfig:
     def max_positions(self) -> int:
         """Return the longest sequence that the model is for, in tokens."""
         return max(self.batch.sequence_length, self.model.max_position_embeddings or 0)
+
+    @property
+    def eval_tokens(self) -> int | None:
+        """Return train.eval_tokens, decided if it is auto."""
+        if self.train.eval_tokens != "auto":
+            return self.train.eval_tokens
+        return budgeted_eval_tokens(self.batch.tokens_per_step, self.train.eval_every_steps, self.eval_passes)
+
+    @property
+    def eval_passes(self) -> int:
+        """Return how many passes an evaluation makes: for the weights, their averages, and data.old_text."""
+        return 1 + self.optim.has_ema + bool(self.data.old_text)
 
     @property
     def order_seed(self) -> int | None:

@@ -82,6 +82,7 @@ UNDECIDED: dict[str, Any] = {
     "train.compile": "auto",
     "train.cpu_threads": "auto",
     "batch.micro_batch_size": "auto",
+    "train.eval_tokens": "auto",
 }
 
 

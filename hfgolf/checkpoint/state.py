@@ -78,11 +78,15 @@ class TrainState:
 
     def judge(self, val_loss: float, min_improvement: float) -> None:
         """Record an evaluation at the current step: whether it is the best, and whether it is an improvement."""
+        self.evals_without_improvement = self.evals_after(val_loss, min_improvement)
         if val_loss < self.best_val_loss:
             self.best_val_loss, self.best_step = val_loss, self.step
-        self.evals_without_improvement += 1
-        if val_loss < self.patience_loss - min_improvement:
-            self.patience_loss, self.evals_without_improvement = val_loss, 0
+        if not self.evals_without_improvement:
+            self.patience_loss = val_loss
+
+    def evals_after(self, val_loss: float, min_improvement: float) -> int:
+        """Return what evals_without_improvement will be after an evaluation."""
+        return 0 if val_loss < self.patience_loss - min_improvement else self.evals_without_improvement + 1
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

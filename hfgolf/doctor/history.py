@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hfgolf.run.schema import on_subset
+
 Line = dict[str, Any]
 
 MAX_KEPT = 1000  # steps, rows and evaluations; more than any median needs
@@ -145,11 +147,11 @@ class History:
             values = _numbers([row.get(name) for name in Interval._fields[1:]])
             self.intervals.append(Interval(row["step"], *values))
         self._session_has_row = True
-        if row.get("val_loss") is not None:
-            averaged = row.get("val_loss_ema") if self.settings["optim.ema_export"] else None
-            val_loss = averaged or row["val_loss"]
-            self.evaluations.append(ValidationPoint(row["step"], val_loss, row.get("val_tokens"), median))
-
+        evaluated = on_subset(row)
+        if evaluated.get("val_loss") is not None:
+            averaged = evaluated.get("val_loss_ema") if self.settings["optim.ema_export"] else None
+            val_loss = averaged or evaluated["val_loss"]
+            self.evaluations.append(ValidationPoint(row["step"], val_loss, evaluated.get("val_tokens"), median))
         if row.get("golf_bytes") is not None:
             self.forecasts.append(ForecastPoint(row["step"], row["golf_bytes"]))
 

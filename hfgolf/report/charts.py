@@ -13,6 +13,7 @@ import numpy as np
 
 from hfgolf.report.curves import MAX_POINTS, Curve, Smoothing, bin_numbers, read_curve
 from hfgolf.run.record import RunRecord
+from hfgolf.run.schema import on_subset
 
 EVENTS = {
     "skipped_step": ("x", "✕", "skipped step"),
@@ -84,7 +85,8 @@ def lines_of(chart: Chart, runs: Sequence[RunRecord]) -> list[Line]:
     points = max(_FEWEST_POINTS, min(MAX_POINTS, _POINTS_PER_PAGE // len(runs)))
     lines = []
     for number, run in enumerate(runs):
-        rows = [*run.events("init_from")[-1:], *run.metrics.rows]  # the event has the evaluation of step 0
+        # the event has the evaluation of step 0
+        rows = [*run.events("init_from")[-1:], *map(on_subset, run.metrics.rows)]
         keys = (chart.logged, *(chart.evaluated if len(runs) == 1 else chart.evaluated[:1]))
         for index, key in enumerate(keys):
             curve = read_curve(rows, key, points, chart.smoothed_by or "mean") if key else None

@@ -11,6 +11,7 @@ from typing import Any
 
 from hfgolf.run.metrics import is_number
 from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures
+from hfgolf.run.schema import on_subset
 
 HEADLINES = ("val_loss", "val_bits_per_byte", "seconds")
 _LEAST = ("val_loss", "val_bits_per_byte", "old_val_bits_per_byte", "train_loss", "seconds", "dollars", "memory_bytes")
@@ -76,7 +77,7 @@ def basis(run: RunRecord) -> list[str]:
     behind, rows = evaluated_on(run), [row for row in run.metrics.rows if row.get("val_loss") is not None]
     if behind is None:
         return []
-    last = rows[-1] if rows else None
+    last = on_subset(rows[-1]) if rows else None
     if run.summary.get("val_loss") is None:
         extent = f"{behind[0]:,} validation tokens ({behind[1]:,} bytes)"
         return [f"The validation figures are of step {last['step']:,}, on {extent}."] if last else []
@@ -90,10 +91,7 @@ def basis(run: RunRecord) -> list[str]:
     if last is not None and last.get(key) is not None and last[key] != run.summary["val_loss"]:
         tokens = last.get("val_tokens")
         part = f", on the first {tokens:,} tokens" if tokens is not None and tokens != behind[0] else ""
-        said.append(
-            f"The curve ends at {last[key]:.4f}, the evaluation of step {last['step']:,}{part}; compare_runs.py"
-            " compares these."
-        )
+        said.append(f"The curve ends at {last[key]:.4f}, the evaluation of step {last['step']:,}{part}.")
     return said
 
 

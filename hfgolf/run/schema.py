@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, TypedDict, get_type_hints
 
 Nats = Annotated[float | None, "nats per token"]
@@ -27,6 +28,22 @@ class OldTextColumns(TypedDict, total=False):
     old_val_bits_per_byte: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
 
 
+class SubsetColumns(TypedDict, total=False):
+    """Columns of the last row, if train.eval_tokens is less than all: the evaluation that compares with earlier rows.
+
+    The columns without `subset_` are then those of the evaluation on all tokens.
+    """
+
+    subset_val_loss: Annotated[Nats, "val_loss on train.eval_tokens tokens"]
+    subset_val_bits_per_byte: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
+    subset_val_tokens: Annotated[int, "tokens", "tokens predicted in that evaluation"]
+    subset_val_bytes: Annotated[int, "bytes", "UTF-8 bytes of the text of these tokens"]
+    subset_val_loss_ema: Annotated[Nats, "val_loss_ema on them"]
+    subset_val_bits_per_byte_ema: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
+    subset_old_val_loss: Annotated[Nats, "old_val_loss on train.eval_tokens tokens"]
+    subset_old_val_bits_per_byte: Annotated[float | None, "bits per byte", "the same per byte of the raw text"]
+
+
 class ForecastColumns(TypedDict, total=False):
     """Columns that only rows with a forecast have (golf.forecast_every_steps). The loss is predicted."""
 
@@ -42,7 +59,7 @@ class RoundingColumns(TypedDict, total=False):
     golf_rounded_matrices: Annotated[int, "", "matrices rounded in the last of these steps"]
 
 
-class Row(EvaluationColumns, OldTextColumns, ForecastColumns, RoundingColumns):
+class Row(EvaluationColumns, OldTextColumns, SubsetColumns, ForecastColumns, RoundingColumns):
     """One row per log interval (train.log_every_steps), about the steps since the previous row.
 
     With data.messages_column, losses and bits per byte are of the assistant's turns only.
@@ -83,6 +100,7 @@ class Row(EvaluationColumns, OldTextColumns, ForecastColumns, RoundingColumns):
 OPTIONAL: dict[Any, str] = {
     EvaluationColumns: "; only in rows with an evaluation",
     OldTextColumns: "; only in rows with an evaluation, with data.old_text",
+    SubsetColumns: "; only in a last row on more tokens than the rows before",
     ForecastColumns: "; only in rows with a forecast",
     RoundingColumns: "; only with golf.qat_fraction",
 }
@@ -157,6 +175,12 @@ EVENTS: dict[str, tuple[str, dict[str, str]]] = {
     "stopped": ("a signal ended the run after a save", {"signal": "its name"}),
 }
 """{kind: (what happened, {key: what it holds})}"""
+
+
+def on_subset(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its evaluation on the tokens of the rows before, if it is a last one on all (SubsetColumns)."""
+    subset = {key.removeprefix("subset_"): value for key, value in row.items() if key.startswith("subset_")}
+    return {**row, **subset}
 
 
 def markdown() -> str:

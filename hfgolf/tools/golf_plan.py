@@ -279,7 +279,11 @@ def _point(run: Outcome) -> tuple[float, float, float]:
     """Return (weights in the blocks, bytes of text that training read, nats per byte)."""
     num_tokens, num_bytes = run.evaluated_on
     shape = shape_of(run)
-    return shape.blocks, run.summary["tokens"] * num_bytes / num_tokens, run.curve[-1].loss * num_tokens / num_bytes
+    return (
+        shape.blocks,
+        run.summary["tokens"] * num_bytes / num_tokens,
+        run.curve[-1].final_loss * num_tokens / num_bytes,
+    )
 
 
 def shape_of(run: Outcome) -> Shape:

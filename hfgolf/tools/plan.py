@@ -299,11 +299,10 @@ def evaluation_seconds(config: RunConfig, data: TokenCounts, speed: Speed, steps
     """
     if data.val_tokens is None:
         return None
-    train = config.train
-    times = math.ceil(steps / train.eval_every_steps)
-    each = min(train.eval_tokens or data.val_tokens, data.val_tokens)
-    at_the_end = data.val_tokens if train.eval_tokens is not None else 0  # on all tokens, unless the last one was
-    tokens = times * each * (2 if config.optim.has_ema else 1) + at_the_end
+    times = math.ceil(steps / config.train.eval_every_steps)
+    each = min(config.eval_tokens or data.val_tokens, data.val_tokens)
+    at_the_end = data.val_tokens if each < data.val_tokens else 0
+    tokens = (times * each + at_the_end) * (2 if config.optim.has_ema else 1)
     return tokens / (3 * speed.tokens_per_second)
 
 

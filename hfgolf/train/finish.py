@@ -55,7 +55,7 @@ def conclude(run: Run) -> dict[str, Any]:
     step, damaged_best = _take_best_weights(run)
     if run.rounding is not None:
         run.rounding.round_for_good()
-    evaluation = run.full_evaluations.get(step) or evaluate(run)
+    evaluation, old = run.full_evaluations.get(step) or (evaluate(run), _old_text_figures(run))
     summary: dict[str, Any] = {
         "run": run.config.run.name,
         "step": step,
@@ -81,9 +81,7 @@ def conclude(run: Run) -> dict[str, Any]:
     }
     if run.init_from:
         summary["init_from"] = run.init_from | _evaluation_at_start(run)
-    if run.old_text is not None:
-        old = evaluate(run, stream=run.old_text)
-        summary |= {"old_val_loss": old.loss, "old_val_bits_per_byte": old.bits_per_byte}
+    summary |= old
     if run.tokens.val.is_target is not None:
         summary["targets"] = "the assistant's turns"
     if run.config.model.architecture != "golf":
@@ -276,6 +274,14 @@ def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int
         except Rejected as rejected:
             logger.warning("%s is damaged: %s", checkpoint.name, rejected)
     return None, damaged_best
+
+
+def _old_text_figures(run: Run) -> dict[str, Any]:
+    """Evaluate the model's weights on data.old_text, if there is any."""
+    if run.old_text is None:
+        return {}
+    old = evaluate(run, stream=run.old_text)
+    return {"old_val_loss": old.loss, "old_val_bits_per_byte": old.bits_per_byte}
 
 
 def _evaluation_at_start(run: Run) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def report_step(
     run.state.unfinished_row = row if evaluating else None
     try:
         if evaluating:
-            row = row | validate(run, clock.raise_if_stopped)
+            row = row | validate(run, clock.raise_if_stopped, is_last=clock.is_over())
             write_sample(run)
         run.state.unfinished_row = None
         run.tracker.log(row | run.stopwatch.row())
@@ -250,7 +250,8 @@ def save(run: Run) -> None:
 def report_findings(run: Run) -> None:
     """Log the doctor's findings in the rows since the last call."""
     for finding in run.monitor.new_findings() if run.accelerator.is_main_process else []:
-        logger.warning("doctor: %s", finding)
+        find_lr = finding.find_lr(run.folder.config)
+        logger.warning("doctor: %s%s", finding, f", or find them: {find_lr}" if find_lr else "")
         run.tracker.event("finding", run.state, **asdict(finding))
 
 

@@ -89,6 +89,7 @@ from hfgolf.train.process import (
 from hfgolf.train.run import Run
 from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.trackers import Tracker, check_trackers
+from hfgolf.train.validation import describe_validation
 from hfgolf.wording import count_of, gigabytes, labeled, one_line
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,8 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
     resolved = resolve_precision(resolved, before.get("train.mixed_precision"))
     resolved = keep_decisions(resolved, before, partial(_is_possible, resolved))
     resolved = keep_architecture(resolved, before) if origin else take_architecture(resolved)
+    if resolved.config.train.eval_tokens == "auto":
+        resolved = resolved.resolve("auto", train__eval_tokens=resolved.config.eval_tokens)
     if processes().device.type == "cpu":
         threads = set_cpu_threads(resolved.config.train.cpu_threads, _local_processes())
         if resolved.config.train.cpu_threads == "auto":
@@ -442,6 +445,7 @@ def _start(
             f"run.output_dir: cannot write to {folder.path} ({one_line(error)}); free disk space or choose another"
             " --run.output_dir."
         ) from None
+    logger.info("%s", labeled("evaluate", describe_validation(run)))
     logger.debug("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
     gather(None)  # as before `prepare`
     warm_up(run)

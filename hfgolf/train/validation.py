@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hfgolf.data.batches import Stream
+from hfgolf.config import TrainConfig
+from hfgolf.data.batches import Stream, evaluation_extent
 from hfgolf.data.chat import stop_ids
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import uncompiled
@@ -17,6 +18,7 @@ from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_ids, generate_text
 from hfgolf.optim.shards import reshard
 from hfgolf.redact import redact
+from hfgolf.run.schema import OldTextColumns
 from hfgolf.train.run import Run
 from hfgolf.train.whole import whole_model
 from hfgolf.wording import one_line
@@ -24,9 +26,47 @@ from hfgolf.wording import one_line
 logger = logging.getLogger(__name__)
 
 
-def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
-    """Evaluate the weights, and their averages if there are any, on train.eval_tokens; return columns of the row."""
-    budget = run.config.train.eval_tokens
+def validate(run: Run, before_batch: Callable[[], None], is_last: bool) -> dict[str, Any]:
+    """Evaluate the weights, and their averages if there are any; return columns of the row.
+
+    The loss on train.eval_tokens tokens judges the step. If no evaluation follows, evaluates all tokens, too: then the
+    columns are those of all, and `subset_*` those to compare with earlier rows.
+    """
+    train, budget = run.config.train, run.config.eval_tokens
+    row, judged = _evaluate_all_weights(run, budget, before_batch)
+    is_last = is_last or _stops_early(train, run.state.evals_after(judged.loss, train.min_improvement))
+    is_whole, evaluation, subset = _covers_all(run, budget), judged, {}
+    if is_last and not is_whole:
+        subset = {f"subset_{key}": value for key, value in row.items()}
+        row, evaluation = _evaluate_all_weights(run, None, before_batch)
+    if is_last or is_whole:
+        old = {key: value for key, value in row.items() if key in OldTextColumns.__annotations__}
+        run.full_evaluations = {run.state.step: (evaluation, old)}
+    run.state.judge(judged.loss, train.min_improvement)
+    return row | subset
+
+
+def describe_validation(run: Run) -> str:
+    """Return what an evaluation reads, and its share of the compute, in one line."""
+    config, whole = run.config, evaluation_extent(run.tokens.val)[0]
+    each = evaluation_extent(run.tokens.val, config.eval_tokens)[0]
+    share = each * config.eval_passes / (3 * config.batch.tokens_per_step * config.train.eval_every_steps)
+    tokens = f"all {whole:,} tokens" if each == whole else f"{each:,} of {whole:,} tokens"
+    at_the_end = "" if each == whole else "; all of them at the last step"
+    every = config.train.eval_every_steps
+    return f"{tokens} every {every:,} steps, {share:.0%} of their compute{at_the_end}"
+
+
+def _covers_all(run: Run, budget: int | None) -> bool:
+    """Return whether an evaluation on that many tokens is one on all."""
+    streams = [run.tokens.val] if run.old_text is None else [run.tokens.val, run.old_text]
+    return all(evaluation_extent(stream, budget) == evaluation_extent(stream) for stream in streams)
+
+
+def _evaluate_all_weights(
+    run: Run, budget: int | None, before_batch: Callable[[], None]
+) -> tuple[dict[str, Any], Evaluation]:
+    """Return columns of the row, and the evaluation of the weights that an export would take."""
     with rounded_weights(run):
         evaluation = evaluate(run, budget, before_batch)
     row = _columns(evaluation)
@@ -35,11 +75,7 @@ def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
             averaged = evaluate(run, budget, before_batch)
         row |= {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
         evaluation = averaged if run.config.optim.ema_export else evaluation
-    row |= _old_text_columns(run, budget, before_batch)
-    if budget is None:
-        run.full_evaluations = {run.state.step: evaluation}
-    run.state.judge(evaluation.loss, run.config.train.min_improvement)
-    return row
+    return row | _old_text_columns(run, budget, before_batch), evaluation
 
 
 def validate_start(run: Run, before_batch: Callable[[], None]) -> None:
@@ -100,8 +136,11 @@ def evaluate(
 
 def should_stop_early(run: Run) -> bool:
     """Return whether train.patience_evals evaluations have passed without improvement."""
-    patience = run.config.train.patience_evals
-    return patience is not None and run.state.evals_without_improvement >= patience
+    return _stops_early(run.config.train, run.state.evals_without_improvement)
+
+
+def _stops_early(train: TrainConfig, evals_without_improvement: int) -> bool:
+    return train.patience_evals is not None and evals_without_improvement >= train.patience_evals
 
 
 def exported_weights(run: Run) -> AbstractContextManager[None]:

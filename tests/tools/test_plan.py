@@ -86,9 +86,11 @@ def test_time_tokens_and_cost_in_closed_form():
         ([], 101, 3 * 30_000),
         ([], 100, 2 * 30_000),
         (["--train.eval_every_steps=151"], 150, 30_000),
-        (["--optim.ema_decay=0.99"], 150, 2 * 3 * 30_000),
+        (["--optim.ema_decay=0.99", "--train.eval_tokens=null"], 150, 2 * 3 * 30_000),
+        (["--optim.ema_decay=0.99"], 150, 2 * (3 * 15_360 + 30_000)),
+        (["--train.eval_every_steps=10"], 150, 15 * 6144 + 30_000),
         (["--train.eval_tokens=1000"], 150, 3 * 1000 + 30_000),
-        (["--train.eval_tokens=100000"], 150, 3 * 30_000 + 30_000),
+        (["--train.eval_tokens=100000"], 150, 3 * 30_000),
     ],
 )
 def test_evaluation_costs_a_third_of_training_per_token(options, steps, tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -248,14 +249,58 @@ def test_best_checkpoint_is_retained_and_exported(run, tiny_run, monkeypatch):
     assert all(torch.equal(exported[name], best[name]) for name in best)
 
 
-def test_only_the_last_evaluation_reads_all_tokens(run, tiny_run):
-    folder = run(tiny_run(data__val_fraction=0.5, train__eval_tokens=9000, train__max_steps=2))
-    (row,) = (row for row in rows(folder) if row["val_loss"] is not None)
+@pytest.mark.parametrize("ema", [{}, {"optim__ema_decay": 0.9, "optim__ema_export": "true"}])
+def test_only_the_last_evaluation_reads_all_tokens(run, tiny_run, ema):
+    options = {"data__val_fraction": 0.5, "train__eval_tokens": 9000, "train__eval_every_steps": 1}
+    folder = run(tiny_run(**options, **ema, train__max_steps=2))
+    first, last = (row for row in rows(folder) if row["val_loss"] is not None)
     summary = json.loads((folder / "summary.json").read_text())
-    assert 4000 < row["val_tokens"] <= 9000 < 15_000 < summary["val_tokens"]
-    assert row["val_bits_per_byte"] == pytest.approx(
-        row["val_loss"] * row["val_tokens"] / math.log(2) / row["val_bytes"]
-    )
+    assert 4000 < first["val_tokens"] == last["subset_val_tokens"] <= 9000 < 15_000 < last["val_tokens"]
+    assert not any(key.startswith("subset_") for key in first)
+    assert {key.removeprefix("subset_") for key in last if key.startswith("subset_")} < set(last)
+    for prefix, row in (("", first), ("", last), ("subset_", last)):
+        bits = row[f"{prefix}val_loss"] * row[f"{prefix}val_tokens"] / math.log(2) / row[f"{prefix}val_bytes"]
+        assert row[f"{prefix}val_bits_per_byte"] == pytest.approx(bits)
+    column = "val_loss_ema" if ema else "val_loss"
+    assert summary["step"] == 2 and last[f"subset_{column}"] < first[column]
+    assert {key: summary[key] for key in ("val_loss", "val_tokens")} == {
+        "val_loss": last[column],
+        "val_tokens": last["val_tokens"],
+    }
+
+
+def test_the_step_is_judged_by_the_tokens_of_the_evaluations_before(run, tiny_run, monkeypatch):
+    """The whole text has a lower loss than its start, which must not make the last step the best one."""
+    real = validation.evaluate_loss
+    worse = itertools.count(1)
+
+    def evaluated(*arguments: Any, budget_tokens: int | None, **options: Any) -> Any:
+        evaluation = real(*arguments, budget_tokens=budget_tokens, **options)
+        factor = 0.1 if budget_tokens is None else next(worse)
+        return dataclasses.replace(evaluation, nats=evaluation.nats * factor)
+
+    monkeypatch.setattr(validation, "evaluate_loss", evaluated)
+    options = {"train__eval_tokens": 9000, "train__eval_every_steps": 1, "data__val_fraction": 0.5}
+    folder = run(tiny_run(**options, train__max_steps=3))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["step"] == 1
+    last = rows(folder)[-1]
+    assert last["val_tokens"] == summary["val_tokens"] > last["subset_val_tokens"]
+
+
+def test_an_early_stop_is_the_last_evaluation_too(run, tiny_run, monkeypatch):
+    real, worse = validation.evaluate_loss, itertools.count(1)
+
+    def evaluated(*arguments: Any, **options: Any) -> Any:
+        evaluation = real(*arguments, **options)
+        return dataclasses.replace(evaluation, nats=evaluation.nats * next(worse))
+
+    monkeypatch.setattr(validation, "evaluate_loss", evaluated)
+    options = {"train__eval_tokens": 9000, "train__eval_every_steps": 1, "data__val_fraction": 0.5}
+    folder = run(tiny_run(**options, train__patience_evals=1, train__max_steps=9))
+    evaluated_rows = [row for row in rows(folder) if row["val_loss"] is not None]
+    assert [row["step"] for row in evaluated_rows] == [1, 2]
+    assert ["subset_val_loss" in row for row in evaluated_rows] == [False, True]
 
 
 def test_full_evaluation_is_not_repeated_at_the_end(run, tiny_run, monkeypatch):

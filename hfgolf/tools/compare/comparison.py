@@ -34,7 +34,7 @@ class Comparison:
     baseline: str | None
     """The arm that the others are compared with; None if none of its runs finished."""
     val_tokens: int
-    """Validation tokens behind every loss."""
+    """Validation tokens behind every final loss."""
     is_whole: bool
     """Whether these are the whole validation set."""
     arms: dict[str, ArmResult]
@@ -65,7 +65,7 @@ def compare_experiment(
     for grid, axes in experiment.grids.items():
         # an arm that failed with any seed is not a candidate, however good its other runs are
         whole = [arm for arm in experiment.arms_of(grid) if not failures[arm]]
-        means = {arm: statistics.mean(run.curve[-1].loss for run in outcomes[arm].values()) for arm in whole}
+        means = {arm: statistics.mean(run.curve[-1].final_loss for run in outcomes[arm].values()) for arm in whole}
         grids[grid] = best_of_grid(means, experiment.arms, axes)
     best = grids.get(experiment.baseline)
     baseline = best.arm if best else experiment.baseline
@@ -99,7 +99,7 @@ def _comparison(
         if run.evaluated_on != runs[0].evaluated_on:
             raise UserError(
                 f"{runs[0].path} was evaluated on {_extent(runs[0])}, {run.path} on {_extent(run)}; compare runs with"
-                " the same data, tokenizer, batch.sequence_length and train.eval_tokens."
+                " the same data, tokenizer and batch.sequence_length."
             )
     curves = {arm: {seed: run.curve for seed, run in by_seed.items()} for arm, by_seed in outcomes.items()}
     return Comparison(
@@ -134,7 +134,15 @@ def _seconds_caveats(runs: list[Outcome]) -> list[str]:
 
 def _caveats(runs: list[Outcome]) -> list[str]:
     caveats = []
+    if len({run.curve_tokens for run in runs}) > 1:
+        caveats.append(
+            "runs were evaluated on different numbers of tokens before the last step, so their curves and steps to the"
+            " baseline's loss do not compare; give them the same `train.eval_tokens`"
+        )
     for run in runs:
+        step = run.summary.get("step", run.curve[-1].step)
+        if step != run.curve[-1].step:
+            caveats.append(f"{run.path.name} exported step {step:,}, not the last; its summary has that step's loss")
         skipped, rollbacks = run.summary.get("skipped_steps"), run.summary.get("rollbacks")
         if skipped or rollbacks:
             caveats.append(f"{run.path.name} was unstable: {skipped or 0} skipped steps and {rollbacks or 0} rollbacks")

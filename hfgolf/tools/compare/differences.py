@@ -29,6 +29,12 @@ class Point(NamedTuple):
     step: float
     seconds: float
     loss: float
+    loss_on_all: float | None = None
+    """The loss on all validation tokens, at the end of a run; those between may read fewer (train.eval_tokens)."""
+
+    @property
+    def final_loss(self) -> float:
+        return self.loss if self.loss_on_all is None else self.loss_on_all
 
 
 Curve = Sequence[Point]
@@ -178,10 +184,10 @@ def numbers(texts: Sequence[str]) -> list[float]:
 
 def _arm_result(curves: Mapping[int, Curve], baseline: Mapping[int, Curve] | None, margin: float | None) -> ArmResult:
     finals = {seed: curve[-1] for seed, curve in curves.items()}
-    losses = {seed: final.loss for seed, final in finals.items()}
+    losses = {seed: final.final_loss for seed, final in finals.items()}
     difference = reach = None
     if baseline:
-        difference = paired_difference(losses, {seed: curve[-1].loss for seed, curve in baseline.items()})
+        difference = paired_difference(losses, {seed: curve[-1].final_loss for seed, curve in baseline.items()})
         reach = _reach(curves, [curve[-1] for curve in baseline.values()])
     return ArmResult(
         final_losses=losses,

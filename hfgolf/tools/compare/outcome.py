@@ -17,6 +17,7 @@ from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.run.record import read_json, read_summary
+from hfgolf.run.schema import on_subset
 from hfgolf.tools.compare.differences import Curve, Point
 from hfgolf.tools.compare.experiment import PlannedRun
 from hfgolf.tools.compare.launch import CONCURRENT_RUNS
@@ -45,9 +46,11 @@ class Outcome:
     curve: Curve
     """Validation losses (nats per token) of the weights that the run exports, raw or averaged."""
     evaluated_on: tuple[int, int]
-    """Validation tokens and their bytes behind each of these losses."""
+    """Validation tokens and their bytes behind the final loss."""
     is_whole: bool
-    """Whether that is the whole validation set; False if train.eval_tokens limits it."""
+    """Whether that is the whole validation set; False for runs of earlier versions, if train.eval_tokens limits it."""
+    curve_tokens: int
+    """Validation tokens behind each point of the curve."""
     config: dict[str, Any]
     """{"section.key": value}, from metadata.json."""
     metadata: dict[str, Any]
@@ -92,17 +95,19 @@ def _outcome(folder: RunFolder) -> Outcome:
     step_seconds = statistics.median(_training_seconds(row) / len(row["train_losses"]) for row in rows)
     before_seconds = first["elapsed_seconds"] - _training_seconds(first)  # compilation; the clock starts before it
     curve = [
-        Point(row["step"], before_seconds + row["step"] * step_seconds, row[column])
+        Point(row["step"], before_seconds + row["step"] * step_seconds, on_subset(row)[column])
         for row in rows
-        if row.get(column) is not None  # None: no evaluation, or a nonfinite loss
+        if on_subset(row).get(column) is not None  # None: no evaluation, or a nonfinite loss
     ]
     if not curve or curve[-1].step != last["step"]:
         raise UserError(f"{folder.path} ended with a validation loss that is not finite.")
+    curve[-1] = curve[-1]._replace(loss_on_all=last[column])
     return Outcome(
         path=folder.path,
         curve=curve,
         evaluated_on=(last["val_tokens"], last["val_bytes"]),
         is_whole=last["val_tokens"] == summary["val_tokens"],
+        curve_tokens=on_subset(last)["val_tokens"],
         config=metadata["config"],
         metadata=metadata,
         summary=summary,

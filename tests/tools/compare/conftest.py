@@ -54,6 +54,7 @@ def outcome(tmp_path: Path) -> Callable[..., Outcome]:
             "curve": [Point(10 * number, float(number), loss) for number, loss in enumerate(losses, 1)],
             "evaluated_on": (5000, 5100),
             "is_whole": True,
+            "curve_tokens": 5000,
             "config": {"train.cpu_threads": "auto", "optim.learning_rate": 0.02} | (config or {}),
             "metadata": {
                 "seed": seed,
@@ -63,7 +64,7 @@ def outcome(tmp_path: Path) -> Callable[..., Outcome]:
                 "packages": {"torch": "2", "hfgolf": "1"},
                 "commit": "abc",
             },
-            "summary": {"skipped_steps": 0, "rollbacks": 0},
+            "summary": {"step": 10 * len(losses), "skipped_steps": 0, "rollbacks": 0},
         }
         return Outcome(**values | changes)
 
