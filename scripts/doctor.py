@@ -11,6 +11,7 @@ from pathlib import Path
 from hfgolf.command_line import run_command
 from hfgolf.doctor.doctor import examine
 from hfgolf.doctor.finding import Finding
+from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics
 from hfgolf.script_options import ScriptParser
 
@@ -41,6 +42,8 @@ def describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
         lines += [f"\nstep {finding.step}: {finding.symptom}", f"  saw    {finding.saw}"]
         lines += [f"  {'causes' if i == 1 else '      '} {i}. {cause}" for i, cause in enumerate(finding.causes, 1)]
         lines += [f"  try    {finding.options}"] if finding.fix else []
+        find_lr = finding.find_lr(RunFolder(run).config)
+        lines += [f"  find   {find_lr}"] if find_lr else []
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Symptoms in the forecasts of a run that has a budget of bytes."""
+"""Symptoms in what a run spends: the bytes of its forecasts, the time of its evaluations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from hfgolf.doctor.finding import Finding
+from hfgolf.config import budgeted_eval_tokens
+from hfgolf.doctor.finding import Finding, two_digits
 from hfgolf.doctor.history import History
 
 MIN_FORECASTS = 3
@@ -34,3 +35,61 @@ def over_budget(history: History) -> Finding | None:
     layers = history.settings["model.num_hidden_layers"]
     fix = {"model.hidden_size": narrower} if narrower else {"model.num_hidden_layers": max(1, layers - 1)}
     return Finding("artifact over budget", now.step, saw, causes, fix)
+
+
+USUAL_SHARE = 0.05  # of the time of the steps; train.eval_tokens auto aims at it
+MAX_SHARE = 2 * USUAL_SHARE  # an evaluation is not compiled, and its samples are not counted in train.eval_tokens
+MIN_SECONDS = 10.0  # less is not worth a change
+MAX_LAST_SHARE = 0.25  # the evaluation on all tokens at the end happens once
+
+
+class CostlyEvaluation:
+    """Evaluations that take more than a tenth of the time of the steps, or at the end a quarter."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        """Of all evaluations up to the row before."""
+
+    def __call__(self, history: History) -> Finding | None:
+        row = history.latest
+        if "event" in row or "seconds_evaluate" not in row:
+            return None
+        before, self._seconds = self._seconds, row["seconds_evaluate"]
+        if row.get("val_loss") is None:
+            return None
+        steps = row["seconds_train"] + row["seconds_data"]
+        if "subset_val_loss" in row:
+            return _costly_end(history, self._seconds - before, steps)
+        is_costly = self._seconds > max(MIN_SECONDS, MAX_SHARE * steps)
+        return (
+            _costly_evaluations(history, self._seconds, steps) if is_costly and len(history.evaluations) > 1 else None
+        )
+
+
+def _costly_evaluations(history: History, seconds: float, steps: float) -> Finding:
+    tokens, every = history.latest["val_tokens"], history.settings["train.eval_every_steps"]
+    saw = (
+        f"evaluations took {seconds:,.0f} s and the steps {steps:,.0f} s ({seconds / steps:.0%}), with"
+        f" {tokens:,} tokens every {every:,} steps"
+    )
+    budget = budgeted_eval_tokens(history.settings["batch.tokens_per_step"], every)
+    rarer = {"train.eval_every_steps": math.ceil(two_digits(every * seconds / steps / USUAL_SHARE))}
+    samples = "samples that are slow to write (train.sample_tokens)"
+    if tokens > budget:
+        causes = ("evaluations that read more tokens than they need", "evaluations that are too frequent")
+        return Finding("costly evaluations", history.step, saw, causes, {"train.eval_tokens": "auto"})
+    return Finding("costly evaluations", history.step, saw, ("evaluations that are too frequent", samples), rarer)
+
+
+def _costly_end(history: History, seconds: float, steps: float) -> Finding | None:
+    if seconds < max(MIN_SECONDS, MAX_LAST_SHARE * steps):
+        return None
+    tokens, fraction = history.latest["val_tokens"], history.settings["data.val_fraction"]
+    saw = (
+        f"the last evaluation, on all {tokens:,} validation tokens, took {seconds:,.0f} s and the steps {steps:,.0f} s"
+        f" ({seconds / steps:.0%})"
+    )
+    causes = ("more validation text than so short a run needs", "a run shorter than meant")
+    is_cut = not history.settings["data.val_files"]
+    fix = {"data.val_fraction": two_digits(fraction * USUAL_SHARE * steps / seconds)} if is_cut else {}
+    return Finding("costly evaluations", history.step, saw, causes, fix)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hfgolf.command_line import read_settings
 from hfgolf.config import RunConfig
-from hfgolf.doctor.budget_symptoms import over_budget
+from hfgolf.doctor.budget_symptoms import CostlyEvaluation, over_budget
 from hfgolf.doctor.feed_symptoms import SameBatches, damaged_cache, data_bound, throughput_falls
 from hfgolf.doctor.finding import Detector, Finding
 from hfgolf.doctor.history import History, Line
@@ -61,6 +61,7 @@ class Doctor:
             data_bound,
             damaged_cache,
             over_budget,
+            CostlyEvaluation(),
         ]
         self._reported: set[tuple[str, int | None]] = set()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,19 @@ class Finding:
     @property
     def options(self) -> str:
         """The fix as command line options."""
-        return " ".join(f"--{key} {str(value).lower()}" for key, value in self.fix.items())
+        return _options(self.fix)
+
+    def find_lr(self, config: Path) -> str | None:
+        """Return the command that finds learning rates for the run with this config; None if the fix has none.
+
+        It starts from the rates of the fix, because those of the run may break its steps, too.
+        """
+        rates = {key: value for key, value in self.fix.items() if key.endswith("learning_rate")}
+        return f"hfgolf find_lr --config {config} {_options(rates)}" if rates else None
+
+
+def _options(values: Mapping[str, Any]) -> str:
+    return " ".join(f"--{key} {str(value).lower()}" for key, value in values.items())
 
 
 Detector = Callable[[History], Finding | None]
@@ -40,7 +53,7 @@ Detector = Callable[[History], Finding | None]
 
 USUAL_LEARNING_RATES = {"muon": 0.02, "adamw": 0.003, "sgd": 0.1}
 """Peaks for small models, as in OptimConfig. The best ones in benchmarks/experiments are within a factor of 3."""
-FAR_ABOVE_USUAL = 10  # times the usual rate; halving a rate above that would not help
+FAR_ABOVE_USUAL = 10  # times the usual rate; halving a rate above that would not help, nor doubling one as far below
 
 
 def usual_learning_rates(history: History) -> dict[str, float]:
@@ -61,12 +74,14 @@ def max_learning_rate_ratio(history: History) -> float:
 
 
 def scaled_learning_rates(history: History, factor: float) -> dict[str, Any]:
-    """Return the peak learning rates times a factor, or the usual rate for one far above it."""
-    rates = {key: (history.settings[key], usual) for key, usual in usual_learning_rates(history).items()}
-    return {
-        key: two_digits(usual if rate > FAR_ABOVE_USUAL * usual else factor * rate)
-        for key, (rate, usual) in rates.items()
-    }
+    """Return the peak learning rates times a factor, or the usual rate for one far above it, or far below if raised."""
+
+    def scaled(rate: float, usual: float) -> float:
+        is_far_below = factor > 1 and rate * FAR_ABOVE_USUAL < usual
+        return usual if is_far_below or rate > FAR_ABOVE_USUAL * usual else factor * rate
+
+    usual_rates = usual_learning_rates(history)
+    return {key: two_digits(scaled(history.settings[key], usual)) for key, usual in usual_rates.items()}
 
 
 def full_precision(history: History) -> dict[str, Any]:

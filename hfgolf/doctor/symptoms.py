@@ -97,6 +97,7 @@ def _shared_ranges(block_starts: list[list[int]], length: int) -> list[tuple[int
 
 MIN_CLIPPED_STEPS = 50  # fewer may be a passing phase
 CLIPPED_SHARE = 0.9  # of the steps; in a run that learns, norms fall below the limit
+FEW_SEQUENCES = 8  # per step
 CLIP_EXCESS = 1.25  # times the limit; below it, clipping shrinks a gradient by less than a fifth
 
 
@@ -116,6 +117,11 @@ def constantly_clipped(history: History) -> Finding | None:
     )
     causes = ("a learning rate that is too high for this phase", f"a limit too low for norms of {median:.2g}")
     lower_rates, higher_limit = scaled_learning_rates(history, 0.5), {"train.max_grad_norm": two_digits(2 * median)}
+    length = history.settings["batch.sequence_length"]
+    if history.settings["batch.tokens_per_step"] < FEW_SEQUENCES * length:
+        noise = f"fewer than {FEW_SEQUENCES} sequences per step, whose gradient is mostly noise"
+        larger = {"batch.tokens_per_step": 2 * FEW_SEQUENCES * length}
+        return Finding("gradient constantly clipped", step, saw, (noise, *causes), larger)
     if clip < 1:  # nearly every recipe uses 1
         return Finding("gradient constantly clipped", step, saw, causes[::-1], higher_limit)
     return Finding("gradient constantly clipped", step, saw, causes, lower_rates)

@@ -58,3 +58,40 @@ def test_fix_is_a_smaller_model(width, heads):
     assert {key for key in after if after[key] != before[key]} == set(finding.fix)
     assert all(after[key] < before[key] for key in finding.fix)
     assert RunConfig().flat().keys() >= finding.fix.keys()
+
+
+def evaluated(seconds_of_evaluations, *, tokens=20_000, last=None, **settings):
+    """Return the findings in a run with an evaluation each 100 steps of 0.1 s; last: seconds of that on all tokens."""
+    doctor, found, spent = Doctor(settings), [], 0.0
+    rows = [(seconds, {}) for seconds in seconds_of_evaluations]
+    rows += [] if last is None else [(last, {"subset_val_loss": 1.0, "subset_val_tokens": tokens})]
+    for number, (seconds, subset) in enumerate(rows, 1):
+        spent += seconds
+        times = {"seconds_evaluate": spent, "seconds_train": 10.0 * number, "seconds_data": 0.0}
+        row = {"step": 100 * number, "train_losses": [1.0], "grad_norms": [0.1], "val_loss": 1.0, "val_tokens": tokens}
+        found += doctor.observe(row | times | subset)
+    return [finding for finding in found if finding.symptom == "costly evaluations"]
+
+
+def test_evaluations_within_their_budget_are_no_finding():
+    assert evaluated([0.9] * 30) == []
+    assert evaluated([3.0] * 3) == [], "9 seconds are not worth a change"
+    assert evaluated([0.5] * 10, last=20.0) == [], "the whole part at the end happens once"
+
+
+def test_costly_evaluations_read_too_many_tokens_or_are_too_frequent():
+    options = {"train.eval_every_steps": 100, "batch.tokens_per_step": 1000}
+    (finding,) = evaluated([5.0] * 9, **options)
+    assert "took 15 s and the steps 30 s (50%), with 20,000 tokens every 100 steps" in finding.saw
+    assert finding.fix == {"train.eval_tokens": "auto"} and finding.step == 300
+    (finding,) = evaluated([5.0] * 9, **options, tokens=15_000)  # 5 % of the compute, but not of the time
+    assert finding.fix == {"train.eval_every_steps": 1000}
+    load_config(["--train.max_steps=1", *(f"--{key}={value}" for key, value in finding.fix.items())])
+
+
+def test_a_last_evaluation_that_takes_as_long_as_the_run_names_the_split():
+    (finding,) = evaluated([0.5] * 9, last=100.0, **{"data.val_fraction": 0.2})
+    assert "on all 20,000 validation tokens, took 100 s and the steps 100 s (100%)" in finding.saw
+    assert finding.fix == {"data.val_fraction": 0.01}
+    (finding,) = evaluated([0.5] * 9, last=100.0, **{"data.val_files": ["val.txt"]})
+    assert finding.fix == {}

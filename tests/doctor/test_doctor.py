@@ -539,7 +539,10 @@ def test_script_prints_findings(run_script, tmp_path):
     status, out, _ = run_script("doctor.py", well, sick)
     assert status == 1 and out.splitlines()[0] == f"{well}: all is well (100 steps)"
     assert f"{sick}: 1 finding (10 steps)\n\nstep 11: immediate NaN\n  saw    {finding.saw}\n  causes 1. " in out
-    assert out.endswith(f"  try    {finding.options}\n")
+    assert finding.fix.keys() >= {"optim.learning_rate", "optim.adamw_learning_rate"}
+    rates = " ".join(f"--{key} {value}" for key, value in finding.fix.items() if key.endswith("learning_rate"))
+    config = sick / "config.yaml"
+    assert f"  try    {finding.options}\n  find   hfgolf find_lr --config {config} {rates}\n" in out
     status, out, _ = run_script("doctor.py", "--json", well, sick)
     as_json = json.loads(json.dumps(vars(finding)))
     assert (status, json.loads(out)) == (1, {str(well): [], str(sick): [as_json]})
@@ -565,3 +568,13 @@ def test_folder_without_a_run_is_one_line(run_script, tmp_path, make, problem):
     assert error.count("\n") == 1
     with pytest.raises(UserError):
         doctor.examine(folder)
+
+
+def test_rates_far_below_the_usual_are_raised_to_it_and_tiny_batches_enlarged():
+    rates = {"optim.learning_rate": 2e-5, "optim.adamw_learning_rate": 3e-6}
+    (finding,) = diagnose(log(range(1, 201), lambda step: 5.45 + noise(step)), **rates)
+    assert finding.fix == {"optim.learning_rate": 0.02, "optim.adamw_learning_rate": 0.003}
+    clipped = log(range(1, 201), norm=lambda step: 1.6)
+    (finding,) = diagnose(clipped, **{"batch.tokens_per_step": 256, "batch.sequence_length": 256})
+    assert finding.fix == {"batch.tokens_per_step": 4096} and "fewer than 8 sequences" in finding.causes[0]
+    assert finding.find_lr(ROOT) is None

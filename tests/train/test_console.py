@@ -193,12 +193,12 @@ def test_details_are_for_verbose(capsys):
         assert capsys.readouterr().out == said
 
 
-def test_a_run_says_what_it_is_in_five_lines_and_what_came_of_it(run_script, tiny_run, tmp_path):
+def test_a_run_says_what_it_is_in_six_lines_and_what_came_of_it(run_script, tiny_run, tmp_path):
     said = run_script("train.py", *tiny_run())
     lines = said.out.splitlines()
-    assert [line.split()[0] for line in lines[:5]] == ["run", "device", "data", "model", "batch"]
-    assert [line.index(line.split()[1]) for line in lines[:5]] == [9] * 5, "aligned"
-    assert [line.split()[0] for line in lines[5:8]] == ["step", "plan", "step"]
+    assert [line.split()[0] for line in lines[:6]] == ["run", "device", "data", "model", "batch", "evaluate"]
+    assert [line.index(line.split()[1]) for line in lines[:6]] == [9] * 6, "aligned"
+    assert [line.split()[0] for line in lines[6:9]] == ["step", "plan", "step"]
     metadata = json.loads((tmp_path / "runs" / "tiny" / "metadata.json").read_text())
     summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
     assert sum(row["parameters"] for row in metadata["parameter_groups"]) == summary["parameters"]
