@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from hfgolf.wording import join_words
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
 
@@ -181,10 +184,24 @@ def load_corpus(data: DataConfig) -> Corpus:
     for split in (None, "val"):
         listed = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in files if file.split == split]
         identity["files" if split is None else "val_files"] = listed
+    _warn_of_copies(files, hashes)
     if data.source == "shards":
         identity["separator_id"] = data.separator_id
         identity["val_bytes"] = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in bytes_files]
     return Corpus(identity, data, tuple(files), tuple(bytes_files), tuple(states[f.path] for f in files))
+
+
+def _warn_of_copies(files: Sequence[SourceFile], hashes: Mapping[Path, str]) -> None:
+    """Warn of validation files that train, too, under other names."""
+    trained = {hashes[file.path]: file.name for file in files if file.split is None}
+    for file in files:
+        if file.split == "val" and (copy := trained.get(hashes[file.path])):
+            logger.warning(
+                "data.val_files: %s has the same content as %s, which trains; its loss does not show what the model"
+                " makes of new text",
+                file.name,
+                copy,
+            )
 
 
 def _is_all_in_one_split(data: DataConfig, files: Sequence[SourceFile]) -> bool:

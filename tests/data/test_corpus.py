@@ -394,3 +394,12 @@ def test_text_files_too_few_to_divide_by_name_are_cut(tmp_path, names):
     assert corpus.identity["split"] == "contiguous"
     assert written["train"] + written["val"] == whole
     assert len(written["val"]) == len(whole) - int(0.95 * len(whole))
+
+
+def test_validation_text_that_also_trains_is_told(write, files_config, caplog):
+    text, copy, other = write("a.txt", "the same"), write("b.txt", "the same"), write("c.txt", "another text")
+    load_corpus(files_config(text, val_files=[other]))
+    assert caplog.messages == []
+    load_corpus(files_config(text, val_files=[copy, other]))
+    (message,) = caplog.messages
+    assert "b.txt has the same content as" in message and "a.txt, which trains" in message
