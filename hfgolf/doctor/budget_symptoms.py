@@ -39,7 +39,7 @@ def over_budget(history: History) -> Finding | None:
 
 USUAL_SHARE = 0.05  # of the time of the steps; train.eval_tokens auto aims at it
 MAX_SHARE = 2 * USUAL_SHARE  # an evaluation is not compiled, and its samples are not counted in train.eval_tokens
-MIN_SECONDS = 10.0  # less is not worth a change
+MIN_SECONDS = 60.0  # less is not worth a change
 MAX_LAST_SHARE = 0.25  # the evaluation on all tokens at the end happens once
 
 
