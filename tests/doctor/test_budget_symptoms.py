@@ -82,8 +82,8 @@ def test_evaluations_within_their_budget_are_no_finding():
 def test_costly_evaluations_read_too_many_tokens_or_are_too_frequent():
     options = {"train.eval_every_steps": 100, "batch.tokens_per_step": 1000}
     (finding,) = evaluated([20.0] * 9, **options)
-    assert "took 60 s and the steps 30 s (200%), with 20,000 tokens every 100 steps" in finding.saw
-    assert finding.fix == {"train.eval_tokens": "auto"} and finding.step == 300
+    assert "took 80 s and the steps 40 s (200%), with 20,000 tokens every 100 steps" in finding.saw
+    assert finding.fix == {"train.eval_tokens": "auto"} and finding.step == 400
     (finding,) = evaluated([20.0] * 9, **options, tokens=15_000)  # 5 % of the compute, but not of the time
     assert finding.fix == {"train.eval_every_steps": 4000}
     load_config(["--train.max_steps=1", *(f"--{key}={value}" for key, value in finding.fix.items())])
