@@ -219,8 +219,9 @@ def _part(group: _Group, line: str) -> None:
 
     line: empty if this rank only heard of a failure.
     """
+    name = f"rank {group.rank} ({platform.node()})"
+    _failures[group.rank] = (name, line)  # known here even if the store has ended, as _report needs
     with suppress(RuntimeError):  # the store has ended
-        name = f"rank {group.rank} ({platform.node()})"
         group.store.set(f"hfgolf/failed/{group.rank}", json.dumps([name, line]))
         _wait_until(lambda: _listen(group) and len(_failures) == group.size, FAREWELL_SECONDS)
         _leave(group)

@@ -173,6 +173,23 @@ def test_error_of_all_ranks_names_none(tiny_run, tmp_path):
     assert_one_line(said, r"error: train\.resume: there is no checkpoint nowhere")
 
 
+class EndedStore:
+    """As after the process of rank 0 was killed."""
+
+    def set(self, *_: Any) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    check = get = set
+
+
+def test_failure_after_the_store_has_ended_is_still_said(monkeypatch):
+    monkeypatch.setattr(ranks, "_failures", {})
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    group = ranks._Group(rank=1, size=2, store=EndedStore())
+    ranks._part(group, "the disk is full.")
+    assert re.fullmatch(r"rank 1 \(\S+\): the disk is full\.", ranks._report(group))
+
+
 def first_rank_listens_late() -> None:
     """Each time rank 0 waits for rank 1 in an exchange, rank 1 answers, disagrees and fails before rank 0 listens."""
     other_config_on_second_rank()
