@@ -117,7 +117,7 @@ def finished(shape: Shape, tokens: float, loss: float, tokens_per_second: float 
         "batch.sequence_length": 256,
     }
     summary = {"tokens": tokens, "parameters": shape.parameters, "tokens_per_second": tokens_per_second}
-    curve = [SimpleNamespace(loss=loss * 2)]
+    curve = [SimpleNamespace(final_loss=loss * 2)]
     return SimpleNamespace(config=config, summary=summary, curve=curve, evaluated_on=(1000, 2000))
 
 

@@ -140,8 +140,8 @@ def _caveats(runs: list[Outcome]) -> list[str]:
             " baseline's loss do not compare; give them the same `train.eval_tokens`"
         )
     for run in runs:
-        step = run.summary.get("step", run.curve[-1].step)
-        if step != run.curve[-1].step:
+        step = run.summary.get("step")
+        if isinstance(step, int) and step != run.curve[-1].step:
             caveats.append(f"{run.path.name} exported step {step:,}, not the last; its summary has that step's loss")
         skipped, rollbacks = run.summary.get("skipped_steps"), run.summary.get("rollbacks")
         if skipped or rollbacks:
