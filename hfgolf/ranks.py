@@ -168,7 +168,7 @@ def together(num_ranks: int) -> Iterator[None]:
     try:
         yield
         gather(None)  # rank 0 still exports and pushes, which may fail
-        _leave(group)
+        _leave(group, STUCK_SECONDS)  # all are well, so they only have to get to it
     except UserError as error:
         _part(group, "" if isinstance(error, _HeardError) else str(error))
         raise RankError(_report(group)) from None
@@ -224,7 +224,7 @@ def _part(group: _Group, line: str) -> None:
     with suppress(RuntimeError):  # the store has ended
         group.store.set(f"hfgolf/failed/{group.rank}", json.dumps([name, line]))
         _wait_until(lambda: _listen(group) and len(_failures) == group.size, FAREWELL_SECONDS)
-        _leave(group)
+        _leave(group, FAREWELL_SECONDS)
     if not _is_first_of_machine():
         time.sleep(_WATCH_SECONDS)  # a launcher ends the others once one ends: the first must have said the line
 
@@ -233,14 +233,14 @@ def _is_first_of_machine() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _leave(group: _Group) -> None:
-    """Let rank 0 end last: the store may be in its process."""
+def _leave(group: _Group, seconds: float) -> None:
+    """Let rank 0 end last, but wait no longer than that: the store may be in its process."""
     with suppress(RuntimeError):
         if group.rank:
             group.store.set(f"hfgolf/left/{group.rank}", "")
         else:
             keys = [f"hfgolf/left/{rank}" for rank in range(1, group.size)]
-            _wait_until(lambda: group.store.check(keys), FAREWELL_SECONDS)
+            _wait_until(lambda: group.store.check(keys), seconds)
 
 
 def _report(group: _Group) -> str:
