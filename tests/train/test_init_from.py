@@ -176,7 +176,8 @@ def test_another_vocabulary_is_refused_and_the_same_accepted(exported, tmp_path)
         taken(f"--model.init_from={weights}", *stated)
 
 
-def test_names_that_hold_no_weights_are_one_line(exported, tmp_path):
+def test_names_that_hold_no_weights_are_one_line(exported, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # "runs here" names those of the working folder
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"^model.init_from: there is no model in .*empty; runs here: none\.$"):
         taken(f"--model.init_from={tmp_path / 'empty'}")
