@@ -26,7 +26,7 @@ from hfgolf.wording import count_of
 ROOT = Path(__file__).parents[1]
 ROWS, COLUMNS = 24, 80
 COMMANDS = (
-    "cat $HFGOLF/README.md $HFGOLF/docs/*.md > my.txt",
+    "(cd $HFGOLF && git ls-files '*.md' '*.py' | xargs cat) > my.txt",
     "hfgolf train my.txt --train.max_minutes 3 --train.max_steps null",
     'hfgolf generate runs/my "The model" --max_new_tokens 60',
     "hfgolf doctor runs/my",

@@ -138,7 +138,7 @@ class Console:
         if self._first is not None:
             if is_timed:
                 self._bar.n = min(1.0, self._seconds / self._max_seconds)
-                place = f"step {self._step:,}  {_minutes(self._seconds)} of {_minutes(self._max_seconds)} "
+                place = f"step {self._step:,} "
             else:
                 self._bar.n = min(1.0, self._step / self._step_limit)
                 place = f"step {self._step:,} of {self._step_limit:,.0f} "

@@ -139,7 +139,20 @@ def test_bar_counts_the_minutes_that_end_a_run(monkeypatch):
         assert plan.startswith("plan     about 12 steps, 12,288 tokens, 3.0 epochs in 1 min 40 s, until ")
         console.step(5, 50.0)
         (drawn,) = terminal.drawn()
-        assert drawn.startswith("step 5  0:50 of 2:00 |") and drawn.endswith("| 1:10 left")
+        assert drawn.startswith("step 5 |") and drawn.endswith("| 1:10 left")
+
+
+def test_bar_has_room_in_a_terminal_of_80_columns(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    with Console() as console:
+        console.open()
+        console.begin(math.inf, 7200.0, tokens_per_step=1024, tokens_per_epoch=4096)
+        console.show({**row(3, val_loss=5.25), "tokens_per_second": 123_456}, 3600)
+        for step in (1234, 1235):
+            console.step(step, 2.0 * step)
+        drawn = terminal.drawn()[-1]
+        assert len(drawn) - len(drawn.split("|")[1]) <= 72, "less than a tenth of the line is left for the bar"
+        assert drawn.endswith("| loss 4.500  best val 5.250  123,456 tokens/s  1:18:50 left")
 
 
 def test_lines_and_warnings_stay_whole_above_the_bar(monkeypatch):
