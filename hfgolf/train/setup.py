@@ -409,7 +409,7 @@ def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopw
         if origin.changes:
             logger.info("changed since then: %s", ", ".join(origin.changes))
     elif learner.resolved.config.train.resume:
-        logger.info("no checkpoint to resume from; starting the run")
+        logger.debug("no checkpoint to resume from; starting the run")
     learner.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
     learner.checkpoints.reserve()
 
