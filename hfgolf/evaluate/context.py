@@ -24,12 +24,24 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Run the model eagerly inside this context: other shapes would compile it again."""
-    compiled_call = model._compiled_call_impl  # set by Module.compile()
-    model._compiled_call_impl = None
+    calls = {module: module._compiled_call_impl for module in compiled_modules(model)}
+    undo_compilation(model)
     try:
         yield
     finally:
-        model._compiled_call_impl = compiled_call
+        for module, call in calls.items():
+            module._compiled_call_impl = call
+
+
+def undo_compilation(model: nn.Module) -> None:
+    """Make the model eager again: generate() would recompile it for every length."""
+    for module in compiled_modules(model):
+        module._compiled_call_impl = None
+
+
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules on which compile() was called: the model itself, or its layers."""
+    return [module for module in model.modules() if module._compiled_call_impl is not None]
 
 
 def max_positions(model: nn.Module) -> int | None:

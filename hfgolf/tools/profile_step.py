@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from hfgolf.errors import UserError
+from hfgolf.evaluate.context import compiled_modules, undo_compilation
 from hfgolf.hardware import fingerprint, synchronize
 from hfgolf.model.layers_golf import GolfAttention, GolfMLP, GolfRMSNorm
 from hfgolf.model.modeling_golf import GolfForCausalLM, GolfModel
 from hfgolf.run.provenance import run_metadata
 from hfgolf.tools.profile import Profile, what_bounds
 from hfgolf.tools.trace import STEP, read_trace
-from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.loop import train_step
 from hfgolf.train.run import Run
 
@@ -48,7 +48,7 @@ def profile_run(run: Run, num_steps: int, trace: Path) -> dict[str, Any]:
     model stays uncompiled afterwards. Call it in every process of the run; each profiles itself. Raises UserError if
     the profiler cannot see the GPU's kernels.
     """
-    is_compiled = run.raw_model._compiled_call_impl is not None
+    is_compiled = bool(compiled_modules(run.raw_model))
     seconds = timed_steps(run, num_steps)
     with _marked(run, modules=not is_compiled):
         as_run = _profile(run, num_steps, trace)

@@ -29,6 +29,7 @@ from hfgolf.checkpoint.store import (
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError
 from hfgolf.evaluate.compressors import compressor_scores
+from hfgolf.evaluate.context import undo_compilation
 from hfgolf.hardware import accelerator_name
 from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model
@@ -38,7 +39,6 @@ from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.provenance import git_commit
 from hfgolf.run.record import read_run
-from hfgolf.train.compilation import undo_compilation
 from hfgolf.train.console import console
 from hfgolf.train.run import Run
 from hfgolf.train.validation import evaluate, exported_weights, sample
