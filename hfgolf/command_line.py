@@ -223,6 +223,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     """Run a script's main(). A UserError becomes one line on stderr, once per machine, and exit status 2."""
     try:
         status = main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
         if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # ranks.py tells it of the others
             with suppress(OSError):
@@ -234,10 +236,26 @@ def run_command(main: Callable[[], int | None]) -> None:
         if not silence_if_closed(sys.stdout):
             raise
         status = 141  # 128 + SIGPIPE
+    except OSError:
+        if (reason := _refusal_of(sys.stdout)) is None:
+            raise
+        with suppress(OSError):
+            print(f"error: the output could not be written: {reason}.", file=sys.stderr)
+        status = 1
     finally:
         for stream in (sys.stdout, sys.stderr):
             silence_if_closed(stream)  # else Python's flush at exit fails, and the status becomes 120
     sys.exit(status)
+
+
+def _refusal_of(stream: TextIO) -> str | None:
+    """Return why a stream takes no text, and redirect it to nowhere; None if it takes some."""
+    try:
+        print(file=stream, flush=True)
+    except OSError as error:
+        _silence(stream.fileno())
+        return error.strerror
+    return None
 
 
 def silence_if_closed(stream: TextIO | None) -> bool:
@@ -252,10 +270,14 @@ def silence_if_closed(stream: TextIO | None) -> bool:
     poll.register(descriptor, 0)  # report only errors and hang-ups
     if not poll.poll(0):
         return False
+    _silence(descriptor)
+    return True
+
+
+def _silence(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
-    return True
 
 
 def has_type(value: Any, kind: Any, largest: float = math.inf) -> bool:

@@ -65,6 +65,16 @@ def test_script_ends_quietly_on_a_closed_pipe(closed_pipe, monkeypatch, capsys):
     assert (ended.value.code, capsys.readouterr().err) == (141, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+@pytest.mark.parametrize("buffering", [1, -1])  # by line: print fails; by block: the last flush
+def test_output_to_a_full_disk_is_one_line(buffering, monkeypatch, capsys):
+    with open("/dev/full", "w", buffering=buffering) as full, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", full)
+        run_command(lambda: print("a line of a report"))
+    said = capsys.readouterr().err
+    assert (ended.value.code, said) == (1, "error: the output could not be written: No space left on device.\n")
+
+
 def test_control_characters_are_escaped(capsys):
     show_log(is_main_process=True)
     logging.getLogger("hfgolf").info("sample  %s", "a\tb\n\x1b]0;owned\x07 \x9b2J \rnaïve \u202e🌍")
