@@ -29,6 +29,7 @@ def train_with(signals: Signals) -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
     resolved = load_config(arguments, _DESCRIPTION)  # before importing torch, so that --help and errors come at once
     from hfgolf.data.files import require_paths
+    from hfgolf.run.find_model import find_model
     from hfgolf.run.folder import run_folder
     from hfgolf.train.console import console, quiet_libraries, start_log
     from hfgolf.wording import labeled
@@ -36,6 +37,8 @@ def train_with(signals: Signals) -> None:
     folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
     if os.environ.get("WORLD_SIZE", "1") == "1" and not folder.path.exists():
         require_paths(resolved.config.data)
+        if (weights := resolved.config.model.init_from) is not None:
+            find_model(weights, "model.init_from", is_final=True)
     is_main_process = os.environ.get("RANK", "0") == "0"
     start_log(is_main_process, is_verbose="--verbose" in sys.argv)
     logger.info("%s", labeled("run", str(folder.path)))

@@ -129,16 +129,24 @@ def test_a_source_beside_the_files_is_not_overruled(tmp_path):
         load_config(["a.txt", "--data.source", "python_stdlib"])
 
 
-def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path):
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["nowhere.txt"], "data.files: no file matches 'nowhere.txt'"),
+        (["my.txt", "--model.init_from=./nowhere"], "model.init_from: there is no model ./nowhere; runs here: none."),
+    ],
+)
+def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path, arguments, said):
+    (tmp_path / "my.txt").write_text("To be, or not to be.")
     program = (
-        "import sys; from hfgolf import cli\ntry: cli.main(['train', 'nowhere.txt'])\n"
+        f"import sys; from hfgolf import cli\ntry: cli.main(['train', *{arguments}])\n"
         "finally: print('torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "False\n")
-    assert done.stderr.startswith("error: data.files: no file matches 'nowhere.txt'")
+    assert done.stderr.startswith(f"error: {said}")
 
 
 @pytest.mark.slow
