@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.metadata import requires
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
@@ -120,6 +120,8 @@ def with_requirements(*names: str) -> set[str]:
 
 
 def test_wheels_are_what_a_bare_image_lacks():
+    if version("pandas") != pins()["pandas"]:
+        pytest.skip("requirements are those of the installed versions: an older pandas also needs pytz")
     needed = [str(requirement) for requirement in requirements() if requirement.name != "wandb"]
     needed = with_requirements(*needed, "pytest", "pytest-timeout") | {"nvidia-ml-py"}
     wheels = (ROOT / "benchmarks" / "wheels.txt").read_text().splitlines()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sharded import needs_fsdp2
 from tiny_export import build_tiny
 
 from hfgolf.command_line import load_config
@@ -119,6 +120,7 @@ def test_processes_share_the_step():
     assert planned.memory.buckets == planned.memory.weights
 
 
+@needs_fsdp2
 def test_processes_share_weights_and_state_under_fsdp2(script, tiny_run, monkeypatch):
     """As the trainer predicts, which tests/measure/test_sharded_memory.py compares with a fake world of four."""
     monkeypatch.setenv("WORLD_SIZE", "4")

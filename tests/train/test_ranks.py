@@ -12,15 +12,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from faults import start_two, train_on_two
+from faults import losses, start_two, train_on_two, valid_steps
 
 from hfgolf import ranks
 from hfgolf.errors import UserError
+from hfgolf.run.folder import RunFolder
+from hfgolf.tools.evidence import compare, evidence, verdict
 from hfgolf.train import claim, compilation, loop, process, setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -334,8 +338,16 @@ def test_error_on_rank_1_of_a_torchrun_is_one_line_of_its_machine(tiny_run, tmp_
     assert len(errors) == 1 and re.match(f"error: {line}", errors[0]), done.stderr
 
 
-def torchrun_on_two_machines(folder: Path, arguments: list[str], own_folders: bool = False) -> list[str]:
-    """Start scripts/train.py by two torchruns, each with one process; return what each says. Both must end."""
+def torchrun_on_two_machines(
+    folder: Path,
+    arguments: list[str],
+    own_folders: bool = False,
+    meanwhile: Callable[[list[subprocess.Popen[str]]], None] = lambda machines: None,
+) -> list[str]:
+    """Start scripts/train.py by two torchruns, each with one process; return what each says. Both must end.
+
+    meanwhile: is called with the two torchruns.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -356,6 +368,7 @@ def torchrun_on_two_machines(folder: Path, arguments: list[str], own_folders: bo
             )
         )
     try:
+        meanwhile(machines)
         return [machine.communicate(timeout=120)[0] for machine in machines]
     finally:
         for machine in machines:
@@ -373,6 +386,32 @@ def test_two_torchruns_train_save_resume_and_export(tiny_run, tmp_path):
     said = torchrun_on_two_machines(tmp_path, longer, own_folders=True)
     assert json.loads((folder / "summary.json").read_text())["steps"] == 4, said
     assert all((tmp_path / f"machine{number}" / "cache" / "tokens").is_dir() for number in (0, 1))
+
+
+def power_off_second(machines: list[subprocess.Popen[str]], checkpoints: Path, number: int) -> None:
+    """Kill -9 a torchrun and its process, as soon as there are this many valid checkpoints."""
+    until = time.monotonic() + 90
+    while len(valid_steps(checkpoints)) < number:
+        assert all(machine.poll() is None for machine in machines) and time.monotonic() < until
+        time.sleep(0.02)
+    torchrun = psutil.Process(machines[1].pid)
+    for process_ in (torchrun, *torchrun.children(recursive=True)):
+        process_.kill()
+
+
+def test_a_machine_that_is_killed_ends_the_other_and_the_resumed_run_is_the_same(tiny_run, tmp_path):
+    options = SAME | {"train__save_every_steps": 2, "train__max_steps": 40, "model__dropout": 0.1}
+    options |= {"data__cache_dir": tmp_path / "cache", "train__keep_last": 99}
+    straight, killed = tmp_path / "runs" / "straight", tmp_path / "runs" / "killed"
+    torchrun_on_two_machines(tmp_path, tiny_run(run__name="straight", **options))
+    arguments = tiny_run(run__name="killed", **options, train__resume="auto")
+    power_off = functools.partial(power_off_second, checkpoints=killed / "checkpoints", number=4)
+    said = torchrun_on_two_machines(tmp_path, arguments, meanwhile=power_off)[0]
+    assert len(re.findall(r"error: rank 1( \(\S+\))?: gives no sign of life", said)) == 1, said
+    assert not (killed / "summary.json").exists()
+    torchrun_on_two_machines(tmp_path, arguments)
+    assert losses(killed) == losses(straight)
+    assert verdict(compare(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 40, is_exact=True)[0]
 
 
 def test_two_torchruns_without_a_shared_folder_say_so_and_end(tiny_run, tmp_path):
