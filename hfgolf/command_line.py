@@ -236,22 +236,25 @@ def run_command(main: Callable[[], int | None]) -> None:
         if not silence_if_closed(sys.stdout):
             raise
         status = 141  # 128 + SIGPIPE
-    except OSError:
-        if (reason := _refusal_of(sys.stdout)) is None:
+    except OSError as error:
+        if error.filename is not None or (reason := _refusal_of(sys.stdout)) is None:
             raise
         with suppress(OSError):
             print(f"error: the output could not be written: {reason}.", file=sys.stderr)
         status = 1
     finally:
         for stream in (sys.stdout, sys.stderr):
-            silence_if_closed(stream)  # else Python's flush at exit fails, and the status becomes 120
+            if not silence_if_closed(stream):  # else Python's flush at exit fails, and the status becomes 120
+                _refusal_of(stream, "")
     sys.exit(status)
 
 
-def _refusal_of(stream: TextIO) -> str | None:
+def _refusal_of(stream: TextIO | None, text: str = "\n") -> str | None:
     """Return why a stream takes no text, and redirect it to nowhere; None if it takes some."""
+    if stream is None or stream.closed:
+        return None
     try:
-        print(file=stream, flush=True)
+        print(end=text, file=stream, flush=True)
     except OSError as error:
         _silence(stream.fileno())
         return error.strerror

@@ -75,6 +75,19 @@ def test_output_to_a_full_disk_is_one_line(buffering, monkeypatch, capsys):
     assert (ended.value.code, said) == (1, "error: the output could not be written: No space left on device.\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_error_after_output_to_a_full_disk_keeps_its_status(tmp_path):
+    program = (
+        "from hfgolf.command_line import run_command\nfrom hfgolf.errors import UserError\n"
+        "def main():\n    print('a line of a report')\n    raise UserError('what; what to do.')\nrun_command(main)"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", program]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: what; what to do.\n")
+
+
 def test_control_characters_are_escaped(capsys):
     show_log(is_main_process=True)
     logging.getLogger("hfgolf").info("sample  %s", "a\tb\n\x1b]0;owned\x07 \x9b2J \rnaïve \u202e🌍")

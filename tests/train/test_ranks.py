@@ -409,7 +409,9 @@ def test_a_machine_that_is_killed_ends_the_other_and_the_resumed_run_is_the_same
     said = torchrun_on_two_machines(tmp_path, arguments, meanwhile=power_off)[0]
     assert len(re.findall(r"error: rank 1( \(\S+\))?: gives no sign of life", said)) == 1, said
     assert not (killed / "summary.json").exists()
-    torchrun_on_two_machines(tmp_path, arguments)
+    newest = valid_steps(killed / "checkpoints")[-1]
+    said = torchrun_on_two_machines(tmp_path, arguments)[0]
+    assert f"at step {newest}\n" in said, said
     assert losses(killed) == losses(straight)
     assert verdict(compare(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 40, is_exact=True)[0]
 
