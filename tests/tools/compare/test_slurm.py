@@ -213,7 +213,7 @@ def test_job_that_slurm_ends_is_named_and_submitted_again_later(planned, launche
         wait_for(run.folder.path / "ready")
         (jobs / "100" / "end").write_text("NODE_FAIL")
         job = psutil.Process(int((jobs / "100" / "pid").read_text()))
-        for process in [*job.children(recursive=True), job]:
+        for process in [job, *job.children(recursive=True)]:  # the job first: it would write the status of its child
             process.kill()
 
     threading.Thread(target=end, daemon=True).start()
