@@ -40,7 +40,7 @@ def undo_compilation(model: nn.Module) -> None:
 
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules on which compile() was called: the model itself, or its layers."""
+    """Return the modules on which compile() was called: the model itself, or its layers and loss."""
     return [module for module in model.modules() if module._compiled_call_impl is not None]
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from .modeling_golf import IGNORE_INDEX, GolfForCausalLM, chunked_cross_entropy
+from .modeling_golf import IGNORE_INDEX, ChunkedCrossEntropy, GolfForCausalLM
 
 _PROBE_TOKENS = 8
 _TOLERANCE = 1e-4  # of the largest hidden value or loss: kernels may round another length or path differently
@@ -46,6 +46,7 @@ def add_loss(model: PreTrainedModel) -> None:
     """
     own_forward: Callable[..., Any] = model.forward
     model.head_is_plain = _has_plain_head(model)  # type: ignore[assignment]  # a module takes any attribute
+    model.cross_entropy = ChunkedCrossEntropy()
 
     @wraps(own_forward)
     def forward(
@@ -61,7 +62,7 @@ def add_loss(model: PreTrainedModel) -> None:
         targets = shift_labels.flatten()
         if model.head_is_plain:
             hidden = model.base_model(*args, **kwargs).last_hidden_state
-            nats = chunked_cross_entropy(hidden.flatten(0, 1), model.get_output_embeddings().weight, targets)
+            nats = model.cross_entropy(hidden.flatten(0, 1), model.get_output_embeddings().weight, targets)
         else:
             logits = own_forward(*args, **kwargs).logits.flatten(0, 1).float()
             nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")

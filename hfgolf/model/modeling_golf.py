@@ -276,6 +276,13 @@ def _add_cache_layers(cache: Cache, count: int) -> None:
         cache.layers.append(copy.deepcopy(cache.layers[0]))  # still empty, because this is the first pass
 
 
+class ChunkedCrossEntropy(nn.Module):
+    """`chunked_cross_entropy` as a module, because torch compiles modules in place."""
+
+    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any) -> Tensor:
+        return chunked_cross_entropy(hidden, weight, targets, *settings)
+
+
 class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
     """The transformer with its language modeling head."""
 
@@ -291,6 +298,7 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         if config.embedding_size:
             self.head_proj = nn.Linear(config.hidden_size, size, bias=False)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+        self.cross_entropy = ChunkedCrossEntropy()
         self.post_init()
 
     def fused_projections(self) -> dict[str, tuple[int, ...]]:
@@ -344,7 +352,7 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
             hidden_states = self.head_proj(hidden_states)
         loss = None
         if targets is not None:
-            nats = chunked_cross_entropy(
+            nats = self.cross_entropy(
                 hidden_states.flatten(0, 1),
                 self.lm_head.weight,
                 targets.flatten(),

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hfgolf.evaluate.context import undo_compilation
 from hfgolf.hardware import synchronize
+from hfgolf.model.modeling_golf import ChunkedCrossEntropy
 from hfgolf.ranks import gather
 from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.recurrence import each_loop_state
@@ -159,15 +160,15 @@ def _on_all_processes(run: Run, work: Callable[[], Result]) -> Result:
 
 
 def modules_to_compile(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model on a CPU, else the whole model.
+    """Return the layers and the loss of a model on a CPU, else the whole model.
 
     One compilation serves all layers that are alike, so that its time does not grow with their number. On a CPU, the
-    steps are as fast as those of the whole model: eager code loses little on what is outside of the layers. On a GPU
-    it would launch too many kernels there.
+    steps are as fast as those of the whole model. On a GPU, what lies outside would launch too many kernels.
     """
     names = model._no_split_modules or () if isinstance(model, PreTrainedModel) and model.device.type == "cpu" else ()
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    return layers if len(layers) > 1 else [model]
+    losses = [module for module in model.modules() if isinstance(module, ChunkedCrossEntropy)]
+    return layers + losses if len(layers) > 1 else [model]
 
 
 def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
