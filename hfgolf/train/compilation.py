@@ -160,15 +160,17 @@ def _on_all_processes(run: Run, work: Callable[[], Result]) -> Result:
 
 
 def modules_to_compile(model: nn.Module) -> list[nn.Module]:
-    """Return the layers and the loss of a model on a CPU, else the whole model.
+    """Return the layers, the loss and the outer RMSNorms of a model on a CPU, else the whole model.
 
     One compilation serves all layers that are alike, so that its time does not grow with their number. On a CPU, the
     steps are as fast as those of the whole model. On a GPU, what lies outside would launch too many kernels.
     """
-    names = model._no_split_modules or () if isinstance(model, PreTrainedModel) and model.device.type == "cpu" else ()
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not isinstance(model, PreTrainedModel) or model.device.type != "cpu":
+        return [model]
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     losses = [module for module in model.modules() if isinstance(module, ChunkedCrossEntropy)]
-    return layers + losses if len(layers) > 1 else [model]
+    norms = [module for module in model.base_model.children() if type(module).__name__.endswith("RMSNorm")]
+    return layers + norms + losses if len(layers) > 1 else [model]
 
 
 def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
