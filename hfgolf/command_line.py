@@ -56,12 +56,19 @@ class ResolvedConfig:
         if config.run.name is None:
             config = config.replace(run__name="default")
         defaults = RunConfig().flat()
-        return cls(config, {key: "code" for key, value in config.flat().items() if value != defaults[key]})
+        stated = {key: "code" for key, value in config.flat().items() if value != defaults[key]}
+        return cls(config, stated).with_low_memory()
 
     def resolve(self, source: str, **values: Any) -> ResolvedConfig:
         """Return a copy with each `section__key=value` set, and `source` as where it came from."""
         sources = self.sources | {name.replace("__", "."): source for name in values}
         return ResolvedConfig(self.config.replace(**values), sources)
+
+    def with_low_memory(self) -> ResolvedConfig:
+        """Return a copy with what train.low_memory sets, unless it is stated."""
+        values = {"model__gradient_checkpointing": True, "optim__state_dtype": "bf16"}
+        unstated = {name: value for name, value in values.items() if name.replace("__", ".") not in self.sources}
+        return self.resolve("train.low_memory", **unstated) if self.config.train.low_memory else self
 
     def to_yaml(self) -> str:
         """Return YAML that repeats the run if passed as --config. Secrets are redacted; comments name the sources."""
@@ -122,7 +129,7 @@ def load_config(
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
     sources = dict.fromkeys(from_file, "file") | dict.fromkeys(from_command_line, where.removeprefix("the "))
-    return ResolvedConfig(config, sources | dict.fromkeys(implied, "auto"))
+    return ResolvedConfig(config, sources | dict.fromkeys(implied, "auto")).with_low_memory()
 
 
 def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConfig:

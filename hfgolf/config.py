@@ -504,6 +504,9 @@ class OptimConfig:
     """Divide each row by its norm before orthogonalization (MuonEq-R)."""
     normuon_beta2: float | None = None
     """Decay rate of NorMuon's running mean square per row, which normalizes the rows of the update; null: off."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which the optimizer keeps momentum and moments between steps. bf16 halves their memory; it needs
+    momentum and betas of at most 0.98."""
     cautious_weight_decay: bool = False
     """Apply weight decay only to weights that the update moves toward 0."""
     ema_decay: float | None = None
@@ -525,6 +528,10 @@ class OptimConfig:
         steps = self.newton_schulz_steps
         maximum = 5 if self.newton_schulz_coefficients == "polar_express" else 20
         _require("optim.newton_schulz_steps", steps, 1 <= steps <= maximum, f"1 to {maximum}")
+        if self.state_dtype == "bf16":
+            decays = {"momentum": self.momentum, "betas": max(self.betas)}
+            for name, value in decays.items():
+                _require(f"optim.{name}", value, value <= 0.98, "at most 0.98 with optim.state_dtype bf16")
         beta2 = self.normuon_beta2
         _require("optim.normuon_beta2", beta2, beta2 is None or 0 <= beta2 < 1, "null, or a number from 0 to below 1")
         decay = self.ema_decay
@@ -593,6 +600,9 @@ class TrainConfig:
     """Use torch.compile; auto: if a compiler is available and the run is long enough to pay for compiling."""
     cpu_threads: int | Literal["auto"] = "auto"
     """Threads per CPU process; auto: divide the cores among the processes (`accelerate launch` would set 1)."""
+    low_memory: bool = False
+    """Train in less memory and more time: sets model.gradient_checkpointing true and optim.state_dtype bf16 unless they
+    are stated, and takes no large pages on a CPU."""
     max_grad_norm: float | None = 1.0
     """Clip the global gradient norm to this value; null: only measure it."""
     log_every_steps: int = 10

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfgolf.command_line import KEY_TYPES, SECTIONS, load_config, run_command
+from hfgolf.command_line import KEY_TYPES, SECTIONS, ResolvedConfig, load_config, run_command
+from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.run.folder import run_folder
 
@@ -446,3 +447,13 @@ def test_every_script_answers_help_without_importing_torch(script):
 @pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_shipped_config_loads(config):
     assert load_config(["--config", str(ROOT / "configs" / config)]).config.run.name == config.removesuffix(".yaml")
+
+
+def test_low_memory_sets_what_is_not_stated():
+    resolved = load_config([*ENDS, "--train.low_memory=true", "--optim.state_dtype=fp32"])
+    assert resolved.config.model.gradient_checkpointing and resolved.config.optim.state_dtype == "fp32"
+    assert resolved.sources["model.gradient_checkpointing"] == "train.low_memory"
+    config = RunConfig().replace(train__low_memory=True)
+    assert ResolvedConfig.from_code(config).config.optim.state_dtype == "bf16"
+    with pytest.raises(UserError, match=r"optim\.betas: 0\.999 .*at most 0\.98 with optim\.state_dtype bf16"):
+        load_config([*ENDS, "--train.low_memory=true", "--optim.betas=[0.9,0.999]"])

@@ -105,6 +105,7 @@ def training_memory(
     gradient_checkpointing: bool = False,
     accumulates: bool = False,
     cautious_weight_decay: bool = False,
+    half_state: bool = False,
     processes: int = 1,
     is_sharded: bool = False,
     device: str = "cuda",
@@ -119,11 +120,13 @@ def training_memory(
         batch: sequences per micro-batch.
         sequence: tokens per sequence.
         accumulates: whether a step has several micro-batches.
+        half_state: whether the optimizer keeps its state in bf16.
         is_sharded: whether the processes share weights, gradients, averages and state (FSDP2), not copy them (DDP).
         device: cuda or cpu.
         chunk_elements: logits per chunk of the loss (see `chunk_elements`). None: what suits any card.
 
-    Weights, gradients, averages and state are fp32: 4 bytes per parameter each, and 8 for the state of AdamW
+    Weights, gradients, averages and state are fp32: 4 bytes per parameter each, and 8 for the state of AdamW, or half
+    of that for a state in bf16
     (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only during a pass). Activations
     are counted by `block_bytes`. The peak of a pass is within 5 % of the live memory on torch's fake tensors, for CUDA
     and for the CPU. Under FSDP2, a pass also holds whole weights (`_gathered_bytes`), and the update whole directions
@@ -134,6 +137,7 @@ def training_memory(
     state = 8 * parameters if optimizer == "adamw" else 4 * parameters
     if optimizer == "muon":
         state += 4 * (parameters - matrix_parameters)
+    state = state // 2 if half_state else state
     average = weights if ema else 0
     half = precision != "no"
     casts = 2 * matrix_parameters if half else 0
@@ -344,6 +348,7 @@ def run_memory(
         gradient_checkpointing=config.model.gradient_checkpointing,
         accumulates=accumulates,
         cautious_weight_decay=config.optim.cautious_weight_decay,
+        half_state=config.optim.state_dtype == "bf16",
         processes=num_processes,
         is_sharded=is_sharded,
         device=device,
@@ -360,6 +365,7 @@ def _other_memory(
     of_matrices, weights = sum(shape.numel() for shape in matrices), 4 * model.num_parameters()
     by_muon = of_matrices if optim.name == "muon" else 0
     state = weights if optim.name == "sgd" else 2 * weights - 4 * by_muon
+    state = state // 2 if optim.state_dtype == "bf16" else state
     update = 0
     if by_muon:
         update = max(_bucket_bytes(count * shape.numel(), device) for shape, count in Counter(matrices).items())

@@ -25,6 +25,7 @@ from hfgolf.optim.state import Group, State, matched_state, new_state, num_outpu
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Piece = tuple[Tensor, Tensor, State, Split]
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRODUCT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NORMUON_EPS = 1e-8
@@ -32,6 +33,7 @@ NORMUON_EPS = 1e-8
 # devices the limit bounds the memory of a step, about 12 bytes per element.
 MAX_BUCKET_ELEMENTS = {"cpu": 2**21}
 DEFAULT_MAX_BUCKET_ELEMENTS = 2**26
+PIECE_ELEMENTS = 2**22  # elements whose bf16 state AdamW and SGD widen at once, 16 MB for each moment
 
 
 def update_scale(rule: str, rows: int, cols: int) -> float:
@@ -68,6 +70,9 @@ class Muon(torch.optim.Optimizer):
         normuon_beta2: after orthogonalizing, divide each row by the root of an exponential moving average of its mean
             square, with this decay, then restore the norm of the matrix (NorMuon, Li et al., arXiv 2510.05491).
             None: skip this, and keep no state for it.
+        state_dtype: fp32, or bf16 to keep momentum and moments in half the memory. Every step widens them, a few
+            matrices or rows at a time, and rounds them once. With a decay above 0.98, a step may change them by less
+            than bf16 can represent.
         cautious_weight_decay: decay only the entries that the step moves toward 0, under every rule (Chen et al.,
             arXiv 2510.12402). Takes a temporary copy of the group's parameters.
         process_group: ranks that hold the same parameters and gradients, as under DDP. Each rank orthogonalizes its
@@ -76,8 +81,9 @@ class Muon(torch.optim.Optimizer):
             and Muon gathers the full update directions, which takes two copies of the group's parameters. None: this
             rank does all the work.
 
-    You may change any number in a group between steps. The state is fp32 (or wider), and from the first step on it
-    exists for every parameter. Half-precision parameters are updated in fp32 and rounded once.
+    You may change any number in a group between steps. Arithmetic and state are fp32 (or wider) unless state_dtype says
+    otherwise, and from the first step on the state exists for every parameter. Half-precision parameters are updated in
+    fp32 and rounded once.
     """
 
     _process_group: ProcessGroup | None = None  # deepcopy drops the group: a copy works alone
@@ -96,6 +102,7 @@ class Muon(torch.optim.Optimizer):
         update_scale: str = "original",
         row_equilibration: bool = False,
         normuon_beta2: float | None = None,
+        state_dtype: str = "fp32",
         cautious_weight_decay: bool = False,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -116,6 +123,7 @@ class Muon(torch.optim.Optimizer):
                 "update_scale": update_scale,
                 "row_equilibration": row_equilibration,
                 "normuon_beta2": normuon_beta2,
+                "state_dtype": state_dtype,
                 "cautious_weight_decay": cautious_weight_decay,
                 "betas": betas,
                 "eps": eps,
@@ -128,6 +136,8 @@ class Muon(torch.optim.Optimizer):
         """Add a group. Raises ValueError if its rule or a setting is unknown, or does not fit one of its parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if group["state_dtype"] not in ("fp32", "bf16"):
+            raise ValueError(f"state_dtype is {group['state_dtype']!r}; it must be fp32 or bf16")
         if group["rule"] not in RULES:
             raise ValueError(f"rule is {group['rule']!r}; it must be one of {', '.join(RULES)}")
         if group["rule"] == "muon":
@@ -169,10 +179,25 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, group: Group, present: list[int]) -> None:
         params = [group["params"][i] for i in present]
-        states = [self.state[param] for param in params]
+        grads = [param.grad for param in params]
+        states, splits = [self.state[param] for param in params], [_splits(group)[i] for i in present]
+        if group["state_dtype"] == "fp32":
+            self._apply(group, params, grads, states, splits)
+            return
+        for portion in _portions(group, params, grads, states, splits):
+            *rest, stored, splits = zip(*portion, strict=True)
+            wide = [{name: value.to(torch.float32, copy=True) for name, value in state.items()} for state in stored]
+            self._apply(group, *map(list, rest), wide, list(splits))
+            for state, new in zip(stored, wide, strict=True):
+                for name, value in state.items():
+                    value.copy_(new[name])
+
+    def _apply(
+        self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State], splits: list[Split]
+    ) -> None:
         wide = [param.to(state_dtype(param)) for param in params]  # an fp32 parameter is its own master copy
-        grads = [param.grad.to(master.dtype) for param, master in zip(params, wide, strict=True)]
-        layout = ([_splits(group)[i] for i in present], self._process_group)
+        grads = [grad.to(master.dtype) for grad, master in zip(grads, wide, strict=True)]
+        layout = (splits, self._process_group)
         if group["cautious_weight_decay"] and group["weight_decay"]:
             before = [master.clone() for master in local_shards(wide)]
             RULES[group["rule"]](wide, grads, states, {**group, "weight_decay": 0.0}, *layout)
@@ -197,6 +222,41 @@ class Muon(torch.optim.Optimizer):
             for param, state in zip(group["params"], group_states, strict=True):
                 if state:  # FSDP2 replaces the parameters: an empty entry would keep the unsharded ones alive
                     self.state[param] = placed_state(group, param, state)
+
+
+def _portions(
+    group: Group, params: list[Tensor], grads: list[Tensor], states: list[State], splits: list[Split]
+) -> list[list[Piece]]:
+    """Divide a group into portions whose state may be widened at once: whole weights for Muon, rows for other rules."""
+    limit = PIECE_ELEMENTS
+    if group["rule"] == "muon":
+        limit = MAX_BUCKET_ELEMENTS.get(params[0].device.type, DEFAULT_MAX_BUCKET_ELEMENTS)
+    portions: list[list[Piece]] = []
+    room = 0
+    for weight in zip(params, grads, states, splits, strict=True):
+        for piece in [weight] if group["rule"] == "muon" else _row_pieces(*weight, limit):
+            room -= piece[0].numel()
+            if room < 0 or not portions:
+                portions.append([])
+                room = limit - piece[0].numel()
+            portions[-1].append(piece)
+    return portions
+
+
+def _row_pieces(param: Tensor, grad: Tensor, state: State, split: Split, limit: int) -> list[Piece]:
+    if param.numel() <= limit:
+        return [(param, grad, state, split)]
+    rows = max(1, limit * len(param) // param.numel())
+    pieces = []
+    for start in range(0, len(param), rows):
+        some = slice(start, start + rows)
+        # every piece counts the same step: all but the last count it in a copy
+        is_last = start + rows >= len(param)
+        views = {
+            name: value[some] if value.ndim else value if is_last else value.clone() for name, value in state.items()
+        }
+        pieces.append((param[some], grad[some], views, split))
+    return pieces
 
 
 def _decay_cautiously(params: list[Tensor], before: list[Tensor], rate: float) -> None:

@@ -22,12 +22,18 @@ STATE_NAMES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum_buffer",),
 }
-LAYOUT_KEYS = ("param_names", "splits", "in_out")  # the group entries that describe its own parameters
+LAYOUT_KEYS = ("param_names", "splits", "in_out", "state_dtype")  # what a group knows of its own parameters and state
+STORED_DTYPES = {"bf16": torch.bfloat16}
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
     """Return fp32, or the parameter's dtype if that is wider."""
     return torch.promote_types(param.dtype, torch.float32)
+
+
+def stored_dtype(group: Group, param: Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's moments between steps."""
+    return STORED_DTYPES.get(group["state_dtype"], state_dtype(param))
 
 
 def num_outputs(group: Group, param: Tensor) -> int:
@@ -52,19 +58,20 @@ def state_shapes(group: Group, param: Tensor) -> dict[str, tuple[int, ...]]:
 def new_state(group: Group, param: Tensor) -> State:
     """Return a parameter's state before its first update: zeros on its device, sharded like the parameter."""
     # Only tensors, even for the step: accelerate loads the state with weights_only, and the fused kernel needs them
-    dtype = state_dtype(param)
+    dtype = stored_dtype(group, param)
     state = {name: torch.zeros_like(param, dtype=dtype) for name in STATE_NAMES[group["rule"]]}
     if group["rule"] == "adamw":
         state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     if group["rule"] == "muon" and group["normuon_beta2"] is not None:
-        state["row_mean_square"] = zeros_along(_output_dim(group), param, dtype)
+        state["row_mean_square"] = zeros_along(_output_dim(group), param, state_dtype(param))
     return state
 
 
 def placed_state(group: Group, param: Tensor, state: State) -> State:
-    """Return a saved state on the parameter's device, and sharded like it if the saved one is whole."""
+    """Return a saved state on the parameter's device, in its dtype, and sharded like it if the saved one is whole."""
     if not is_sharded(param) or any(is_sharded(value) for value in state.values()):
-        return {name: value.to(param.device) for name, value in state.items()}
+        dtypes = dict.fromkeys(STATE_NAMES[group["rule"]], stored_dtype(group, param))
+        return {name: value.to(param.device, dtypes.get(name, value.dtype)) for name, value in state.items()}
     placed = new_state(group, param)
     for name, value in state.items():
         copy_full(placed[name], value)

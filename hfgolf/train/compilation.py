@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 # The cost of compiling, the share of time it saves by precision, and the MFU without it, all rounded against compiling.
-# Measured on 2 CPU cores. Compiling the layers and the loss of configs/small.yaml takes 33 s, or 5 s from torch's cache,
-# on an AMD EPYC at 370 GFLOP/s (as one graph, the model took 64 s and 12 s). In bf16, a pass takes 0.53 s instead of
-# 0.70 s there, and 0.15 s instead of 0.25 s on a Xeon with AMX; in fp32, a step took 0.54 s instead of 0.61 s.
+# Measured on 2 CPU cores. Compiling the layers and the loss of configs/small.yaml takes 33 s, or 5 s from torch's
+# cache, on an AMD EPYC at 370 GFLOP/s (as one graph, the model took 64 s and 12 s). In bf16, a pass takes 0.53 s
+# instead of 0.70 s there, and 0.15 s instead of 0.25 s on a Xeon with AMX; in fp32, 0.54 s instead of 0.61 s a step.
 COMPILE_SECONDS = 30.0
 SAVED_SHARE_OF_TIME = {"no": 0.12, "bf16": 0.25, "fp16": 0.25}
 UNCOMPILED_MFU = {"no": 0.6, "bf16": 0.4, "fp16": 0.4}

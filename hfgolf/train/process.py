@@ -29,6 +29,8 @@ _ELSEWHERE = "192.0.2.1"  # for documentation (RFC 5737): no machine has it, so 
 # call the head; before 2.13, FSDP2 then takes the unit's pass for unfinished and never shards it again
 FSDP2_TORCH = "2.13"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
+LARGE_PAGES_PARAMETERS = 30_000_000
+_PR_SET_THP_DISABLE = 41  # from linux/prctl.h
 
 
 def resolve_precision(resolved: ResolvedConfig, before: str | None = None) -> ResolvedConfig:
@@ -218,6 +220,13 @@ def tune_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)
+    allow_large_pages(True)  # an earlier run in this process may not have
+
+
+def allow_large_pages(are_allowed: bool) -> None:
+    """Let the kernel map 2 MB pages from now on, or not. Only Linux has such a switch."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 0 if are_allowed else 1, 0, 0, 0)
 
 
 def trim_memory() -> None:

@@ -78,6 +78,8 @@ from hfgolf.train.feed import start_batches
 from hfgolf.train.init_from import keep_architecture, load_old_text, load_weights, take_architecture
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
+    LARGE_PAGES_PARAMETERS,
+    allow_large_pages,
     processes,
     processes_asked_of_accelerate,
     resolve_precision,
@@ -284,6 +286,14 @@ def _build(
     if accelerator.distributed_type == DistributedType.FSDP and not isinstance(raw_model, GolfForCausalLM):
         name = resolved.config.model.architecture
         raise UserError(f"model.architecture: {name} does not train under FSDP2, only golf does; start without it.")
+    if accelerator.device.type == "cpu":
+        is_large = raw_model.num_parameters() > LARGE_PAGES_PARAMETERS
+        allow_large_pages(not (is_large or resolved.config.train.low_memory))
+    if accelerator.distributed_type == DistributedType.FSDP and resolved.config.optim.state_dtype != "fp32":
+        raise UserError(
+            "optim.state_dtype: under FSDP2, which shards the state, it must be fp32; set it, or leave out"
+            " train.low_memory."
+        )
     init_from = origin.identity.get("init_from") if origin else None
     if resolved.config.model.init_from is not None and not origin:
         init_from = load_weights(resolved.config, raw_model, tokens)

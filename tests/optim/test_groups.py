@@ -143,7 +143,7 @@ def test_config_reaches_the_groups():
     optim = OptimConfig(
         momentum=0.9,
         nesterov=False,
-        betas=(0.8, 0.99),
+        betas=(0.8, 0.97),
         eps=1e-10,
         newton_schulz_steps=4,
         newton_schulz_coefficients="classic",
@@ -152,11 +152,12 @@ def test_config_reaches_the_groups():
         row_equilibration=True,
         normuon_beta2=0.9,
         cautious_weight_decay=True,
+        state_dtype="bf16",
     )
     optimizer = build_optimizer(named_parameters().items(), optim, FUSED)
     for group in optimizer.param_groups:
         keys = {field.name for field in fields(optim)} & group.keys() - {"weight_decay"}  # of matrices only
-        assert len(keys) == 11
+        assert len(keys) == 12
         for key in keys:
             assert group[key] == getattr(optim, key) != getattr(OptimConfig(), key)
 

@@ -211,3 +211,8 @@ def test_fsdp2_pushes_whole_weights(tiny_run, tmp_path):
 def test_another_architecture_is_refused_under_fsdp2_in_one_line(tiny_run, tmp_path):
     with pytest.raises(AssertionError, match=r"model\.architecture: llama does not train under FSDP2, only golf"):
         train_on_two(tiny_run(model__architecture="llama", batch__micro_batch_size=4), tmp_path / "output", shard)
+
+
+def test_a_bf16_state_is_refused_under_fsdp2_in_one_line(tiny_run, tmp_path):
+    with pytest.raises(AssertionError, match=r"optim\.state_dtype: under FSDP2, .* it must be fp32"):
+        train_on_two(tiny_run(optim__state_dtype="bf16", batch__micro_batch_size=4), tmp_path / "output", shard)

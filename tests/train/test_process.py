@@ -511,13 +511,15 @@ LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
-def test_large_tensors_use_huge_pages():
+@pytest.mark.parametrize(("then", "are_large"), [("", True), ("allow_large_pages(False)", False)])
+def test_large_tensors_use_huge_pages(then, are_large):
     program = (
         "import torch\n"
         "import hfgolf.train.loop\n"  # its imports must not make torch decide earlier
         "from pathlib import Path\n"
-        "from hfgolf.train.process import tune_memory\n"
+        "from hfgolf.train.process import allow_large_pages, tune_memory\n"
         "tune_memory()\n"
+        f"{then}\n"
         "x = torch.ones(2**24)\n"
         "pages = Path('/proc/self/smaps_rollup').read_text()\n"
         "print(pages.split('AnonHugePages:')[1].split()[0])\n"
@@ -525,7 +527,8 @@ def test_large_tensors_use_huge_pages():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=without_large_pages()
     )
-    assert int(done.stdout) > 0.9 * 2**16  # kB, of 64 MB
+    share = int(done.stdout) / 2**16  # kB, of 64 MB
+    assert share > 0.9 if are_large else share < 0.1
 
 
 @pytest.mark.parametrize(

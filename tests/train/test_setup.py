@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from hfgolf.command_line import load_config
 from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.errors import UserError
+from hfgolf.run.metrics import read_rows
 from hfgolf.train import finish, setup, validation
 from hfgolf.train.feed import blocks_per_epoch
 from hfgolf.train.run import Run
@@ -133,3 +134,32 @@ def test_second_run_of_a_process_cannot_have_another_precision(build, tiny_run):
         UserError, match=r"train\.mixed_precision: this process computes in no and cannot change to bf16"
     ):
         setup.set_up(load_config(tiny_run(run__name="second", train__mixed_precision="bf16")))
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_low_memory_halves_the_state_and_recomputes(build, monkeypatch, low_memory):
+    allowed: list[bool] = []
+    monkeypatch.setattr(setup, "allow_large_pages", allowed.append)
+    run = build(train__low_memory=str(low_memory).lower())
+    kept = {value.dtype for state in run.optimizer.state.values() for name, value in state.items() if name != "step"}
+    assert kept == {torch.bfloat16 if low_memory else torch.float32}
+    assert run.raw_model.model.layers[0].gradient_checkpointing is low_memory
+    assert allowed == [not low_memory]
+    assert f"low_memory: {str(low_memory).lower()}" in run.folder.config.read_text()
+
+
+def test_large_models_get_no_large_pages(build, monkeypatch):
+    allowed: list[bool] = []
+    monkeypatch.setattr(setup, "allow_large_pages", allowed.append)
+    monkeypatch.setattr(setup, "LARGE_PAGES_PARAMETERS", 1000)
+    build()
+    assert allowed == [False]
+
+
+def test_a_bf16_state_resumes_exactly(run, tiny_run):
+    options = {"optim__state_dtype": "bf16", "schedule__name": "constant"}
+    straight = run(tiny_run(run__name="straight", train__max_steps=6, **options))
+    run(tiny_run(run__name="parts", train__max_steps=3, **options))
+    parts = run(tiny_run(run__name="parts", train__max_steps=6, train__resume="latest", **options))
+    losses = [[row["train_loss"] for row in read_rows(f / "metrics.jsonl")] for f in (straight, parts)]
+    assert losses[0] == losses[1]
