@@ -57,7 +57,7 @@ def child(shape: str, kind: str) -> dict[str, float]:
     quiet_libraries()
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1" if kind == "large pages" else "0"
     if kind == "returned":
-        setup.tune_memory = lambda: None
+        setup.tune_memory = lambda config: None
     seconds, faults = [], []
     options = ["--train.max_steps=1000", "--train.compile=true", *SHAPES[shape]]
     with scratch_run(load_config(options), "benchmark") as run:

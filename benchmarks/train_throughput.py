@@ -60,6 +60,8 @@ class Arm:
     """Whether the model is GPT-2, like Trainer's."""
     checkpoints: bool = False
     """Whether to use gradient checkpointing."""
+    saves_memory: bool = False
+    """Whether to set train.low_memory."""
     inductor: dict[str, bool] = field(default_factory=dict)
     """Compiler settings, by their names in torch._inductor.config."""
     uses_tf32: bool = False
@@ -77,13 +79,14 @@ ARMS = {
     "hfgolf_own_block": Arm("hfgolf", is_gpt2=False),
     "hfgolf_own_block_muon": Arm("hfgolf", optimizer="muon", is_gpt2=False),
     "hfgolf_checkpointing": Arm("hfgolf", checkpoints=True),
+    "hfgolf_low_memory": Arm("hfgolf", saves_memory=True),
     "hfgolf_tf32": Arm("hfgolf", "no", is_compiled=False, uses_tf32=True, only_on_gpu=True),
     "hfgolf_max_autotune": Arm("hfgolf", inductor={"max_autotune": True}, only_on_gpu=True),
     "hfgolf_cuda_graphs": Arm("hfgolf", inductor={"triton.cudagraphs": True}, only_on_gpu=True),
     "litgpt": Arm("litgpt", is_gpt2=False),
 }
-LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_checkpointing")
-LARGEST_ON_CPU = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_checkpointing")
+LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_low_memory")
+LARGEST_ON_CPU = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_low_memory")
 WITH_TRAINER = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_own_block_muon", "litgpt")
 SETTINGS = ("hfgolf_fp32", *(name for name, arm in ARMS.items() if arm.only_on_gpu), "hfgolf_bf16")
 SETTINGS += ("hfgolf_bf16_compiled", "hfgolf_checkpointing")
@@ -221,7 +224,6 @@ def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
         "model.num_hidden_layers": shape.layers,
         "model.hidden_size": shape.width,
         "model.num_attention_heads": shape.heads,
-        "model.gradient_checkpointing": str(arm.checkpoints).lower(),
         "batch.sequence_length": shape.context,
         "batch.tokens_per_step": tokens,
         "batch.micro_batch_size": shape.sequences,
@@ -234,6 +236,10 @@ def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
         "optim.name": arm.optimizer,
         "optim.weight_decay": WEIGHT_DECAY,
     }
+    if arm.checkpoints:
+        options["model.gradient_checkpointing"] = "true"
+    if arm.saves_memory:
+        options["train.low_memory"] = "true"
     if shape.tokenizer == "bpe":
         options["tokenizer.vocab_size"] = shape.vocabulary
     if arm.optimizer == "adamw":

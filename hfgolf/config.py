@@ -602,7 +602,7 @@ class TrainConfig:
     """Threads per CPU process; auto: divide the cores among the processes (`accelerate launch` would set 1)."""
     low_memory: bool = False
     """Train in less memory and more time: sets model.gradient_checkpointing true and optim.state_dtype bf16 unless they
-    are stated, and takes no large pages on a CPU."""
+    are stated, and on a CPU returns large blocks of memory at once."""
     max_grad_norm: float | None = 1.0
     """Clip the global gradient norm to this value; null: only measure it."""
     log_every_steps: int = 10

@@ -208,7 +208,7 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     if name is None:
         config = resolve_precision(resolved).config
         set_cpu_threads(config.train.cpu_threads, processes)  # same as the run, before anything is measured
-        tune_memory()
+        tune_memory(config)
         machine = this_machine(str(config.train.mixed_precision), processes)
         return config, dataclasses.replace(machine, is_sharded=asked_for_fsdp2())
     device = find_device(name)

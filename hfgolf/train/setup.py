@@ -78,8 +78,6 @@ from hfgolf.train.feed import start_batches
 from hfgolf.train.init_from import keep_architecture, load_old_text, load_weights, take_architecture
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
-    LARGE_PAGES_PARAMETERS,
-    allow_large_pages,
     processes,
     processes_asked_of_accelerate,
     resolve_precision,
@@ -167,7 +165,7 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
         threads = set_cpu_threads(resolved.config.train.cpu_threads, _local_processes())
         if resolved.config.train.cpu_threads == "auto":
             resolved = resolved.resolve("auto", train__cpu_threads=threads)
-        tune_memory()
+        tune_memory(resolved.config)
     if resolved.config.model.architecture != "golf" and not origin:
         other_config(resolved.config, vocab_size=1)  # raises if it is wrong, before any data is read
     accelerator = _build_accelerator(resolved.config)
@@ -286,9 +284,6 @@ def _build(
     if accelerator.distributed_type == DistributedType.FSDP and not isinstance(raw_model, GolfForCausalLM):
         name = resolved.config.model.architecture
         raise UserError(f"model.architecture: {name} does not train under FSDP2, only golf does; start without it.")
-    if accelerator.device.type == "cpu":
-        is_large = raw_model.num_parameters() > LARGE_PAGES_PARAMETERS
-        allow_large_pages(not (is_large or resolved.config.train.low_memory))
     if accelerator.distributed_type == DistributedType.FSDP and resolved.config.optim.state_dtype != "fp32":
         raise UserError(
             "optim.state_dtype: under FSDP2, which shards the state, it must be fp32; set it, or leave out"

@@ -137,23 +137,12 @@ def test_second_run_of_a_process_cannot_have_another_precision(build, tiny_run):
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
-def test_low_memory_halves_the_state_and_recomputes(build, monkeypatch, low_memory):
-    allowed: list[bool] = []
-    monkeypatch.setattr(setup, "allow_large_pages", allowed.append)
+def test_low_memory_halves_the_state_and_recomputes(build, low_memory):
     run = build(train__low_memory=str(low_memory).lower())
     kept = {value.dtype for state in run.optimizer.state.values() for name, value in state.items() if name != "step"}
     assert kept == {torch.bfloat16 if low_memory else torch.float32}
     assert run.raw_model.model.layers[0].gradient_checkpointing is low_memory
-    assert allowed == [not low_memory]
     assert f"low_memory: {str(low_memory).lower()}" in run.folder.config.read_text()
-
-
-def test_large_models_get_no_large_pages(build, monkeypatch):
-    allowed: list[bool] = []
-    monkeypatch.setattr(setup, "allow_large_pages", allowed.append)
-    monkeypatch.setattr(setup, "LARGE_PAGES_PARAMETERS", 1000)
-    build()
-    assert allowed == [False]
 
 
 def test_a_bf16_state_resumes_exactly(run, tiny_run):
