@@ -40,6 +40,7 @@ SIZES = {  # {parameters: (layers, width, heads)}, with 257 bytes and 256 positi
     "303 M": (24, 1024, 16),
 }
 TOKENS = 4096
+LABELS = {"corpus": "MB of text"}
 
 
 @dataclass(frozen=True)
@@ -178,36 +179,52 @@ def rate_of(arm: str) -> Callable[[dict[str, Any]], float | None]:
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw seconds and memory of each axis, with a dotted line for a cost that grows as its FLOPs, or as the text."""
+    """Draw seconds and memory of each axis, with a dotted line for a cost that grows as its FLOPs, or as the text.
+
+    Processes are not drawn: a machine has too few cores for a curve.
+    """
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
     from hfgolf.palette import BLUE, GREY, VERMILION, style
 
+    drawn = {name: rows for name, rows in results.items() if name != "processes"}
     with style():
-        figure, axes = plt.subplots(2, len(results), figsize=(2.6 * len(results), 4.6), squeeze=False)
-        for column, (name, rows) in enumerate(results.items()):
-            numbers = [row["number"] for row in rows]
-            for place, field, scale in ((axes[0][column], "seconds", 1), (axes[1][column], "bytes", 1e-9)):
-                place.set(xscale="log", yscale="log", xlabel=name)
-                place.set_title("seconds" if field == "seconds" else "memory, GB")
-                arms = {"hfgolf": rows} if "arms" not in rows[0] else {}
-                for arm in ARMS if "arms" in rows[0] else ():
-                    arms[arm] = [row["arms"][arm] | {"number": row["number"]} for row in rows]
-                for (arm, points), color in zip(arms.items(), (VERMILION, BLUE)[-len(arms) :], strict=True):
-                    found = [(point["number"], scale * point[field]) for point in points if field in point]
-                    if found:
-                        place.plot(*zip(*found, strict=True), marker="o", color=color, label=arm.split("_")[0])
+        figure, axes = plt.subplots(2, len(drawn), figsize=(2.5 * len(drawn), 4.4), squeeze=False)
+        for column, (name, rows) in enumerate(drawn.items()):
+            above, below = axes[:, column]
             costs = [row.get("flops", row["number"]) for row in rows]
-            first = rows[-1].get("seconds") or rows[-1]["arms"][ARMS[-1]].get("seconds")
-            if first and name != "processes":
-                line_ = [first * cost / costs[-1] for cost in costs]
-                axes[0][column].plot(numbers, line_, ":", color=GREY, label="as its FLOPs")
-        axes[0][0].legend()
+            for arm, color in zip(ARMS, (VERMILION, BLUE), strict=True):
+                points = [(row["number"], figures) for row in rows if "seconds" in (figures := figures_of(row, arm))]
+                numbers = [number for number, _ in points]
+                label = arm.split("_")[0].replace("trainer", "Trainer")
+                above.plot(numbers, [figures["seconds"] for _, figures in points], "o-", color=color, label=label)
+                below.plot(numbers, [figures["bytes"] / 1e9 for _, figures in points], "o-", color=color)
+            last = figures_of(rows[-1], ARMS[-1]).get("seconds", 0.0)
+            as_flops = [last * cost / costs[-1] for cost in costs]
+            above.plot([row["number"] for row in rows], as_flops, ":", color=GREY, label="as FLOPs or text")
+            above.set(title="seconds", xscale="log", yscale="log")
+            below.set(title="memory, GB", xscale="log", yscale="log", ylim=(0.25, 12), xlabel=LABELS.get(name, name))
+            for each in (above, below):
+                each.xaxis.set_major_formatter(EngFormatter(sep=""))
+                each.yaxis.set_major_formatter("{x:g}")
+                each.xaxis.set_minor_formatter(NullFormatter())
+                each.yaxis.set_minor_formatter(NullFormatter())
+            low, high = above.get_ylim()
+            above.set_ylim(low / 2, 2 * high)  # at least one power of ten, and so one label
+        axes[0][0].legend(fontsize="small")
         figure.tight_layout()
         figure.savefig(path, dpi=110)
+
+
+def figures_of(row: dict[str, Any], arm: str) -> dict[str, Any]:
+    """Return the figures of an arm at one point. Without arms, they are hfgolf's."""
+    if "arms" in row:
+        return row["arms"][arm]
+    return row if arm == ARMS[-1] else {}
 
 
 def main() -> None:

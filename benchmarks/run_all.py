@@ -109,7 +109,11 @@ PARTS: dict[str, dict[str, Part]] = {
         **COMMON,
         "cpu_kernels": Part("benchmarks/cpu_kernels.py", (), (*ONCE, "--lengths", "128")),
         "data_loading": Part("benchmarks/data_loading.py", (), (*ONCE, "--tokens", "1000000", "--batches", "10")),
-        "growth": Part("benchmarks/growth.py", (), (*ONCE, "--points", "1", "--gigabytes", "0.01")),
+        "growth": Part(
+            "benchmarks/growth.py",
+            ("--picture", "docs/growth.png"),
+            (*ONCE, "--points", "1", "--gigabytes", "0.01", "--picture", "runs/benchmarks/growth.png"),
+        ),
         "kept_memory": Part("benchmarks/kept_memory.py", (), ONCE),
         "ladder": LADDER,
         "large_corpus": Part("benchmarks/large_corpus.py", (), ("--gigabytes", "0.01", "--vocab_size", "300")),

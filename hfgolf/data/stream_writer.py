@@ -10,7 +10,6 @@ separates documents and gives each document's first token a context. A second fi
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import deque
@@ -115,7 +114,7 @@ def _encode(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, enc
 
     Raises UserError if case operators don't restore a piece.
     """
-    is_transformed = has_case_operators(json.loads(tokenizer.backend_tokenizer.to_str()))
+    is_transformed = has_case_operators(tokenizer.backend_tokenizer)
     progress = _Progress(f"tokenizing {split}", num_text_bytes(pieces))
     for table, (ids, num_ids) in encode_ahead(pieces, encode):
         if is_transformed and decode_texts(tokenizer, (ids, num_ids)) != table["text"].to_pylist():

@@ -195,7 +195,8 @@ def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     is_byte_level = '"ByteLevel"' in json.dumps(rules["decoder"])
     symbols = set(pre_tokenizers.ByteLevel.alphabet())
-    silent = {bytes_to_unicode()[ord(operator)] for operator in OPERATORS} if has_case_operators(rules) else set()
+    is_transformed = has_case_operators(tokenizer.backend_tokenizer)
+    silent = {bytes_to_unicode()[ord(operator)] for operator in OPERATORS} if is_transformed else set()
     counts = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
     added = {token["id"]: token for token in rules["added_tokens"]}
     for entry, number in tokenizer.get_vocab().items():
