@@ -198,6 +198,34 @@ def tiny_run(tmp_path: Path, corpus_file: Path) -> Callable[..., list[str]]:
     return arguments
 
 
+@pytest.fixture(params=["layers", "model"])
+def graphs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[], tuple[int, int]]:
+    """Let training compile with a fast backend; return a function for the graphs of the warm-up pass and of all.
+
+    It compiles the layers, the loss and the norms as on a CPU, and in a second test the whole model as on a GPU.
+    """
+    import torch
+    from torch._dynamo.utils import counters
+
+    from hfgolf.train import compilation
+
+    torch._dynamo.reset()
+    counters.clear()
+    compile_, compile_in_place, of_warm_up = torch.nn.Module.compile, compilation.compile_in_place, []
+
+    def warm_up(*arguments: Any) -> None:
+        compile_in_place(*arguments)
+        of_warm_up.append(counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compile_(self, backend="aot_eager", **options)
+    )
+    monkeypatch.setattr(compilation, "compile_in_place", warm_up)
+    if request.param == "model":
+        monkeypatch.setattr(compilation, "modules_to_compile", lambda model: [model])
+    return lambda: (of_warm_up[0], counters["stats"]["unique_graphs"])
+
+
 @pytest.fixture
 def edit_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], None]:
     """Return a function that calls `edit` with every later Run, between its setup and its first step."""

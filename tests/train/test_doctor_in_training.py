@@ -171,7 +171,9 @@ def test_nan_on_the_same_block_every_time(run, tiny_run, spoil_gradients, tmp_pa
         return bool(((starts <= 550) & (starts + 32 > 550)).any())
 
     runs = spoil_gradients(holds_token_550)
-    folder = run(tiny_run(**AT_THE_END | {"data__files": text}, train__max_steps=150, train__log_every_steps=10))
+    calm = {"optim__learning_rate": 0.003, "optim__adamw_learning_rate": 0.003}  # or gradients spike on so short a text
+    options = AT_THE_END | calm | {"data__files": text, "train__max_steps": 150, "train__log_every_steps": 10}
+    folder = run(tiny_run(**options))
     finding = the_finding(folder)
     bad = [step + 1 for step in range(150) if holds_token_550(step)]
     assert (finding.symptom, finding.step) == ("NaN on specific tokens", bad[0])
