@@ -410,11 +410,21 @@ class BatchConfig:
     """Tokens per optimizer step over all processes; gradient accumulation follows from it."""
     micro_batch_size: int | Literal["auto"] = "auto"
     """Sequences per forward pass of one process; auto: chosen to fit the predicted memory."""
+    segment_length: int | None = None
+    """Tokens per segment: the first sequences of the training are made of segments from different places of the text,
+    so that a step sees more of it; null: none are."""
+    segmented_tokens: int | None = 1_000_000
+    """How many tokens are read so, from the start of the training; null: all. Without segment_length, none are."""
 
     def __post_init__(self) -> None:
         length = self.sequence_length
         _require("batch.sequence_length", length, 2 <= length <= 2**24, "2 to 16777216")
         _require_positive("batch", self, "tokens_per_step", maximum=2**40)
+        segment = self.segment_length
+        allowed = segment is None or segment >= length or (segment > 0 and length % segment == 0)
+        divisor = f"null, a divisor of batch.sequence_length {length}, or more than it (which changes nothing)"
+        _require("batch.segment_length", segment, allowed, divisor)
+        _require_positive("batch", self, "segmented_tokens", maximum=2**60)
         if self.micro_batch_size != "auto":
             _require_positive("batch", self, "micro_batch_size")
         if self.tokens_per_step % self.sequence_length:
@@ -423,6 +433,11 @@ class BatchConfig:
                 f"batch.tokens_per_step: {self.tokens_per_step} is not a multiple of"
                 f" batch.sequence_length {self.sequence_length}; try {near}."
             )
+
+    @property
+    def is_segmented(self) -> bool:
+        """Return whether the first sequences are made of segments."""
+        return self.segment_length is not None and self.segment_length < self.sequence_length
 
     @property
     def sequences_per_step(self) -> int:
@@ -777,6 +792,11 @@ class RunConfig:
             raise UserError(
                 f"tokenizer.kind: {self.tokenizer.kind} is trained on text, but data.{source} has only tokens; set"
                 " pretrained and tokenizer.name_or_path, or byte."
+            )
+        if self.batch.is_segmented and self.data.order == "sequential":
+            raise UserError(
+                f"batch.segment_length: {self.batch.segment_length} reads the text in another order than data.order"
+                " sequential; set batch.segment_length null, or data.order shuffled."
             )
         positions = self.model.max_position_embeddings
         if self.model.position_embedding == "learned" and positions and self.batch.sequence_length > positions:

@@ -57,6 +57,8 @@ _RULES = {
     "batch.sequence_length": Change.DATA,
     "batch.tokens_per_step": Change.REPORTED,  # the data continues after the blocks already read
     "batch.micro_batch_size": Change.FREE,
+    "batch.segment_length": Change.DATA,
+    "batch.segmented_tokens": Change.DATA,
     "optim.": Change.REPORTED,
     "optim.name": Change.FIXED,  # optimizers have different states
     "schedule.": Change.REPORTED,

@@ -7,6 +7,9 @@ B batch, T time (sequence_length). A block is T + 1 tokens: T inputs and their T
 into consecutive blocks, so each token is a target once, except a few at the end that do not fill a block. The first
 epoch starts at token 0. Every later epoch starts at a random offset below T, so that repeated text is cut at other
 places. Its last block may wrap around the end of the stream, which starts with an end-of-text token as it should.
+
+The first blocks of a training may be segmented: their inputs and targets are shorter segments from different places
+(see Segments). Each token is still a target once per epoch.
 """
 
 from __future__ import annotations
@@ -65,6 +68,20 @@ def num_blocks(num_tokens: int, sequence_length: int) -> int:
     return (num_tokens - 1) // sequence_length
 
 
+@dataclass(frozen=True)
+class Segments:
+    """The first blocks of a training are read as sequences made of segments from different places of the text.
+
+    A batch then has as many tokens as otherwise, but from more texts, which helps most when the model knows nothing
+    yet. An epoch exchanges the segments of those of its blocks that are segmented.
+    """
+
+    length: int
+    """Tokens per segment, a divisor of T."""
+    blocks: int | None
+    """How many blocks of the training are segmented, from its start; None: all."""
+
+
 def stream_positions(first: int, count: int, excluded: Ranges = ()) -> np.ndarray:
     """Return the positions of the next `count` blocks once `first` blocks have been read, (count,) int64.
 
@@ -97,6 +114,30 @@ def block_starts(seed: int | None, positions: np.ndarray, num_blocks: int, seque
     return starts
 
 
+def part_starts(
+    seed: int | None, positions: np.ndarray, num_blocks: int, sequence_length: int, segments: Segments | None
+) -> tuple[np.ndarray, int]:
+    """Return the token index at which each part of the blocks in `positions` starts, (parts,) int64, and its tokens.
+
+    A part is a block or, with `segments`, a segment; T / segments.length of them in a row make a block. A pure function
+    of its arguments. `segments` needs a seed.
+    """
+    if segments is None:
+        return block_starts(seed, positions, num_blocks, sequence_length), sequence_length
+    assert seed is not None, "a sequential order has no segments"
+    offsets = np.arange(0, sequence_length, segments.length)
+    starts = block_starts(seed, positions, num_blocks, sequence_length)[:, None] + offsets
+    epochs, places_in_epoch = np.divmod(positions, num_blocks)
+    for epoch in np.unique(epochs):
+        left = num_blocks if segments.blocks is None else segments.blocks - int(epoch) * num_blocks
+        num_segmented = min(num_blocks, left)
+        is_segmented = (epochs == epoch) & (places_in_epoch < num_segmented)
+        if is_segmented.any():
+            of_epoch = _epoch_segments(seed, int(epoch), num_blocks, sequence_length, segments.length, num_segmented)
+            starts[is_segmented] = of_epoch[places_in_epoch[is_segmented]]
+    return starts.ravel(), segments.length
+
+
 def sample_hash(starts: np.ndarray) -> int:
     """Return a 64-bit hash of a set of blocks, independent of how they are divided over ranks and micro-batches.
 
@@ -119,29 +160,43 @@ def _epoch(seed: int | None, epoch: int, num_blocks: int, sequence_length: int) 
     return order + (generator.integers(sequence_length) if epoch else 0)
 
 
+@lru_cache(maxsize=2)
+def _epoch_segments(
+    seed: int, epoch: int, num_blocks: int, sequence_length: int, length: int, num_segmented: int
+) -> np.ndarray:
+    """Return the segments of the first `num_segmented` blocks of an epoch in a new order, (blocks, T / length) int64."""
+    blocks = _epoch(seed, epoch, num_blocks, sequence_length)[:num_segmented]
+    starts = (blocks[:, None] + np.arange(0, sequence_length, length)).ravel()
+    generator = np.random.Generator(np.random.PCG64([seed, epoch, 1]))  # not the draws that ordered the blocks
+    return generator.permutation(starts).reshape(num_segmented, -1)
+
+
 class MicroBatches(Dataset[Batch]):
     """Micro-batches, indexed by the positions of their blocks: `dataset[positions]`.
 
     An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}. The labels are
     already shifted by one token, and IGNORED where the stream's mask is 0; sample_hash is the `sample_hash` of the
-    blocks.
+    starts of the blocks, or of their segments.
     """
 
-    def __init__(self, stream: Stream, sequence_length: int, seed: int | None) -> None:
+    def __init__(
+        self, stream: Stream, sequence_length: int, seed: int | None, segments: Segments | None = None
+    ) -> None:
         self.stream = stream
         self.sequence_length = sequence_length
         self.seed = seed
+        self.segments = segments
         self.num_blocks = num_blocks(len(stream), sequence_length)
 
     def __getitem__(self, positions: np.ndarray) -> Batch:
-        starts = block_starts(self.seed, positions, self.num_blocks, self.sequence_length)
-        block = gather(self.stream, starts, self.sequence_length)
-        labels = _copied(block[:, 1:])
+        starts, length = self._parts(positions)
+        parts = gather(self.stream, starts, length)
+        labels = _copied(parts[:, 1:])
         if self.stream.is_target is not None:
-            labels.masked_fill_(torch.from_numpy(self._targets(self.stream.is_target, starts) == 0), IGNORED)
+            labels.masked_fill_(torch.from_numpy(_targets(self.stream.is_target, starts, length) == 0), IGNORED)
         return {
-            "input_ids": _copied(block[:, :-1]),
-            "shift_labels": labels,
+            "input_ids": _copied(parts[:, :-1]).view(-1, self.sequence_length),
+            "shift_labels": labels.view(-1, self.sequence_length),
             "sample_hash": torch.tensor(sample_hash(starts)),
         }
 
@@ -149,12 +204,16 @@ class MicroBatches(Dataset[Batch]):
         """Return how many targets the loss counts in the blocks at the given positions."""
         if self.stream.is_target is None:
             return len(positions) * self.sequence_length
-        starts = block_starts(self.seed, positions, self.num_blocks, self.sequence_length)
-        return int(self._targets(self.stream.is_target, starts).sum())
+        return int(_targets(self.stream.is_target, *self._parts(positions)).sum())
 
-    def _targets(self, is_target: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return the mask of the labels of blocks, (B, T) uint8."""
-        return is_target.take(starts[:, None] + np.arange(1, self.sequence_length + 1), mode="wrap")
+    def _parts(self, positions: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return (starts, tokens of each) of what the blocks consist of: themselves, or their segments in order."""
+        return part_starts(self.seed, positions, self.num_blocks, self.sequence_length, self.segments)
+
+
+def _targets(is_target: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Return the mask of the labels of the parts that start at `starts`, (parts, length) uint8."""
+    return is_target.take(starts[:, None] + np.arange(1, length + 1), mode="wrap")
 
 
 class _StepBatches(Dataset[Batch]):
@@ -180,9 +239,9 @@ class _StepBatches(Dataset[Batch]):
         return batch
 
 
-def gather(stream: Stream, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
-    """Read (B, T + 1) int64 tokens in one vectorized read. Row i starts at starts[i] and wraps around the stream."""
-    indices = starts[:, None] + np.arange(sequence_length + 1)
+def gather(stream: Stream, starts: np.ndarray, length: int) -> torch.Tensor:
+    """Read (B, length + 1) int64 tokens in one vectorized read. Row i starts at starts[i] and wraps around the stream."""
+    indices = starts[:, None] + np.arange(length + 1)
     return torch.from_numpy(stream.read(indices).astype(np.int64))
 
 
@@ -219,6 +278,7 @@ def build_loader(
     world: int,
     seed: int | None,
     num_steps: int,
+    segments: Segments | None = None,
     blocks_read: int = 0,
     excluded: Ranges = (),
     num_workers: int = 0,
@@ -228,6 +288,7 @@ def build_loader(
     """Build the loader of this rank's micro-batches for `num_steps` steps, in order.
 
     Args:
+        segments: how the first blocks are read; None: whole. Needs a seed.
         blocks_read: blocks that earlier steps have read, over all ranks. The loader continues from there.
         excluded: as in `stream_positions`.
         device: where the batches will go. Batches for a GPU are pinned.
@@ -241,7 +302,7 @@ def build_loader(
     # fork, not forkserver (Linux's default since Python 3.14): the server and its workers would outlive a killed run
     context = "fork" if num_workers and sys.platform == "linux" else None
     return _Loader(
-        _StepBatches(MicroBatches(stream, sequence_length, seed)),
+        _StepBatches(MicroBatches(stream, sequence_length, seed, segments)),
         batch_size=None,  # an item is already a batch
         sampler=order,
         num_workers=num_workers,

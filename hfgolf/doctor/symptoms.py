@@ -62,6 +62,7 @@ def nonfinite_on_tokens(history: History) -> Finding | None:
     if len(isolated) < 2:
         return None
     length = history.settings["batch.sequence_length"]
+    length = min(length, history.settings.get("batch.segment_length") or length)
     shared = _shared_ranges([skip["block_starts"] for skip in isolated], length)
     # Each block overlaps two blocks of another epoch, because every epoch cuts the text at other places.
     chance_overlaps = len(isolated[0]["block_starts"]) * (2 * history.epochs_per_step) ** (len(isolated) - 1)

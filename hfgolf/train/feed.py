@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from hfgolf.data.batches import build_loader, device_prefetch, num_blocks
+from hfgolf.data.batches import Segments, build_loader, device_prefetch, num_blocks
 from hfgolf.errors import UserError
 from hfgolf.train.run import Run
 from hfgolf.wording import one_line
@@ -30,6 +31,7 @@ def start_batches(run: Run) -> None:
         rank=accelerator.process_index,
         world=accelerator.num_processes,
         seed=config.order_seed,
+        segments=segments(run),
         num_steps=int(min(run.step_limit, _MAX_LOADER_STEPS)) - run.state.step,
         blocks_read=run.state.blocks,
         excluded=run.state.excluded_blocks,
@@ -38,6 +40,15 @@ def start_batches(run: Run) -> None:
         device=accelerator.device,
     )
     run.batches = iter(device_prefetch(loader, accelerator.device))
+
+
+def segments(run: Run) -> Segments | None:
+    """Return how the first blocks of the training are read as segments; None: they are not."""
+    batch = run.config.batch
+    if batch.segment_length is None or not batch.is_segmented:
+        return None
+    tokens = batch.segmented_tokens
+    return Segments(batch.segment_length, None if tokens is None else math.ceil(tokens / batch.sequence_length))
 
 
 def blocks_per_epoch(run: Run) -> int:

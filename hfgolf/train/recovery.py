@@ -18,10 +18,10 @@ from torch import nn
 
 from hfgolf.checkpoint.state import rolled_back
 from hfgolf.checkpoint.store import newest_first, set_aside, step_of
-from hfgolf.data.batches import block_starts, stream_positions
+from hfgolf.data.batches import part_starts, stream_positions
 from hfgolf.errors import UserError
 from hfgolf.optim.shards import local_shards, on_any_rank
-from hfgolf.train.feed import blocks_per_epoch, start_batches
+from hfgolf.train.feed import blocks_per_epoch, segments, start_batches
 from hfgolf.train.loss_watch import LossWatch
 from hfgolf.train.meter import StepResult
 from hfgolf.train.run import Run
@@ -91,7 +91,8 @@ class Recovery:
             return Next.CONTINUE
         self._bad_positions.append(self._positions_read())
         seed, length = run.config.order_seed, run.config.batch.sequence_length
-        blocks = block_starts(seed, self._bad_positions[-1], blocks_per_epoch(run), length).tolist()
+        positions = self._bad_positions[-1]
+        blocks = part_starts(seed, positions, blocks_per_epoch(run), length, segments(run))[0].tolist()
         diagnosis = (
             f"step {run.state.step}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), "
             f"first in {result.nonfinite_parameter}, blocks from tokens {join_words(blocks, maximum=6)}"

@@ -21,6 +21,7 @@ from hfgolf.config import DataConfig
 from hfgolf.data.batches import (
     IGNORED,
     MicroBatches,
+    Segments,
     as_ranges,
     block_starts,
     build_loader,
@@ -29,6 +30,7 @@ from hfgolf.data.batches import (
     explain_worker,
     gather,
     num_blocks,
+    part_starts,
     sample_hash,
     stream_positions,
 )
@@ -130,6 +132,60 @@ def test_excluded_blocks_are_skipped_and_all_others_read_once_in_order():
     assert stream_positions(4, 3, excluded).tolist() == [7, 8, 11]
     assert as_ranges(stream_positions(0, 8, excluded)) == [[0, 3], [6, 9], [11, 13]]
     assert as_ranges(np.array([], np.int64)) == []
+
+
+SEGMENTED = Segments(length=2, blocks=100)  # the first epoch of 67 blocks, and 33 of the second
+
+
+def test_segments_exchange_text_but_each_token_is_a_target_once_per_epoch():
+    for epoch in range(3):
+        starts, length = part_starts(1, 67 * epoch + np.arange(67), 67, T, SEGMENTED)
+        assert length == 2 and starts.shape == (67 * 4,)
+        offset = starts.min()
+        assert sorted(starts) == [*range(offset, offset + 67 * T, 2)]
+        blocks = starts.reshape(67, 4)
+        whole = (np.diff(blocks) == 2).all(1)
+        assert whole.sum() <= 2 if epoch == 0 else whole.sum() >= 34 if epoch == 1 else whole.all()
+
+
+def test_blocks_after_the_segmented_ones_are_those_of_an_order_without_segments():
+    positions = np.arange(100, 300)
+    starts, length = part_starts(1, positions, 67, T, SEGMENTED)
+    assert (starts.reshape(200, 4) == block_starts(1, positions, 67, T)[:, None] + [0, 2, 4, 6]).all()
+    for read in (positions[:0], np.arange(100, 101)):
+        assert part_starts(1, read, 67, T, None)[0].tolist() == block_starts(1, read, 67, T).tolist()
+
+
+def test_order_of_segments_never_changes_between_versions_and_does_not_depend_on_how_it_is_read():
+    starts = part_starts(1337, np.arange(24), 20, T, SEGMENTED)[0].reshape(24, 4)
+    singly = [part_starts(1337, np.array([position]), 20, T, SEGMENTED)[0].tolist() for position in range(24)]
+    assert starts.tolist() == singly
+    assert starts[19:22].tolist() == SEGMENT_STARTS
+
+
+SEGMENT_STARTS = [[118, 122, 62, 12], [58, 78, 150, 74], [100, 138, 24, 62]]
+
+
+def test_segmented_sequences_join_segments_with_their_targets(stream):
+    stream.is_target = (stream.tokens % 3 == 0).astype(np.uint8)
+    positions = np.array([5, 99, 100])
+    dataset = MicroBatches(stream, T, 7, SEGMENTED)
+    batch = dataset[positions]
+    starts = part_starts(7, positions, 67, T, SEGMENTED)[0].reshape(3, 4)
+    inputs = (starts[:, :, None] + [0, 1]).reshape(3, T) % len(stream)
+    targets = (inputs + 1) % len(stream)
+    assert batch["input_ids"].tolist() == inputs.tolist()
+    assert batch["shift_labels"].tolist() == np.where(targets % 3 == 0, targets, IGNORED).tolist()
+    assert batch["sample_hash"] == sample_hash(starts.ravel())
+    assert dataset.num_targets(positions) == (targets % 3 == 0).sum()
+    assert {batch[name].stride() for name in ("input_ids", "shift_labels")} == {(T, 1)}
+
+
+def test_all_blocks_are_segmented_without_a_limit(stream):
+    for_ever, for_long = (MicroBatches(stream, T, 7, Segments(4, blocks)) for blocks in (None, 10**9))
+    for positions in (np.arange(9), 10**6 + np.arange(9)):
+        assert torch.equal(for_ever[positions]["input_ids"], for_long[positions]["input_ids"])
+        assert (for_ever[positions]["input_ids"].diff() != 1).any(1).sum() >= 7
 
 
 def test_loader_continues_after_the_last_block_read_with_another_batch_size(stream):
