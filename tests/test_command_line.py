@@ -104,6 +104,25 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             "batch.tokens_per_step: 1000 is not a multiple of batch.sequence_length 256; try 768 or 1024.",
         ),
         (
+            ["--batch.segment_length", "48"],
+            "batch.segment_length: 48 is out of range; allowed: null, a divisor of batch.sequence_length 256, or more"
+            " than it (which changes nothing).",
+        ),
+        (
+            ["--batch.segment_length", "64", "--data.order", "sequential"],
+            "batch.segment_length: 64 reads the text in another order than data.order sequential; set"
+            " batch.segment_length null, or data.order shuffled.",
+        ),
+        (
+            ["--batch.segment_length", "0"],
+            "batch.segment_length: 0 is out of range; allowed: null, a divisor of"
+            " batch.sequence_length 256, or more than it (which changes nothing).",
+        ),
+        (
+            ["--batch.segmented_tokens", "0"],
+            "batch.segmented_tokens: 0 is out of range; allowed: a number above 0, up to 1152921504606846976.",
+        ),
+        (
             ["--model.hidden_size", "255"],
             "model.hidden_size: 255 is not divisible by model.num_attention_heads 4; try 252 or 256.",
         ),

@@ -119,8 +119,8 @@ def part_starts(
 ) -> tuple[np.ndarray, int]:
     """Return the token index at which each part of the blocks in `positions` starts, (parts,) int64, and its tokens.
 
-    A part is a block or, with `segments`, a segment; T / segments.length of them in a row make a block. A pure function
-    of its arguments. `segments` needs a seed.
+    A part is a block or, with `segments`, a segment; T / segments.length of them in a row make a block.
+    A pure function of its arguments. `segments` needs a seed.
     """
     if segments is None:
         return block_starts(seed, positions, num_blocks, sequence_length), sequence_length
@@ -164,7 +164,7 @@ def _epoch(seed: int | None, epoch: int, num_blocks: int, sequence_length: int) 
 def _epoch_segments(
     seed: int, epoch: int, num_blocks: int, sequence_length: int, length: int, num_segmented: int
 ) -> np.ndarray:
-    """Return the segments of the first `num_segmented` blocks of an epoch in a new order, (blocks, T / length) int64."""
+    """Return the segments of the first `num_segmented` blocks of an epoch in new order, (blocks, T / length) int64."""
     blocks = _epoch(seed, epoch, num_blocks, sequence_length)[:num_segmented]
     starts = (blocks[:, None] + np.arange(0, sequence_length, length)).ravel()
     generator = np.random.Generator(np.random.PCG64([seed, epoch, 1]))  # not the draws that ordered the blocks
@@ -240,7 +240,7 @@ class _StepBatches(Dataset[Batch]):
 
 
 def gather(stream: Stream, starts: np.ndarray, length: int) -> torch.Tensor:
-    """Read (B, length + 1) int64 tokens in one vectorized read. Row i starts at starts[i] and wraps around the stream."""
+    """Read (B, length + 1) int64 tokens in one vectorized read. Row i starts at starts[i] and wraps around."""
     indices = starts[:, None] + np.arange(length + 1)
     return torch.from_numpy(stream.read(indices).astype(np.int64))
 

@@ -150,7 +150,7 @@ def test_segments_exchange_text_but_each_token_is_a_target_once_per_epoch():
 
 def test_blocks_after_the_segmented_ones_are_those_of_an_order_without_segments():
     positions = np.arange(100, 300)
-    starts, length = part_starts(1, positions, 67, T, SEGMENTED)
+    starts = part_starts(1, positions, 67, T, SEGMENTED)[0]
     assert (starts.reshape(200, 4) == block_starts(1, positions, 67, T)[:, None] + [0, 2, 4, 6]).all()
     for read in (positions[:0], np.arange(100, 101)):
         assert part_starts(1, read, 67, T, None)[0].tolist() == block_starts(1, read, 67, T).tolist()

@@ -138,6 +138,15 @@ def test_nan_on_specific_tokens(steps, blocks, parameters, is_found):
     assert symptoms(lines, batch__sequence_length=32) == [("NaN on specific tokens", 15)] * is_found
 
 
+@pytest.mark.parametrize(("segment_length", "is_found"), [(None, True), (512, False), (2048, True)])
+def test_nan_on_specific_tokens_of_segments(segment_length, is_found):
+    """Blocks of 1,024 tokens that start 600 tokens apart overlap; segments of 512 do not."""
+    skips = [skipped(15, [2]) | {"block_starts": [2048]}, skipped(35, [2], "b") | {"block_starts": [2648]}]
+    lines = sorted([*log(range(1, 71)), *skips], key=lambda line: line["step"])
+    settings = {"batch__sequence_length": 1024, "batch__segment_length": segment_length}
+    assert symptoms(lines, **settings) == [("NaN on specific tokens", 15)] * is_found
+
+
 @pytest.mark.parametrize(("epochs_per_step", "is_found"), [(0.01, True), (0.015, False)])
 def test_blocks_shared_by_chance_are_not_blamed(epochs_per_step, is_found):
     """A step reads two blocks, each of which overlaps two of another epoch: 4 * epochs_per_step on average."""

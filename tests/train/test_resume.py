@@ -89,6 +89,7 @@ def saved(folder: Path) -> dict[str, Any]:
         pytest.param({"train__mixed_precision": "fp16", "model__dropout": 0.1}, id="fp16"),
         pytest.param({"train__mixed_precision": "bf16", "data__num_workers": 2}, id="bf16-workers"),
         pytest.param({"data__val_fraction": 0.9, "train__eval_tokens": 1000, "model__dropout": 0.1}, id="epochs"),
+        pytest.param({"batch__segment_length": 8, "batch__segmented_tokens": 1500}, id="segments"),
         pytest.param({"train__save_every_steps": 3, "optim__name": "adamw"}, id="odd-saves-adamw"),
         pytest.param(
             {"model__architecture": "llama", "optim__ema_decay": 0.9, "optim__ema_export": "true"}, id="llama"

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from hfgolf.command_line import load_config
-from hfgolf.data.batches import block_starts, sample_hash
+from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
 from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import finish, setup, validation
@@ -51,6 +51,18 @@ def test_run_seed_sets_the_data_order(build, seed):
     run = build(run__seed=seed)
     starts = block_starts(seed, np.arange(8), blocks_per_epoch(run), 32)
     assert next(run.batches)["sample_hash"] == sample_hash(starts)
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [("96", 3), ("97", 4), ("null", None)])
+def test_the_first_segmented_tokens_are_read_as_segments(build, tokens, blocks):
+    run = build(batch__segment_length=8, batch__segmented_tokens=tokens)
+    starts, length = part_starts(run.config.order_seed, np.arange(8), blocks_per_epoch(run), 32, Segments(8, blocks))
+    assert length == 8 and starts.shape == (32,)
+    assert next(run.batches)["sample_hash"] == sample_hash(starts)
+
+
+def test_segments_as_long_as_sequences_change_nothing(build):
+    assert next(build(batch__segment_length=32).batches)["sample_hash"] == next(build().batches)["sample_hash"]
 
 
 def test_chunks_of_the_loss_are_as_large_on_all_ranks(build, monkeypatch):
