@@ -140,7 +140,8 @@ EVENTS: dict[str, tuple[str, dict[str, str]]] = {
             "first_parameter": "the first parameter with a nonfinite gradient",
             "train_loss": "of that step, nats per token",
             "grad_norm": "of that step",
-            "block_starts": "token offsets at which the blocks of that step begin",
+            "block_starts": "token offsets at which the blocks of that step begin, or their segments"
+            " (`batch.segment_length`)",
         },
     ),
     "fp16_overflow": (

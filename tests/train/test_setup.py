@@ -62,7 +62,8 @@ def test_the_first_segmented_tokens_are_read_as_segments(build, tokens, blocks):
 
 
 def test_segments_as_long_as_sequences_change_nothing(build):
-    assert next(build(batch__segment_length=32).batches)["sample_hash"] == next(build().batches)["sample_hash"]
+    segments, sequences = build(batch__segment_length=32), build(run__name="sequences")
+    assert next(segments.batches)["sample_hash"] == next(sequences.batches)["sample_hash"]
 
 
 def test_chunks_of_the_loss_are_as_large_on_all_ranks(build, monkeypatch):
