@@ -172,6 +172,6 @@ def test_a_wheel_works_from_any_folder(tmp_path):
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60).stdout
 
     assert "find_lr" in hfgolf()
-    assert "max_steps: 150" in hfgolf("train", "--config", "small", "--print_config")
+    assert "max_steps: 300" in hfgolf("train", "--config", "small", "--print_config")
     packed = zipfile.ZipFile(built).namelist()
     assert {"hfgolf/configs/small.yaml", "hfgolf/configs/accelerate/ddp.yaml", "hfgolf/scripts/train.py"} <= {*packed}

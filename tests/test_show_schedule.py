@@ -42,19 +42,19 @@ def test_shows_the_corners_of_the_small_config(show):
     said = cells(show("--config", ROOT / "configs" / "small.yaml"))
     assert said == {
         "": ["step", "run done", "matrix", "embedding, vector", "momentum", "weight decay"],
-        "first step": ["1", "0.0%", "0.002", "0.001", "0.85", "0.1"],
-        "end of warmup": ["10", "6.0%", "0.02", "0.01", "0.859", "0.1"],
-        "start of warmdown": ["76", "50.0%", "0.02", "0.01", "0.925", "0.1"],
-        "end of momentum warmup": ["101", "66.7%", "0.01333", "0.006667", "0.95", "0.1"],
-        "last step": ["150", "99.3%", "0.0002667", "0.0001333", "0.95", "0.1"],
+        "first step": ["1", "0.0%", "0.001", "0.0005", "0.85", "0.1"],
+        "end of warmup": ["20", "6.3%", "0.02", "0.01", "0.8595", "0.1"],
+        "start of warmdown": ["151", "50.0%", "0.02", "0.01", "0.925", "0.1"],
+        "end of momentum warmup": ["201", "66.7%", "0.01333", "0.006667", "0.95", "0.1"],
+        "last step": ["300", "99.7%", "0.0001333", "6.667e-05", "0.95", "0.1"],
     }
 
 
 def test_shows_the_decay_of_a_cosine(show):
     config = ("--config", ROOT / "configs" / "small.yaml", "--schedule.name", "cosine_warmdown")
     said = cells(show(*config, "--schedule.floor", 0.1, "--schedule.warmdown_fraction", 0.1))
-    assert said["start of warmdown"][:2] == ["136", "90.0%"]
-    assert float(said["last step"][2]) == pytest.approx(0.02 * 0.1 / 15, rel=0.01)  # a 15th of the decay is left
+    assert said["start of warmdown"][:2] == ["271", "90.0%"]
+    assert float(said["last step"][2]) == pytest.approx(0.02 * 0.1 / 30, rel=0.01)  # a 30th of the decay is left
 
 
 def test_shown_rates_match_a_real_run(show, run, tiny_run):
@@ -96,7 +96,7 @@ def test_clock_schedule_shows_minutes_and_warmups_at_a_known_step_time(show):
 def test_shows_whether_steps_or_minutes_end_the_run(show):
     config = ("--config", ROOT / "configs" / "small.yaml", "--train.max_minutes", 2)
     assert "note: train.max_minutes may end the run earlier" in show(*config)
-    assert cells(show(*config, "--seconds_per_step", 0.5))["last step"][0] == "150"
+    assert cells(show(*config, "--seconds_per_step", 0.3))["last step"][0] == "300"
     assert cells(show(*config, "--seconds_per_step", 1.2))["last step"][0] == "1.98"
 
 

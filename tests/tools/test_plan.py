@@ -41,6 +41,7 @@ from hfgolf.train.build import build_model
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config", str(ROOT / "configs" / "small.yaml"), "--train.mixed_precision=no"]
+SMALL += ["--batch.tokens_per_step=4096", "--train.max_steps=150", "--train.eval_every_steps=50"]
 CPU = Machine("a CPU", "cpu", processes=1, peak_flops=1e12, free_bytes=16 * 2**30)
 DATA = TokenCounts(vocabulary=4096, train_tokens=3_072_000, val_tokens=30_000)
 FAST = Speed(4096 * 10, "stated")  # ten steps a second
