@@ -8,8 +8,7 @@ into consecutive blocks, so each token is a target once, except a few at the end
 epoch starts at token 0. Every later epoch starts at a random offset below T, so that repeated text is cut at other
 places. Its last block may wrap around the end of the stream, which starts with an end-of-text token as it should.
 
-The first blocks of a training may be segmented: their inputs and targets are shorter segments from different places
-(see Segments). Each token is still a target once per epoch.
+The first blocks of a training may be segmented: made of shorter segments from different places (see Segments).
 """
 
 from __future__ import annotations
@@ -73,7 +72,8 @@ class Segments:
     """The first blocks of a training are read as sequences made of segments from different places of the text.
 
     A batch then has as many tokens as otherwise, but from more texts, which helps most when the model knows nothing
-    yet. An epoch exchanges the segments of those of its blocks that are segmented.
+    yet. The segments are drawn from the whole epoch, none twice. An epoch that goes on with whole blocks reads some of
+    its text both ways and some not at all; each other epoch reads each token once.
     """
 
     length: int
@@ -133,8 +133,8 @@ def part_starts(
         num_segmented = min(num_blocks, left)
         is_segmented = (epochs == epoch) & (places_in_epoch < num_segmented)
         if is_segmented.any():
-            of_epoch = _epoch_segments(seed, int(epoch), num_blocks, sequence_length, segments.length, num_segmented)
-            starts[is_segmented] = of_epoch[places_in_epoch[is_segmented]]
+            drawn = _epoch_segments(seed, int(epoch), num_blocks, sequence_length, segments.length, num_segmented)
+            starts[is_segmented] = drawn[places_in_epoch[is_segmented]]
     return starts.ravel(), segments.length
 
 
@@ -164,11 +164,12 @@ def _epoch(seed: int | None, epoch: int, num_blocks: int, sequence_length: int) 
 def _epoch_segments(
     seed: int, epoch: int, num_blocks: int, sequence_length: int, length: int, num_segmented: int
 ) -> np.ndarray:
-    """Return the segments of the first `num_segmented` blocks of an epoch in new order, (blocks, T / length) int64."""
-    blocks = _epoch(seed, epoch, num_blocks, sequence_length)[:num_segmented]
-    starts = (blocks[:, None] + np.arange(0, sequence_length, length)).ravel()
+    """Return the starts of the segments that replace the first `num_segmented` blocks, (blocks, T / length) int64."""
+    per_block = sequence_length // length
+    offset = _epoch(seed, epoch, num_blocks, sequence_length).min()
     generator = np.random.Generator(np.random.PCG64([seed, epoch, 1]))  # not the draws that ordered the blocks
-    return generator.permutation(starts).reshape(num_segmented, -1)
+    drawn = generator.choice(num_blocks * per_block, num_segmented * per_block, replace=False)
+    return offset + drawn.reshape(num_segmented, per_block) * length
 
 
 class MicroBatches(Dataset[Batch]):
