@@ -152,11 +152,18 @@ def _options_for(texts: list[str]) -> list[str]:
 
 
 def _implied(from_file: dict[str, Any], from_command_line: dict[str, str]) -> dict[str, str]:
-    """Return data.source files if data.files says so: where it is named, or later, no other source is."""
+    """Return what other values imply: data.source files for data.files, and no segments for weights that exist."""
+    implied = {}
     where = next((values for values in (from_command_line, from_file) if "data.files" in values), {})
-    if where.get("data.files", "[]") in ("[]", [], None) or "data.source" in {**where, **from_command_line}:
-        return {}
-    return {} if from_file.get("data.source") in ("files", "shards") else {"data.source": "files"}
+    has_files = where.get("data.files", "[]") not in ("[]", [], None)
+    is_stated = "data.source" in {**where, **from_command_line} or from_file.get("data.source") in ("files", "shards")
+    if has_files and not is_stated:
+        implied["data.source"] = "files"
+    # a file's segments are for its random weights, which know nothing yet
+    starts_elsewhere = from_command_line.get("model.init_from", "null") != "null"
+    if starts_elsewhere and from_file.get("batch.segment_length") and "batch.segment_length" not in from_command_line:
+        implied["batch.segment_length"] = "null"
+    return implied
 
 
 def find_config(name: str) -> str:

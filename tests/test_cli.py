@@ -98,6 +98,22 @@ def test_texts_without_options_are_trained_with_the_small_config(tmp_path):
     assert load_config(["a.txt", "--config", "tinystories"]).config.run.name == "tinystories"
     (tmp_path / "short.txt").write_text("short")
     assert load_config([str(tmp_path / "short.txt")]).config.tokenizer.kind == "byte"  # too little for BPE
+
+
+def test_weights_that_exist_read_no_segments_unless_it_is_said(tmp_path):
+    weights = "--model.init_from=gpt2"
+    for options, segment_length, source in (
+        (["a.txt"], 64, "file"),
+        (["a.txt", "--model.init_from=null"], 64, "file"),
+        (["a.txt", weights], None, "auto"),
+        (["a.txt", weights, "--batch.segment_length=32"], 32, "command line"),
+    ):
+        resolved = load_config(options)
+        assert resolved.config.batch.segment_length == segment_length
+        assert resolved.sources["batch.segment_length"] == source
+    text = "model: {init_from: gpt2}\nbatch: {segment_length: 64}\ntrain: {max_steps: 1}"
+    (tmp_path / "own.yaml").write_text(text)
+    assert load_config(["--config", str(tmp_path / "own.yaml")]).config.batch.segment_length == 64
     with pytest.raises(UserError, match=r"b.txt: --data.files names the text already"):
         load_config(["b.txt", "--data.files", "a.txt"])
 
