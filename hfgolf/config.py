@@ -544,9 +544,8 @@ class OptimConfig:
         maximum = 5 if self.newton_schulz_coefficients == "polar_express" else 20
         _require("optim.newton_schulz_steps", steps, 1 <= steps <= maximum, f"1 to {maximum}")
         if self.state_dtype == "bf16":
-            decays = {"momentum": self.momentum, "betas": max(self.betas)}
-            for name, value in decays.items():
-                _require(f"optim.{name}", value, value <= 0.98, "at most 0.98 with optim.state_dtype bf16")
+            for name, largest in (("momentum", self.momentum), ("betas", max(self.betas))):
+                _require(f"optim.{name}", largest, largest <= 0.98, "at most 0.98 with optim.state_dtype bf16")
         beta2 = self.normuon_beta2
         _require("optim.normuon_beta2", beta2, beta2 is None or 0 <= beta2 < 1, "null, or a number from 0 to below 1")
         decay = self.ema_decay

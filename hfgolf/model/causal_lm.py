@@ -46,7 +46,7 @@ def add_loss(model: PreTrainedModel) -> None:
     """
     own_forward: Callable[..., Any] = model.forward
     model.head_is_plain = _has_plain_head(model)  # type: ignore[assignment]  # a module takes any attribute
-    model.cross_entropy = ChunkedCrossEntropy()
+    cross_entropy = model.cross_entropy = ChunkedCrossEntropy()
 
     @wraps(own_forward)
     def forward(
@@ -62,7 +62,7 @@ def add_loss(model: PreTrainedModel) -> None:
         targets = shift_labels.flatten()
         if model.head_is_plain:
             hidden = model.base_model(*args, **kwargs).last_hidden_state
-            nats = model.cross_entropy(hidden.flatten(0, 1), model.get_output_embeddings().weight, targets)
+            nats = cross_entropy(hidden.flatten(0, 1), model.get_output_embeddings().weight, targets)
         else:
             logits = own_forward(*args, **kwargs).logits.flatten(0, 1).float()
             nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")

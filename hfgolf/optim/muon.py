@@ -185,9 +185,9 @@ class Muon(torch.optim.Optimizer):
             self._apply(group, params, grads, states, splits)
             return
         for portion in _portions(group, params, grads, states, splits):
-            *rest, stored, splits = zip(*portion, strict=True)
+            pieces, gradients, stored, of_pieces = zip(*portion, strict=True)
             wide = [{name: value.to(torch.float32, copy=True) for name, value in state.items()} for state in stored]
-            self._apply(group, *map(list, rest), wide, list(splits))
+            self._apply(group, list(pieces), list(gradients), wide, list(of_pieces))
             for state, new in zip(stored, wide, strict=True):
                 for name, value in state.items():
                     value.copy_(new[name])

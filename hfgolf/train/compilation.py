@@ -168,7 +168,7 @@ def modules_to_compile(model: nn.Module) -> list[nn.Module]:
     if not isinstance(model, PreTrainedModel) or model.device.type != "cpu":
         return [model]
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-    losses = [module for module in model.modules() if isinstance(module, ChunkedCrossEntropy)]
+    losses: list[nn.Module] = [module for module in model.modules() if isinstance(module, ChunkedCrossEntropy)]
     norms = [module for module in model.base_model.children() if type(module).__name__.endswith("RMSNorm")]
     return layers + norms + losses if len(layers) > 1 else [model]
 

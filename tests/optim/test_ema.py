@@ -156,6 +156,7 @@ def test_evaluating_the_average_does_not_affect_training():
 
 
 def compiled(model: GolfForCausalLM) -> torch.nn.Module:
+    torch.compiler.reset()  # other tests' graphs of the same functions would count as recompilations
     model.compile(backend="eager")  # the compiler's guards, without the slow backend
     return model
 

@@ -7,18 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from faults import train_on_two
 from safetensors.torch import load_file
 
-from hfgolf.data.batches import MicroBatches
 from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_metrics, read_rows
-from hfgolf.train import loop
+from hfgolf.train import feed, loop
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +95,12 @@ def test_resumed_run_matches_a_straight_run_bitwise(run, chat_run, monkeypatch, 
 
 def test_step_without_a_target_changes_nothing_but_the_step(run, chat_run, monkeypatch):
     """Its loss and its gradients are 0, not NaN."""
-    monkeypatch.setattr(MicroBatches, "_targets", lambda self, is_target, starts: starts[:, None].repeat(32, 1) * 0)
+    real = feed.build_loader
+
+    def build_loader(stream, **options):
+        return real(replace(stream, is_target=np.zeros_like(stream.is_target)), **options)
+
+    monkeypatch.setattr(feed, "build_loader", build_loader)
     folder = run(chat_run(train__max_steps=2))
     assert [row["train_losses"] for row in read_rows(folder / "metrics.jsonl")] == [[0.0], [0.0]]
     assert [row["grad_norms"] for row in read_rows(folder / "metrics.jsonl")] == [[0.0], [0.0]]
