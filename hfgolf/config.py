@@ -412,7 +412,7 @@ class BatchConfig:
     """Sequences per forward pass of one process; auto: chosen to fit the predicted memory."""
     segment_length: int | None = None
     """Tokens per segment: the first sequences of the training are made of segments from different places of the text,
-    so that a step sees more of it; null: none are. With model.init_from on the command line, a file's is null."""
+    so that a step sees more of it; null: none are. model.init_from on the command line makes a file's value null."""
     segmented_tokens: int | None = 1_000_000
     """How many tokens are read so, from the start of the training; null: all. Without segment_length, none are."""
 

@@ -98,6 +98,8 @@ def test_texts_without_options_are_trained_with_the_small_config(tmp_path):
     assert load_config(["a.txt", "--config", "tinystories"]).config.run.name == "tinystories"
     (tmp_path / "short.txt").write_text("short")
     assert load_config([str(tmp_path / "short.txt")]).config.tokenizer.kind == "byte"  # too little for BPE
+    with pytest.raises(UserError, match=r"b.txt: --data.files names the text already"):
+        load_config(["b.txt", "--data.files", "a.txt"])
 
 
 def test_weights_that_exist_read_no_segments_unless_it_is_said(tmp_path):
@@ -114,8 +116,6 @@ def test_weights_that_exist_read_no_segments_unless_it_is_said(tmp_path):
     text = "model: {init_from: gpt2}\nbatch: {segment_length: 64}\ntrain: {max_steps: 1}"
     (tmp_path / "own.yaml").write_text(text)
     assert load_config(["--config", str(tmp_path / "own.yaml")]).config.batch.segment_length == 64
-    with pytest.raises(UserError, match=r"b.txt: --data.files names the text already"):
-        load_config(["b.txt", "--data.files", "a.txt"])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -32,12 +31,13 @@ SHRUNK = {
     "train.max_tokens": "null",
     "train.max_minutes": "null",
     "train.eval_tokens": 500,
+    "schedule.warmup_steps": 2,
 }
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_config_takes_two_steps(run, config, tmp_path, corpus_file):
-    """With a small corpus and model, but the config's own optimizer, schedule and intervals."""
+    """With a small corpus, model and warmup, but the config's own optimizer, schedule and intervals."""
     layers = {"model.num_hidden_layers": 11} if config.startswith("golf_") else {}  # their loops and lanes name layers
     options = (
         SHRUNK
@@ -58,8 +58,8 @@ def test_every_config_takes_two_steps(run, config, tmp_path, corpus_file):
     folder = run(["--config", str(ROOT / "configs" / config), *(f"--{key}={value}" for key, value in options.items())])
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2
-    start = summary.get("init_from", {"val_loss": math.log(257) - 0.02})["val_loss"]
-    assert summary["val_loss"] < start  # two steps have taught it something, even at the start of a warmup
+    start = summary.get("init_from", {"val_loss": 5.5})["val_loss"]  # or below ln 257
+    assert summary["val_loss"] < start  # two steps have taught it something
 
 
 @pytest.mark.slow
