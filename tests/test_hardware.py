@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import constants
 
 from hfgolf import hardware
-from hfgolf.hardware import find_device, free_cgroup_bytes, measured_peak_flops, peak_flops
+from hfgolf.hardware import fast_product_dtype, find_device, free_cgroup_bytes, measured_peak_flops, peak_flops
 
 CPU = torch.device("cpu")
 
@@ -150,3 +150,22 @@ def test_any_accelerator_is_waited_for_and_named(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: "Intel Arc")
     assert hardware.accelerator_name() == "Intel Arc"
+
+
+@pytest.mark.parametrize(
+    ("has_avx512", "has_amx", "bf16_flops", "expected"),
+    [
+        (False, False, 2e11, torch.float32),
+        (False, True, 1e11, torch.bfloat16),
+        (True, False, 4e11, torch.bfloat16),
+        (True, False, 1e11, torch.float32),  # an Intel Xeon whose hypervisor hides AMX
+    ],
+)
+def test_products_are_bf16_on_a_cpu_only_if_faster(monkeypatch, has_avx512, has_amx, bf16_flops, expected):
+    flops = {torch.bfloat16: bf16_flops, torch.float32: 2e11}
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(hardware, "measured_peak_flops", lambda device, dtype, size: flops[dtype])
+    hardware._avx512_is_faster_in_bf16.cache_clear()
+    assert fast_product_dtype(CPU) == expected
+    hardware._avx512_is_faster_in_bf16.cache_clear()

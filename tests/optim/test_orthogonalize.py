@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hfgolf.hardware import fast_product_dtype
 from hfgolf.optim.orthogonalize import newton_schulz_polynomials, orthogonalize
 
 # smallest and largest singular value, relative distance to the polar factor; measured at condition 100:
@@ -150,14 +149,6 @@ def test_unknown_coefficients_and_too_many_polar_steps_are_rejected():
         orthogonalize(torch.ones(1, 2, 2), coefficients="cubic")
     with pytest.raises(ValueError, match="at most 5"):
         orthogonalize(torch.ones(1, 2, 2), steps=6)
-
-
-@pytest.mark.parametrize(("avx512", "amx"), [(False, False), (True, False), (False, True)])
-def test_products_are_bf16_on_a_cpu_only_if_native(monkeypatch, avx512, amx):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    expected = torch.bfloat16 if avx512 or amx else torch.float32
-    assert fast_product_dtype(torch.device("cpu")) == expected
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8), (2, 64, 128), (2, 128, 64)])
