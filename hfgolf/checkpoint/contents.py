@@ -68,7 +68,7 @@ from hfgolf.checkpoint.store import (
     replace_link,
     step_folder,
 )
-from hfgolf.durable import HashedFile
+from hfgolf.durable import HashedFile, sync_tree
 from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -226,6 +226,9 @@ class Checkpointer:
         parts: list[Callable[[], Any]] = [
             lambda: begin_checkpoint(self.folder, step) if is_main else None,
             lambda: save_optimizer(self.optimizer.optimizer, partial / OPTIMIZER_FOLDER, is_main),
+            # On every machine, because the writer's own fsync misses what Python still buffers. A part of its own,
+            # because the main process renames a file in the part before.
+            lambda: sync_tree(partial / OPTIMIZER_FOLDER),
         ]
         tensors = {WEIGHTS_NAME: self.model.state_dict(keep_vars=True)}  # keep_vars: tied weights are one object
         if self.ema is not None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfgolf.durable import sync_tree, write_text
+from hfgolf.durable import write_text
 from hfgolf.optim.muon import Muon
 from hfgolf.optim.shards import full_tensor
 from hfgolf.optim.state import matched_state
@@ -44,9 +44,9 @@ _DTYPES = {
 
 
 def save_optimizer(optimizer: Muon, folder: Path, is_main: bool) -> None:
-    """Write this rank's shards of the optimizer's state, and sync them to disk. All ranks call it.
+    """Write this rank's shards of the optimizer's state, without syncing them. All ranks call it.
 
-    Raises OSError if a rank could not write; then all ranks do, unless only the sync fails.
+    Raises OSError if a rank could not write its shards; then all ranks do. The main rank alone writes the groups.
     """
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.api import CheckpointException
@@ -60,7 +60,6 @@ def save_optimizer(optimizer: Muon, folder: Path, is_main: bool) -> None:
     if is_main:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         write_text(folder / _GROUPS_NAME, json.dumps(groups, indent=1))
-    sync_tree(folder)  # on every machine; the writer's own fsync misses what Python still buffers
 
 
 def load_optimizer(optimizer: Muon, folder: Path) -> None:
