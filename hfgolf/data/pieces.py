@@ -21,9 +21,10 @@ PIECE_CHARACTERS = 8192  # small enough that an evaluation budget of a few thous
 ROWS_PER_BATCH = 256  # at most 2 million characters
 _SCHEMA = pa.schema({"text": pa.string(), "is_start": pa.bool_()})
 # Cuts that do not change how GPT-2's pre-tokenizer splits the text: after a single newline, or else before a single
-# space. (pattern, offset of the cut in the match). Each pattern starts with its literal character, because starting
-# with the lookbehind scans much more slowly.
-_SAFE_CUTS = ((re.compile(r"\n(?<=\S\n)(?=\S)"), 1), (re.compile(r" (?<=\S )(?=\S)"), 0))
+# space. (pattern, offset of the cut from the end of the match). The greedy start takes all of the text and gives back
+# characters until the rest matches, so it finds the last cut first. After it comes the literal character, because `re`
+# looks for that quickly, and much more slowly for a lookbehind.
+_SAFE_CUTS = ((re.compile(r"(?s:.*)\n(?<=\S\n)(?=\S)"), 0), (re.compile(r"(?s:.*) (?<=\S )(?=\S)"), -1))
 
 
 class PieceWriter:
@@ -92,9 +93,8 @@ def _cut(text: str, start: int) -> int:
     """Return the end of the piece that starts at `start`: the last safe cut in its second half, or else full length."""
     end = start + PIECE_CHARACTERS
     for pattern, offset in _SAFE_CUTS:
-        cuts = [match.start() + offset for match in pattern.finditer(text, start + PIECE_CHARACTERS // 2, end + 1)]
-        if cuts:
-            return cuts[-1]
+        if match := pattern.match(text, start + PIECE_CHARACTERS // 2, end + 1):
+            return match.end() + offset
     return end
 
 

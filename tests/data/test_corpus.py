@@ -11,6 +11,7 @@ import http.server
 import json
 import lzma
 import os
+import random
 import re
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from hfgolf.data import documents as documents_module
 from hfgolf.data import downloads as downloads_module
 from hfgolf.data import files as files_module
 from hfgolf.data.corpus import load_corpus
-from hfgolf.data.pieces import PIECE_CHARACTERS
+from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.errors import UserError
 
@@ -314,6 +315,31 @@ def test_contiguous_split_cuts_inside_a_document(tmp_path, write, files_config):
     paths = [write("a.txt", "a" * 50), write("b.txt", "b" * 50)]
     documents = read(files_config(*paths, split="contiguous", val_fraction=0.25), tmp_path)
     assert documents == {"train": ["a" * 50, "b" * 25], "val": ["b" * 25]}
+
+
+@pytest.mark.parametrize("characters", ["a\n", "a ", "a \n", " \n", "é\u00a0 \n\u2028\x1c\r\t", "a" * 9000 + " \n"])
+def test_a_piece_ends_at_the_last_newline_or_else_space_alone_in_its_second_half(tmp_path, characters):
+    text = "".join(random.Random(0).choices(characters, k=40_000))
+
+    def is_alone(position: int, character: str) -> bool:
+        before, after = text[position - 1], text[position + 1]
+        return text[position] == character and not before.isspace() and not after.isspace()
+
+    def expected_end(start: int) -> int:
+        end = start + PIECE_CHARACTERS
+        half = range(end - 1, start + PIECE_CHARACTERS // 2 - 1, -1)
+        newlines = (position + 1 for position in half if is_alone(position, "\n"))
+        spaces = (position for position in half if is_alone(position, " "))
+        return next(newlines, next(spaces, end))
+
+    with PieceWriter(tmp_path / "text.arrow") as writer:
+        writer.add_document([text])
+    start = 0
+    for piece in datasets.Dataset.from_file(str(tmp_path / "text.arrow"))["text"][:]:
+        is_last = len(text) - start <= PIECE_CHARACTERS
+        assert start + len(piece) == (len(text) if is_last else expected_end(start))
+        start += len(piece)
+    assert start == len(text)
 
 
 def test_pieces_do_not_depend_on_read_chunks(tmp_path, write, files_config, monkeypatch):
