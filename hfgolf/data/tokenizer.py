@@ -8,6 +8,7 @@ training text, and there is no unknown token. Text that spells `<|endoftext|>` i
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -16,7 +17,8 @@ import shutil
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,7 +225,24 @@ def _tokenizer_path(config: TokenizerConfig, corpus_identity: dict[str, Any], fo
 
 
 def _load(path: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+    with _garbage_collection_paused():
+        return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Keep Python from looking for garbage.
+
+    transformers parses tokenizer.json, with a list per merge. So many new objects make Python search all objects of the
+    process, torch's included, which takes as long as loading the tokenizer and finds nothing.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
@@ -236,12 +255,13 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
         else:
             cached_only = is_cached_only(name_or_path, "tokenizer_config.json")
             # explicit, because transformers would otherwise ask on stdin whether to run a tokenizer's code
-            tokenizer = AutoTokenizer.from_pretrained(
-                name_or_path,
-                config=_placeholder(name_or_path, cached_only),
-                trust_remote_code=False,
-                local_files_only=cached_only,
-            )
+            with _garbage_collection_paused():
+                tokenizer = AutoTokenizer.from_pretrained(
+                    name_or_path,
+                    config=_placeholder(name_or_path, cached_only),
+                    trust_remote_code=False,
+                    local_files_only=cached_only,
+                )
     except UserError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, ...: depends on what is broken
