@@ -92,13 +92,15 @@ def load_tokens(
     tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
     if data.source == "shards" and tokenizer is not None:
         return _open_shards(corpus, tokenizer)
-    tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
+    # hash it only once, too
+    key = None if tokenizer is None else cache_key(corpus, tokenizer_config, tokenizer)
+    tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer, key)
     if tokens is None:
         with build_lock(cache_dir):
             # another process may have built it while this one waited
-            tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
+            tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer, key)
             if tokens is None:
-                built = build_cache(corpus, tokenizer_config, cache_dir, tokenizer)
+                built = build_cache(corpus, tokenizer_config, cache_dir, tokenizer, key=key)
                 return _open_cache(*built, corpus, is_hit=False)
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
     _log.debug("cache hit: %s (%s)", tokens.path, sizes)
@@ -137,9 +139,13 @@ def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCac
 
 
 def _find_tokens(
-    corpus: Corpus, config: TokenizerConfig, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None
+    corpus: Corpus,
+    config: TokenizerConfig,
+    cache_dir: Path,
+    tokenizer: PreTrainedTokenizerFast | None,
+    key: dict[str, Any] | None,
 ) -> TokenCache | None:
-    found = find_cache(corpus, config, cache_dir, tokenizer)
+    found = find_cache(corpus, config, cache_dir, tokenizer, key)
     if found is None:
         return None
     try:
@@ -155,13 +161,17 @@ def _find_tokens(
 
 
 def find_cache(
-    corpus: Corpus, config: TokenizerConfig, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None = None
+    corpus: Corpus,
+    config: TokenizerConfig,
+    cache_dir: Path,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    key: dict[str, Any] | None = None,
 ) -> tuple[Path, PreTrainedTokenizerFast] | None:
-    """Return the matching cache's (folder, tokenizer), or None. tokenizer: pass it if it is already known."""
+    """Return the matching cache's (folder, tokenizer), or None. tokenizer, key: pass them if they are already known."""
     tokenizer = tokenizer or find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
     if tokenizer is None:
         return None
-    key = cache_key(corpus, config, tokenizer)
+    key = key or cache_key(corpus, config, tokenizer)
     folder = cache_path(cache_dir, key)
     return (folder, tokenizer) if _problem(folder, key) is None else None
 
@@ -200,12 +210,14 @@ def build_cache(
     cache_dir: Path,
     tokenizer: PreTrainedTokenizerFast | None,
     write: Callable[[Path, PreTrainedTokenizerFast], str | None] | None = None,
+    key: dict[str, Any] | None = None,
 ) -> tuple[Path, PreTrainedTokenizerFast]:
     """Build the cache, and the tokenizer if it is not known. Return the cache's folder and the tokenizer.
 
     The caller holds the lock, so it is safe to delete what an interrupted build left behind.
 
     write: writes the streams to a folder and returns why the tokenizer is not lossless; None: tokenize here.
+    key: the tokenizer's cache_key, if it is already known.
     """
     building = cache_dir / "building"
     tokens_dir = cache_dir / "tokens"
@@ -216,7 +228,7 @@ def build_cache(
     try:
         if tokenizer is None:
             tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
-        key = cache_key(corpus, config, tokenizer)
+        key = key or cache_key(corpus, config, tokenizer)
         folder = cache_path(cache_dir, key)
         problem = _problem(folder, key)
         if problem is None:  # only the tokenizer was damaged or lost
