@@ -188,7 +188,9 @@ def measure(name: str, device: str, seconds: float | None = None, is_tiny: bool 
     elif output.is_file():
         measured = json.loads(output.read_text())
     else:
-        measured = here()
+        measured = dict(here())
+    if (measured_commit := commit()) is not None:
+        measured |= {"versions": measured["versions"] | {"hfgolf": measured_commit}}
     result.write_text(json.dumps(measured | {"measured_with": identity(part), "printed": printed}, indent=1) + "\n")
     return None
 
@@ -250,6 +252,21 @@ def here() -> dict[str, Any]:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), check=True
     )
     return dict(json.loads(asked.stdout.splitlines()[-1]))
+
+
+def commit() -> str | None:
+    """Return the commit, with -dirty if measured code differs; None without a checkout.
+
+    What the parts say of themselves is -dirty as soon as the first of them has written its results.
+    """
+    git = ["git", "-C", str(ROOT)]
+    code = [f"{folder}/*{suffix}" for folder in MEASURED_CODE for suffix in (".py", ".yaml")]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    is_clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code]).returncode == 0
+    return head if is_clean else f"{head}-dirty"
 
 
 def identity(part: Part) -> str:

@@ -131,6 +131,7 @@ def generate_ids(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)),
+            min_new_tokens=1 if ids[-1] == tokenizer.eos_token_id else None,  # no document is empty
             pad_token_id=tokenizer.eos_token_id,
             logits_processor=[_require_finite],
             **sampling,

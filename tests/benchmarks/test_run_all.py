@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -121,6 +122,27 @@ def test_measured_and_failed_parts_are_skipped_until_the_code_changes(run_all, c
     assert "failed" not in said and "measured before" not in said
     assert call("--list").split().count("measured") == 4
     assert not list((tmp_path / "runs" / "benchmarks").glob("*.failed"))
+
+
+def test_results_name_the_commit_of_the_code_whatever_else_changes(call, tmp_path):
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True).stdout
+
+    def commit_of(name: str) -> str:
+        call("--only", name)
+        return json.loads((tmp_path / "benchmarks" / "results" / f"{name}_cpu.json").read_text())["versions"]["hfgolf"]
+
+    (tmp_path / "page.md").write_text("")
+    (tmp_path / "benchmarks" / "results" / "saving_cpu.json").write_text("{}")
+    for arguments in (("init", "--quiet"), ("add", "."), ("commit", "--quiet", "--message", "all")):
+        git(*arguments)
+    head = git("rev-parse", "HEAD").strip()
+    assert len(head) == 40
+    assert [commit_of("saving"), commit_of("profile_tiny"), commit_of("saving")] == [head] * 3
+    with (tmp_path / "benchmarks" / "broken.py").open("a") as file:
+        file.write("# changed")
+    assert commit_of("saving") == f"{head}-dirty"
 
 
 def test_another_device_measures_again(run_all, monkeypatch):

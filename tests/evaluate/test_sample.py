@@ -45,6 +45,16 @@ def test_sampled_text_that_spells_a_special_token_is_text(build_model, tokenizer
     assert generate_text(build_model(), tokenizer, prompt, max_new_tokens=1).startswith(prompt)
 
 
+def test_a_new_document_is_never_empty(build_model, tokenizer):
+    def prefer_end(module, inputs, output):
+        output.logits[..., tokenizer.eos_token_id] += 1000
+
+    model = build_model()
+    model.register_forward_hook(prefer_end)
+    assert len(generate_text(model, tokenizer)) == 1
+    assert generate_text(model, tokenizer, "ab") == "ab"
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_nonfinite_logits_are_one_line(build_model, tokenizer, value, temperature):
