@@ -42,7 +42,7 @@ MEASURED_CODE = ("hfgolf", "scripts", "benchmarks", "configs")
 SMALL = ("--config", "configs/small.yaml")
 CHARACTERS = (
     *("--tokenizer.kind=byte", "--model.num_hidden_layers=6", "--model.hidden_size=384"),
-    *("--model.num_attention_heads=6", "--batch.micro_batch_size=16"),
+    *("--model.num_attention_heads=6", "--batch.tokens_per_step=4096", "--batch.micro_batch_size=16"),
 )
 GPT2_124M = (
     *("--config", "configs/fineweb_124m.yaml", "--data.source=python_stdlib", "--data.val_fraction=0.002"),
@@ -196,7 +196,7 @@ def measure(name: str, device: str, seconds: float | None = None, is_tiny: bool 
 
 
 def show(arguments: list[str], log: Path, seconds: float | None) -> tuple[str, str | None]:
-    """Run Python and show its standard output. Return it with ~ for the home folder, and an error or None.
+    """Run Python and show its standard output. Return it without paths of this machine, and an error or None.
 
     log: gets standard output and errors. After `seconds`, the process ends, and all that it started.
     """
@@ -234,7 +234,7 @@ def show(arguments: list[str], log: Path, seconds: float | None) -> tuple[str, s
     if process.returncode:
         last = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-15:])
         return "", f"exit status {process.returncode}, {log.relative_to(ROOT)} ends with:\n{last}"
-    return "".join(printed).strip("\n").replace(str(Path.home()), "~"), None
+    return "".join(printed).strip("\n").replace(f"{ROOT}{os.sep}", "").replace(str(Path.home()), "~"), None
 
 
 def environment() -> dict[str, str]:

@@ -45,7 +45,9 @@ def main() -> None:
 
     show_log(True)
     folder = check_output("--output", arguments.output)
-    with scratch_run(resolved, "ladder", model__dropout=0.0, model__attention_dropout=0.0, train__compile=False) as run:
+    changes = {"model__dropout": 0.0, "model__attention_dropout": 0.0, "train__compile": False}
+    # without segments: the naive rungs read whole sequences
+    with scratch_run(resolved, "ladder", **changes, batch__segment_length=None) as run:
         if run.accelerator.num_processes > 1:
             raise UserError("ladder.py measures one process; start it with python, not accelerate launch.")
         if run.config.train.mixed_precision == "fp16":

@@ -119,6 +119,7 @@ def test_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, run_script, ma
         "schedule__warmup_steps": 4,
         "model__dropout": 0.1,
         "batch__micro_batch_size": 4,
+        "batch__segment_length": 16,
         "train__compile": "false",
     }
     arguments = tiny_run(**options)
