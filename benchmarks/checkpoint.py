@@ -6,10 +6,13 @@
 Uses the models, optimizers and averages of two configs, with full optimizer state and no data. A save is the blocking
 one at the end of a run: files, hashes, fsync, rename, and the deletion of the checkpoint before. (saving.py measures
 the cost of a background save.) A load is that of train.resume, which checks the hashes first. torch.save writes model
-and optimizer to one file. "torch.save" deletes its last file first, which frees the memory that the next one takes, and
-a kill leaves nothing. "replaced" keeps it until the next one is on disk, as hfgolf does. Both sides load into model and
-optimizer. "its hashes" is the SHA-256 of the checkpoint's files alone. Repetitions are interleaved in one process, and
-ratios are medians over pairs. Loaded files were just written, so they come from the page cache, not the disk.
+and optimizer to one file. "torch.save" deletes its last file first, and a kill leaves nothing. "replaced" keeps it until
+the next one is on disk, as hfgolf does. Both sides load into model and optimizer. "its hashes" is the SHA-256 of the
+checkpoint's files alone. Repetitions are interleaved in one process, and ratios are medians over pairs. Loaded files
+were just written, so they come from the page cache, not the disk.
+
+A virtual machine may return free memory to its host after seconds, and whoever writes next waits for it: up to 1.3 s a
+gigabyte on ours. So before each call, a scratch file of the same size is written and deleted.
 """
 
 from __future__ import annotations
@@ -102,6 +105,14 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
         if ema is not None:
             ema.load_state_dict(content["ema"])
 
+    def free_memory() -> None:
+        """Write a file of the same size and delete it: the page cache then takes memory that was just in use."""
+        scratch = folder / "scratch"
+        with scratch.open("wb") as file:
+            for _ in range(plain.stat().st_size // 2**24 + 1):
+                file.write(bytes(2**24))
+        scratch.unlink()
+
     def hashes() -> None:
         for path in newest_first(folder / "checkpoints")[0].iterdir():
             with path.open("rb") as file:
@@ -119,6 +130,8 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repetition in range(repetitions + 1):
         for name, call in calls.items():
+            if plain.exists():
+                free_memory()
             took = timed(call, accelerator.device.type == "cuda")
             if repetition:  # the first one is the warmup
                 seconds[name].append(took)

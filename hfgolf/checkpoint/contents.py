@@ -29,7 +29,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -68,7 +68,7 @@ from hfgolf.checkpoint.store import (
     replace_link,
     step_folder,
 )
-from hfgolf.durable import HashedFile, sync_tree
+from hfgolf.durable import HashedFile, sync, sync_tree
 from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -274,9 +274,12 @@ class Checkpointer:
         contents |= self.supporting_files | json_files
 
         def write(folder: Path) -> dict[str, Any]:
-            with ThreadPoolExecutor(thread_name_prefix="checkpoint") as threads:  # its end waits for all of them
+            with ThreadPoolExecutor(thread_name_prefix="checkpoint") as threads:
                 written = {name: threads.submit(write_file, folder / name, what) for name, what in contents.items()}
-            return {name: future.result() for name, future in written.items()}
+                synced = {name: threads.submit(_sync, file, folder / name) for name, file in written.items()}
+                wait(written.values())
+                self._tensors_released.set()
+            return {name: entry.result() for name, entry in synced.items()}
 
         return write
 
@@ -324,7 +327,6 @@ class Checkpointer:
             if not self._is_sharded:
                 begin_checkpoint(self.folder, step)
             listed = write(partial)
-            self._tensors_released.set()
             before_commit()
             checkpoint = commit_checkpoint(partial, step, self.accelerator.num_processes, listed)
             if is_best:
@@ -354,6 +356,13 @@ def write_file(path: Path, content: Any) -> dict[str, Any]:
             with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # for this thread only
                 torch.save(content, file)  # type: ignore[arg-type]  # it needs only `write` and `flush`
     return file.entry()
+
+
+def _sync(written: Future[dict[str, Any]], path: Path) -> dict[str, Any]:
+    """Force a file to disk once it is written, while others are still written and hashed; return its entry."""
+    entry = written.result()
+    sync(path)
+    return entry
 
 
 def first_of_ranks(answer: str | None) -> str | None:

@@ -279,7 +279,8 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert names(tmp_path) == ["best", "latest", "step-000002", "step-000005", "step-1000000"]
 
 
-def test_failed_commit_deletes_nothing(run, tiny_run, monkeypatch, caplog):
+@pytest.mark.parametrize("where", [contents, durable])  # while other files are written; when all are
+def test_failed_commit_deletes_nothing(run, tiny_run, monkeypatch, caplog, where):
     """Whichever disk operation fails, nothing is deleted before the new checkpoint is complete."""
     real_sync, seen = durable.sync, {}
 
@@ -298,7 +299,7 @@ def test_failed_commit_deletes_nothing(run, tiny_run, monkeypatch, caplog):
         real_save(run_)
         look(run_)
 
-    monkeypatch.setattr(durable, "sync", failing)
+    monkeypatch.setattr(where, "sync", failing)
     monkeypatch.setattr(loop, "save", save)
     with caplog.at_level(logging.INFO, "hfgolf"):
         run(tiny_run(train__save_every_steps=2, train__eval_every_steps=99, train__keep_last=1))
