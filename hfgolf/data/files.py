@@ -80,9 +80,12 @@ def stdlib_files() -> list[SourceFile]:
 def named_files(data: DataConfig) -> list[SourceFile]:
     """Return the files of data.files and data.val_files. Raises UserError like `match_files`."""
     val_files = match_files(data, "val_files", "val")
-    val_paths = {file.path.resolve() for file in val_files}
-    # A file in both is only for validation: `files: data/*.txt, val_files: data/val.txt` must not train on val.txt
-    files = [file for file in match_files(data, "files", None) if file.path.resolve() not in val_paths]
+    files = match_files(data, "files", None)
+    if val_files:
+        # A file in both is only for validation: `files: data/*.txt, val_files: data/val.txt` must not train on val.txt
+        val_paths = set(_real_paths(file.path for file in val_files).values())
+        real_paths = _real_paths(file.path for file in files)
+        files = [file for file in files if real_paths[file.path] not in val_paths]
     return files + val_files
 
 
@@ -99,8 +102,9 @@ def match_files(data: DataConfig, field: str, split: str | None) -> list[SourceF
         else:
             urls.update({Path(os.path.abspath(path)): "" for path in _match(pattern, key, data)})
     # a link keeps its own name, whose ending says what it is: the Hub's cache links to files named by their hashes
-    paths = {path.resolve(): path for path in reversed(urls)}
-    unique = [path for path in urls if paths[path.resolve()] == path]
+    resolved = _real_paths(urls)
+    paths = {resolved[path]: path for path in reversed(urls)}
+    unique = [path for path in urls if paths[resolved[path]] == path]
     local = [path.parent for path in unique if not urls[path]]
     root = os.path.commonpath(local) if local else ""
     names = {path: redact(urls[path]) if urls[path] else path.relative_to(root).as_posix() for path in unique}
@@ -111,6 +115,15 @@ def match_files(data: DataConfig, field: str, split: str | None) -> list[SourceF
         if data.source == "files":
             require_text(file, key)
     return files
+
+
+def _real_paths(paths: Iterable[Path]) -> dict[Path, str]:
+    """Resolve the links in absolute paths. Like Path.resolve, but it looks at the way to each folder only once."""
+    real_path = cache(os.path.realpath)
+    return {
+        path: real_path(path) if path.is_symlink() else os.path.join(real_path(path.parent), path.name)
+        for path in paths
+    }
 
 
 def require_paths(data: DataConfig) -> None:
