@@ -98,10 +98,9 @@ def _cut(text: str, start: int) -> int:
     return end
 
 
-def sample_evenly(pieces: Dataset, max_bytes: int) -> Dataset:
-    """Return every n-th piece, with the smallest n that keeps the text within about `max_bytes`."""
-    stride = -(-num_text_bytes(pieces) // max_bytes)
-    return pieces if stride == 1 else pieces.select(range(0, len(pieces), stride))
+def evenly_sampled(pieces: Dataset, max_bytes: int) -> range:
+    """Return the indices of every n-th piece, with the smallest n that keeps the text within about `max_bytes`."""
+    return range(0, len(pieces), -(-num_text_bytes(pieces) // max_bytes))
 
 
 def num_text_bytes(pieces: Dataset) -> int:

@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerFast
 from hfgolf.data.case_operators import has_case_operators
 from hfgolf.data.chat import encoded_conversations, sample_texts
 from hfgolf.data.corpus import SPLITS, Corpus
-from hfgolf.data.pieces import ROWS_PER_BATCH, num_text_bytes, sample_evenly, texts
+from hfgolf.data.pieces import ROWS_PER_BATCH, evenly_sampled, num_text_bytes, texts
 from hfgolf.data.ready_ids import encoded_rows, find_other_encoding
-from hfgolf.data.token_stream import StreamPart, pieces_path, write_arrow
+from hfgolf.data.token_stream import StreamPart, open_stream, pieces_path, write_arrow
 from hfgolf.data.tokenizer import Encoded, Encoder, build_encoder, decode_texts, find_tokenizer_loss
 from hfgolf.errors import UserError
 
@@ -64,12 +64,11 @@ def write_streams(
         for split in SPLITS:
             write_stream(split, encoded_conversations(corpus, split, tokenizer, scratch), len(tokenizer), folder)
         sample = sample_texts(corpus, scratch)
-    else:
-        for split in SPLITS:
-            write_stream(split, _encode(split, pieces()[split], tokenizer, encode), len(tokenizer), folder)
-        val = pieces()["val"]
-        sample = list(texts(sample_evenly(val, _ROUND_TRIP_BYTES))) if len(val) else []
-    return find_tokenizer_loss(tokenizer, sample, encode(sample)) if sample else None
+        return find_tokenizer_loss(tokenizer, sample, encode(sample)) if sample else None
+    for split in SPLITS:
+        write_stream(split, _encode(split, pieces()[split], tokenizer, encode), len(tokenizer), folder)
+    val = pieces()["val"]
+    return find_tokenizer_loss(tokenizer, *_read_back(val, folder / "val.arrow")) if len(val) else None
 
 
 def write_stream(split: str, parts: Iterable[StreamPart], vocab_size: int, folder: Path) -> None:
@@ -127,6 +126,16 @@ def _encode(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, enc
         yield StreamPart(ids, num_tokens + is_start, num_bytes.astype(np.uint32))
         progress.add(int(num_bytes.sum()))
     progress.end()
+
+
+def _read_back(pieces: Dataset, path: Path) -> tuple[list[str], Encoded]:
+    """Return evenly sampled pieces and their ids, which are read from the stream at `path`."""
+    stream, rows = open_stream(path, is_in_memory=True), evenly_sampled(pieces, _ROUND_TRIP_BYTES)
+    sample = pieces.select(rows)
+    ends = np.cumsum(stream.piece_tokens, dtype=np.int64)[rows]
+    num_ids = stream.piece_tokens[rows] - np.array(sample["is_start"][:])  # end-of-text starts a document
+    ids = [stream.tokens[end - count : end] for end, count in zip(ends, num_ids, strict=True)]
+    return list(texts(sample)), (np.concatenate(ids), num_ids.tolist())
 
 
 def encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, Encoded]]:

@@ -33,7 +33,7 @@ from hfgolf.data.case_operators import OPERATORS, add_case_operators, has_case_o
 from hfgolf.data.chat import CHAT_TOKENS, add_chat_template
 from hfgolf.data.hub_cache import is_cached_only
 from hfgolf.data.manifest import read_manifest, write_manifest
-from hfgolf.data.pieces import num_text_bytes, sample_evenly, texts
+from hfgolf.data.pieces import evenly_sampled, num_text_bytes, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
 from hfgolf.durable import find_damage, replace_folder
 from hfgolf.errors import UserError
@@ -356,7 +356,7 @@ def _train_bpe(pieces: Dataset, config: TokenizerConfig, is_chat: bool) -> Token
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    sample = sample_evenly(pieces, vocab_size * TRAINING_SAMPLE_BYTES_PER_ENTRY)
+    sample = pieces.select(evenly_sampled(pieces, vocab_size * TRAINING_SAMPLE_BYTES_PER_ENTRY))
     started_at = time.perf_counter()
     tokenizer.train_from_iterator(texts(sample), trainer)
     seconds = time.perf_counter() - started_at

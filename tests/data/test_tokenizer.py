@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf.config import TokenizerConfig
 from hfgolf.data import tokenizer as tokenizer_module
-from hfgolf.data.pieces import num_text_bytes, sample_evenly
+from hfgolf.data.pieces import evenly_sampled, num_text_bytes
 from hfgolf.data.tokenizer import END_OF_TEXT, build_encoder, build_tokenizer, tokenizer_sha256
 from hfgolf.errors import UserError
 
@@ -129,10 +129,11 @@ def test_vocabulary_too_large_for_the_corpus_names_the_limit(tmp_path):
 
 def test_sample_is_evenly_spaced_and_within_its_cap():
     pieces = Dataset.from_dict({"text": [str(number % 10) * 100 for number in range(1000)]})
-    sample = sample_evenly(pieces, 10_000)
+    sample = pieces.select(evenly_sampled(pieces, 10_000))
     assert 5_000 < num_text_bytes(sample) <= 10_000
-    assert sample[0]["text"] == pieces[0]["text"] and len(set(sample_evenly(pieces, 30_000)["text"][:])) >= 5
-    assert len(sample_evenly(pieces, 100_000)) == 1000
+    assert sample[0]["text"] == pieces[0]["text"]
+    assert len(set(pieces.select(evenly_sampled(pieces, 30_000))["text"][:])) >= 5
+    assert evenly_sampled(pieces, 100_000) == range(1000)
 
 
 def test_pretrained_tokenizer_is_used_unchanged(tmp_path):
