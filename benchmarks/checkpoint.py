@@ -6,10 +6,10 @@
 Uses the models, optimizers and averages of two configs, with full optimizer state and no data. A save is the blocking
 one at the end of a run: files, hashes, fsync, rename, and the deletion of the checkpoint before. (saving.py measures
 the cost of a background save.) A load is that of train.resume, which checks the hashes first. torch.save writes model
-and optimizer to one file. "torch.save" deletes its last file first, and a kill leaves nothing. "replaced" keeps it until
-the next one is on disk, as hfgolf does. Both sides load into model and optimizer. "its hashes" is the SHA-256 of the
-checkpoint's files alone. Repetitions are interleaved in one process, and ratios are medians over pairs. Loaded files
-were just written, so they come from the page cache, not the disk.
+and optimizer to one file. "torch.save" deletes its last file first, and a kill leaves nothing. "replaced" keeps it
+until the next one is on disk, as hfgolf does. Both sides load into model and optimizer. "its hashes" is the SHA-256 of
+the checkpoint's files alone. Repetitions are interleaved in one process, and ratios are medians over pairs. Loaded
+files were just written, so they come from the page cache, not the disk.
 
 A virtual machine may return free memory to its host after seconds, and whoever writes next waits for it: up to 1.3 s a
 gigabyte on ours. So before each call, a scratch file of the same size is written and deleted.
