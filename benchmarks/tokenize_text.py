@@ -20,8 +20,9 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,39 +36,33 @@ TEXTS = ("python", "torch")
 BARE = ("encode_batch", "encode_batch_fast")
 
 
-class Bare:
-    """One call of `tokenizers` on all the text in memory, in the pieces that hfgolf cuts it into."""
+@cache
+def bare_input(text: str, folder: Path, tokenizer: TokenizerConfig) -> tuple[list[str], str]:
+    """Return a text in the pieces that hfgolf cuts it into, and the serialized tokenizer. Each process reads once."""
+    from hfgolf.data.corpus import load_corpus
+    from hfgolf.data.tokenizer import find_tokenizer
 
-    def __init__(self, way: str, text: str, folder: Path, tokenizer: TokenizerConfig) -> None:
-        from hfgolf.data.corpus import load_corpus
-        from hfgolf.data.tokenizer import find_tokenizer
-
-        data = data_config(text, folder / way)
-        pieces = load_corpus(data).write_pieces(folder / way / "pieces")
-        self.texts = [text for split in pieces.values() for text in split["text"][:]]
-        found = find_tokenizer(tokenizer, {}, folder)
-        assert found is not None
-        self.way, self.serialized = way, found.backend_tokenizer.to_str()
-
-    def seconds(self) -> dict[str, float]:
-        from tokenizers import Tokenizer
-
-        encode = getattr(Tokenizer.from_str(self.serialized), self.way)
-        return {self.way: timed(lambda: encode(self.texts, add_special_tokens=False))}
+    own = Path(tempfile.mkdtemp(dir=folder))
+    pieces = load_corpus(data_config(text, own)).write_pieces(own / "pieces")
+    found = find_tokenizer(tokenizer, {}, own)
+    assert found is not None
+    return [text for split in pieces.values() for text in split["text"][:]], found.backend_tokenizer.to_str()
 
 
-class Hfgolf:
-    """From files to the token cache, and a second start, which finds it."""
+def time_bare(way: str, *what: Any) -> dict[str, float]:
+    from tokenizers import Tokenizer
 
-    def __init__(self, way: str, text: str, folder: Path, tokenizer: TokenizerConfig) -> None:
-        self.text, self.folder, self.tokenizer = text, folder, tokenizer
+    texts, serialized = bare_input(*what)
+    encode = getattr(Tokenizer.from_str(serialized), way)
+    return {way: timed(lambda: encode(texts, add_special_tokens=False))}
 
-    def seconds(self) -> dict[str, float]:
-        from hfgolf.data.token_cache import load_tokens
 
-        with tempfile.TemporaryDirectory(dir=self.folder) as empty:
-            start = partial(load_tokens, data_config(self.text, Path(empty)), self.tokenizer)
-            return {way: timed(start) for way in ("hfgolf", "hfgolf, cached")}
+def time_hfgolf(text: str, folder: Path, tokenizer: TokenizerConfig) -> dict[str, float]:
+    from hfgolf.data.token_cache import load_tokens
+
+    with tempfile.TemporaryDirectory(dir=folder) as empty:
+        start = partial(load_tokens, data_config(text, Path(empty)), tokenizer)
+        return {way: timed(start) for way in ("hfgolf", "hfgolf, cached")}
 
 
 def data_config(text: str, cache: Path) -> DataConfig:
@@ -85,13 +80,6 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - started_at
 
 
-def serve(pipe: Connection, way: str, *arguments: Any) -> None:
-    """Answer each request with the seconds of one call; the body of a process."""
-    side = (Bare if way in BARE else Hfgolf)(way, *arguments)
-    while pipe.recv():
-        pipe.send(side.seconds())
-
-
 def measure(name: str, text: str, folder: Path, repetitions: int) -> dict[str, Any]:
     """Return the seconds of each way of encoding, and the size of the text."""
     from hfgolf.data.token_cache import load_tokens
@@ -102,21 +90,16 @@ def measure(name: str, text: str, folder: Path, repetitions: int) -> dict[str, A
         trained.tokenizer.save_pretrained(folder / name)
         config = TokenizerConfig(kind="pretrained", name_or_path=str(folder / name))
     tokens = load_tokens(data_config(text, folder / "cache"), config)
-    spawn = multiprocessing.get_context("spawn")
-    pipes = []
-    for way in (*BARE, "hfgolf"):
-        ours, theirs = spawn.Pipe()
-        spawn.Process(target=serve, args=(theirs, way, text, folder, config), daemon=True).start()
-        pipes.append(ours)
+    calls: list[Callable[..., dict[str, float]]] = [*(partial(time_bare, way) for way in BARE), time_hfgolf]
     seconds: dict[str, list[float]] = defaultdict(list)
-    for repetition in range(repetitions + 1):
-        for pipe in pipes:
-            pipe.send(True)
-            for way, took in pipe.recv().items():
-                if repetition:  # the first one is the warmup
-                    seconds[way].append(took)
-    for pipe in pipes:
-        pipe.send(False)
+    with ExitStack() as stack:
+        spawn = multiprocessing.get_context("spawn")
+        processes = [stack.enter_context(ProcessPoolExecutor(1, spawn)) for _ in calls]
+        for repetition in range(repetitions + 1):
+            for process, call in zip(processes, calls, strict=True):
+                for way, took in process.submit(call, text, folder, config).result().items():
+                    if repetition:  # the first one is the warmup
+                        seconds[way].append(took)
     return {
         "tokenizer": name,
         "text": text,
