@@ -130,7 +130,7 @@ def _encode(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, enc
 
 def _read_back(pieces: Dataset, path: Path) -> tuple[list[str], Encoded]:
     """Return evenly sampled pieces and their ids, which are read from the stream at `path`."""
-    stream, rows = open_stream(path, is_in_memory=True), evenly_sampled(pieces, _ROUND_TRIP_BYTES)
+    stream, rows = open_stream(path), evenly_sampled(pieces, _ROUND_TRIP_BYTES)
     sample = pieces.select(rows)
     ends = np.cumsum(stream.piece_tokens, dtype=np.int64)[rows]
     num_ids = stream.piece_tokens[rows] - np.array(sample["is_start"][:])  # end-of-text starts a document
