@@ -115,7 +115,9 @@ def _train_and_tell(resolved: ResolvedConfig, answers: Any, fault: Callable[[Pat
         there.extend([valid_steps(run.folder.checkpoints), [row["step"] for row in rows(run.folder.path)]])
         mend.pop()()
 
-    loop.train_step = before_step({5: lambda run: mend.append(fault(run.folder.path)), 9: after})
+    # at step 8, because the save of step 6 must fail before the disk works again, however slow the disk is
+    actions = {5: lambda run: mend.append(fault(run.folder.path)), 8: lambda run: run.checkpoints.wait(), 9: after}
+    loop.train_step = before_step(actions)
     loop.train(resolved)
     answers.send((said, *there))
 
