@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--axes", nargs="+", choices=(*AXES, "processes", "corpus"), help="only these")
     parser.add_argument("--points", type=int, help="only the first points of each axis")
     parser.add_argument(
-        "--gigabytes", nargs="+", type=float, default=[0.01, 0.1, 1.0], help="sizes of the corpus (0.01 0.1 1)"
+        "--gigabytes", nargs="+", type=float, default=[0.01, 0.1, 1.0, 10.0], help="sizes of the corpus (0.01 to 10)"
     )
     parser.add_argument("--picture", type=Path, help="PNG of the growth")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help=argparse.SUPPRESS)
