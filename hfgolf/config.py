@@ -508,6 +508,9 @@ class OptimConfig:
     """Polynomial for Muon's orthogonalization."""
     newton_schulz_steps: int = 5
     """Newton-Schulz iterations per Muon update."""
+    muon_every_steps: int = 1
+    """Update each matrix in every so many steps, by so many times the learning rate: Muon takes less time per step.
+    The matrices take turns, and their momentum follows every gradient."""
     newton_schulz_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of the Newton-Schulz products; auto: bf16 if the hardware is fast at it, else fp32."""
     update_scale: Literal["original", "match_rms_adamw"] = "original"
@@ -543,6 +546,7 @@ class OptimConfig:
         steps = self.newton_schulz_steps
         maximum = 5 if self.newton_schulz_coefficients == "polar_express" else 20
         _require("optim.newton_schulz_steps", steps, 1 <= steps <= maximum, f"1 to {maximum}")
+        _require_positive("optim", self, "muon_every_steps")
         if self.state_dtype == "bf16":
             for name, largest in (("momentum", self.momentum), ("betas", max(self.betas))):
                 _require(f"optim.{name}", largest, largest <= 0.98, "at most 0.98 with optim.state_dtype bf16")

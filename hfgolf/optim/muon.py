@@ -6,6 +6,7 @@ the learning rate changes during a run (schedule.py): it reads plain numbers fro
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,16 @@ from hfgolf.hardware import fast_product_dtype
 from hfgolf.optim.matrices import Split, bucket_by_shape, matrix_views
 from hfgolf.optim.orthogonalize import MIN_NORM, newton_schulz_polynomials, orthogonalize
 from hfgolf.optim.shards import full_tensor, is_sharded, local_shards, shard_like
-from hfgolf.optim.state import Group, State, matched_state, new_state, num_outputs, placed_state, state_dtype
+from hfgolf.optim.state import (
+    STATE_NAMES,
+    Group,
+    State,
+    matched_state,
+    new_state,
+    num_outputs,
+    placed_state,
+    state_dtype,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -75,6 +85,9 @@ class Muon(torch.optim.Optimizer):
             than bf16 can represent.
         cautious_weight_decay: decay only the entries that the step moves toward 0, under every rule (Chen et al.,
             arXiv 2510.12402). Takes a temporary copy of the group's parameters.
+        muon_every_steps: update each matrix in every so many steps, by so many times the learning rate, and let its
+            momentum follow every gradient. The matrices take turns, by their order in the group, so that each step
+            updates about the same number of elements.
         process_group: ranks that hold the same parameters and gradients, as under DDP. Each rank orthogonalizes its
             share of the matrices, and then all ranks exchange the results, so every rank must call step(). Momentum is
             identical on all ranks. With sharded DTensors, as under FSDP2, the state is sharded like the parameters,
@@ -99,6 +112,7 @@ class Muon(torch.optim.Optimizer):
         newton_schulz_steps: int = 5,
         newton_schulz_coefficients: str = "polar_express",
         newton_schulz_dtype: str = "auto",
+        muon_every_steps: int = 1,
         update_scale: str = "original",
         row_equilibration: bool = False,
         normuon_beta2: float | None = None,
@@ -120,6 +134,8 @@ class Muon(torch.optim.Optimizer):
                 "newton_schulz_steps": newton_schulz_steps,
                 "newton_schulz_coefficients": newton_schulz_coefficients,
                 "newton_schulz_dtype": newton_schulz_dtype,
+                "muon_every_steps": muon_every_steps,
+                "step": 0,
                 "update_scale": update_scale,
                 "row_equilibration": row_equilibration,
                 "normuon_beta2": normuon_beta2,
@@ -138,12 +154,14 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[-1]
         if group["state_dtype"] not in ("fp32", "bf16"):
             raise ValueError(f"state_dtype is {group['state_dtype']!r}; it must be fp32 or bf16")
-        if group["rule"] not in RULES:
-            raise ValueError(f"rule is {group['rule']!r}; it must be one of {', '.join(RULES)}")
+        if group["rule"] not in STATE_NAMES:
+            raise ValueError(f"rule is {group['rule']!r}; it must be one of {', '.join(STATE_NAMES)}")
         if group["rule"] == "muon":
             newton_schulz_polynomials(group["newton_schulz_coefficients"], group["newton_schulz_steps"])
             update_scale(group["update_scale"], 1, 1)
             _product_dtype(group, torch.device("cpu"))
+            if group["muon_every_steps"] < 1:
+                raise ValueError(f"muon_every_steps is {group['muon_every_steps']}; it must be at least 1")
             for param, split in zip(group["params"], _splits(group), strict=True):
                 if param.ndim < 2 or (group["in_out"] and param.ndim > 2):
                     raise ValueError(f"muon needs matrices, but one parameter has shape {tuple(param.shape)}")
@@ -162,8 +180,12 @@ class Muon(torch.optim.Optimizer):
         self.create_state()
         for group in self.param_groups:
             present = [i for i, param in enumerate(group["params"]) if param.grad is not None]
-            if present:
-                self._update(group, present)
+            every = group["muon_every_steps"] if group["rule"] == "muon" else 1
+            due = _due(group["params"], group["step"], every)
+            resting = {**group, "rule": "momentum", "weight_decay": 0.0}
+            self._update(resting, [i for i in present if i not in due])
+            self._update({**group, "lr": every * group["lr"]}, [i for i in present if i in due])
+            group["step"] += 1
         return loss
 
     def create_state(self) -> None:
@@ -178,6 +200,8 @@ class Muon(torch.optim.Optimizer):
                     self.state[param] = new_state(group, param)
 
     def _update(self, group: Group, present: list[int]) -> None:
+        if not present:
+            return
         params = [group["params"][i] for i in present]
         grads = [param.grad for param in params]
         states, splits = [self.state[param] for param in params], [_splits(group)[i] for i in present]
@@ -224,6 +248,14 @@ class Muon(torch.optim.Optimizer):
                     self.state[param] = placed_state(group, param, state)
 
 
+def _due(params: list[Tensor], step: int, every: int) -> set[int]:
+    """Return which parameters a step updates if each is updated in every so many steps, in turn."""
+    sizes = [param.numel() for param in params]
+    ends = itertools.accumulate(sizes)
+    middles = [end - size / 2 for end, size in zip(ends, sizes, strict=True)]
+    return {i for i, middle in enumerate(middles) if every * middle // sum(sizes) == step % every}
+
+
 def _portions(
     group: Group, params: list[Tensor], grads: list[Tensor], states: list[State], splits: list[Split]
 ) -> list[list[Piece]]:
@@ -267,6 +299,12 @@ def _decay_cautiously(params: list[Tensor], before: list[Tensor], rate: float) -
     torch._foreach_addcmul_(params, before, mask, value=-rate)
 
 
+def _momentum(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, *_: object) -> None:
+    """Let the momentum of Muon follow the gradients, and change no weight."""
+    buffers = local_shards(state["momentum_buffer"] for state in states)
+    torch._foreach_lerp_(buffers, local_shards(grads), 1 - group["momentum"])
+
+
 def _muon(
     params: list[Tensor],
     grads: list[Tensor],
@@ -275,10 +313,9 @@ def _muon(
     splits: list[Split],
     process_group: ProcessGroup | None,
 ) -> None:
-    momentum = group["momentum"]
+    _momentum(params, grads, states, group)
     buffers = [state["momentum_buffer"] for state in states]
     mean_squares = [] if group["normuon_beta2"] is None else [state["row_mean_square"] for state in states]
-    torch._foreach_lerp_(local_shards(buffers), local_shards(grads), 1 - momentum)
     if group["weight_decay"]:
         torch._foreach_mul_(local_shards(params), 1 - group["lr"] * group["weight_decay"])
     if not any(is_sharded(param) for param in params):
@@ -287,7 +324,7 @@ def _muon(
         return
 
     if group["nesterov"]:
-        buffers = [torch.lerp(grad, buffer, momentum) for grad, buffer in zip(grads, buffers, strict=True)]
+        buffers = [torch.lerp(grad, buffer, group["momentum"]) for grad, buffer in zip(grads, buffers, strict=True)]
     directions = [full_tensor(buffer) for buffer in buffers]
     updates = [torch.zeros_like(direction) for direction in directions]
     full_mean_squares = [full_tensor(mean_square) for mean_square in mean_squares]
@@ -405,7 +442,7 @@ def _sgd(params: list[Tensor], grads: list[Tensor], states: list[State], group: 
     )
 
 
-RULES: dict[str, Callable[..., None]] = {"muon": _muon, "adamw": _adamw, "sgd": _sgd}
+RULES: dict[str, Callable[..., None]] = {"muon": _muon, "adamw": _adamw, "sgd": _sgd, "momentum": _momentum}
 
 
 def _splits(group: Group) -> list[Split]:

@@ -107,13 +107,14 @@ def apply_schedule(
     schedule: ScheduleConfig,
     scale: float = 1.0,
 ) -> None:
-    """Set each group's learning rate and weight decay, and Muon's momentum, for the update after `step` updates.
+    """Set each group's step, learning rate and weight decay, and Muon's momentum, for the update after `step` updates.
 
     scale: an extra factor on the learning rates.
     """
     learning_rate = learning_rate_multiplier(step, total_steps, schedule) * scale
     weight_decay = weight_decay_multiplier(step, total_steps, schedule)
     for group in optimizer.param_groups:
+        group["step"] = step
         group["lr"] = group["initial_lr"] * learning_rate
         group["weight_decay"] = group["initial_weight_decay"] * weight_decay
         if group["rule"] == "muon":

@@ -1,5 +1,7 @@
 """The optimizer compared with torch's Muon, AdamW and SGD, with arithmetic by hand, and under a gradient scaler."""
 
+import copy
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -364,6 +366,55 @@ def test_one_optimizer_applies_all_rules():
     torch.testing.assert_close(params, alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("options", [{}, {**ALL_OPTIONS, "state_dtype": "bf16"}, {"cautious_weight_decay": True}])
+def test_matrices_take_turns(every, options):
+    """In its turn, a matrix changes as in a step at so many times the rate; momentum follows every gradient."""
+    settings = {"weight_decay": 0.1, "newton_schulz_dtype": "fp32", **options}
+    params = parameters()
+    optimizer = Muon(params, lr=0.02, muon_every_steps=every, **settings)
+    alone = [parameters(shapes=SHAPES)[i] for i in range(len(SHAPES))]
+    oracles = [Muon([param], lr=0.0, **settings) for param in alone]
+    updates = [0] * len(params)
+    for step in range(2 * every):
+        before = [param.detach().clone() for param in params]
+        step_with_gradients(optimizer, params, step)
+        for i, (param, old, own, oracle) in enumerate(zip(params, before, alone, oracles, strict=True)):
+            is_due = not torch.equal(param, old)
+            updates[i] += is_due
+            own.grad = param.grad
+            oracle.param_groups[0]["lr"] = every * 0.02 if is_due else 0.0
+            if "normuon_beta2" not in options:  # its averages move only in a matrix's turn
+                oracle.step()
+                torch.testing.assert_close(param, own)
+                torch.testing.assert_close(optimizer.state[param], oracle.state[own])
+    assert updates == [2] * len(params)
+
+
+def test_each_turn_has_its_share_of_the_elements():
+    params = parameters(shapes=[(96, 32), (32, 32), (128, 32), (32, 128)] * 6)
+    for every in (1, 2, 4):
+        parts = [muon_module._due(params, step, every) for step in range(every)]
+        assert sorted(i for part in parts for i in part) == list(range(len(params)))
+        sizes = [sum(params[i].numel() for i in part) for part in parts]
+        assert max(sizes) - min(sizes) <= 2 * 128 * 32
+
+
+def test_turns_continue_after_a_load():
+    params, resumed = parameters(), parameters()
+    optimizer = Muon(params, muon_every_steps=3)
+    for step in range(4):
+        step_with_gradients(optimizer, params, step)
+    with torch.no_grad():
+        torch._foreach_copy_(resumed, params)
+    loaded = Muon(resumed, muon_every_steps=3)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # else they share the momentum
+    for step in range(4, 8):
+        step_with_gradients(optimizer, params, step)
+        step_with_gradients(loaded, resumed, step)
+        assert all(torch.equal(one, other) for one, other in zip(params, resumed, strict=True))
+
+
 @pytest.mark.parametrize("rule", ["muon", "adamw", "sgd"])
 def test_parameters_without_gradient_do_not_change_but_have_state(rule):
     params = parameters()
@@ -468,6 +519,7 @@ def test_gradient_scaler_unscales_once_and_skips_overflow(rule):
         ({"newton_schulz_coefficients": "cubic"}, "cubic"),
         ({"update_scale": "none"}, "update_scale"),
         ({"newton_schulz_dtype": "fp8"}, "newton_schulz_dtype"),
+        ({"muon_every_steps": 0}, "muon_every_steps"),
         ({"splits": [(6, 6)], "in_out": True}, "add up to the 4 outputs"),
         ({"params": [torch.nn.Parameter(torch.ones(3, 2, 2))], "in_out": True}, "shape"),
     ],
