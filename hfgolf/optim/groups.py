@@ -24,16 +24,8 @@ if TYPE_CHECKING:
 # The keys of the config's section optim that are arguments of Muon.
 _SETTINGS = (
     *("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_coefficients", "newton_schulz_dtype"),
-    *(
-        "muon_every_steps",
-        "update_scale",
-        "row_equilibration",
-        "normuon_beta2",
-        "cautious_weight_decay",
-        "betas",
-        "eps",
-        "state_dtype",
-    ),
+    *("update_scale", "row_equilibration", "normuon_beta2", "cautious_weight_decay", "betas", "eps", "state_dtype"),
+    "muon_every_steps",
 )
 KINDS = ("matrix", "embedding", "head", "vector")
 PATTERNS = (

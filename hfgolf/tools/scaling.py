@@ -200,7 +200,7 @@ def optimizer_work(config: RunConfig, model: PreTrainedModel, gpus: int, update_
     """Count what one update takes on each of so many GPUs, as Muon divides it. model: on the meta device.
 
     update_bytes: per element of an update as Newton-Schulz leaves it. Options of Muon that are off by default (NorMuon,
-    row equilibration, cautious decay) are not counted.
+    row equilibration, cautious decay, muon_every_steps) are not counted.
     """
     optim, flops, own_bytes, gathered, num_bytes = config.optim, 0, 0.0, 0, 0.0
     for group in parameter_groups(model.named_parameters(), optim, **layout(model)):

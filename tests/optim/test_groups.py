@@ -145,6 +145,7 @@ def test_config_reaches_the_groups():
         nesterov=False,
         betas=(0.8, 0.97),
         eps=1e-10,
+        muon_every_steps=2,
         newton_schulz_steps=4,
         newton_schulz_coefficients="classic",
         newton_schulz_dtype="fp32",
@@ -157,7 +158,7 @@ def test_config_reaches_the_groups():
     optimizer = build_optimizer(named_parameters().items(), optim, FUSED)
     for group in optimizer.param_groups:
         keys = {field.name for field in fields(optim)} & group.keys() - {"weight_decay"}  # of matrices only
-        assert len(keys) == 12
+        assert len(keys) == 13
         for key in keys:
             assert group[key] == getattr(optim, key) != getattr(OptimConfig(), key)
 
