@@ -536,7 +536,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         rates = ("learning_rate", "adamw_learning_rate", "embedding_learning_rate", "vector_learning_rate")
-        _require_positive("optim", self, *rates, "eps")
+        _require_positive("optim", self, *rates, "eps", "muon_every_steps")
         decays = ("weight_decay", "embedding_weight_decay", "vector_weight_decay")
         _require_not_negative("optim", self, *decays, "momentum_warmup_steps")
         for name in ("momentum", "momentum_start", "momentum_end"):
@@ -546,7 +546,6 @@ class OptimConfig:
         steps = self.newton_schulz_steps
         maximum = 5 if self.newton_schulz_coefficients == "polar_express" else 20
         _require("optim.newton_schulz_steps", steps, 1 <= steps <= maximum, f"1 to {maximum}")
-        _require_positive("optim", self, "muon_every_steps")
         if self.state_dtype == "bf16":
             for name, largest in (("momentum", self.momentum), ("betas", max(self.betas))):
                 _require(f"optim.{name}", largest, largest <= 0.98, "at most 0.98 with optim.state_dtype bf16")

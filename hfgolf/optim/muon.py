@@ -181,7 +181,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             present = [i for i, param in enumerate(group["params"]) if param.grad is not None]
             every = group["muon_every_steps"] if group["rule"] == "muon" else 1
-            due = _due(group["params"], group["step"], every)
+            due = _due(group["params"], group["step"], every) if every > 1 else set(present)
             resting = {**group, "rule": "momentum", "weight_decay": 0.0}
             self._update(resting, [i for i in present if i not in due])
             self._update({**group, "lr": every * group["lr"]}, [i for i in present if i in due])
