@@ -6,7 +6,6 @@ the learning rate changes during a run (schedule.py): it reads plain numbers fro
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -86,8 +85,8 @@ class Muon(torch.optim.Optimizer):
         cautious_weight_decay: decay only the entries that the step moves toward 0, under every rule (Chen et al.,
             arXiv 2510.12402). Takes a temporary copy of the group's parameters.
         muon_every_steps: update each matrix in every so many steps, by so many times the learning rate, and let its
-            momentum follow every gradient. The matrices take turns, by their order in the group, so that each step
-            updates about the same number of elements.
+            momentum follow every gradient. The matrices take turns: in order, each goes to the turn with the fewest
+            elements, so that steps take about the same time, and each updates some matrices of almost every block.
         process_group: ranks that hold the same parameters and gradients, as under DDP. Each rank orthogonalizes its
             share of the matrices, and then all ranks exchange the results, so every rank must call step(). Momentum is
             identical on all ranks. With sharded DTensors, as under FSDP2, the state is sharded like the parameters,
@@ -250,10 +249,14 @@ class Muon(torch.optim.Optimizer):
 
 def _due(params: list[Tensor], step: int, every: int) -> set[int]:
     """Return which parameters a step updates if each is updated in every so many steps, in turn."""
-    sizes = [param.numel() for param in params]
-    ends = itertools.accumulate(sizes)
-    middles = [end - size / 2 for end, size in zip(ends, sizes, strict=True)]
-    return {i for i, middle in enumerate(middles) if every * middle // sum(sizes) == step % every}
+    updated = [0] * every  # elements in each turn
+    due = set()
+    for i, param in enumerate(params):
+        turn = updated.index(min(updated))
+        updated[turn] += param.numel()
+        if turn == step % every:
+            due.add(i)
+    return due
 
 
 def _portions(

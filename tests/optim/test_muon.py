@@ -400,7 +400,7 @@ def test_each_turn_has_its_share_of_the_elements():
         parts = [muon_module._due(params, step, every) for step in range(every)]
         assert sorted(i for part in parts for i in part) == list(range(len(params)))
         sizes = [sum(params[i].numel() for i in part) for part in parts]
-        assert max(sizes) - min(sizes) <= 2 * 128 * 32
+        assert max(sizes) - min(sizes) <= 128 * 32
 
 
 def test_turns_continue_after_a_load():
