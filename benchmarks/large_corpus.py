@@ -1,6 +1,6 @@
 """Speed and memory of building the token cache of a text too large for memory. Linux only.
 
-    python benchmarks/large_corpus.py --gigabytes 2 --output benchmarks/results/large_corpus_cpu.json
+    python benchmarks/large_corpus.py --gigabytes 2        (growth.py measures several sizes)
 
 The text is one document of random lines, with a fixed seed, from the standard library of the running Python. A separate
 process trains a BPE tokenizer on a sample of it and tokenizes it. Memory is the peak of that process: "own" is what it

@@ -116,7 +116,6 @@ PARTS: dict[str, dict[str, Part]] = {
         ),
         "kept_memory": Part("benchmarks/kept_memory.py", (), ONCE),
         "ladder": LADDER,
-        "large_corpus": Part("benchmarks/large_corpus.py", (), ("--gigabytes", "0.01", "--vocab_size", "300")),
         "memory_prediction": _memory(),
         "profile_characters": _profile(*SMALL, *CHARACTERS, compiled=True),
         "profile_small": _profile(*SMALL, compiled=False),

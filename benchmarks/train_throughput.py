@@ -58,10 +58,8 @@ class Arm:
     optimizer: str = "adamw"
     is_gpt2: bool = True
     """Whether the model is GPT-2, like Trainer's."""
-    checkpoints: bool = False
-    """Whether to use gradient checkpointing."""
-    saves_memory: bool = False
-    """Whether to set train.low_memory."""
+    options: dict[str, str] = field(default_factory=dict)
+    """More of hfgolf's settings."""
     inductor: dict[str, bool] = field(default_factory=dict)
     """Compiler settings, by their names in torch._inductor.config."""
     uses_tf32: bool = False
@@ -76,16 +74,18 @@ ARMS = {
     "hfgolf_bf16": Arm("hfgolf", is_compiled=False),
     "hfgolf_bf16_compiled": Arm("hfgolf"),
     "hfgolf_muon": Arm("hfgolf", optimizer="muon"),
+    "hfgolf_muon_every_2": Arm("hfgolf", optimizer="muon", options={"optim.muon_every_steps": "2"}),
     "hfgolf_own_block": Arm("hfgolf", is_gpt2=False),
     "hfgolf_own_block_muon": Arm("hfgolf", optimizer="muon", is_gpt2=False),
-    "hfgolf_checkpointing": Arm("hfgolf", checkpoints=True),
-    "hfgolf_low_memory": Arm("hfgolf", saves_memory=True),
+    "hfgolf_checkpointing": Arm("hfgolf", options={"model.gradient_checkpointing": "true"}),
+    "hfgolf_low_memory": Arm("hfgolf", options={"train.low_memory": "true"}),
     "hfgolf_tf32": Arm("hfgolf", "no", is_compiled=False, uses_tf32=True, only_on_gpu=True),
     "hfgolf_max_autotune": Arm("hfgolf", inductor={"max_autotune": True}, only_on_gpu=True),
     "hfgolf_cuda_graphs": Arm("hfgolf", inductor={"triton.cudagraphs": True}, only_on_gpu=True),
     "litgpt": Arm("litgpt", is_gpt2=False),
 }
-LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_low_memory")
+LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_muon_every_2")
+LARGE_ON_CPU += ("hfgolf_low_memory",)
 LARGEST_ON_CPU = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_low_memory")
 WITH_TRAINER = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_own_block_muon", "litgpt")
 SETTINGS = ("hfgolf_fp32", *(name for name, arm in ARMS.items() if arm.only_on_gpu), "hfgolf_bf16")
@@ -236,17 +236,13 @@ def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
         "optim.name": arm.optimizer,
         "optim.weight_decay": WEIGHT_DECAY,
     }
-    if arm.checkpoints:
-        options["model.gradient_checkpointing"] = "true"
-    if arm.saves_memory:
-        options["train.low_memory"] = "true"
     if shape.tokenizer == "bpe":
         options["tokenizer.vocab_size"] = shape.vocabulary
     if arm.optimizer == "adamw":
         options["optim.learning_rate"] = LEARNING_RATE
     if arm.is_gpt2:
         options |= {f"model.{key}": value for key, value in GPT2_BLOCK.items()}
-    return [f"--{key}={value}" for key, value in options.items()]
+    return [f"--{key}={value}" for key, value in (options | arm.options).items()]
 
 
 def train_hfgolf(job: Job, turns: Turns) -> None:
