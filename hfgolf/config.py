@@ -510,7 +510,8 @@ class OptimConfig:
     """Newton-Schulz iterations per Muon update."""
     muon_every_steps: int = 1
     """Update each matrix in every so many steps, by so many times the learning rate: Muon takes less time per step.
-    The matrices take turns, and their momentum follows every gradient."""
+    The matrices take turns, and their momentum follows every gradient. In as many steps, 2 ends about 0.006 nats per
+    token higher; in as many minutes, it can end lower."""
     newton_schulz_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of the Newton-Schulz products; auto: bf16 if the hardware is fast at it, else fp32."""
     update_scale: Literal["original", "match_rms_adamw"] = "original"

@@ -144,7 +144,7 @@ def what_bounds(profile: Profile, kinds: dict[str, float], mfu: float, is_compil
     if shares["optimizer"] > OPTIMIZER_HEAVY:
         return (
             f"The optimizer takes {shares['optimizer']:.0%} of the step (above {OPTIMIZER_HEAVY:.0%}): try a larger"
-            " batch.tokens_per_step."
+            " batch.tokens_per_step, or with Muon optim.muon_every_steps 2."
         )
     if kinds["head and loss"] > HEAD_HEAVY:
         return (
