@@ -71,16 +71,22 @@ def test_saved_model_does_not_mention_causal_blocks(build_golf, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "length", "expected"),
+    ("device", "precision", "length", "has_amx", "dropout", "expected"),
     [
-        ("cpu", "bf16", 1024, True),
-        ("cpu", "bf16", 1025, False),
-        ("cpu", "no", 256, False),
-        ("cuda", "bf16", 256, False),
+        ("cpu", "bf16", 1024, False, 0.0, True),
+        ("cpu", "bf16", 1025, False, 0.0, False),
+        ("cpu", "bf16", 512, True, 0.0, True),
+        ("cpu", "bf16", 513, True, 0.0, False),
+        ("cpu", "bf16", 1024, True, 0.1, True),
+        ("cpu", "no", 256, False, 0.0, False),
+        ("cuda", "bf16", 256, False, 0.0, False),
     ],
 )
-def test_causal_blocks_are_chosen_for_bf16_on_a_cpu(build_golf, device, precision, length, expected):
-    golf = build_golf()
+def test_causal_blocks_are_chosen_where_they_are_faster(
+    build_golf, monkeypatch, device, precision, length, has_amx, dropout, expected
+):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    golf = build_golf(attention_dropout=dropout)
     causal_blocks.choose_attention(golf, torch.device(device), precision, length)
     assert (golf.config._attn_implementation == causal_blocks.NAME) is expected
 
