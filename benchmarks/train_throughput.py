@@ -84,9 +84,8 @@ ARMS = {
     "hfgolf_cuda_graphs": Arm("hfgolf", inductor={"triton.cudagraphs": True}, only_on_gpu=True),
     "litgpt": Arm("litgpt", is_gpt2=False),
 }
-LARGE_ON_CPU = ("trainer_bf16", "trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_muon_every_2")
-LARGE_ON_CPU += ("hfgolf_low_memory",)
 LARGEST_ON_CPU = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_low_memory")
+LARGE_ON_CPU = ("trainer_bf16", *LARGEST_ON_CPU, "hfgolf_muon", "hfgolf_muon_every_2")
 WITH_TRAINER = ("trainer_bf16_compiled", "hfgolf_bf16_compiled", "hfgolf_muon", "hfgolf_own_block_muon", "litgpt")
 SETTINGS = ("hfgolf_fp32", *(name for name, arm in ARMS.items() if arm.only_on_gpu), "hfgolf_bf16")
 SETTINGS += ("hfgolf_bf16_compiled", "hfgolf_checkpointing")
