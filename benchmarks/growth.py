@@ -159,8 +159,9 @@ def measure_corpora(gigabytes: list[float]) -> list[dict[str, Any]]:
             figures = large_corpus.measure(size, 4096, Path(folder))
         megabytes, seconds = figures["text_bytes"] / 1e6, figures["build_seconds"]
         own, again = figures["peak_own_bytes"], figures["cached_seconds"]
-        row = {"value": f"{1e3 * size:,.0f}", "number": megabytes, "seconds": seconds, "bytes": own}
-        rows.append(row | {"cached_seconds": again})
+        row = {"value": f"{1e3 * size:,.0f}", "number": megabytes, "seconds": seconds}
+        row |= {"bytes": own, "cached_seconds": again}
+        rows.append(row)
         text = f"{row['value']:>15}{seconds:>11,.1f} s {megabytes / seconds:>9.1f}{own / 1e6:>9,.0f} MB{again:>9.2f} s"
         print(text, flush=True)
     return rows

@@ -34,7 +34,7 @@ def choose_attention(model: PreTrainedModel, device: torch.device, precision: st
     """
     if model.config.model_type != GolfConfig.model_type or device.type != "cpu" or precision != "bf16":
         return
-    # SDPA has no flash kernel with dropout
+    # with dropout, SDPA has no flash kernel
     has_fast_sdpa = torch.cpu._is_amx_tile_supported() and not model.config.attention_dropout
     if sequence_length <= (MAX_SEQUENCE_LENGTH_WITH_AMX if has_fast_sdpa else MAX_SEQUENCE_LENGTH):
         model.set_attn_implementation(NAME)
