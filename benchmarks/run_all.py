@@ -181,7 +181,7 @@ def measure(name: str, device: str, seconds: float | None = None, is_tiny: bool 
     if part.written:
         measured = json.loads((output / part.written).read_text())
         metadata = measured["metadata"]
-        metadata.pop("environment", None)  # contains folders of this machine
+        metadata.pop("environment", None)  # full of this machine's folders
         versions = {"torch": metadata["packages"]["torch"], "hfgolf": metadata["commit"]}
         measured |= {"hardware": metadata["hardware"], "versions": versions}
     elif output.is_file():
@@ -190,12 +190,18 @@ def measure(name: str, device: str, seconds: float | None = None, is_tiny: bool 
         measured = dict(here())
     if (measured_commit := commit()) is not None:
         measured |= {"versions": measured["versions"] | {"hfgolf": measured_commit}}
-    result.write_text(json.dumps(measured | {"measured_with": identity(part), "printed": printed}, indent=1) + "\n")
+    kept = json.dumps(measured | {"measured_with": identity(part), "printed": printed}, indent=1)
+    result.write_text(without_folders(kept) + "\n")
     return None
 
 
+def without_folders(text: str) -> str:
+    """Return a text with paths relative to the checkout and the home folder, not paths of this machine."""
+    return text.replace(f"{ROOT}{os.sep}", "").replace(str(Path.home()), "~")
+
+
 def show(arguments: list[str], log: Path, seconds: float | None) -> tuple[str, str | None]:
-    """Run Python and show its standard output. Return it without paths of this machine, and an error or None.
+    """Run Python and show its standard output. Return it, and an error or None.
 
     log: gets standard output and errors. After `seconds`, the process ends, and all that it started.
     """
@@ -233,7 +239,7 @@ def show(arguments: list[str], log: Path, seconds: float | None) -> tuple[str, s
     if process.returncode:
         last = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-15:])
         return "", f"exit status {process.returncode}, {log.relative_to(ROOT)} ends with:\n{last}"
-    return "".join(printed).strip("\n").replace(f"{ROOT}{os.sep}", "").replace(str(Path.home()), "~"), None
+    return "".join(printed).strip("\n"), None
 
 
 def environment() -> dict[str, str]:
