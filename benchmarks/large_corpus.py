@@ -5,8 +5,9 @@
 The text is one document of random lines, with a fixed seed, from the standard library of the running Python. A separate
 process trains a BPE tokenizer on a sample of it and tokenizes it. Memory is the peak of that process: "own" is what it
 allocated (RssAnon, sampled ten times per second), which must not grow with the text. "with files" also counts pages of
-mapped files (VmHWM), which the system can reclaim. Text and cache are in the temporary folder (TMPDIR), which needs 4
-times the size of the text, and are deleted at the end.
+mapped files (VmHWM), which the system can reclaim. The text is left alone for a moment first, because the hash of a
+file that was just written is not kept, and the second start would read it again. Text and cache are in the temporary
+folder (TMPDIR), which needs 4 times the size of the text, and are deleted at the end.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from machine import build_parser, write
+
+from hfgolf.data.file_hashes import SETTLED_SECONDS
 
 _LINES_AT_ONCE = 100_000
 
@@ -67,6 +70,7 @@ def measure(gigabytes: float, vocab_size: int, folder: Path) -> dict[str, Any]:
     """Return the figures of the build, in bytes and seconds."""
     text, cache = folder / "text.txt", folder / "cache"
     write_text(text, int(gigabytes * 1e9))
+    time.sleep(SETTLED_SECONDS)
     command = [sys.executable, __file__, "--child", str(text), str(cache), "--vocab_size", str(vocab_size)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         own, with_files = 0, 0

@@ -91,8 +91,8 @@ def table(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, 
     lines.append(
         f"{'the step':<24}{step['precision']:<11}{'':>10}{gigaflops:>10,.1f}{peak:>10,.1f}{gigaflops / peak:>9.0%}"
     )
-    if any(row["reached"] > 1 and row["bound_by"] == "memory" for row in rows):
-        lines.append("memory-bound and above 100 %: the operands stay in the caches, which they may not in a real step")
+    if any(row["reached"] > 1 for row in rows):
+        lines.append("above 100 %: the operands stay in the caches, which they may not in a step or a large product")
     return "\n".join(lines)
 
 

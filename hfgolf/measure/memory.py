@@ -60,9 +60,9 @@ USABLE_SHARE = 0.8
 #   glibc 2.36 took 786 MB of heap with posix_memalign and 548 MB with malloc.
 # - No setting fixes it for free: with mmap for blocks from 2 MB up, the peak is 633 MB, but each step page-faults
 #   0.9 GB.
-# - Accuracy: over the ten runs of benchmarks/memory_prediction.py (5 M to 124 M parameters, fp32 and bf16), predictions
-#   with these constants were 0.85 to 1.29 times the measured peak, eight of them within 15 %. The share varied from 0.1
-#   to 1.2. Other versions of glibc were not measured.
+# - Accuracy: over the ten runs of benchmarks/memory_prediction.py (5 M to 124 M parameters, fp32 and bf16) on three
+#   machines, predictions with these constants were 0.85 to 1.29 times the measured peak, at least seven of ten within
+#   15 %. The share varied from 0.1 to 1.2. Other versions of glibc were not measured.
 FRAGMENTED_BYTES, FRAGMENTED_SHARE = 150_000_000, 0.6
 
 

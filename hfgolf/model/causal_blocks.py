@@ -2,7 +2,7 @@
 
 One batched matmul multiplies each block of queries by the keys up to the end of that block. Nearly half of the scores
 are never computed, and a block's scores stay in the cache. On two cores with AVX512-BF16 it is 1.9 to 3.4 times as fast
-as torch's flash kernel, and with AMX 1.3 to 2.5 times, up to 512 tokens (benchmarks/cpu_kernels.py). Importing this
+as torch's flash kernel, and with AMX 1.3 to 2.9 times, up to 512 tokens (benchmarks/cpu_kernels.py). Importing this
 file registers it with transformers as attn_implementation "causal_blocks".
 
 Shapes: B batch, T time, H heads, K key-value heads, D head size.
@@ -24,7 +24,7 @@ from .layers_golf import apply_dropout
 NAME = "causal_blocks"
 QUERIES_PER_BLOCK = 128
 MAX_SEQUENCE_LENGTH = 1024  # the block loop is unrolled: beyond this, the speedup falls and compile time rises
-MAX_SEQUENCE_LENGTH_WITH_AMX = 512  # torch's flash kernel uses AMX: 1.5 times as fast at 1,024, uncompiled
+MAX_SEQUENCE_LENGTH_WITH_AMX = 512  # torch's flash kernel uses AMX: 1.1 to 1.5 times as fast at 1,024
 
 
 def choose_attention(model: PreTrainedModel, device: torch.device, precision: str | None, sequence_length: int) -> None:
