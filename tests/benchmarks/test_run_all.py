@@ -37,7 +37,7 @@ import json, os, sys
 os.makedirs(folder, exist_ok=True)
 print("made with", *options)
 metadata = {"hardware": {"device": "Slide rule"}, "packages": {"torch": "2.9"}, "commit": "abc"}
-open(f"{folder}/profile.json", "w").write(json.dumps({"mfu": 0.5, "metadata": metadata}))
+open(f"{folder}/profile.json", "w").write(json.dumps({"mfu": 0.5, "folder": folder, "metadata": metadata}))
 '''
 
 
@@ -100,6 +100,8 @@ def test_benchmarks_of_a_device_run_and_save_their_results(run_all, call, tmp_pa
     profile += "made with --train.max_steps=1 --output\n```\n"
     assert f"## CPU\n\n### cpu_kernels\n\n{kernels}\n### profile_tiny\n\n{profile}\n### saving\n" in page
     assert "## GPU" not in page and "broken" not in page
+    profiled = json.loads((tmp_path / "benchmarks" / "results" / "profile_tiny_cpu.json").read_text())
+    assert profiled["folder"] == "runs/benchmarks/profile_tiny_cpu"  # not where this machine has it
 
     assert "as fast as it is" in call("--device", "cuda", "--only", "saving")
     page = (tmp_path / "page.md").read_text()
