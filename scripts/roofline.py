@@ -92,7 +92,10 @@ def table(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, 
         f"{'the step':<24}{step['precision']:<11}{'':>10}{gigaflops:>10,.1f}{peak:>10,.1f}{gigaflops / peak:>9.0%}"
     )
     if any(row["reached"] > 1 for row in rows):
-        lines.append("above 100 %: the operands stay in the caches, which they may not in a step or a large product")
+        lines.append(
+            "above 100 %: the operands stay in the caches, which they may not in a real step, or the machine multiplies"
+            " this shape faster than the square matrices that measured the ceiling"
+        )
     return "\n".join(lines)
 
 

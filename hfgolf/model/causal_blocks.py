@@ -24,7 +24,7 @@ from .layers_golf import apply_dropout
 NAME = "causal_blocks"
 QUERIES_PER_BLOCK = 128
 MAX_SEQUENCE_LENGTH = 1024  # the block loop is unrolled: beyond this, the speedup falls and compile time rises
-MAX_SEQUENCE_LENGTH_WITH_AMX = 512  # torch's flash kernel uses AMX: 1.1 to 1.5 times as fast at 1,024
+MAX_SEQUENCE_LENGTH_WITH_AMX = 512  # torch's flash kernel uses AMX: 1.1 to 1.5 times as fast at 1,024, uncompiled
 
 
 def choose_attention(model: PreTrainedModel, device: torch.device, precision: str | None, sequence_length: int) -> None:
