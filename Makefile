@@ -2,6 +2,7 @@
 # make test-ecosystem: peft, trl, transformers serve, llama.cpp and lm-eval on exported models, datatrove, in a virtual
 #   environment of their own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
 # make test-versions [ARGS="--only oldest"]: the tests with each set of versions in constraints/, on its own Python
+# make test-newest: the quick tests of model, publish and train with the newest releases, and transformers' own tests
 # make docs: the site of the docs, in build/site/index.html; make docs-links: the links out of it
 # make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only roofline"
 # make wheels [WHEELS_PYTHON=3.12], then, on a machine without network that has torch: make offline bench-gpu
@@ -14,7 +15,7 @@ WHEELS_PYTHON ?= 3.12
 PYTEST := $(VENV)/bin/python -m pytest
 PARALLEL := --numprocesses logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup train test test-slow test-ecosystem test-versions test-gpu bench-cpu bench-gpu wheels offline check image docs docs-links
+.PHONY: setup train test test-slow test-ecosystem test-versions test-newest test-gpu bench-cpu bench-gpu wheels offline check image docs docs-links
 
 setup: $(VENV)/.ready
 
@@ -46,6 +47,10 @@ test-ecosystem: .venv-ecosystem/.ready
 
 test-versions:
 	$(PYTHON) tests/versions.py $(ARGS)
+
+test-newest:
+	$(PYTHON) tests/versions.py --only newest $(PARALLEL) tests/model tests/publish tests/train $(ARGS)
+	.venv-versions/newest/bin/python tests/transformers_common.py $(PARALLEL)
 
 $(VENV)/.ready-gpu: $(VENV)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,gpu]"

@@ -36,7 +36,9 @@ def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             options["stdout"].write("F\n=== 1 failed, 2 passed in 3.00s ===\n")
             return SimpleNamespace(returncode=module.ends_with)
         failed = "install" in words and "no_pip" in str(words)
-        return SimpleNamespace(returncode=int(failed), stdout="2.11.0 5.17.0 1.15.0 5.2.0 2.0.0", stderr="ERROR: none")
+        return SimpleNamespace(
+            returncode=int(failed), stdout="2.11.0 5.17.0 1.15.0 5.2.0 0.23.1 1.31.0 2.0.0", stderr="ERROR: none"
+        )
 
     module.ends_with = 0
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run}))
@@ -58,7 +60,7 @@ def test_table_says_what_was_run_and_why_not(versions, monkeypatch, capsys):
     no_pip, no_python, old = capsys.readouterr().out.splitlines()[-3:]
     assert no_pip.split(maxsplit=2) == ["no_pip", "3.11", "not run: ERROR: none"]
     assert no_python.split(maxsplit=2) == ["no_python", "3.99", "not run: no python3.99 on the path"]
-    assert old.split()[:7] == ["old", "3.11", "2.11.0", "5.17.0", "1.15.0", "5.2.0", "2.0.0"]
+    assert old.split()[:7] == ["old", "3.11", "2.11.0", "5.17.0", "1.15.0", "5.2.0", "0.23.1"]
     assert old.endswith("1 failed, 2 passed in 3.00s")
     (tests,) = (words for words in versions.calls if "pytest" in words)
     assert tests[-2:] == ["-k", "muon"]
@@ -82,3 +84,16 @@ def test_set_that_passed_is_skipped_until_the_code_changes(versions, tmp_path):
     old.write_text(old.read_text().replace("2.11", "2.12"))
     versions.run_set(old, ["-q"])
     assert len([words for words in versions.calls if "install" in words]) == 2
+
+
+def test_a_set_without_versions_is_resolved_and_run_each_time(versions, tmp_path):
+    newest = tmp_path / "constraints" / "new.txt"
+    newest.write_text("# Python 3.11: no versions\n")
+    versions.FOLDER.mkdir()
+    for time in (1, 2):
+        assert versions.run_set(newest, ["-q"])["passed"]
+        installs = [words for words in versions.calls if "install" in words]
+        assert len(installs) == time and {"--upgrade", "eager"} <= set(installs[-1])
+    assert not any("--clear" in words for words in versions.calls), "what is there already need not come again"
+    assert versions.run_set(tmp_path / "constraints" / "old.txt", ["-q"])["passed"]
+    assert "--upgrade" not in versions.calls[-3], versions.calls[-3]

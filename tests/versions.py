@@ -5,6 +5,9 @@
 Each file of constraints/ is a set of versions; its first line names its Python. It gets a virtual environment of its
 own in .venv-versions/, and its result next to it. A set whose tests passed is skipped until the code, the tests or the
 versions change. A set is not run if its Python is not installed, or pip cannot bring its versions.
+
+A set without versions, newest, is resolved anew each time, to what was released that day, and always run. pip reads
+PIP_CONSTRAINT and PIP_EXTRA_INDEX_URL, for a CPU build of torch.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".venv-versions"
 CODE = ("benchmarks", "configs", "hfgolf", "scripts", "tests")
-SHOWN = ("torch", "transformers", "accelerate", "datasets", "numpy")
+SHOWN = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "numpy")
 
 
 def run_set(constraints: Path, options: list[str]) -> dict[str, Any]:
@@ -31,8 +34,10 @@ def run_set(constraints: Path, options: list[str]) -> dict[str, Any]:
     assert python, f"the first line of {constraints} must name its Python"
     row = {"set": constraints.stem, "python": python[1], "code": digest(constraints, *options)}
     kept = FOLDER / f"{constraints.stem}.json"
-    if kept.exists() and (before := json.loads(kept.read_text()))["code"] == row["code"] and before["passed"]:
-        return before | {"said": f"{before['said']} (before)"}
+    if is_pinned(constraints) and kept.exists():
+        before = json.loads(kept.read_text())
+        if before["code"] == row["code"] and before["passed"]:
+            return before | {"said": f"{before['said']} (before)"}
     if not shutil.which(f"python{python[1]}"):
         return row | {"said": f"not run: no python{python[1]} on the path"}
     binaries = FOLDER / constraints.stem / "bin"
@@ -57,19 +62,23 @@ def install(constraints: Path, python: str, binaries: Path) -> str:
     """Make the virtual environment of a set, unless it is there. Return what went wrong, or an empty string."""
     wanted = digest(constraints)
     ready = binaries.parent / ".ready"
-    if ready.exists() and ready.read_text() == wanted:
+    if is_pinned(constraints) and ready.exists() and ready.read_text() == wanted:
         return ""
     pip = [binaries / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    for command in (
-        [python, "-m", "venv", "--clear", binaries.parent],
-        [*pip, "-c", constraints, "-e", ".[dev]"],
-    ):
+    make = [python, "-m", "venv", *["--clear"] * is_pinned(constraints), binaries.parent]
+    newest = [] if is_pinned(constraints) else ["--upgrade", "--upgrade-strategy", "eager"]
+    for command in (make, [*pip, *newest, "-c", constraints, "-e", ".[dev]"]):
         done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
             return (errors or done.stderr.splitlines() or [f"{command[0]} failed"])[-1]
     ready.write_text(wanted)
     return ""
+
+
+def is_pinned(constraints: Path) -> bool:
+    """Return whether a set names versions."""
+    return any(not line.startswith("#") for line in constraints.read_text().split("\n") if line)
 
 
 def digest(constraints: Path, *options: str) -> str:

@@ -122,7 +122,7 @@ class GolfConfig(PreTrainedConfig):
     """
 
     model_type = "golf"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # Trainer appends to a list
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]  # Trainer appends to a list
     _auto_class: ClassVar[str | None] = "AutoConfig"  # makes save_pretrained ship this file
 
     vocab_size: int = 4096

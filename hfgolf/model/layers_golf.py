@@ -192,7 +192,7 @@ class GolfAttention(nn.Module):
         query, key = query.to(value.dtype), key.to(value.dtype)
         own_value = value
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, cache_layer)
+            key, value = past_key_values.update(key, value, cache_layer, kwargs=kwargs)  # a paged cache changes them
         dropout = self.config.attention_dropout if self.training else 0.0
         output, weights = attend(
             self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs

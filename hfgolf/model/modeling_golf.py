@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_golf import GolfConfig
@@ -45,6 +48,15 @@ from .layers_golf import (
 )
 
 IGNORE_INDEX = -100
+# The KV cache in arguments and outputs: transformers 5.24 renamed past_key_values to cache.
+CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
+# What reaches attention kernels and paged caches through **kwargs, and what a classifier's loss or the recorder of
+# outputs reads on the way. attention_instances are vLLM's.
+PASSED_ON = {
+    *("cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "max_length_k", "max_length_q"),
+    *("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index"),
+    *("attention_instances", "num_items_in_batch", "output_attentions", "output_hidden_states"),
+}
 # Attention that is causal by itself. transformers knows, but 5.17 gives it a mask if compiled: no flash kernel then.
 NEED_NO_MASK = ("sdpa", "causal_blocks")
 # Logits per chunk of the loss. CPU: 64 MiB in fp32, the fastest size measured at V = 50,257. Accelerators: 256 MiB,
@@ -91,6 +103,11 @@ def _eager_attention(
     return (weights @ value).transpose(1, 2), weights
 
 
+def _takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward take its KV cache by the older name as well."""
+    return forward if CACHE == "past_key_values" else deprecate_kwarg("past_key_values", "5.40.0", CACHE)(forward)
+
+
 class GolfDecoderLayer(GradientCheckpointingLayer, GolfBlock):
     """A block that can recompute its activations in the backward pass."""
 
@@ -103,7 +120,7 @@ class GolfPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["GolfDecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -174,6 +191,7 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @_takes_cache
     @capture_outputs
     def forward(
         self,
@@ -183,16 +201,19 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return hidden states (B, T, C). The arguments are those of every transformers decoder.
 
         If position_ids is None, positions count only the tokens that attention_mask keeps, so left padding does not
-        shift them.
+        shift them. Since transformers 5.24, cache is the KV cache and past_key_values its old name; before, cache is a
+        paged cache, which the attention kernel updates.
 
         Raises:
-            ValueError: input_ids and inputs_embeds are both given or both missing, or there are more tokens than
-                learned positions.
+            TypeError: an argument is unknown.
+            ValueError: input_ids and inputs_embeds are both given or both missing; there are more tokens than learned
+                positions; or the model can't do what an argument asks for.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("GolfModel.forward needs exactly one of input_ids and inputs_embeds.")
@@ -201,28 +222,40 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
         config = self.config
         if use_cache is None:
             use_cache = config.use_cache and not self.training
+        cache, is_paged = _one_cache(past_key_values, cache)
+        self._require_known(kwargs, is_paged)
         if (switch := config.switch_that_reads_ids) is not None:
-            self._require_whole_rows(switch, input_ids, use_cache or past_key_values is not None)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=config)
-        if past_key_values is not None:
-            _add_cache_layers(past_key_values, len(layer_order(config)))
+            self._require_whole_rows(switch, input_ids, use_cache or cache is not None)
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if cache is not None:
+                raise ValueError("GolfModel: gradient checkpointing would write each key into the KV cache twice.")
+            use_cache = False
+        if is_paged and len(layer_order(config)) > config.num_hidden_layers:
+            raise ValueError("GolfModel: a paged cache has one layer for each layer of the model; a loop needs more.")
+        if use_cache and cache is None:
+            cache = DynamicCache(config=config)
+        if cache is not None and not is_paged:
+            _add_cache_layers(cache, len(layer_order(config)))
+        returned = {CACHE: cache}
+        if is_paged and CACHE != "cache":  # its kernels update a paged cache
+            kwargs["cache"], cache = cache, None
         # Pass the caller's position_ids, not the derived ones: under torch.compile, any position_ids make transformers
         # check for packed sequences and build a full mask. None becomes is_causal=True in SDPA.
         same_document = self._same_document(input_ids)
         causal_mask = None
-        given = (attention_mask, position_ids, past_key_values, same_document)
+        given = (attention_mask, position_ids, cache, same_document)
         if self.config._attn_implementation not in NEED_NO_MASK or any(each is not None for each in given):
             causal_mask = create_causal_mask(
                 config,
                 inputs_embeds,
                 attention_mask,
-                past_key_values,
+                cache,
                 position_ids=position_ids,
                 and_mask_function=same_document,
             )
-        past_tokens = 0 if past_key_values is None else past_key_values.get_seq_length()
-        self._require_learned_positions(past_tokens + inputs_embeds.shape[1])
+        past_tokens = 0 if cache is None or is_paged else cache.get_seq_length()
+        if not is_paged:  # that packs the tokens of several texts into one row
+            self._require_learned_positions(past_tokens + inputs_embeds.shape[1])
         if position_ids is None:
             position_ids = _derive_position_ids(inputs_embeds, attention_mask, past_tokens)
         hidden_states = self.run(
@@ -230,11 +263,11 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
             position_ids,
             input_ids,
             attention_mask=causal_mask,
-            past_key_values=past_key_values,
+            past_key_values=cache,
             attend=ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention),
             **kwargs,
         )
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **returned)
 
     def _same_document(self, input_ids: Tensor | None) -> Callable[..., Tensor] | None:
         """Return the mask that confines attention to a document, as transformers wants it; None if nothing does."""
@@ -242,6 +275,16 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
             return None
         documents = document_numbers(input_ids, self.config)
         return lambda batch, head, query, key: documents[batch, query] == documents[batch, key]
+
+    def _require_known(self, arguments: dict[str, Any], is_paged: bool) -> None:
+        """Refuse what would be ignored: a name from a newer transformers must not silently do nothing."""
+        unknown = sorted(key for key, value in arguments.items() if value is not None and key not in PASSED_ON)
+        if unknown:
+            raise TypeError(f"GolfModel.forward got arguments that it does not know: {', '.join(unknown)}.")
+        if arguments.get("is_causal") is False and not is_paged:  # a paged cache comes with a mask
+            raise ValueError(
+                "GolfModel: is_causal=False is not possible: the model was trained on earlier tokens only."
+            )
 
     def _require_whole_rows(self, switch: str, input_ids: Tensor | None, is_caching: bool) -> None:
         """Refuse what a switch cannot work with: it reads the ids of a token and of those before it."""
@@ -268,6 +311,14 @@ def _derive_position_ids(inputs_embeds: Tensor, attention_mask: Tensor | None, p
     if attention_mask is not None and attention_mask.ndim == 2:  # (B, past + T)
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
     return (torch.arange(T, device=inputs_embeds.device) + past_tokens)[None]
+
+
+def _one_cache(past_key_values: Any, cache: Any) -> tuple[Any, bool]:
+    """Return the KV cache that was given under either name, and whether it is paged."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError("GolfModel.forward needs at most one of cache and past_key_values.")
+    cache = past_key_values if cache is None else cache
+    return cache, not (cache is None or isinstance(cache, Cache))
 
 
 def _add_cache_layers(cache: Cache, count: int) -> None:
@@ -306,6 +357,7 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         rows, layers = self.config.fused_rows, range(self.config.num_hidden_layers)
         return {f"model.layers.{i}.self_attn.qkv_proj.weight": rows for i in layers}
 
+    @_takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -319,6 +371,7 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the loss, the logits (B, T, V), or both.
@@ -326,7 +379,8 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         Args:
             labels: (B, T) the same ids as input_ids; shifted here. -100 is ignored.
             num_items_in_batch: divisor of the summed loss. None: the number of targets that are not ignored.
-            logits_to_keep: compute only the last logits_to_keep logits (0: all), or those at the given time indices.
+            logits_to_keep: compute only the last logits_to_keep logits (0: all), or those at the given time indices:
+                (K,), or (B, K) of each row, or a bool mask (B, T), whose logits come as (number of True, V).
             return_logits: None: return them unless the model is training with labels. The training loss is computed
                 in chunks, so the logits of the whole batch never exist.
             shift_labels: (B, T) labels already shifted: the id after each position. -100 is ignored. Like in
@@ -342,9 +396,9 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=_one_cache(past_key_values, cache)[0],
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -369,14 +423,25 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=self._logits(hidden_states, logits_to_keep) if return_logits else None,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: outputs.get(CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
 
     def _logits(self, hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return cap_logits(self.lm_head(hidden_states[:, kept]), self.config)
+        if isinstance(logits_to_keep, int):
+            kept = hidden_states[:, -logits_to_keep:]
+        elif logits_to_keep.dtype == torch.bool:
+            kept = hidden_states[logits_to_keep]
+        elif logits_to_keep.ndim == 2:
+            kept = torch.take_along_dim(hidden_states, logits_to_keep[..., None], dim=1)
+        else:
+            kept = hidden_states[:, logits_to_keep]
+        return cap_logits(self.lm_head(kept), self.config)
+
+
+# Trainer shifts the labels of label smoothing, and pipelines take a model for text generation, by this table alone.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[GolfConfig.model_type] = GolfForCausalLM.__name__
 
 
 class GolfForSequenceClassification(GenericForSequenceClassification, GolfPreTrainedModel):

@@ -29,11 +29,13 @@ RESPONSE_TIMEOUT_SECONDS = 60  # huggingface_hub itself would wait forever
 PUSH_TIMEOUT_SECONDS = 300  # plus the time to upload the files at _SLOW_BYTES_PER_SECOND
 _SLOW_BYTES_PER_SECOND = 500_000
 
+_MODEL = Path(__file__).parents[1] / "model"
+_CODE = ("configuration_golf.py", "layers_golf.py", "modeling_golf.py")
 # The files that an export writes, for any tokenizer. Nothing else leaves the machine.
 _EXPORTED = (
     *("README.md", "loss.png", "config.json", "generation_config.json"),
     *("model*.safetensors", "model.safetensors.index.json"),
-    *("configuration_golf.py", "layers_golf.py", "modeling_golf.py", "causal_blocks.py"),
+    *_CODE,
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
 )
@@ -53,8 +55,14 @@ def push_folder(folder: Path, repo_id: str, private: bool, message: str, format:
     with tempfile.TemporaryDirectory() as scratch:
         outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
         files = files if outgoing == folder else exported_files(outgoing)
-        url = _upload(outgoing, files, repo_id, private, message)
+        url = _upload(outgoing, with_current_code(files), repo_id, private, message)
     return url if said is None else f"{url} as {said}"
+
+
+def with_current_code(files: list[Path]) -> list[Path]:
+    """Return the files to upload, with the modeling code of this installation: an old export's may be outdated."""
+    others = [path for path in files if path.suffix != ".py"]
+    return others if others == files else [*others, *(_MODEL / name for name in _CODE)]
 
 
 def _upload(folder: Path, files: list[Path], repo_id: str, private: bool, message: str) -> str:

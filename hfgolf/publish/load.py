@@ -6,6 +6,7 @@ Owns the trust policy: code stored next to the weights is never executed.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.find_model import find_model, models_here
 from hfgolf.wording import join_words, one_line
+
+logger = logging.getLogger(__name__)
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _MAX_LAYERS = 1000  # transformers builds all layers before it reads the weights; 10^9 would take hours
@@ -94,7 +97,19 @@ def load_model(name_or_path: str, key: str = "--model") -> Any:
     nonfinite = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if nonfinite:
         raise UserError(f"{key}: {nonfinite} of {name_or_path} has nonfinite values; export another checkpoint.")
+    _warn_of_old_code(Path(name_or_path))
     return model.eval()
+
+
+def _warn_of_old_code(folder: Path) -> None:
+    """Say that others, who load a folder with the code in it, get wrong text from it."""
+    code = folder / "modeling_golf.py"
+    if code.is_file() and b"CACHE = " not in code.read_bytes():
+        logger.warning(
+            "%s holds code of an older hfgolf. Here it works; loaded with trust_remote_code on transformers 5.24 or"
+            " newer, it writes wrong text. To renew it, export or push the model again.",
+            folder,
+        )
 
 
 def load_config(name_or_path: str, key: str = "--model") -> PreTrainedConfig:

@@ -1,8 +1,21 @@
-"""Generation: the cache, padding and positions must not change the text."""
+"""Generation: caches, padding and positions must not change the text, which is that of full passes by hand."""
+
+import inspect
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
+from hfgolf.model.causal_lm import checkpoint_layers
+from hfgolf.model.modeling_golf import CACHE, GolfForCausalLM, GolfModel
+
+WAYS = {
+    "without a cache": {"use_cache": False},
+    "dynamic": {},
+    "static": {"cache_implementation": "static", "disable_compile": True},  # compiling is slow, and transformers' job
+    "prompt in chunks": {"prefill_chunk_size": 5},
+    "guesses from the prompt": {"prompt_lookup_num_tokens": 3},
+}
 GOLF = ("loop", "loop_of_the_middle", "lanes", "value_embedding", "exclude_self_value", "head_gate", "golf_baseline")
 
 
@@ -12,10 +25,30 @@ def option(request, all_options):
     return all_options[request.param]
 
 
-def generate(golf, token_ids, **options):
+def generate(golf, token_ids, new_tokens=12, **options):
     # Pass the mask: generate() would otherwise treat prompt tokens with the pad token's id as padding.
     options = {"attention_mask": torch.ones_like(token_ids), "pad_token_id": 0, "eos_token_id": None, **options}
-    return golf.generate(token_ids, max_new_tokens=12, do_sample=False, **options)
+    return golf.generate(token_ids, max_new_tokens=new_tokens, do_sample=False, **options)
+
+
+@torch.no_grad()
+def greedy(golf, token_ids, new_tokens=12):
+    """The definition of greedy generation: full passes, without a cache or a mask."""
+    for _ in range(new_tokens):
+        following = golf(token_ids, use_cache=False).logits[:, -1:].argmax(dim=-1)
+        token_ids = torch.cat([token_ids, following], dim=1)
+    return token_ids
+
+
+@torch.no_grad()
+def best_beam(golf, row, beams, new_tokens=12):
+    """The definition of beam search where nothing ends a text: the `beams` likeliest after each token."""
+    texts, scores = row[None], torch.zeros(1)
+    for _ in range(new_tokens):
+        scored = scores[:, None] + golf(texts, use_cache=False).logits[:, -1].log_softmax(dim=-1)
+        scores, places = scored.flatten().topk(beams)
+        texts = torch.cat([texts[places // scored.shape[1]], (places % scored.shape[1])[:, None]], dim=1)
+    return texts[0]
 
 
 def left_padded(rows):
@@ -25,20 +58,37 @@ def left_padded(rows):
     return token_ids, mask
 
 
-def test_greedy_generation_is_the_same_with_and_without_a_cache(build_golf, option, token_ids):
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_generation_is_that_of_full_passes(build_golf, option, token_ids, way):
     golf = build_golf(**option)
-    without = generate(golf, token_ids, use_cache=False)
-    assert torch.equal(generate(golf, token_ids), without)
-    following = golf(without[:, :-1]).logits[:, 16:].argmax(dim=-1)  # the definition of greedy
-    assert torch.equal(following, without[:, 17:])
+    rows = token_ids[:1] if "guesses" in way else token_ids  # transformers guesses for one text at a time
+    assert torch.equal(generate(golf, rows, **WAYS[way]), greedy(golf, rows))
 
 
-@pytest.mark.parametrize("name", ["modern", "loop_of_the_middle"])
-def test_static_cache_generates_the_same(build_golf, all_options, token_ids, name):
+def test_an_assistant_model_does_not_change_the_text(build_golf, option, token_ids):
+    golf, row = build_golf(**option), token_ids[:1]
+    assistant = build_golf(num_hidden_layers=1)
+    assert torch.equal(generate(golf, row, assistant_model=assistant), greedy(golf, row))
+
+
+def test_beam_search_finds_the_text_of_full_passes(build_golf, option, token_ids):
+    golf = build_golf(**option)
+    found = generate(golf, token_ids, num_beams=3)
+    for row, text in zip(token_ids, found, strict=True):
+        assert torch.equal(text, best_beam(golf, row, 3))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "paged|eager"])
+@pytest.mark.parametrize("name", ["modern", "learned", "one_key_value_head", "head_gate", "exclude_self_value"])
+def test_paged_cache_generates_the_text_of_full_passes(build_golf, all_options, token_ids, name, attention):
     golf = build_golf(**all_options[name])
-    # disable_compile: compiling the decode step is transformers' job, and slow on a CPU
-    said = generate(golf, token_ids, cache_implementation="static", disable_compile=True)
-    assert torch.equal(said, generate(golf, token_ids))
+    prompts = [token_ids[0, :5], token_ids[1], token_ids[2, :3]]
+    expected = [greedy(golf, prompt[None], 9)[0, len(prompt) :].tolist() for prompt in prompts]
+    golf.set_attn_implementation(attention)
+    options = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)  # else it takes most of the memory
+    found = golf.generate_batch([each.tolist() for each in prompts], options, small)
+    assert [found[name].generated_tokens for name in sorted(found)] == expected
 
 
 def test_left_padded_batch_generates_what_each_prompt_does_alone(build_golf, option, token_ids):
@@ -47,7 +97,7 @@ def test_left_padded_batch_generates_what_each_prompt_does_alone(build_golf, opt
     padded, mask = left_padded(rows)
     together = generate(golf, padded, attention_mask=mask)
     for row, said in zip(rows, together, strict=True):
-        assert torch.equal(said[-12:], generate(golf, row[None])[0, -12:])
+        assert torch.equal(said[-12:], greedy(golf, row[None])[0, -12:])
 
 
 def test_positions_follow_the_attention_mask(build_golf, option, token_ids):
@@ -59,17 +109,74 @@ def test_positions_follow_the_attention_mask(build_golf, option, token_ids):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_prompt_in_pieces_gives_the_logits_of_the_whole(build_golf, option, token_ids):
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_prompt_in_pieces_gives_the_logits_of_the_whole(build_golf, option, token_ids, name):
     golf = build_golf(**option)
-    whole = golf(token_ids).logits
-    first = golf(token_ids[:, :6], use_cache=True)
-    second = golf(token_ids[:, 6:11], past_key_values=first.past_key_values)  # several queries, more keys
-    third = golf(token_ids[:, 11:], past_key_values=second.past_key_values)
-    pieces = torch.cat([first.logits, second.logits, third.logits], dim=1)
-    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
+    whole = golf(token_ids, use_cache=False).logits
+    cache, pieces = None, []
+    for start, end in ((0, 6), (6, 11), (11, None)):  # several queries, more keys
+        outputs = golf(token_ids[:, start:end], use_cache=True, **{name: cache})
+        cache = outputs[CACHE]
+        pieces.append(outputs.logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_generating_past_the_learned_positions_names_the_limit(build_golf, token_ids):
     golf = build_golf(position_embedding="learned", max_position_embeddings=20)
     with pytest.raises(ValueError, match="max_position_embeddings=20"):
         generate(golf, token_ids)
+
+
+@pytest.mark.parametrize("part", ["whole", "base"])
+@pytest.mark.parametrize("name", ["kv_cache", "past_keys", "token_type_ids", "attention_masks", "loss_weights"])
+def test_an_unknown_argument_is_refused(build_golf, token_ids, part, name):
+    golf = build_golf()
+    golf = golf if part == "whole" else golf.model
+    assert golf(token_ids, **{name: None}) is not None, "callers pass the defaults of arguments on"
+    with pytest.raises(TypeError, match=f"does not know: {name}"):
+        golf(token_ids, **{name: torch.ones_like(token_ids)})
+
+
+def test_every_argument_by_which_transformers_hands_over_a_cache_is_taken():
+    taken = set(inspect.signature(GolfForCausalLM.forward).parameters)
+    assert {CACHE, "past_key_values", "cache"} <= taken
+    assert taken - set(inspect.signature(GolfModel.forward).parameters) == {
+        "labels",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "return_logits",
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_arguments_that_it_cannot_follow_are_refused(build_golf, token_ids):
+    golf = build_golf()
+    filled = golf(token_ids, use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match="is_causal"):
+        golf(token_ids, is_causal=False)
+    checkpoint_layers(golf.train())
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        golf(token_ids, **{CACHE: filled})
+    assert getattr(golf(token_ids, use_cache=True), CACHE) is None
+    with pytest.raises(ValueError, match="one layer for each layer"):
+        build_golf(loop=[0, 1, 2])(token_ids, cache=object())
+    if CACHE == "past_key_values":
+        with pytest.raises(ValueError, match="at most one"):
+            golf(token_ids, cache=filled, past_key_values=DynamicCache())
+
+
+def test_logits_to_keep_takes_the_forms_of_transformers(build_golf, token_ids):
+    golf = build_golf(logit_soft_cap=5.0)
+    whole = golf(token_ids).logits
+    places = torch.tensor([[0, 3], [5, 1], [15, 15]])
+    mask = torch.zeros_like(token_ids, dtype=torch.bool)
+    mask[0, 2] = mask[2, 4:6] = True
+    for keep, expected in (
+        (0, whole),
+        (3, whole[:, -3:]),
+        (torch.tensor([1, 4]), whole[:, [1, 4]]),
+        (places, torch.stack([row[at] for row, at in zip(whole, places, strict=True)])),
+        (mask, whole[mask]),
+    ):
+        torch.testing.assert_close(golf(token_ids, logits_to_keep=keep).logits, expected)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
+from hfgolf.publish.hub import exported_files, with_current_code
 from hfgolf.publish.load import load_exported
 
 USE = """
@@ -102,6 +103,20 @@ def test_own_loader_matches_transformers(exported, recwarn, caplog):
     greedy = generate_text(loaded, loaded_tokenizer, "a", max_new_tokens=8, temperature=0)
     assert greedy == generate_text(model, tokenizer, "a", max_new_tokens=8, temperature=0)
     assert not recwarn.list and not caplog.records, "the generation config must not make greedy decoding warn"
+
+
+def test_old_code_in_a_folder_is_told_and_not_pushed(exported, caplog):
+    """Code of before transformers 5.24 writes wrong text there, also if its layers were not yet a file of their own."""
+    current = contents(exported)
+    (exported / "modeling_golf.py").write_text("# an older file")
+    (exported / "layers_golf.py").unlink()
+    load_exported(str(exported))
+    (record,) = caplog.records
+    assert (
+        record.getMessage().startswith(f"{exported} holds code of an older hfgolf") and "\n" not in record.getMessage()
+    )
+    pushed = with_current_code(exported_files(exported))
+    assert {path.name: path.read_bytes() for path in pushed} == current
 
 
 @pytest.mark.parametrize("model_type", ["golf", "gpt2", "stranger"])
