@@ -171,7 +171,10 @@ def test_make_installs_pinned_versions_and_passes_on_config_and_options():
 def test_hooks_and_hosted_ci_run_the_same_checks():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     assert [hook["entry"].removesuffix(" --force-exclude") for hook in hooks] == checks()
-    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    job, newest = workflow["jobs"]["checks"], workflow["jobs"]["newest"]
+    assert newest["steps"][-1]["run"] == "make test-newest" and "schedule" in newest["if"]
+    assert "schedule" in workflow[True], "YAML 1.1 reads the key `on` as true"
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
     (python,) = (step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
     assert f"on Python {python['python-version']}." in (ROOT / "constraints.txt").read_text().splitlines()[0]
