@@ -473,7 +473,8 @@ def _start(
 def _build_meter(config: RunConfig, model: PreTrainedModel, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:
     flops = training_flops_per_token(model, config.batch.sequence_length)
     peak = peak_flops(accelerator.device, str(config.train.mixed_precision)) * accelerator.num_processes
-    return Meter(accelerator.device, config.batch.tokens_per_step, flops / peak, stopwatch)
+    tokens_per_step, max_grad_norm = config.batch.tokens_per_step, config.train.max_grad_norm
+    return Meter(accelerator.device, tokens_per_step, flops / peak, stopwatch, max_grad_norm)
 
 
 def write_description(run: Run) -> None:

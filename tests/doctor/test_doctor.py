@@ -160,6 +160,8 @@ def test_blocks_shared_by_chance_are_not_blamed(epochs_per_step, is_found):
 def test_constant_clipping_is_found(norm, is_found):
     lines = log(range(1, 201), norm=lambda step: 0.9 if step % 12 == 0 else norm)
     assert symptoms(lines) == [("gradient constantly clipped", 100)] * is_found
+    assert symptoms([row | {"clipped_share": 0.9} for row in lines]) == symptoms(lines)
+    assert symptoms([row | {"clipped_share": 0.4} for row in lines]) == [], "the limit has been raised since"
     assert symptoms(lines, train__max_grad_norm=None) == []
     assert symptoms(lines, schedule__warmup_steps=160) == []
     assert symptoms(log(range(1, 201), norm=lambda step: 0.9 if step % 6 == 0 else norm)) == []

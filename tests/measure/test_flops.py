@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +116,27 @@ def test_mfu_uses_the_peak_of_all_processes(tiny_run, monkeypatch):
     meter = setup._build_meter(config, model, accelerator, Stopwatch())
     assert meter.flops_per_second_of_peak == pytest.approx(training_flops_per_token(model, 32) / 4e12)
     assert meter.tokens_per_step == 256
+
+
+@pytest.mark.parametrize(
+    ("limit", "norms", "share"),
+    [
+        (1.0, [0.5, 1.0, 1.5, math.nan, math.inf], 1 / 3),
+        (1.0, [2.0, 3.0], 1.0),
+        (1.0, [math.nan], None),
+        (None, [2.0], None),
+    ],
+)
+def test_row_has_the_share_of_clipped_steps(limit, norms, share):
+    """Steps without an update, whose norm is not finite, are not clipped; a norm at the limit stays as it is."""
+    meter = Meter(CPU, 1, 1.0, Stopwatch(), limit)
+    meter.stopwatch.switch("train")
+    for _ in range(2):  # the second row counts only its own steps
+        for norm in norms:
+            meter.add(StepResult(1.0, norm, None, torch.tensor(0)))
+        assert meter.row(lambda tensor, how: tensor)["clipped_share"] == share
+        meter.add(StepResult(1.0, 9.0, None, torch.tensor(0)))
+        meter.restart()
 
 
 def test_row_has_every_memory_figure(monkeypatch):
