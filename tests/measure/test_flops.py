@@ -99,13 +99,18 @@ def test_mfu_excludes_compiling_and_evaluating():
 
     stopwatch = Seconds()
     meter = Meter(CPU, tokens_per_step=1000, flops_per_second_of_peak=1e-3, stopwatch=stopwatch)
-    for _ in range(2):
-        meter.add(StepResult(1.0, 1.0, None, torch.tensor(0)))
+    for sample_hash in (1, -1):
+        meter.add(StepResult(1.0, 1.0, None, torch.tensor(sample_hash)))
     stopwatch.spent |= {"compile": 100.0, "evaluate": 50.0, "checkpoint": 25.0, "other": 12.0}
     stopwatch.spent |= {"data": 1.0, "train": 3.0}
     row = meter.row(lambda tensor, how: tensor)
     assert row["tokens_per_second"] == 2000 / 4
     assert row["mfu"] == pytest.approx(0.5)
+    assert row["sample_hashes"] == ["0" * 15 + "1", "f" * 16]
+    stopwatch.spent |= {"data": 1.5, "train": 4.5}
+    meter.add(StepResult(1.0, 1.0, None, torch.tensor(0)))
+    row = meter.row(lambda tensor, how: tensor)
+    assert (row["tokens_per_second"], row["data_seconds"], row["compute_seconds"]) == (500, 0.5, 1.5)
 
 
 def test_mfu_uses_the_peak_of_all_processes(tiny_run, monkeypatch):
