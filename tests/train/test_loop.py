@@ -159,6 +159,35 @@ def test_update_matches_sgd_by_hand(run, tiny_run, monkeypatch, options, clip):
     assert [row["learning_rate"] for row in rows(folder)] == pytest.approx([0.075, 0.15, 0.225])
 
 
+def test_a_step_without_a_finite_gradient_changes_nothing_and_others_move_the_average(
+    run, tiny_run, monkeypatch, spoil_gradients
+):
+    """Step 2 of 3 is spoiled. The average follows by hand, with its smaller decays at the start."""
+    spoil_gradients(lambda step: step == 1)
+    real_step, changed = loop.train_step, []
+
+    def kept(run_: Any) -> list[torch.Tensor]:
+        state = [value for of_parameter in run_.optimizer.optimizer.state.values() for value in of_parameter.values()]
+        tensors = [*run_.raw_model.parameters(), *state, *run_.ema.state_dict().values()]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    def watched_step(run_: Any, total_steps: float) -> Any:
+        before, averages = kept(run_), {name: value.clone() for name, value in run_.ema.state_dict().items()}
+        result = real_step(run_, total_steps)
+        changed.append(any(not torch.equal(old, new) for old, new in zip(before, kept(run_), strict=True)))
+        assert (result.nonfinite_parameter is None) == changed[-1]
+        if changed[-1]:
+            decay = min(0.9, (2 + run_.state.step) / (11 + run_.state.step))  # of the updates with this one
+            for name, parameter in run_.raw_model.named_parameters():
+                expected = decay * averages[name] + (1 - decay) * parameter.detach()
+                torch.testing.assert_close(run_.ema.state_dict()[name], expected, rtol=1e-5, atol=1e-6)
+        return result
+
+    monkeypatch.setattr(loop, "train_step", watched_step)
+    run(tiny_run(train__max_steps=3, optim__ema_decay=0.9))
+    assert changed == [True, False, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"model__gradient_checkpointing": "true"}, {"data__num_workers": 2}])
 def test_memory_and_speed_options_do_not_change_losses(run, tiny_run, options):
