@@ -14,21 +14,25 @@ import itertools
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfgolf.data.batches import block_starts, gather
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.token_stream import TokenStream, open_stream
 from hfgolf.errors import UserError
+from hfgolf.hardware import measured_peak_flops, synchronize
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.schedule import apply_schedule
@@ -43,6 +47,8 @@ Blocks = Callable[[np.ndarray], Tensor]
 # The largest allowed difference between the losses of two rungs, in nats per token: in fp32, and if one of them uses 16
 # bits. A step changes the loss by more than this, and a wrong batch by far more.
 TOLERANCES = {"no": 1e-3, "bf16": 5e-2}
+MIN_GAIN = 1.2  # of bf16 over fp32; below it, the ladder says why
+MAX_OTHERS_SHARE = 0.1  # of the cores, taken by other programs while the ladder climbed
 
 
 @dataclass
@@ -209,6 +215,10 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
         "compiled": "" if may_compile else "train.compile is false",
         "mixed precision": "" if precision != "no" else f"train.mixed_precision is no ({source})",
     }
+    if precision == "no" and source == "auto":
+        device = run.accelerator.device
+        gain = measured_peak_flops(device, torch.bfloat16, 512) / measured_peak_flops(device, torch.float32, 512)
+        skipped["mixed precision"] = f"bf16 products are {gain:.2f}x as fast as fp32 here ({bf16_instructions(device)})"
     if may_compile and not has_compiler(run.accelerator.device):
         skipped["compiled"] = "this device has no compiler"
     is_compiled = not skipped["compiled"]
@@ -276,6 +286,117 @@ def first_losses(rung: Rung, num_losses: int) -> list[float]:
             raise
         rung.step, rung.skipped = None, "out of memory"
         return []
+
+
+def busy_seconds() -> tuple[float, float]:
+    """Return the seconds that the cores have worked for other programs, or been taken by a hypervisor, and the time."""
+    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    waiting = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0)  # a guest's are in user, too
+    return sum(times) - waiting - getattr(times, "guest_nice", 0.0) - own.user - own.system, time.perf_counter()
+
+
+def others_share(since: tuple[float, float]) -> float:
+    """Return the share of this machine's cores that other programs took since `busy_seconds` returned this."""
+    spent, seconds = (now - before for now, before in zip(busy_seconds(), since, strict=True))
+    return max(0.0, spent / (seconds * (psutil.cpu_count() or 1)))
+
+
+def product_seconds(model: nn.Module, num_tokens: int) -> dict[str, float]:
+    """Measure the products of all linear layers for so many tokens, forward and backward, in each precision."""
+    device = next(model.parameters()).device
+    counts = Counter(tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
+    total = {}
+    for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
+        total[precision] = 0.0
+        for (rows, columns), count in counts.items():
+            inputs = torch.randn(num_tokens, columns, device=device).to(dtype)
+            weight = torch.randn(rows, columns, device=device).to(dtype)
+            outputs = inputs @ weight.T  # the first of each product is a warm-up
+            fastest = math.inf
+            for _ in range(4):
+                synchronize(device)
+                started_at = time.perf_counter()
+                outputs = inputs @ weight.T
+                outputs @ weight
+                outputs.T @ inputs
+                synchronize(device)
+                fastest = min(fastest, time.perf_counter() - started_at)
+            total[precision] += count * fastest
+    return total
+
+
+@dataclass(frozen=True)
+class Bf16Facts:
+    """What was measured to explain the gain of the rung of mixed precision."""
+
+    step_seconds: dict[str, float]
+    """Of a step in each precision ("no", "bf16"), the median."""
+    product_seconds: dict[str, float]
+    """Of the products of a step's linear layers, alone."""
+    peak_flops: dict[str, float]
+    """FLOP/s of large square products."""
+    instructions: str
+    """What the processor has for bf16."""
+    others_share: float
+    """Share of the cores that other programs took meanwhile."""
+
+
+def measure_bf16(rows: list[dict[str, Any]], run: Run, others: float) -> Bf16Facts | None:
+    """Measure what explains a small gain of the rung of mixed precision; None if it is skipped or gains enough."""
+    climbed = [row for row in rows if "losses" in row]
+    pairs = [pair for pair in pairwise(climbed) if pair[1]["rung"] == "mixed precision"]
+    if not pairs or pairs[0][1]["faster"] >= MIN_GAIN:
+        return None
+    device, config = run.accelerator.device, run.config
+    products = product_seconds(run.raw_model, run.micro_batch_size * config.batch.sequence_length)
+    return Bf16Facts(
+        step_seconds={row["precision"]: 1e-3 * row["milliseconds"] for row in pairs[0]},
+        product_seconds={name: run.accumulation_steps * seconds for name, seconds in products.items()},
+        peak_flops={
+            "no": measured_peak_flops(device, torch.float32),
+            "bf16": measured_peak_flops(device, torch.bfloat16),
+        },
+        instructions=bf16_instructions(device),
+        others_share=others if device.type == "cpu" else 0.0,
+    )
+
+
+def bf16_instructions(device: torch.device) -> str:
+    """Return what a device has to multiply in bf16, in words."""
+    if device.type == "cpu":
+        found = {"AMX": torch.cpu._is_amx_tile_supported(), "AVX512-BF16": torch.cpu._is_avx512_bf16_supported()}
+        return " and ".join(name for name, has in found.items() if has) or "neither AMX nor AVX512-BF16"
+    is_native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "native bf16" if is_native else "no native bf16"
+
+
+def why_no_gain(facts: Bf16Facts) -> str:
+    """Return one line that says why bf16 is less than MIN_GAIN times as fast as fp32, from what was measured."""
+    step, products, peak = facts.step_seconds, facts.product_seconds, facts.peak_flops
+    of_products, of_peak = products["no"] / products["bf16"], peak["bf16"] / peak["no"]
+    share = products["no"] / step["no"]
+    reasons = []
+    if facts.others_share > MAX_OTHERS_SHARE:
+        taken = f"other programs took {facts.others_share:.0%} of the cores meanwhile"
+        reasons.append(f"{taken}, so measure again on a quiet machine")
+    if of_peak < MIN_GAIN:
+        reasons.append(f"this hardware ({facts.instructions}) multiplies large matrices {of_peak:.2f}x as fast in bf16")
+    elif of_products < MIN_GAIN:
+        reasons.append(
+            f"this model's products are too small: {of_products:.2f}x as fast in bf16, large ones {of_peak:.2f}x"
+        )
+    elif (at_most := 1 / (1 - share + share / of_products)) < MIN_GAIN:
+        reasons.append(
+            f"products are only {share:.0%} of the step in fp32, so that they are {of_products:.2f}x as fast in bf16"
+            f" gains {at_most:.2f}x at most"
+        )
+    rest = {name: step[name] - products[name] for name in step}
+    if not reasons:
+        reasons.append(
+            f"the products are {of_products:.2f}x as fast, but the rest of the step, casts included, takes"
+            f" {1e3 * rest['bf16']:,.0f} ms in bf16 and {1e3 * rest['no']:,.0f} ms in fp32"
+        )
+    return f"bf16 is only {step['no'] / step['bf16']:.2f}x as fast as fp32: {'; and '.join(reasons)}"
 
 
 def check_losses(rows: list[dict[str, Any]]) -> None:

@@ -513,7 +513,8 @@ class OptimConfig:
     The matrices take turns, and their momentum follows every gradient. In as many steps, 2 ends about 0.006 nats per
     token higher; in as many minutes, it can end lower."""
     newton_schulz_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Precision of the Newton-Schulz products; auto: bf16 if the hardware is fast at it, else fp32."""
+    """Precision of the Newton-Schulz products; auto: fp32 if train.mixed_precision is no, or if the hardware is not
+    fast at bf16, else bf16."""
     update_scale: Literal["original", "match_rms_adamw"] = "original"
     """Scale of Muon's update. original: sqrt(max(1, rows/columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns)),
     which works with AdamW's learning rates."""

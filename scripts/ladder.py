@@ -9,6 +9,7 @@ the optimizer state per rung; dropout is 0. benchmarks/ladder.py defines the run
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,15 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))  # for benchmarks/, which is not part of the package
     import torch
 
-    from benchmarks.ladder import build_rungs, check_losses, climb
+    from benchmarks.ladder import (
+        build_rungs,
+        busy_seconds,
+        check_losses,
+        climb,
+        measure_bf16,
+        others_share,
+        why_no_gain,
+    )
     from hfgolf.durable import write_text
     from hfgolf.hardware import accelerator_name, fingerprint
     from hfgolf.run.provenance import run_metadata
@@ -54,12 +63,22 @@ def main() -> None:
             raise UserError("train.mixed_precision: fp16 has no rung; allowed: no, bf16.")
         rungs = build_rungs(run, arguments.losses + arguments.repetitions, run.folder.path, may_compile)
         print(f"\nclimbing: {arguments.losses} + {arguments.repetitions} steps per rung")
+        before = busy_seconds()
         rows = climb(rungs, arguments.losses, arguments.repetitions)
+        facts = measure_bf16(rows, run, others_share(before))
     check_losses(rows)
-    record = {"rungs": rows, "threads": torch.get_num_threads(), "metadata": run_metadata(run.resolved, fingerprint())}
+    record = {
+        "rungs": rows,
+        "bf16": asdict(facts) if facts else None,
+        "threads": torch.get_num_threads(),
+        "metadata": run_metadata(run.resolved, fingerprint()),
+    }
     write_text(folder / "ladder.json", json.dumps(record, indent=1))
     draw(rows, f"{run.config.run.name} on {accelerator_name()}", folder / "ladder.png")
-    print(f"\n{table(rows)}\nwrote {folder / 'ladder.png'} and {folder / 'ladder.json'}")
+    print(f"\n{table(rows)}")
+    if facts:
+        print(why_no_gain(facts))
+    print(f"wrote {folder / 'ladder.png'} and {folder / 'ladder.json'}")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

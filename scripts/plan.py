@@ -195,6 +195,8 @@ def newton_schulz_is_bf16(config: RunConfig, name: str | None) -> bool:
 
     if config.optim.newton_schulz_dtype != "auto":
         return config.optim.newton_schulz_dtype == "bf16"
+    if config.train.mixed_precision == "no":
+        return False
     device = find_device(name) if name else None
     return device.has_bf16 if device else fast_product_dtype(torch.device("cuda")) == torch.bfloat16
 

@@ -66,22 +66,22 @@ MIN_SLOW_SECONDS = 120.0  # a shorter slow phase costs less than a minute, and m
 SLOW_RATIO = 0.5  # to the earlier speed; on a shared machine, healthy runs vary by nearly as much
 
 
+MIN_DROP_STEPS = 10  # that are all slow, after as many that were all fast (but the first, which includes the start-up)
+MIN_DROP_SECONDS = 2.0  # ten steps of a tiny model are over before a passing load is
+
+Intervals = list[Interval]
+
+
 def throughput_falls(history: History) -> Finding | None:
-    """Throughput below half of what it was earlier in the session, for minutes."""
-    recent: list[Interval] = []
-    seconds = 0.0
-    for interval in reversed(history.intervals):
-        if seconds >= MIN_SLOW_SECONDS and len(recent) >= MIN_INTERVALS:
-            break
-        recent.append(interval)
-        seconds += interval.data_seconds + interval.compute_seconds
-    before = list(history.intervals)[: -len(recent)]
-    if not history.new_steps or not seconds >= MIN_SLOW_SECONDS or len(before) < MIN_INTERVALS:
+    """Throughput below half of what it was earlier in the session: for minutes, or in every step since it dropped."""
+    intervals = list(history.intervals) if history.new_steps else []
+    before, recent = _drop(intervals) or _slow_minutes(intervals) or ([], [])
+    if not recent:
         return None
     speed, speed_before = (float(np.median([i.tokens_per_second for i in part])) for part in (recent, before))
     if not speed < SLOW_RATIO * speed_before:
         return None
-    step = next(i.step for i in reversed(recent) if i.tokens_per_second < SLOW_RATIO * speed_before)
+    step = next(i.step for i in recent if i.tokens_per_second < SLOW_RATIO * speed_before)
     wait, wait_before = (float(np.median([i.data_share for i in part])) for part in (recent, before))
     saw = (
         f"{speed:,.0f} tokens/s, down from {speed_before:,.0f}; time waiting for batches is {wait:.0%} of compute time,"
@@ -96,6 +96,31 @@ def throughput_falls(history: History) -> Finding | None:
         smaller = f"the smaller micro-batches since memory ran out at step {out_of_memory['step']}"
         return Finding("throughput falling", step, saw, (smaller, slow_machine), {"model.gradient_checkpointing": True})
     return Finding("throughput falling", step, saw, (slow_machine, "memory swapped to disk", slow_data), {})
+
+
+def _drop(intervals: Intervals) -> tuple[Intervals, Intervals] | None:
+    """Return the intervals before and after a drop: each one after is slower than half of the slowest before."""
+    speeds = np.array([interval.tokens_per_second for interval in intervals])
+    slowest_before = np.minimum.accumulate(speeds)
+    fastest_after = np.maximum.accumulate(speeds[::-1])[::-1]
+    for gap in (1, 2):  # 2: without the interval in which it dropped, which is neither fast nor slow
+        for last in np.flatnonzero(fastest_after[gap:] < SLOW_RATIO * slowest_before[:-gap]).tolist():
+            before, after = intervals[: last + 1], intervals[last + gap :]
+            steps_before, steps_after = (sum(i.num_steps for i in part) for part in (before, after))
+            is_long = steps_before >= MIN_DROP_STEPS - 1 and steps_after >= MIN_DROP_STEPS
+            if is_long and sum(i.seconds for i in after) >= MIN_DROP_SECONDS:
+                return before, after
+    return None
+
+
+def _slow_minutes(intervals: Intervals) -> tuple[Intervals, Intervals] | None:
+    """Return the intervals before the last minutes, and those of them; None if either are too few."""
+    start, seconds = len(intervals), 0.0
+    while start and not (seconds >= MIN_SLOW_SECONDS and len(intervals) - start >= MIN_INTERVALS):
+        start -= 1
+        seconds += intervals[start].seconds
+    is_long = seconds >= MIN_SLOW_SECONDS and start >= MIN_INTERVALS
+    return (intervals[:start], intervals[start:]) if is_long else None
 
 
 MAX_DATA_SHARE = 0.1  # of compute time

@@ -32,6 +32,7 @@ class Interval(NamedTuple):
     """The timing of the steps since the previous row."""
 
     step: int
+    num_steps: int
     tokens_per_second: float
     data_seconds: float
     compute_seconds: float
@@ -40,6 +41,10 @@ class Interval(NamedTuple):
     def data_share(self) -> float:
         """Time waiting for batches divided by compute time."""
         return self.data_seconds / max(self.compute_seconds, 1e-9)
+
+    @property
+    def seconds(self) -> float:
+        return self.data_seconds + self.compute_seconds
 
 
 class ValidationPoint(NamedTuple):
@@ -144,8 +149,8 @@ class History:
         self.lowest_level = min(self.lowest_level, self.level)
         self._add_position(DataPosition(row["step"], row.get("epoch") or 0.0))
         if self._session_has_row:
-            values = _numbers([row.get(name) for name in Interval._fields[1:]])
-            self.intervals.append(Interval(row["step"], *values))
+            values = _numbers([row.get(name) for name in Interval._fields[2:]])
+            self.intervals.append(Interval(row["step"], len(losses), *values))
         self._session_has_row = True
         evaluated = on_subset(row)
         if evaluated.get("val_loss") is not None:

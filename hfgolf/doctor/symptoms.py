@@ -98,6 +98,7 @@ def _shared_ranges(block_starts: list[list[int]], length: int) -> list[tuple[int
 
 MIN_CLIPPED_STEPS = 50  # fewer may be a passing phase
 CLIPPED_SHARE = 0.9  # of the steps; in a run that learns, norms fall below the limit
+MIN_SHARE_NOW = 0.5  # of the steps of the latest row: a run that has just come off the limit needs no advice
 FEW_SEQUENCES = 8  # per step
 CLIP_EXCESS = 1.25  # times the limit; below it, clipping shrinks a gradient by less than a fifth
 
@@ -105,7 +106,8 @@ CLIP_EXCESS = 1.25  # times the limit; below it, clipping shrinks a gradient by 
 def constantly_clipped(history: History) -> Finding | None:
     """The gradient norm above the clipping limit in nearly every step of the last half of the run."""
     clip, step = history.settings["train.max_grad_norm"], history.step
-    if clip is None or not history.new_steps or history.new_steps[-1].grad_norm < clip:
+    share_now = history.latest.get("clipped_share", 1.0)  # runs from before this column: the norms decide alone
+    if clip is None or not history.new_steps or share_now is None or share_now < MIN_SHARE_NOW:
         return None
     after = max(step // 2, history.settings["schedule.warmup_steps"])
     norms = [s.grad_norm for s in history.steps if s.step > after and math.isfinite(s.grad_norm)]

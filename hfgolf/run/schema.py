@@ -71,6 +71,7 @@ class Row(EvaluationColumns, OldTextColumns, SubsetColumns, ForecastColumns, Rou
     tokens: Annotated[int, "tokens", "training tokens read so far"]
     train_loss: Annotated[Nats, "mean of the finite training losses of these steps, over all processes"]
     grad_norm: Annotated[float | None, "", "mean of the finite gradient norms of these steps, before clipping"]
+    clipped_share: Annotated[float | None, "", "share of these norms above train.max_grad_norm; null without a limit"]
     tokens_per_second: Annotated[float, "tokens/s", "speed of these steps, over all processes, without compiling"]
     mfu: Annotated[float, "", "useful FLOP/s of these steps over the peak of all devices (Chowdhery et al. 2022)"]
     data_seconds: Annotated[Seconds, "time that these steps waited for batches"]

@@ -37,6 +37,8 @@ class Meter:
     flops_per_second_of_peak: float
     """FLOPs per token divided by the peak FLOP/s of all processes; times tokens/s, this is the MFU."""
     stopwatch: Stopwatch
+    max_grad_norm: float | None = None
+    """Limit to which gradients are clipped; None: they are not."""
     _steps: list[StepResult] = field(default_factory=list)
     _seconds: dict[str, float] = field(default_factory=dict)
     """The stopwatch's seconds when the first of these steps began."""
@@ -60,6 +62,7 @@ class Meter:
         row = {
             "train_loss": _mean(losses),
             "grad_norm": _mean(grad_norms),
+            "clipped_share": self._clipped_share(grad_norms),
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second * self.flops_per_second_of_peak,
             "data_seconds": data_seconds,
@@ -74,6 +77,11 @@ class Meter:
         }
         self.restart()
         return row
+
+    def _clipped_share(self, grad_norms: list[float]) -> float | None:
+        """Return the share of the finite gradient norms that are above the limit; None if nothing could be clipped."""
+        limit, finite = self.max_grad_norm, [norm for norm in grad_norms if math.isfinite(norm)]
+        return None if limit is None or not finite else sum(norm > limit for norm in finite) / len(finite)
 
     def restart(self) -> None:
         """Discard the steps so far: the next row starts now."""

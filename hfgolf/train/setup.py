@@ -42,6 +42,7 @@ from hfgolf.errors import UserError
 from hfgolf.hardware import (
     accelerator_name,
     cpu_cores,
+    fast_product_dtype,
     fingerprint,
     free_memory_bytes,
     has_fast_fp16_only,
@@ -153,15 +154,18 @@ def _claim(resolved: ResolvedConfig) -> tuple[RunFolder, _Origin | None]:
 
 def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[ResolvedConfig, Accelerator]:
     """Phase 2: decide precision and threads (a resumed run keeps its own), and set up this process."""
-    before = origin.identity["config"] if origin else {}
+    before, device = origin.identity["config"] if origin else {}, processes().device
     agree_on_config(resolved.config)
     agree({"the checkpoint": origin.identity if origin else None}, "all ranks must resume from the same one")
     resolved = resolve_precision(resolved, before.get("train.mixed_precision"))
-    resolved = keep_decisions(resolved, before, partial(_is_possible, resolved))
+    resolved = keep_decisions(resolved, before, partial(_is_possible, resolved, before))
     resolved = keep_architecture(resolved, before) if origin else take_architecture(resolved)
     if resolved.config.train.eval_tokens == "auto":
         resolved = resolved.resolve("auto", train__eval_tokens=resolved.config.eval_tokens)
-    if processes().device.type == "cpu":
+    if resolved.config.optim.newton_schulz_dtype == "auto":
+        is_bf16 = resolved.config.train.mixed_precision != "no" and fast_product_dtype(device) == torch.bfloat16
+        resolved = resolved.resolve("auto", optim__newton_schulz_dtype="bf16" if is_bf16 else "fp32")
+    if device.type == "cpu":
         threads = set_cpu_threads(resolved.config.train.cpu_threads, _local_processes())
         if resolved.config.train.cpu_threads == "auto":
             resolved = resolved.resolve("auto", train__cpu_threads=threads)
@@ -180,9 +184,14 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
     return resolved, accelerator
 
 
-def _is_possible(resolved: ResolvedConfig, key: str, value: Any) -> bool:
-    """Return whether a decision made on another machine, or for other tokens_per_step, is possible here."""
+def _is_possible(resolved: ResolvedConfig, before: dict[str, Any], key: str, value: Any) -> bool:
+    """Return whether a decision made on another machine, or for other tokens_per_step or precision, is possible here.
+
+    before: the config that it was made for.
+    """
     match key:
+        case "optim.newton_schulz_dtype":
+            return resolved.config.train.mixed_precision == before.get("train.mixed_precision")
         case "train.cpu_threads":
             return value * _local_processes() <= cpu_cores()
         case "batch.micro_batch_size":
@@ -464,7 +473,8 @@ def _start(
 def _build_meter(config: RunConfig, model: PreTrainedModel, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:
     flops = training_flops_per_token(model, config.batch.sequence_length)
     peak = peak_flops(accelerator.device, str(config.train.mixed_precision)) * accelerator.num_processes
-    return Meter(accelerator.device, config.batch.tokens_per_step, flops / peak, stopwatch)
+    tokens_per_step, max_grad_norm = config.batch.tokens_per_step, config.train.max_grad_norm
+    return Meter(accelerator.device, tokens_per_step, flops / peak, stopwatch, max_grad_norm)
 
 
 def write_description(run: Run) -> None:

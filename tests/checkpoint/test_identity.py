@@ -223,15 +223,18 @@ def test_resume_reuses_earlier_decisions(run, tiny_run, monkeypatch, caplog):
     monkeypatch.setattr(compilation, "should_compile", lambda *a, **k: (True, "it pays"))
     monkeypatch.setattr(compilation, "compile_in_place", lambda model, run_once: run_once())
     monkeypatch.setattr(setup, "choose_micro_batch_size", lambda *a: 4)
-    monkeypatch.setattr("hfgolf.train.process.fast_product_dtype", lambda device: torch.bfloat16)
+    for module in ("process", "setup"):
+        monkeypatch.setattr(f"hfgolf.train.{module}.fast_product_dtype", lambda device: torch.bfloat16)
     folder = run(tiny_run(train__max_steps=3, **undecided))
-    decided = {"train.mixed_precision": "bf16", "train.compile": True, "batch.micro_batch_size": 4}
+    decided = {"train.mixed_precision": "bf16", "optim.newton_schulz_dtype": "bf16"}
+    decided |= {"train.compile": True, "batch.micro_batch_size": 4}
     saved = json.loads((folder / "checkpoints" / "step-000003" / "run.json").read_text())["config"]
     assert {key: saved[key] for key in decided} == decided and isinstance(saved["train.cpu_threads"], int)
 
     monkeypatch.setattr(compilation, "should_compile", lambda *a, **k: (False, "it does not pay"))
     monkeypatch.setattr(setup, "choose_micro_batch_size", lambda *a: 3)
-    monkeypatch.setattr("hfgolf.train.process.fast_product_dtype", lambda device: torch.float32)
+    for module in ("process", "setup"):
+        monkeypatch.setattr(f"hfgolf.train.{module}.fast_product_dtype", lambda device: torch.float32)
     seen: list[Any] = []
     real = loop.set_up
     monkeypatch.setattr(loop, "set_up", lambda resolved: seen.append(real(resolved)) or seen[-1])

@@ -229,16 +229,18 @@ def test_single_sequence_batch_has_the_usual_strides(stream):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
-def test_mean_over_micro_batches_is_the_mean_over_the_targets_of_a_step(stream, world, accumulation):
-    """Even if some micro-batches have no target: all targets of a step lie in one tenth of the stream, or nowhere."""
-    stream.is_target = ((stream.tokens % 3 == 0) & (stream.tokens > 480)).astype(np.uint8)
-    options = {"sequence_length": T, "micro_batch_size": 12 // world // accumulation, "accumulation": accumulation}
-    loaders = [build_loader(stream, **options, rank=rank, world=world, seed=None, num_steps=5) for rank in range(world)]
+def test_mean_over_micro_batches_is_the_mean_over_the_targets_of_a_step(world, accumulation):
+    """Also if only the last half of a step has targets (1), or only its first block (2), or none (0 and 3)."""
+    stream = stream_of(np.array([1000]))
+    stream.is_target = ((stream.tokens % 3 == 0) & (stream.tokens > 288) & (stream.tokens <= 392)).astype(np.uint8)
+    options = {"sequence_length": T, "micro_batch_size": 24 // world // accumulation, "accumulation": accumulation}
+    loaders = [build_loader(stream, **options, rank=rank, world=world, seed=None, num_steps=4) for rank in range(world)]
     batches = [batch for of_ranks in zip(*loaders, strict=True) for batch in of_ranks]
-    for step in range(5):
+    for step, num_targets in enumerate([0, 32, 2, 0]):
         of_step = batches[step * world * accumulation : (step + 1) * world * accumulation]
-        targets = np.arange(step * 12 * T + 1, (step + 1) * 12 * T + 1)
+        targets = np.arange(step * 24 * T + 1, (step + 1) * 24 * T + 1)
         targets = targets[stream.is_target[targets] == 1]
+        assert len(targets) == num_targets
         labels = torch.cat([batch["shift_labels"].flatten() for batch in of_step])
         assert labels[labels != IGNORED].tolist() == targets.tolist()
         sums = [batch["shift_labels"].clamp(min=0).sum() / batch["num_items_in_batch"] for batch in of_step]

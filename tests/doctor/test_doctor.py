@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,8 @@ def test_blocks_shared_by_chance_are_not_blamed(epochs_per_step, is_found):
 def test_constant_clipping_is_found(norm, is_found):
     lines = log(range(1, 201), norm=lambda step: 0.9 if step % 12 == 0 else norm)
     assert symptoms(lines) == [("gradient constantly clipped", 100)] * is_found
+    assert symptoms([row | {"clipped_share": 0.9} for row in lines]) == symptoms(lines)
+    assert symptoms([row | {"clipped_share": 0.4} for row in lines]) == [], "the limit has been raised since"
     assert symptoms(lines, train__max_grad_norm=None) == []
     assert symptoms(lines, schedule__warmup_steps=160) == []
     assert symptoms(log(range(1, 201), norm=lambda step: 0.9 if step % 6 == 0 else norm)) == []
@@ -393,10 +396,10 @@ def test_near_zero_loss_is_found(floor, is_found):
 
 
 @pytest.mark.parametrize(("speed", "is_found"), [(400.0, True), (600.0, False)])
-def test_falling_throughput_is_found(speed, is_found):
+def test_minutes_of_low_throughput_are_found(speed, is_found):
     def slow_after(last: int, seconds: float = 10.0) -> list[Line]:
         def tokens_per_second(step: int) -> float:
-            return speed if step > last else 1000.0
+            return speed if step > last or step == 20 else 1000.0  # so slow once before that it counts only for minutes
 
         def compute_seconds(step: int) -> float:
             return seconds * 1000 / tokens_per_second(step)
@@ -415,6 +418,43 @@ def test_falling_throughput_is_found(speed, is_found):
     assert causes == ["the smaller micro-batches since memory ran out at step 305"] * is_found
     resumed = [*slow_after(300)[:30], {"step": 300, "event": "resumed"}, *slow_after(300)[30:]]
     assert symptoms(resumed) == [], "perhaps another machine"
+
+
+def timed(seconds: Callable[[int], float], last: int, every: int) -> list[Line]:
+    """Return rows at step 1 and every so many steps, of a run whose steps take these seconds."""
+    ends = [1, *range(every, last + 1, every)] if every > 1 else list(range(1, last + 1))
+    rows = []
+    for before, end in pairwise([0, *ends]):
+        (row,) = log(range(before + 1, end + 1))
+        spent = sum(seconds(step) for step in range(before + 1, end + 1))
+        speed = 1000 * (end - before) / spent
+        rows.append(row | {"tokens_per_second": speed, "compute_seconds": spent, "data_seconds": 0.0})
+    return rows
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 10])
+@pytest.mark.parametrize("fast", [10, 14, 25, 200])
+@pytest.mark.parametrize(("slow", "is_found"), [(2.5, True), (9.0, True), (1.8, False)])
+def test_a_drop_of_the_speed_is_found_within_20_steps(every, fast, slow, is_found):
+    """Whether it comes at a row or between two, and although the first step is slow, which includes the start-up."""
+
+    def seconds(step: int) -> float:
+        return 30.0 if step == 1 else 1.0 + step % 3 / 20 if step <= fast else slow
+
+    findings = diagnose(timed(seconds, fast + 20, every))
+    assert [finding.symptom for finding in findings] == ["throughput falling"] * is_found
+    assert all(fast < finding.step <= fast + 20 for finding in findings)
+
+
+def test_the_speed_of_a_busy_machine_is_no_drop():
+    """Real steps while up to nine other jobs shared two cores, of 0.03 s to 4.5 s each."""
+    of_steps = json.loads((Path(__file__).parent / "busy_machine.json").read_text())["seconds"]
+    for every in (1, 2, 5, 10):
+        assert symptoms(timed(lambda step: of_steps[step - 1], len(of_steps), every)) == []
+    pause = timed(lambda step: 9.0 if 50 < step <= 58 else 0.5, 100, 1)
+    assert symptoms(pause) == [], "eight slow steps"
+    assert symptoms(timed(lambda step: 0.1 if step <= 30 else 0.3, 36, 1)) == [], "six slow steps at the end"
+    assert symptoms(timed(lambda step: 0.01 if step <= 30 else 0.03, 60, 1)) == [], "under two seconds"
 
 
 @pytest.mark.parametrize(("data", "workers", "is_found"), [(1.1, 0, True), (1.1, 3, True), (0.9, 0, False)])

@@ -49,7 +49,6 @@ def train_ten_steps(optimizer: str, folder: Path) -> dict[str, list[float]]:
         "batch.micro_batch_size": 8,
         "optim.name": optimizer,
         "optim.learning_rate": {"muon": 0.02, "adamw": 0.003}[optimizer],
-        "optim.newton_schulz_dtype": "fp32",
         "schedule.warmup_steps": 2,
         "train.max_steps": 10,
         "train.mixed_precision": "no",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -98,13 +99,18 @@ def test_mfu_excludes_compiling_and_evaluating():
 
     stopwatch = Seconds()
     meter = Meter(CPU, tokens_per_step=1000, flops_per_second_of_peak=1e-3, stopwatch=stopwatch)
-    for _ in range(2):
-        meter.add(StepResult(1.0, 1.0, None, torch.tensor(0)))
+    for sample_hash in (1, -1):
+        meter.add(StepResult(1.0, 1.0, None, torch.tensor(sample_hash)))
     stopwatch.spent |= {"compile": 100.0, "evaluate": 50.0, "checkpoint": 25.0, "other": 12.0}
     stopwatch.spent |= {"data": 1.0, "train": 3.0}
     row = meter.row(lambda tensor, how: tensor)
     assert row["tokens_per_second"] == 2000 / 4
     assert row["mfu"] == pytest.approx(0.5)
+    assert row["sample_hashes"] == ["0" * 15 + "1", "f" * 16]
+    stopwatch.spent |= {"data": 1.5, "train": 4.5}
+    meter.add(StepResult(1.0, 1.0, None, torch.tensor(0)))
+    row = meter.row(lambda tensor, how: tensor)
+    assert (row["tokens_per_second"], row["data_seconds"], row["compute_seconds"]) == (500, 0.5, 1.5)
 
 
 def test_mfu_uses_the_peak_of_all_processes(tiny_run, monkeypatch):
@@ -115,6 +121,30 @@ def test_mfu_uses_the_peak_of_all_processes(tiny_run, monkeypatch):
     meter = setup._build_meter(config, model, accelerator, Stopwatch())
     assert meter.flops_per_second_of_peak == pytest.approx(training_flops_per_token(model, 32) / 4e12)
     assert meter.tokens_per_step == 256
+
+
+@pytest.mark.parametrize(
+    ("limit", "norms", "share"),
+    [
+        (1.0, [0.5, 1.0, 1.5, math.nan, math.inf], 1 / 3),
+        (1.0, [2.0, 3.0], 1.0),
+        (1.0, [math.nan], None),
+        (None, [2.0], None),
+    ],
+)
+def test_row_has_the_share_of_clipped_steps(limit, norms, share):
+    """Steps without an update, whose norm is not finite, are not clipped; a norm at the limit stays as it is."""
+    meter = Meter(CPU, 1, 1.0, Stopwatch(), limit)
+    meter.stopwatch.switch("train")
+    for _ in range(2):  # the second row counts only its own steps
+        for norm in norms:
+            meter.add(StepResult(1.0, norm, None, torch.tensor(0)))
+        row = meter.row(lambda tensor, how: tensor)
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        mean = sum(finite) / len(finite) if finite else math.nan
+        assert (row["clipped_share"], row["grad_norm"]) == (share, pytest.approx(mean, nan_ok=True))
+        meter.add(StepResult(1.0, 9.0, None, torch.tensor(0)))
+        meter.restart()
 
 
 def test_row_has_every_memory_figure(monkeypatch):

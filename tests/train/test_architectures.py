@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hfgolf.config import GolfSection, ModelSection, RunConfig
 from hfgolf.errors import UserError
-from hfgolf.optim import muon
 from hfgolf.run.metrics import read_rows
 from hfgolf.train.architectures import other_config
 
@@ -129,9 +128,8 @@ def test_run_learns_and_its_model_loads_without_code(run, run_script, tiny_run, 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_match_one(run, tiny_run, tmp_path, monkeypatch):
+def test_two_processes_match_one(run, tiny_run, tmp_path):
     """In fp32 with AdamW, whose updates do not amplify the last bit of a gradient."""
-    monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
     options = {"model__architecture": "llama", "optim__name": "adamw", "optim__learning_rate": 0.003}
     one = run(tiny_run(**options, run__name="one", batch__micro_batch_size=4))
     train_on_two(tiny_run(**options, run__name="two", batch__micro_batch_size=4), tmp_path / "output")

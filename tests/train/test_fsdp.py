@@ -28,7 +28,6 @@ from hfgolf.train import validation
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_fsdp2]
 
 OPTIONS = {
-    "optim__newton_schulz_dtype": "fp32",
     "batch__micro_batch_size": 2,  # two micro-batches per step
     "optim__ema_decay": 0.9,
     "train__max_grad_norm": 0.5,

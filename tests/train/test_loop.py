@@ -20,7 +20,6 @@ import hfgolf
 from hfgolf import hardware
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
-from hfgolf.optim import muon
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import loop, setup, validation
@@ -98,17 +97,18 @@ def test_training_from_python(tiny_run):
 
 
 @pytest.mark.slow
-def test_accumulation_is_exact(run, tiny_run, monkeypatch):
-    """1x8 = 2x4 = 8x1: only tokens_per_step matters, not the micro-batches."""
-    # in fp32: with bf16 products, rounding the last bit of a gradient would change the third digit of an update
-    monkeypatch.setattr(muon, "fast_product_dtype", lambda device: torch.float32)
+@pytest.mark.parametrize(("precision", "loss_rtol", "weight_atol"), [("no", 1e-5, 1e-4), ("bf16", 1e-2, 0.1)])
+def test_accumulation_is_exact(run, tiny_run, precision, loss_rtol, weight_atol):
+    """1x16 = 4x4 = 16x1, with the optimizer that people have: only tokens_per_step matters, not the micro-batches."""
+    options = {"batch__tokens_per_step": 512, "train__max_steps": 20, "train__mixed_precision": precision}
     first, *others = (
-        run(tiny_run(run__name=f"micro{size}", batch__micro_batch_size=size, train__max_steps=4)) for size in (8, 4, 1)
+        run(tiny_run(run__name=f"micro{size}", batch__micro_batch_size=size, **options)) for size in (16, 4, 1)
     )
     for other in others:
-        assert losses(other) == pytest.approx(losses(first), rel=1e-5)
+        assert losses(other) == pytest.approx(losses(first), rel=loss_rtol)
         for name, tensor in weights(first / "checkpoints" / "latest").items():
-            torch.testing.assert_close(weights(other / "checkpoints" / "latest")[name], tensor, rtol=1e-4, atol=1e-5)
+            saved = weights(other / "checkpoints" / "latest")[name]
+            torch.testing.assert_close(saved, tensor, rtol=1e-3, atol=weight_atol)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,35 @@ def test_update_matches_sgd_by_hand(run, tiny_run, monkeypatch, options, clip):
     assert [row["learning_rate"] for row in rows(folder)] == pytest.approx([0.075, 0.15, 0.225])
 
 
+def test_a_step_without_a_finite_gradient_changes_nothing_and_others_move_the_average(
+    run, tiny_run, monkeypatch, spoil_gradients
+):
+    """Step 2 of 3 is spoiled. The average follows by hand, with its smaller decays at the start."""
+    spoil_gradients(lambda step: step == 1)
+    real_step, changed = loop.train_step, []
+
+    def kept(run_: Any) -> list[torch.Tensor]:
+        state = [value for of_parameter in run_.optimizer.optimizer.state.values() for value in of_parameter.values()]
+        tensors = [*run_.raw_model.parameters(), *state, *run_.ema.state_dict().values()]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    def watched_step(run_: Any, total_steps: float) -> Any:
+        before, averages = kept(run_), {name: value.clone() for name, value in run_.ema.state_dict().items()}
+        result = real_step(run_, total_steps)
+        changed.append(any(not torch.equal(old, new) for old, new in zip(before, kept(run_), strict=True)))
+        assert (result.nonfinite_parameter is None) == changed[-1]
+        if changed[-1]:
+            decay = min(0.9, (2 + run_.state.step) / (11 + run_.state.step))  # of the updates with this one
+            for name, parameter in run_.raw_model.named_parameters():
+                expected = decay * averages[name] + (1 - decay) * parameter.detach()
+                torch.testing.assert_close(run_.ema.state_dict()[name], expected, rtol=1e-5, atol=1e-6)
+        return result
+
+    monkeypatch.setattr(loop, "train_step", watched_step)
+    run(tiny_run(train__max_steps=3, optim__ema_decay=0.9))
+    assert changed == [True, False, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"model__gradient_checkpointing": "true"}, {"data__num_workers": 2}])
 def test_memory_and_speed_options_do_not_change_losses(run, tiny_run, options):
@@ -182,8 +211,9 @@ def test_compiled_model_compiles_once(run, tiny_run, graphs):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_match_one(run, tiny_run, tmp_path):
-    one = run(tiny_run(run__name="one", batch__micro_batch_size=4))
-    train_on_two(tiny_run(run__name="two", batch__micro_batch_size=4), tmp_path / "output")
+    options = {"train__max_steps": 20, "train__eval_every_steps": 10}
+    one = run(tiny_run(run__name="one", **options))
+    train_on_two(tiny_run(run__name="two", batch__micro_batch_size=2, **options), tmp_path / "output")
     assert "2 processes" in (tmp_path / "output").read_text()
     two = one.with_name("two")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)

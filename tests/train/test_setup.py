@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from faults import rewrite_manifest
 
 from hfgolf.command_line import load_config
 from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
@@ -44,6 +46,28 @@ def test_deterministic_kernels_follow_the_config(build, own_determinism, determi
     build(train__deterministic=str(deterministic).lower())
     assert torch.are_deterministic_algorithms_enabled() is deterministic
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
+
+
+@pytest.mark.parametrize(
+    ("precision", "stated", "decided"),
+    [("no", "auto", "fp32"), ("bf16", "auto", "bf16"), ("no", "bf16", "bf16"), ("bf16", "fp32", "fp32")],
+)
+def test_muon_multiplies_in_the_precision_of_the_run(build, monkeypatch, precision, stated, decided):
+    """On hardware that is fast at bf16: rounding an update to bf16 would amplify the last bit of a gradient."""
+    monkeypatch.setattr(setup, "fast_product_dtype", lambda device: torch.bfloat16)
+    run = build(train__mixed_precision=precision, optim__newton_schulz_dtype=stated)
+    assert {group["newton_schulz_dtype"] for group in run.optimizer.param_groups} == {decided}
+
+
+def test_a_run_from_before_newton_schulz_was_decided_resumes_by_auto(run, build, tiny_run):
+    folder = run(tiny_run(train__max_steps=3))
+    checkpoint = folder / "checkpoints" / "step-000003"
+    identity = json.loads((checkpoint / "run.json").read_text())
+    identity["config"]["optim.newton_schulz_dtype"] = "auto"
+    (checkpoint / "run.json").write_text(json.dumps(identity))
+    rewrite_manifest(checkpoint)
+    resumed = build(train__resume="auto", train__max_steps=3)
+    assert resumed.state.step == 3 and resumed.optimizer.param_groups[0]["newton_schulz_dtype"] == "fp32"
 
 
 @pytest.mark.parametrize("seed", [7, 8])

@@ -1,0 +1,152 @@
+"""The figures that README, docs and config headers state are those of the kept files they name."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hfgolf.command_line import load_config
+from hfgolf.measure.flops import training_flops_per_token
+from hfgolf.train.build import build_model
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS, BENCHMARKS = "benchmarks/experiments/results", "benchmarks/results"
+SMALL_VAL_BYTES = 467_598  # of the text of configs/small.yaml, Python 3.11.7
+
+
+@cache
+def kept(folder: str, name: str) -> Any:
+    return json.loads((ROOT / folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def tflop(config: str, vocabulary: int, tokens: float) -> float:
+    """Return the FLOPs of training a shipped config on so many tokens, in units of 1e12."""
+    loaded = load_config(["--config", str(ROOT / "configs" / f"{config}.yaml")]).config
+    with torch.device("meta"):
+        model = build_model(loaded, vocabulary, "cpu")
+    return training_flops_per_token(model, loaded.batch.sequence_length) * tokens / 1e12
+
+
+def small() -> dict[str, list[str]]:
+    found = kept(EXPERIMENTS, "small_seeds")
+    arm, losses = found["arms"]["small"], found["arms"]["small"]["final_losses"].values()
+    mean, low, high = (f"{loss:.3f}" for loss in (arm["mean"], min(losses), max(losses)))
+    per_nat = found["val_tokens"] / math.log(2) / SMALL_VAL_BYTES
+    bits, low_bits, high_bits = (f"{loss * per_nat:.3f}" for loss in (arm["mean"], min(losses), max(losses)))
+    tokens, seconds = arm["steps"] * 2048, arm["seconds"]
+    speed, work = f"{round(tokens / seconds, -1):,.0f} tokens/s", f"{tflop('small', 4096, tokens):.1f}"
+    header = [f"validation loss {mean}, {bits} bits per byte ({low_bits} to {high_bits}) after {tokens:,} tokens"]
+    return {
+        "README.md": [
+            f"| {mean} | {low} to {high} |",
+            f"| {bits} | {low_bits} to {high_bits} |",
+            f"| {tokens:,} tokens, {work} TFLOP of training | {seconds:.0f} s, {speed} | |",
+        ],
+        "configs/small.yaml": [*header, f"{work} TFLOP, in {seconds:.0f} s of training"],
+        "docs/choosing.md": [f"{float(work):.0f} TFLOP | {speed}", f"{float(bits):.2f} bits per byte"],
+        "docs/gallery.md": [f"| {tokens:,} | {work} | {arm['final_losses']['1337']:.4f} |", f"whose mean is {mean}"],
+    }
+
+
+def shakespeare() -> dict[str, list[str]]:
+    arms = kept(EXPERIMENTS, "shakespeare_minutes")["arms"]
+    ten, five = (tflop("shakespeare_char", 257, 4096 * arms[name]["steps"]) for name in ("ten", "five"))
+    means = {name: f"{arms[name]['mean']:.4f}" for name in arms}
+    work = f"ten minutes are {ten:.0f} TFLOP of training and five are {five:.0f}"
+    return {
+        "docs/experiments.md": [f"validation loss of {means['ten']} in ten minutes, and {means['five']} in five", work],
+        "docs/choosing.md": [f"{ten:.0f} TFLOP in 10 min", f"instead of {means['five']}"],
+        "configs/shakespeare_char.yaml": [f"{ten:.0f} TFLOP", f"after {five:.0f} TFLOP", f"{arms['five']['mean']:.3f}"],
+        "docs/gallery.md": [
+            f"| 10,153,984 | {tflop('shakespeare_char', 257, 10_153_984):.1f} |",
+            f"| {arms['ten']['final_losses']['1']:.4f} |",
+            f"whose mean is {means['ten']}",
+        ],
+        "benchmarks/shakespeare.md": [f"five minutes are {five:.0f} TFLOP and ten {ten:.0f}", means["ten"]],
+    }
+
+
+def laptop() -> dict[str, list[str]]:
+    runs = [run for name, run in kept(EXPERIMENTS, "golf_laptop").items() if name.startswith("golf_laptop-")]
+    seeds = [run for run in runs if run["after"] < 0.87]
+    after = [run["after"] for run in seeds]
+    assert len(seeds) == 3
+    mean, speed = sum(after) / 3, sum(run["tokens_per_second"] for run in seeds) / 3
+    work = tflop("golf_laptop", 2048, sum(run["tokens"] for run in seeds) / 3)
+    return {
+        "docs/golf.md": [f"**{mean:.3f}** bits per byte", *(f"{score:.4f}" for score in after), f"({work:.0f} TFLOP)"],
+        "configs/golf_laptop.yaml": [f"{mean:.3f} bits per byte", f"({min(after):.3f} to {max(after):.3f})"],
+        "docs/choosing.md": [f"{work:.0f} TFLOP in 10 min | {round(speed, -2):,.0f} tokens/s | {mean:.2f} bits"],
+    }
+
+
+def against_trainer() -> dict[str, list[str]]:
+    stated = {"docs/speed.md": []}
+    for machine, name in (("cpu", "Xeon with AMX"), ("epyc", "EPYC with AVX512-BF16")):
+        by_shape = {row["shape"]: row["arms"] for row in kept(BENCHMARKS, f"train_throughput_{machine}")["results"]}
+        arms = by_shape["characters"]
+        adamw, muon = (f"{arms[arm]['faster']:.2f}x" for arm in ("hfgolf_bf16_compiled", "hfgolf_muon"))
+        memory = f"{arms['hfgolf_bf16_compiled']['memory']:.2f}x"
+        ours, theirs = (1e3 * arms[arm]["step_seconds"] for arm in ("hfgolf_bf16_compiled", "trainer_bf16_compiled"))
+        stated["docs/speed.md"] += [
+            f"| {adamw} as fast ({ours:.0f} ms against {theirs:.0f} ms) |",
+            f"| {adamw} | {muon} | {memory} | `benchmarks/results/train_throughput_{machine}.json` |",
+            f"| {name} |",
+        ]
+    return stated
+
+
+def golf_export() -> dict[str, list[str]]:
+    seconds = kept(EXPERIMENTS, "golf_export")["exports"][0]["ledger"]["seconds"]
+    first, second = seconds["score before"], seconds["score of the files"]
+    curvature, coding = seconds["curvature"], seconds["rounding and coding"]
+    rest = f"{curvature:.0f} s for the curvature, {coding:.0f} s for rounding and coding"
+    scores = f"{first:.0f} s and {second:.0f} s for the two scores"
+    total = sum(seconds.values())
+    return {"docs/golf.md": [f"took {total:.0f} s on a machine", f"{scores}, {rest}"]}
+
+
+def vocabulary() -> dict[str, list[str]]:
+    studies = kept(EXPERIMENTS, "vocabulary")["studies"]
+    stated = []
+    for text in ("tinyshakespeare", "standard library of Python 3.11.7"):
+        for row in studies[text]["vocabularies"]:
+            if row.get("entries") in (257, 1024, 4096, 16384, 50257):
+                stated.append(
+                    f"| {row['entries']:,} | {row['tokens_per_character']:.3f} | {row['bytes_per_token']:.3f} |"
+                    f" {row['context_tokens']} | {row['embedding_parameters']:,} | {row['embedding_share']:.1%} |"
+                )
+        for with_operators in studies[f"{text}, case operators"]["vocabularies"]:
+            size = with_operators["size"]
+            plain = next(row for row in studies[text]["vocabularies"] if row["size"] == size)
+            before, after = (1 / row["bytes_per_token"] for row in (plain, with_operators))
+            stated.append(f"| {text} | {size:,} | {before:.4f} | {after:.4f} | {after / before - 1:.1%} |")
+    assert len(stated) == 13
+    return {"docs/vocabulary.md": stated}
+
+
+def repetitions() -> dict[str, list[str]]:
+    times = kept(BENCHMARKS, "against_gpt2_cpu")["results"][0]["seconds"]["hfgolf"]
+    step = next(row for row in kept(BENCHMARKS, "train_throughput_cpu")["results"] if row["shape"] == "small")
+    milliseconds = 1e3 * step["arms"]["hfgolf_bf16_compiled"]["step_seconds"]
+    return {
+        "docs/speed.md": [f"(medians of {len(times)}, the ratio is"],
+        "benchmarks/README.md": [f"0.08 ms of {milliseconds:.0f} ms"],
+    }
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [small, shakespeare, laptop, against_trainer, golf_export, vocabulary, repetitions],
+    ids=lambda f: f.__name__,
+)
+def test_stated_figures_are_those_of_the_kept_files(figures):
+    for page, texts in figures().items():
+        words = " ".join((ROOT / page).read_text(encoding="utf-8").replace("\n# ", " ").split())
+        assert [text for text in texts if text not in words] == [], page
