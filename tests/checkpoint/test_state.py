@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hfgolf.checkpoint.state import TrainState
+from hfgolf.checkpoint.state import TrainState, rolled_back
 
 
 def used_state() -> TrainState:
@@ -24,6 +24,13 @@ def used_state() -> TrainState:
         rollbacks=1,
         excluded_blocks=[[8, 24]],
         learning_rate_scale=0.5,
+        bad_steps=[[[304, 312]], [[312, 320]]],
+        suspect_step=36,
+        usual_losses=[2.5, 2.4],
+        recent_losses=[2.4],
+        first_loss=5.5,
+        lowest_level=2.4,
+        lowest_level_step=38,
     )
 
 
@@ -57,6 +64,15 @@ def test_state_survives_json():
         {"step": True},
         {"rollbacks": 1.0},
         {"excluded_blocks": [[None]]},
+        {"excluded_blocks": [[8, -1]]},
+        {"blocks": 10**30},
+        {"blocks": -3},
+        {"tokens": 2**63},
+        {"seconds": {"train": -1.0}},
+        {"elapsed_seconds": float("nan")},
+        {"learning_rate_scale": -0.5},
+        {"bad_steps": [[304, 312]]},
+        {"suspect_step": 1.5},
     ],
 )
 def test_invalid_state_is_rejected_and_changes_nothing(damage: dict[str, Any]):
@@ -64,3 +80,27 @@ def test_invalid_state_is_rejected_and_changes_nothing(damage: dict[str, Any]):
     with pytest.raises(ValueError, match=f"^{next(iter(damage))} is "):
         state.load_state_dict(used_state().state_dict() | damage)
     assert state == TrainState()
+
+
+def test_the_state_of_an_older_version_is_loaded():
+    """The first versions knew neither loops nor grids, and their loss watch began again with each session."""
+    newer = {"loop_active", "grid", "bad_steps", "suspect_step"}
+    newer |= {"usual_losses", "recent_losses", "first_loss", "lowest_level", "lowest_level_step"}
+    state, saved = used_state(), used_state().state_dict()
+    state.load_state_dict({name: value for name, value in saved.items() if name not in newer})
+    assert state.state_dict() == saved | {
+        name: value for name, value in TrainState().state_dict().items() if name in newer
+    }
+
+
+def test_a_rollback_excludes_the_bad_blocks_from_the_checkpoint_on_and_keeps_the_usual_level():
+    """At the checkpoint, 296 blocks were read and 16 excluded, so the next position is 312."""
+    saved, current = TrainState(step=37, tokens=9_472, blocks=296, best_step=30), used_state()
+    current.bad_steps = [[[300, 312]], [[312, 320], [400, 404]]]
+    state = rolled_back(saved, current, rate_factor=0.5)
+    assert state.excluded_blocks == [[8, 24], [312, 320], [400, 404]], "311 was read before the checkpoint"
+    assert (state.learning_rate_scale, state.rollbacks, state.skipped_steps) == (0.25, 2, 3)
+    assert (state.step, state.blocks, state.best_step) == (37, 296, 30)
+    assert (state.bad_steps, state.suspect_step, state.recent_losses) == ([], 37, [])
+    for name in ("usual_losses", "first_loss", "lowest_level", "lowest_level_step"):
+        assert getattr(state, name) == getattr(current, name)
