@@ -203,7 +203,7 @@ class _Export:
     def _write_files(self) -> dict[Path, tuple[str, ...]]:
         """Write all files of the ledger but the artifact; return how each counts."""
         source = self.source
-        files = files_besides(source.model.config, source.tokenizer, source.config_file)
+        files = files_besides(source.model.config, source.tokenizer, source.run_config)
         files |= {path.name: (path.read_bytes(), COUNTS) for path in self.settings.code_files}
         for name, (content, _) in files.items():
             write_bytes(self.partial / name, content)

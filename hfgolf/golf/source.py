@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hfgolf.command_line import load_config
-from hfgolf.config import GolfSection
+from hfgolf.config import GolfSection, RunConfig
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
@@ -32,7 +32,7 @@ class Source:
     """A model and its text.
 
     sequence_length, seed, blocks_read: of the training, which determine the calibration text. golf: the settings of the
-    run. card: returns the model card, given the final figures with the keys of a run's summary. config_file: what it
+    run. card: returns the model card, given the final figures with the keys of a run's summary. run_config: what it
     takes to train the model again, or None.
     """
 
@@ -45,7 +45,7 @@ class Source:
     blocks_read: int
     golf: GolfSection
     card: Callable[[dict[str, Any]], str]
-    config_file: Path | None
+    run_config: RunConfig | None
 
 
 def run_source(folder: Path) -> Source:
@@ -83,7 +83,7 @@ def run_source(folder: Path) -> Source:
         blocks_read=int(summary.get("tokens") or 0) // length,
         golf=config.golf,
         card=lambda figures: model_card(config, summary | figures),
-        config_file=run.config,
+        run_config=config,
     )
 
 
@@ -112,7 +112,7 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
         blocks_read=0,
         golf=GolfSection(),
         card=lambda figures: card,
-        config_file=None,
+        run_config=None,
     )
 
 
