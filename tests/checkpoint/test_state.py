@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hfgolf.checkpoint.state import TrainState, rolled_back
+from hfgolf.train.loss_watch import LossWatch
 
 
 def used_state() -> TrainState:
@@ -80,6 +82,30 @@ def test_invalid_state_is_rejected_and_changes_nothing(damage: dict[str, Any]):
     with pytest.raises(ValueError, match=f"^{next(iter(damage))} is "):
         state.load_state_dict(used_state().state_dict() | damage)
     assert state == TrainState()
+
+
+@pytest.mark.parametrize("symptom", ["spike", "divergence"])
+def test_a_watch_that_starts_again_at_random_steps_judges_as_one_that_goes_on(symptom):
+    """Losses with noise, spikes and a rise at the end, over a save and a load of the state."""
+    random = np.random.default_rng(0)
+    losses = 2 + 3 * np.exp(-np.arange(150) / 30) + random.normal(0, 0.02, 150)
+    losses[[60, 90, 91]] += 3
+    losses[110:] += 2
+
+    def verdicts(restarts: set[int]) -> list[tuple[str | None, str]]:
+        state, found = TrainState(), []
+        for step, loss in enumerate(losses.tolist(), 1):
+            if step in restarts:
+                saved, state = json.dumps(state.state_dict()), TrainState()
+                state.load_state_dict(json.loads(saved))
+            found.append(LossWatch({symptom}, state).verdict(step, loss))
+        return found
+
+    straight = verdicts(set())
+    assert {verdict for verdict, _ in straight} == {None, symptom}
+    for _ in range(20):
+        restarts = set(random.integers(1, 150, 5).tolist())
+        assert verdicts(restarts) == straight, restarts
 
 
 def test_the_state_of_an_older_version_is_loaded():
