@@ -24,7 +24,7 @@ from hfgolf.redact import redact_values
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SCRIPT = "score.py"
+SCRIPT, TOKENIZER, CONFIG = "score.py", "tokenizer.json.xz", "config.yaml.xz"
 COUNTS = ("challenge", "everything")
 """challenge: the program and the weights, as in Parameter Golf. everything: also what was needed to make them."""
 
@@ -38,10 +38,10 @@ def files_besides(
     """
     files = {
         SCRIPT: (packed_script(config), COUNTS),
-        "tokenizer.json.xz": (_packed(tokenizer.backend_tokenizer.to_str().encode()), ("everything",)),
+        TOKENIZER: (_packed(tokenizer.backend_tokenizer.to_str().encode()), ("everything",)),
     }
     if run_config is not None:
-        files["config.yaml.xz"] = (_packed(training_config(run_config).encode()), ("everything",))
+        files[CONFIG] = (_packed(training_config(run_config).encode()), ("everything",))
     return files
 
 

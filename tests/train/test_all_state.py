@@ -261,7 +261,16 @@ def test_a_run_killed_at_random_steps_is_a_straight_one(tiny_run, tmp_path, trou
         assert_same_bits(*({key: row[key] for key in row.keys() - TIMINGS} for row in (one, other)))
     assert_same_bits(saved(broken), saved(straight))
     assert_same_bits(*(load_file(folder / "model" / "model.safetensors") for folder in (broken, straight)))
-    of_the_session = {"model", "files", "predicted_memory_bytes", "peak_memory_bytes", "train_seconds", *TIMINGS}
+    of_the_session = {
+        "commit",
+        "commits",
+        "model",
+        "files",
+        "predicted_memory_bytes",
+        "peak_memory_bytes",
+        "train_seconds",
+        *TIMINGS,
+    }
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (broken, straight)]
     assert_same_bits(*({key: summary[key] for key in summary.keys() - of_the_session} for summary in summaries))
 
