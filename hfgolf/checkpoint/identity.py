@@ -14,14 +14,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hfgolf.checkpoint.store import newest_first
 from hfgolf.command_line import KEY_TYPES, SECTIONS, ResolvedConfig
 from hfgolf.config import RunConfig
 from hfgolf.data.corpus import identity_changes
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
-from hfgolf.run.folder import RunFolder
-from hfgolf.run.record import read_json
 from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
@@ -120,18 +117,6 @@ def read_identity(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         pass
     raise UserError(f"train.resume: {RUN_NAME} in {checkpoint} is missing or not valid; choose another checkpoint.")
-
-
-def recorded_corpus(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the identity of the text that a run was trained on; None if its folder no longer says it.
-
-    From its newest checkpoint, or else from metadata.json, where older versions did not note it.
-    """
-    newest = next(iter(newest_first(folder.checkpoints)), None)
-    if newest is not None:
-        return dict(read_identity(newest)["corpus"])
-    corpus = read_json(folder.metadata).get("corpus")
-    return corpus if isinstance(corpus, dict) else None
 
 
 def saved_config(identity: Mapping[str, Any]) -> RunConfig:

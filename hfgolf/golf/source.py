@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hfgolf.checkpoint.identity import Change, changed_keys, differences, recorded_corpus, rule, text_changes
+from hfgolf.checkpoint.identity import Change, changed_keys, differences, read_identity, rule, text_changes
+from hfgolf.checkpoint.store import newest_first
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.config import GolfSection, RunConfig
 from hfgolf.data.corpus import Corpus, load_corpus
@@ -101,14 +102,16 @@ def run_source(folder: Path) -> Source:
 
 def _require_recorded(run: RunFolder, resolved: ResolvedConfig, corpus: Corpus) -> None:
     """Raise UserError unless config and text are those that the run recorded: certificate and card are about them."""
-    before = read_json(run.metadata).get("config")
+    metadata, newest = read_json(run.metadata), next(iter(newest_first(run.checkpoints)), None)
+    before = metadata.get("config")
     keys = changed_keys(before, resolved) if isinstance(before, dict) else []
     if changed := differences(before or {}, resolved, [key for key in keys if rule(key) is not Change.TEXT]):
         raise UserError(
             f"--run: {run.config} is not the config that trained the run ({', '.join(changed)}); restore it."
         )
-    recorded = recorded_corpus(run)
-    if recorded is None:
+    # older versions did not note the text in metadata.json
+    recorded = read_identity(newest)["corpus"] if newest else metadata.get("corpus")
+    if not isinstance(recorded, dict):
         raise UserError(
             f"--run: {run.path} has no checkpoint left that says which text it was trained on, so nothing can be proved"
             " about it; use --model with --files."
