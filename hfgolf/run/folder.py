@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ class RunFolder:
     def clean_up(self) -> None:
         """Remove the remains of killed writes, except among the checkpoints (see checkpoint/store.py)."""
         for pattern in (".partial-*", ".replaced-*", "starts/*/.partial-*", f"{self.report.stem}/.partial-*"):
-            for path in self.path.glob(pattern):
+            for path in filter(_is_leftover, self.path.glob(pattern)):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -176,7 +177,8 @@ class RunFolder:
 
     def describe_start(self, config_yaml: str, metadata: dict[str, Any], patch: str | None) -> None:
         """Write what is needed to repeat this start of the run, to `starts/NNN` and to the run folder (the latest)."""
-        number = 1 + max((int(path.name) for path in self.starts.glob("[0-9]*")), default=0)
+        numbers = [int(path.name) for path in self.starts.glob("*") if re.fullmatch(r"[0-9]{1,9}", path.name)]
+        number = 1 + max(numbers, default=0)
         start = self.starts / f"{number:03d}"
         make_folder(start)
         for folder in (start, self.path):
@@ -193,6 +195,17 @@ class RunFolder:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found[str(json.loads(path.read_text())["commit"] or "unknown")] = None
         return list(found)
+
+
+_LEFTOVER = re.compile(
+    r"\.partial-(config\.yaml|uncommitted\.patch|metrics\.jsonl|report\.(html|md)|\w+\.png|shared-[0-9a-f]{16})"
+    r"|\.partial-(metadata|summary|tasks|profile)\.json|\.(partial|replaced)-(model|golf)"
+)
+
+
+def _is_leftover(path: Path) -> bool:
+    """Return whether a killed write of hfgolf's left a file or folder; the user may have others with such names."""
+    return _LEFTOVER.fullmatch(path.name) is not None
 
 
 def _this_process() -> str:
