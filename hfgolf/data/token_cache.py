@@ -6,6 +6,7 @@ becomes tokens (stream_writer), nor batches.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -118,9 +119,14 @@ def build_lock(cache_dir: Path) -> Iterator[None]:
         with locked(cache_dir / "build.lock", "builds the token cache"):
             yield
     except OSError as error:
+        way_out = "set another folder"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            way_out = f"free up space there, or {way_out}"
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            way_out = f"its file system has no locks, so two runs might build at once: {way_out}, on another one"
         raise UserError(
             f"data.cache_dir: cannot write the tokens of this corpus to {cache_dir} ({error.strerror or error});"
-            " free up space there, or set another folder."
+            f" {way_out}."
         ) from error
 
 

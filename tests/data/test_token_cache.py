@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -160,6 +162,24 @@ def test_killed_build_leaves_no_files(data, monkeypatch):
     folder = Path(data.cache_dir)
     assert (folder / token_cache.BUILDING).exists()
     assert not load_tokens(data, BYTE).is_hit and not (folder / token_cache.BUILDING).exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, "free up space there, or set another folder."),
+        (errno.ENOLCK, "its file system has no locks, so two runs might build at once: set another folder, on another"),
+        (errno.EROFS, "); set another folder."),
+    ],
+)
+def test_a_cache_that_cannot_be_written_names_its_own_cause(data, monkeypatch, number, way_out):
+    def acquire(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("filelock.FileLock.acquire", acquire)
+    with pytest.raises(UserError) as error:
+        load_tokens(data, BYTE)
+    assert way_out in str(error.value) and os.strerror(number) in str(error.value)
 
 
 def test_a_cache_in_a_folder_of_the_user_deletes_nothing_there(data):
