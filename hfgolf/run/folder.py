@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -99,8 +100,7 @@ class RunFolder:
                 " another --run.name or --run.output_dir."
             ) from None
         try:
-            # lockf locks belong to the process. Loader workers, which may survive a kill -9, would inherit flock's
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_file(descriptor)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):  # the file system does not support locks
                 os.close(descriptor)
@@ -112,6 +112,8 @@ class RunFolder:
                 " --run.name."
             ) from None
         self._locks[self.path.resolve()] = descriptor
+        # loader workers are forked and may survive a kill -9: they must not keep the lock
+        os.register_at_fork(after_in_child=lambda: _close_lock(descriptor))
         with contextlib.suppress(OSError):  # a full disk; the owner is only for the message above
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{_this_process()}\n".encode())
@@ -126,7 +128,7 @@ class RunFolder:
             return
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(held), os.stat(self._lock_file)):
-                return  # stat, not open: closing any descriptor of the file would release the lock
+                return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             owner = self._lock_file.read_text(errors="replace").strip() if self._lock_file.exists() else ""
@@ -206,6 +208,26 @@ _LEFTOVER = re.compile(
 def _is_leftover(path: Path) -> bool:
     """Return whether a killed write of hfgolf's left a file or folder; the user may have others with such names."""
     return _LEFTOVER.fullmatch(path.name) is not None
+
+
+def _lock_file(descriptor: int) -> None:
+    """Lock an open file until it is closed. Raises OSError if another process holds the lock, or if there are none.
+
+    The lock belongs to the open file: one of the process would end once it closes any descriptor of the file, as a copy
+    of the folder does. Linux's also exclude those of the process, which older versions take, and work over NFS.
+    """
+    if hasattr(fcntl, "F_OFD_SETLK"):
+        whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file)
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _close_lock(descriptor: int) -> None:
+    """In a forked child: close a lock's file, if it is still the one of its run."""
+    if descriptor in RunFolder._locks.values():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _this_process() -> str:
