@@ -55,7 +55,10 @@ _SETTING = (
     r"|(?:auth|access|refresh|bearer|api|hub|hf|id|session|bot)[_-]?token)"
 )
 # What is not a value: nothing, a type, a placeholder, an expression. Of a whole line, an attribute, too.
-_NO_VALUE = r"(?!(?:none|null|true|false|str|int|bool|bytes|float|any|object|string|secretstr|optional)\b|[~$<{(\[|>&*!%.,\s)\]}])"
+_NO_VALUE = (
+    r"(?!(?:none|null|true|false|str|int|bool|bytes|float|any|object|string|secretstr|optional)\b"
+    r"|[~$<{(\[|>&*!%.,\s)\]}])"
+)
 
 _PATTERNS = (
     (re.compile(rf"(?:hf_[A-Za-z0-9]{{20,}}|(?<![A-Za-z0-9_])(?:{'|'.join(_TOKENS)}))"), REDACTED),
