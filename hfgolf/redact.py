@@ -34,7 +34,7 @@ _TOKENS = (
     r"AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}",  # Google: API keys; + OAuth
     r"\w{3}\dQ~[\w.~-]{31,}",  # Azure AD
     r"xox[a-z]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{20,}|hooks\.slack\.com/\w+/[\w+/]{40,}",  # Slack
-    r"sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}|gsk_[A-Za-z0-9]{40,}",  # OpenAI; + Anthropic, Groq
+    r"(?<!-)sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}|gsk_[A-Za-z0-9]{40,}",  # OpenAI; + Anthropic, Groq
     r"dckr_pat_[\w-]{20,}",  # + Docker Hub
     r"npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}|rubygems_[a-f0-9]{48}|CLOJARS_[a-z0-9]{60}",
     r"[sr]k_(?:live|test|prod)_[A-Za-z0-9]{10,}|whsec_[A-Za-z0-9+/]{24,}",  # Stripe; + webhooks
@@ -46,6 +46,18 @@ _TOKENS = (
     r"gl(?:c_[\w+/]{32,}|sa_[A-Za-z0-9]{32}_[A-Fa-f0-9]{8})|sntry[su]_[\w+/=]{60,}|dt0c01\.[\w.]{80,}",  # Grafana, ...
     r"pscale_(?:tkn|oauth|pw)_[\w=.-]{32,}|PMAK-[a-f0-9]{24}-[a-f0-9]{34}|pul-[a-f0-9]{40}|pnu_[A-Za-z0-9]{36}",
     r"eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",  # a JSON Web Token, RFC 7519
+)
+
+# The end of the name of a setting that holds a secret. No prefix: a search for one takes quadratic time.
+_SETTING = (
+    r"(?:passw(?:or)?d|passphrase|passcode|(?<![a-z])pwd|secrets?(?:[_-]?key)?|credentials?"
+    r"|(?:api|access|private|auth|account|encryption|signing)[_-]?key(?:[_-]?id)?"
+    r"|(?:auth|access|refresh|bearer|api|hub|hf|id|session|bot)[_-]?token)"
+)
+# What is not a value: nothing, a type, a placeholder, an expression. Of a whole line, an attribute, too.
+_NO_VALUE = (
+    r"(?!(?:none|null|true|false|str|int|bool|bytes|float|any|object|string|secretstr|optional)\b"
+    r"|[~$<{(\[|>&*!%.,\s)\]}])"
 )
 
 _PATTERNS = (
@@ -76,6 +88,36 @@ _PATTERNS = (
         rf"\1{REDACTED}",
     ),
     (re.compile(r"(\bBearer )[\w.~+/=-]{20,}"), rf"\1{REDACTED}"),
+    # Authorization: Basic ..., X-Api-Key: ..., RFC 7235
+    (
+        re.compile(
+            r"""(\bAuthorization["']?\s{0,9}[:=]\s{0,9}["']?(?:Basic|Bearer|Token|Digest|ApiKey) +)"""
+            rf"""{_NO_VALUE}[^\s"',]+""",
+            re.IGNORECASE,
+        ),
+        rf"\1{REDACTED}",
+    ),
+    (re.compile(rf"(\bX-[A-Za-z-]{{0,40}}(?:Key|Token|Secret): ?){_NO_VALUE}[^\s\"',]+", re.I), rf"\1{REDACTED}"),
+    # api_key = '...' and "password": "...", in code and JSON
+    (
+        re.compile(
+            rf"""({_SETTING}["']?\]?\s{{0,9}}(?::\s{{0,9}}[a-z |]{{1,20}})?[:=]\s{{0,9}}[rbuf]{{0,2}}(["']))"""
+            rf"""{_NO_VALUE}"""
+            r"""(?:(?!\2)[^\\\n]|\\.){1,4096}(?=\2)""",
+            re.IGNORECASE,
+        ),
+        rf"\1{REDACTED}",
+    ),
+    # password: x and password = x as a whole line, in YAML, INI and .env, also in a patch
+    (
+        re.compile(
+            r"""(^[-+ ]?[ \t]{0,64}(?:- )?(?:export )?["']?(?:[\w.-]{0,64}?[_.-])?"""
+            rf"""{_SETTING}["']?[ \t]{{0,9}}[:=][ \t]{{0,9}})"""
+            rf"""{_NO_VALUE}(?![A-Za-z_]\w*(?:\.\w+)+$)[^\s"'(){{}},\\][^\s(){{}},\\]*(?=[ \t]*(?:\#.*)?$)""",
+            re.IGNORECASE | re.MULTILINE,
+        ),
+        rf"\1{REDACTED}",
+    ),
 )
 
 
@@ -92,14 +134,24 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples with every string redacted; keys are kept."""
+    """Return a copy of nested dicts, lists and tuples with every string redacted; keys are kept.
+
+    A string under a name such as password is a secret, whatever it is.
+    """
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
-        return {key: redact_values(inner) for key, inner in value.items()}
+        return {
+            key: REDACTED if inner and isinstance(inner, str) and _is_setting(key) else redact_values(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return type(value)(map(redact_values, value))
     return value
+
+
+def _is_setting(key: Any) -> bool:
+    return isinstance(key, str) and re.search(_SETTING + "$", key, re.IGNORECASE) is not None
 
 
 def is_secret_name(name: str) -> bool:

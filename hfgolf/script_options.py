@@ -99,15 +99,22 @@ def read_utf8(where: str, text: str | bytes) -> str:
         raise UserError(f"{where}: not UTF-8; convert it, or set the terminal to UTF-8.") from None
 
 
-def check_output(option: str, path: Path, kinds: Collection[str] = ()) -> Path:
+MARK = "<!-- written by hfgolf -->"
+
+
+def check_output(option: str, path: Path, kinds: Collection[str] = (), besides: Collection[Path] = ()) -> Path:
     """Return the path of an output option, after making missing folders; raise UserError if it can't be written.
 
-    Call it before any work. kinds: allowed suffixes of a file, such as "html"; if empty, the path is a folder.
+    Call it before any work. kinds: allowed suffixes of a file, such as "html"; if empty, the path is a folder. besides:
+    other files that will be written. Raises UserError, too, if one of the files exists and is not hfgolf's.
     """
     if kinds and path.suffix[1:] not in kinds:
         raise UserError(f"{option}: {path} can't be written; allowed: a name that ends in .{', .'.join(kinds)}.")
     if kinds and path.is_dir():
         raise UserError(f"{option}: {path} is a folder; name a file.")
+    foreign = next(filter(_is_foreign, [*([path] if kinds else []), *besides]), None)
+    if foreign is not None:
+        raise UserError(f"{option}: {foreign} exists and hfgolf did not write it; move it, or choose another name.")
     folder = path.absolute().parent if kinds else path
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,10 +124,19 @@ def check_output(option: str, path: Path, kinds: Collection[str] = ()) -> Path:
         raise UserError(f"{option}: cannot write to {folder} ({error.strerror}); choose another folder.") from None
 
 
-def check_picture(option: str, path: Path) -> Path:
+def _is_foreign(path: Path) -> bool:
+    """Return whether a file has content, and no trace of hfgolf in it: what hfgolf writes for people names it."""
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return True
+    return bool(content) and b"hfgolf" not in content
+
+
+def check_picture(option: str, path: Path, besides: Collection[Path] = ()) -> Path:
     """Do the same as `check_output` for a picture, in any format of matplotlib's."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise UserError(f"{option}: drawing needs matplotlib; run `pip install matplotlib`.") from None
-    return check_output(option, path, sorted(FigureCanvasBase.get_supported_filetypes()))
+    return check_output(option, path, sorted(FigureCanvasBase.get_supported_filetypes()), besides)

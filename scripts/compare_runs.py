@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
-from hfgolf.script_options import ScriptParser, check_output, within
+from hfgolf.script_options import MARK, ScriptParser, check_output, within
 from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 
 
@@ -66,7 +66,8 @@ def main() -> None:
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=True)
-    check_output("--output_dir", output_dir)
+    results = output_dir / (output_dir.name if experiment is None else experiment.path.stem)
+    check_output("--output_dir", output_dir, besides=[Path(f"{results}.{kind}") for kind in ("json", "md", "png")])
     command = shlex.join(["python", "scripts/compare_runs.py", *map(str, arguments.paths), *run_options])
     margin = arguments.equivalent
     command += " --runs" if arguments.runs else ""
@@ -83,9 +84,9 @@ def main() -> None:
             failed = run_missing(planned, LocalLauncher(script, arguments.jobs or 1))
         outcomes, failures = read_outcomes(planned, failed)
         comparison = compare_experiment(experiment, command, outcomes, failures, margin)
-    results, page = output_dir / comparison.name, to_markdown(comparison)
+    page = to_markdown(comparison)
     write_text(Path(f"{results}.json"), comparison.to_json())
-    write_text(Path(f"{results}.md"), page)
+    write_text(Path(f"{results}.md"), f"{page}\n{MARK}\n")
     draw(comparison, outcomes, Path(f"{results}.png"), experiment)
     logging.getLogger("hfgolf").info("\n%s\nwrote %s.json, .md and .png", page, results)
 

@@ -41,7 +41,7 @@ def main() -> None:
     arguments, run_options = parser.parse_known_args()
     rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
     resolved = load_config(run_options)
-    check_picture("--output", arguments.output)
+    check_picture("--output", arguments.output, [arguments.output.with_suffix(".json")])
 
     from hfgolf.durable import write_text
     from hfgolf.hardware import fingerprint
@@ -99,7 +99,7 @@ def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) 
         for axes in (losses, gain):
             axes.axvline(suggestion, color=palette.VERMILION, linestyle="--", label=f"suggestion: {suggestion:g}")
             axes.legend()
-    figure.savefig(path)
+    palette.save(figure, path)
 
 
 if __name__ == "__main__":

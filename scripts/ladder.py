@@ -53,7 +53,8 @@ def main() -> None:
     from hfgolf.train.console import show_log
 
     show_log(True)
-    folder = check_output("--output", arguments.output)
+    folder = arguments.output
+    check_output("--output", folder, besides=[folder / "ladder.json", folder / "ladder.png"])
     changes = {"model__dropout": 0.0, "model__attention_dropout": 0.0, "train__compile": False}
     # without segments: the naive rungs read whole sequences
     with scratch_run(resolved, "ladder", **changes, batch__segment_length=None) as run:
@@ -111,7 +112,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     axes.margins(x=0.25)
     axes.set(xlabel="milliseconds per step (median)", title=title)
     axes.grid(visible=False)
-    figure.savefig(path)
+    palette.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="also write a picture of the losses to this file")
     arguments = parser.parse_args()
     output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
-    if arguments.output or output.parent.is_dir():  # otherwise read_run reports that there is no such run
+    besides = [output.with_suffix(".md"), *output.with_suffix("").glob("*.png")]
+    if arguments.output:
+        check_output("--output", output, ["html"], besides)
+    elif output.parent.is_dir():  # otherwise read_run reports that there is no such run
         check_output("--output", output, ["html"])
     if arguments.png:
         check_output("--png", arguments.png, ["png"])

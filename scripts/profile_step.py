@@ -38,7 +38,8 @@ def main() -> None:
 
     is_main_process = os.environ.get("RANK", "0") == "0"
     show_log(is_main_process)
-    folder = check_output("--output", arguments.output or run_folder(resolved.config).path)
+    folder = arguments.output or run_folder(resolved.config).path
+    check_output("--output", folder, besides=[folder / "profile.json"])
     with scratch_run(resolved, "profile") as run:
         trace = (folder if is_main_process else run.folder.path) / "trace.json.gz"
         record = profile_run(run, arguments.steps, trace)

@@ -5,6 +5,7 @@ from pathlib import Path
 from hfgolf.command_line import run_command
 from hfgolf.errors import UserError
 from hfgolf.run.find_model import models_here
+from hfgolf.run.folder import RunFolder
 from hfgolf.script_options import ScriptParser
 
 
@@ -26,6 +27,9 @@ def main() -> None:
     model = arguments.run / "model"
     if not (model / "config.json").is_file():
         raise UserError(f"--run: there is no exported model in {model}; a run writes it when it ends.")
+    run = RunFolder(arguments.run)
+    if damage := run.find_damage() if run.summary.is_file() else None:
+        raise UserError(f"--run: {damage}, so the card says nothing of these files; restore them.")
 
     from hfgolf.publish.hub import push_folder
     from hfgolf.train.console import quiet_libraries

@@ -49,7 +49,8 @@ def main() -> None:
     from hfgolf.train.console import show_log
 
     show_log(True)
-    folder = check_output("--output", arguments.output)
+    folder = arguments.output
+    check_output("--output", folder, besides=[folder / "roofline.json", folder / "roofline.png"])
     with scratch_run(resolved, "roofline") as run:
         if run.accelerator.num_processes > 1:
             raise UserError("roofline.py measures one device; start it with python, not accelerate launch.")
@@ -128,7 +129,7 @@ def draw(roofline: "Roofline", rows: Sequence[dict[str, Any]], step: dict[str, A
         axes.plot(*point, marker, color=color, markersize=10, markerfacecolor="none", markeredgewidth=2, label=label)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="FLOP/s", title=title)
     figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path)
+    palette.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def draw(
         for step in corners.values():
             axes.axvline(axis.position(step), color=palette.GREY, linewidth=0.5, linestyle=":")
     below[-1].set_xlabel(f"{axis.unit}\n{axis.note}" if axis.note else axis.unit)
-    figure.savefig(path)
+    palette.save(figure, path)
 
 
 if __name__ == "__main__":

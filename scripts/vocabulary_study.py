@@ -16,7 +16,7 @@ from typing import Any
 
 from hfgolf import palette
 from hfgolf.command_line import load_config, run_command
-from hfgolf.script_options import ScriptParser, check_output, within
+from hfgolf.script_options import MARK, ScriptParser, check_output, within
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"
 
@@ -60,7 +60,8 @@ def main() -> None:
     from hfgolf.train.signals import Signals
 
     show_log(True)
-    folder = check_output("--output", arguments.output)
+    folder = arguments.output
+    check_output("--output", folder, besides=[folder / f"vocabulary.{kind}" for kind in ("json", "md", "png")])
     rows: list[dict[str, Any]] = []
     with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as scratch:
         sample = write_sample(arguments.files, arguments.max_bytes, Path(scratch))
@@ -86,9 +87,9 @@ def main() -> None:
         f" measured on {megabytes(held_out_bytes)} of held-out text. The model has width {model.hidden_size} and"
         f" {model.num_hidden_layers} layers. Encoding speed is measured on {os.cpu_count()} cores."
     )
-    page = f"# Vocabularies\n\n{about}\n\n{markdown(rows, arguments.context)}\n\n![Vocabularies](vocabulary.png)\n"
+    page = f"# Vocabularies\n\n{about}\n\n{markdown(rows, arguments.context)}\n\n![Vocabularies](vocabulary.png)"
     write_text(folder / "vocabulary.json", json.dumps(record, indent=1))
-    write_text(folder / "vocabulary.md", page)
+    write_text(folder / "vocabulary.md", f"{page}\n\n{MARK}\n")
     draw(rows, f"{model.hidden_size} wide, {model.num_hidden_layers} layers", folder / "vocabulary.png")
     print(f"\n{about}\n\n{table(rows, arguments.context)}\nwrote vocabulary.md, .json and .png in {folder}")
 
@@ -168,7 +169,7 @@ def draw(rows: Sequence[dict[str, Any]], model: str, path: Path) -> None:
         axes.set_xticks(entries, [f"{number:,}" for number in entries], rotation=30)
         axes.minorticks_off()
         axes.margins(x=0.12)
-    figure.savefig(path)
+    palette.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hfgolf.redact import is_secret_name, redact, redact_values
 
 ROOT = Path(__file__).parents[1]
 # made up here, so that this file holds nothing that a patch of it would lose
-HF_TOKEN = "hf_" + "aB3dE" * 7
+HF_TOKEN = "".join(("hf_", "aB3dE" * 7))
 WANDB_KEY = "0123456789abcdef" * 2 + "01234567"
 
 
@@ -135,6 +136,22 @@ def test_unreadable_logins_are_ignored(monkeypatch, tmp_path):
         ("DB_PASS=", "p$ss(w)rd1", ""),
         ("export GITLAB_PAT='", "p$ss(w)rd1", "'"),
         ("HF_HOME=x MY_API_KEY" + "='", "p$ss(w)rd1", "' python train.py"),
+        ("Authorization: " + "Basic ", "dTpw", ""),
+        ('{"authorization": ' + '"Basic ', "dTpw", '"}'),
+        ("curl -H 'authorization: " + "token ", "abc", "' https://host"),
+        ("curl -H 'X-Api-" + "Key: ", "abc", "' https://host"),
+        ("+api_key" + " = '", "x", "'"),
+        ("+    self.client_secret" + ' = "', "a b c", '"  # a comment'),
+        ('{"user": "me", "db_password' + '": "', "x", '", "port": 5432}'),
+        ("connect(user='me', password" + "='", "it\\'s", "')"),
+        ("os.environ['HF_TOKEN" + "'] = '", "short", "'"),
+        ("AWS_SECRET_ACCESS_KEY" + ": str = '", "x", "'"),
+        ("+password" + ": ", "x", ""),
+        ("-  smtp_password" + ": ", "hunter2", "  # of the server"),
+        ("  - api-key" + ": ", "x.y/z", ""),
+        ("database:\n  passphrase" + ": ", "hunter2!", "\n  port: 5432"),
+        ("export db_passwd" + "=", "x", ""),
+        ("[mail]\nsecret_key" + " = ", "x1", "\nport = 25"),
     ],
 )
 def test_text_like_a_secret_is_redacted(before, secret, after):
@@ -226,11 +243,50 @@ def test_body_of_a_private_key_is_redacted():
         "someone@example.com",
         "class sk-estimator-doc-link sk-toggleable__content task-oriented-programming-for-all",
         "npm_config_cache xoxo-hugs AIzaBella glpat-short AKIA ghp_short risk-3A-assessment-of-everything-here",
+        "password: str = None\napi_key: str | None\nsecret: bool = False\npassword:\nsecret = ''\npassword: null",
+        "password = getpass.getpass()\nself.password = settings.password\nconnect(password=password, secret=secret)",
+        "password: ${PASSWORD}\napi_key: <your key>\nsecret = {{ secrets.X }}\nAuthorization: Basic $TOKEN",
+        "eos_token: </s>\nbos_token = '<s>'\nmax_tokens: 4096\nprimary_key: id\ntoken: a\nkey = 'sort'\nkeys: [a, b]",
+        "a secret: nobody reads the password, said the author of the authorization: it is basic",
         "SUBPATTERN = 5; FIRST_PASS=True; PWD=/somewhere/else; def test_sk_live(): return eyJ",
     ],
 )
 def test_ordinary_text_is_not_redacted(text):
     assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(
+            "sk-",
+            "hf_",
+            "A_",
+            "a-",
+            "a.",
+            "x://",
+            "https://a:",
+            "eyJa.",
+            "?token",
+            "&a",
+            "-----BEGIN ",
+            "Bearer ",
+            "X-",
+        ),
+        *("password", "password ", "password:", "password='", "secret_", "api_key=", "_KEY", "\n password: ", "+ -"),
+        *("Authorization: ", "authorization=", "X-Key", "x-a-", "\\", "'", " ", "\t", "1", "a", "A", "\n", "dt0c01."),
+    ],
+)
+def test_the_time_is_linear_in_the_text(part):
+    """Twelve times the text in at most forty times the seconds of this process: a square would be 144 times."""
+
+    def seconds(text: str) -> float:
+        started_at = time.process_time()
+        redact(text)
+        return time.process_time() - started_at
+
+    text = part * (10_000 // len(part))
+    assert seconds(text * 12) < 40 * min(seconds(text), seconds(text)) + 0.05
 
 
 def test_hfgolf_sources_are_not_redacted():
@@ -249,6 +305,12 @@ def test_redaction_is_idempotent(monkeypatch):
         "[redacted] https://[redacted]@h/?token=[redacted]&sig=[redacted] API_KEY=[redacted] Bearer [redacted]"
     )
     assert redact(once) == once
+
+
+def test_a_value_under_the_name_of_a_secret_is_redacted():
+    value = {"smtp": {"Pass" + "word": "x", "port": 25}, "api-" + "key": "x", "client_secret": None, "max_tokens": "9"}
+    before, after = (repr(shown) for shown in (value, redact_values(value)))
+    assert after == before.replace("'x'", "'[redacted]'")
 
 
 def test_nested_values_are_redacted_and_keep_their_types(monkeypatch):

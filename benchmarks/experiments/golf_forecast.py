@@ -49,12 +49,12 @@ SCORED_ROWS = 64
 class Exporter:
     """Rounds the weights of a checkpoint to any number of bytes, as golf_export.py does."""
 
-    def __init__(self, checkpoint: Path, config: RunConfig, config_file: Path, tokens: TokenCache) -> None:
+    def __init__(self, checkpoint: Path, config: RunConfig, tokens: TokenCache) -> None:
         model, _ = load_exported(str(checkpoint))
         assert isinstance(model, GolfForCausalLM)
         self.model, self.golf, self.length = model.float().eval(), config.golf, config.batch.sequence_length
         self.weights, self.encode = matrices(model), model_encoder(model)
-        self.overhead_bytes = bytes_besides(model.config, tokens.tokenizer, config_file, self.golf.count)
+        self.overhead_bytes = bytes_besides(model.config, tokens.tokenizer, config, self.golf.count)
         batches = calibration_batches(
             tokens.train,
             seed=config.order_seed,
@@ -133,7 +133,7 @@ def main() -> int:
     for forecast in read_rows(run.metrics):
         checkpoint = run.checkpoints / f"step-{forecast['step']:06d}"
         if "golf_bytes" in forecast and checkpoint.is_dir():
-            rows.append(compared(forecast, Exporter(checkpoint, config, run.config, tokens)))
+            rows.append(compared(forecast, Exporter(checkpoint, config, tokens)))
             print("  ".join(f"{name} {value:,.5g}" for name, value in rows[-1].items()), flush=True)
     kept = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
     write_text(arguments.output, json.dumps(kept | {arguments.name: rows}, indent=1) + "\n")

@@ -13,6 +13,12 @@ from hfgolf.command_line import has_type
 from hfgolf.config import BatchConfig
 from hfgolf.data.batches import as_ranges, stream_positions
 
+_NEWER = (
+    *("loop_active", "grid", "bad_steps", "suspect_step"),
+    *("usual_losses", "recent_losses", "first_loss", "lowest_level", "lowest_level_step"),
+)
+"""Fields that the checkpoints of older versions lack."""
+
 
 @dataclass
 class TrainState:
@@ -51,6 +57,20 @@ class TrainState:
     """Whether the model's loop, if it has one, ran in the last of these steps (schedule.loop_start)."""
     unfinished_row: dict[str, Any] | None = None
     """Row of metrics.jsonl whose evaluation a signal interrupted; the next session evaluates again and writes it."""
+    bad_steps: list[list[list[int]]] = field(default_factory=list)
+    """For each bad step since the last good one, the positions [start, end) of its blocks (see train/recovery.py)."""
+    suspect_step: int | None = None
+    """Step of the checkpoint of the last rollback, until a good step follows: its weights may be the problem."""
+    usual_losses: list[float] = field(default_factory=list)
+    """Under train.rollback_on, recent training losses without spikes (see train/loss_watch.py)."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Those since the last rollback."""
+    first_loss: float | None = None
+    """The first training loss that the watch saw."""
+    lowest_level: float = float("inf")
+    """The lowest median of recent_losses so far."""
+    lowest_level_step: int = 0
+    """Its step; a divergence began after it."""
     grid: dict[str, Any] = field(default_factory=dict)
     """Under golf.qat_fraction, what the weights are rounded to (see train/rounding.py); empty: not yet, or never."""
     wandb_id: str | None = None
@@ -67,8 +87,10 @@ class TrainState:
         return stream_positions(self.blocks, count, self.excluded_blocks)
 
     def begin_data(self) -> None:
-        """Reset the data position and the validation losses, which belong to the previous data."""
-        self.blocks, self.excluded_blocks = 0, []
+        """Reset the data position, the losses and the bad steps, which belong to the previous data."""
+        self.blocks, self.excluded_blocks, self.bad_steps, self.suspect_step = 0, [], [], None
+        self.usual_losses, self.recent_losses, self.first_loss = [], [], None
+        self.lowest_level, self.lowest_level_step = float("inf"), 0
         self.forget_best()
 
     def forget_best(self) -> None:
@@ -93,21 +115,22 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what state_dict returned. Raises KeyError, TypeError or ValueError, with no change, if malformed."""
-        state = {"loop_active": True, "grid": {}} | state  # older versions had no loops and rounded nothing
+        state = {name: value for name, value in TrainState().state_dict().items() if name in _NEWER} | state
         for name, kind in typing.get_type_hints(TrainState).items():
-            if not has_type(state[name], kind):
+            if not has_type(state[name], kind) or not _is_possible(name, state[name]):
                 raise ValueError(f"{name} is {state[name]!r}"[:100])
         for key in dataclasses.fields(self):
             setattr(self, key.name, state[key.name])
 
 
-def rolled_back(saved: TrainState, current: TrainState, bad_positions: np.ndarray, rate_factor: float) -> TrainState:
-    """Return the state in which a run continues from a checkpoint after a rollback.
+def rolled_back(saved: TrainState, current: TrainState, rate_factor: float) -> TrainState:
+    """Return the state in which a run continues from a checkpoint after a rollback; no later step reads bad blocks.
 
-    saved: the state in the checkpoint. current: the run's state before the rollback. bad_positions: (n,) int64,
-    positions of blocks that no later step may read. rate_factor: multiplies all learning rates from now on.
+    saved: the state in the checkpoint. current: the run's state before the rollback. rate_factor: multiplies all
+    learning rates from now on.
     """
     next_position = stream_positions(saved.blocks, 1, current.excluded_blocks)[0]
+    bad_positions = np.concatenate([np.arange(*ends) for step in current.bad_steps for ends in step])
     # only blocks after the checkpoint's position: excluding earlier ones would shift good blocks past it
     new_ranges = as_ranges(bad_positions[bad_positions >= next_position])
     return dataclasses.replace(
@@ -116,4 +139,21 @@ def rolled_back(saved: TrainState, current: TrainState, bad_positions: np.ndarra
         rollbacks=current.rollbacks + 1,
         excluded_blocks=sorted(current.excluded_blocks + new_ranges),
         learning_rate_scale=current.learning_rate_scale * rate_factor,
+        bad_steps=[],
+        suspect_step=saved.step,
+        usual_losses=current.usual_losses,  # the usual level stays; the steps that are undone are forgotten
+        recent_losses=[],
+        first_loss=current.first_loss,
+        lowest_level=current.lowest_level,
+        lowest_level_step=current.lowest_level_step,
     )
+
+
+def _is_possible(name: str, value: Any) -> bool:
+    """Return whether no number in a field is negative, or too large for an array of positions."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return name in ("grid", "unfinished_row") or all(_is_possible(name, each) for each in inner)
+    if isinstance(value, int):
+        return 0 <= value < 2**62
+    return not isinstance(value, float) or value >= 0

@@ -84,7 +84,9 @@ def clean_up(folder: Path) -> None:
     """Finish a killed save if only its final rename is missing; remove the remains of all others."""
     for partial in folder.glob(".partial-*"):
         final = folder / partial.name.removeprefix(".partial-")
-        if _STEP_FOLDER.fullmatch(final.name) and not final.exists() and is_whole(partial):
+        if not _STEP_FOLDER.fullmatch(final.name):
+            continue  # not a save of hfgolf's
+        if not final.exists() and is_whole(partial):
             partial.rename(final)
             sync(folder)
         else:

@@ -28,7 +28,7 @@ from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.files import cache_folder
 from hfgolf.data.parts import Plan, join_parts, open_part, write_part
-from hfgolf.data.token_cache import build_cache, build_lock, cache_key, find_cache
+from hfgolf.data.token_cache import BUILDING, build_cache, build_lock, cache_key, find_cache
 from hfgolf.data.tokenizer import build_tokenizer, find_tokenizer
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
@@ -222,7 +222,7 @@ def _require_files(data: DataConfig) -> None:
 
 
 def _train_tokenizer(corpus: Corpus, config: TokenizerConfig, cache_dir: Path) -> PreTrainedTokenizerFast:
-    building = cache_dir / "building"
+    building = cache_dir / BUILDING
     try:
         (cache_dir / "tokenizers").mkdir(exist_ok=True)
         shutil.rmtree(building, ignore_errors=True)

@@ -6,10 +6,12 @@ becomes tokens (stream_writer), nor batches.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +42,9 @@ from hfgolf.hardware import free_memory_bytes
 
 _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 1
+BUILDING = ".hfgolf-building"
+"""Folder in the cache of what a build needs only for a while; no name that a user would give."""
+_LEFTOVER = re.compile(r"\.(partial|replaced)-[0-9a-f]{16}")
 VERIFIED_BEFORE_USE_BYTES = 2**27  # takes a quarter of a second; larger caches are verified while training starts
 _RAM_SHARE = 0.25  # the share of free memory that the tokens may take under data.in_memory auto
 
@@ -114,9 +119,14 @@ def build_lock(cache_dir: Path) -> Iterator[None]:
         with locked(cache_dir / "build.lock", "builds the token cache"):
             yield
     except OSError as error:
+        way_out = "set another folder"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            way_out = f"free up space there, or {way_out}"
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            way_out = f"its file system has no locks, so two runs might build at once: {way_out}, on another one"
         raise UserError(
             f"data.cache_dir: cannot write the tokens of this corpus to {cache_dir} ({error.strerror or error});"
-            " free up space there, or set another folder."
+            f" {way_out}."
         ) from error
 
 
@@ -219,10 +229,8 @@ def build_cache(
     write: writes the streams to a folder and returns why the tokenizer is not lossless; None: tokenize here.
     key: the tokenizer's cache_key, if it is already known.
     """
-    building = cache_dir / "building"
-    tokens_dir = cache_dir / "tokens"
-    for leftover in (building, *tokens_dir.glob(".*")):
-        shutil.rmtree(leftover, ignore_errors=True)
+    building = cache_dir / BUILDING
+    _remove_leftovers(cache_dir)
     (cache_dir / "tokenizers").mkdir(exist_ok=True)
     pieces = cache(lambda: corpus.write_pieces(building / "text"))
     try:
@@ -246,9 +254,15 @@ def build_cache(
         write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss)
         replace_folder(partial, folder)
     finally:
-        for leftover in (building, *tokens_dir.glob(".*")):
-            shutil.rmtree(leftover, ignore_errors=True)
+        _remove_leftovers(cache_dir)
     return folder, tokenizer
+
+
+def _remove_leftovers(cache_dir: Path) -> None:
+    """Remove what an interrupted build left. Only names that hfgolf gives: the user may have files beside them."""
+    hidden = [path for path in (cache_dir / "tokens").glob(".*") if _LEFTOVER.fullmatch(path.name)]
+    for leftover in (cache_dir / BUILDING, *hidden):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:

@@ -171,7 +171,10 @@ class History:
         step = skip["step"]
         if "event" not in skip and self.skips and step <= self.skips[-1][-1]["step"]:
             return  # already added by its event, which comes before the row
-        if step in self._consecutive_steps:
+        read = (step, skip.get("block_starts"))
+        if any(read == (one["step"], one.get("block_starts")) for group in self.skips for one in group):
+            pass  # a resumed run repeats it
+        elif step in self._consecutive_steps:
             self.skips[-1].append(skip)
         else:
             self.skips.append([skip])
@@ -181,7 +184,8 @@ class History:
         """Drop the steps after the checkpoint: the run undid them, or will repeat them."""
         self.restore = event
         last_skip = self.skips[-1][-1]["step"] if self.skips else None
-        self._consecutive_steps = {event["step"] + 1} if last_skip == event.get("from_step", -1) else set()
+        is_next = last_skip in (event["step"], event.get("from_step", event["step"]))
+        self._consecutive_steps = {event["step"] + 1} if is_next else set()
         kept: deque[Any]
         for kept in (self.steps, self.intervals, self.evaluations, self.forecasts, self._positions):
             while kept and kept[-1].step > event["step"]:

@@ -39,7 +39,7 @@ def bytes_per_token(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> np.nd
             f"Token {place} (id {tokens[place]}) stands for {counts[place]} bytes, but bytes per token are stored in 16"
             f" bits, at most {_MAX_TOKEN_BYTES}; use a tokenizer without such an entry."
         )
-    if _adds_a_space(tokenizer):  # in front of each text that it encodes: of each piece
+    if adds_a_space(tokenizer):  # in front of each text that it encodes: of each piece
         firsts = starts[starts < ends]
         counts[firsts + (tokens[firsts] == tokenizer.eos_token_id)] -= 1
     total = np.concatenate([[0], np.cumsum(counts)])
@@ -75,7 +75,7 @@ def challenge_bytes(tokens: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> n
     return counts[tokens] + (is_spaced[tokens] & follows_text)
 
 
-def _adds_a_space(tokenizer: PreTrainedTokenizerFast) -> bool:
+def adds_a_space(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Return whether the tokenizer puts a space in front of a text, and takes it away when decoding."""
     backend = tokenizer.backend_tokenizer
     ids = backend.encode("a", add_special_tokens=False).ids

@@ -7,43 +7,68 @@ from __future__ import annotations
 
 import hashlib
 import lzma
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hfgolf.checkpoint.identity import Change, rule
+from hfgolf.command_line import as_yaml
+from hfgolf.config import RunConfig
 from hfgolf.golf.script import packed_script
 from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.redact import redact_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SCRIPT = "score.py"
+SCRIPT, TOKENIZER, CONFIG = "score.py", "tokenizer.json.xz", "config.yaml.xz"
 COUNTS = ("challenge", "everything")
 """challenge: the program and the weights, as in Parameter Golf. everything: also what was needed to make them."""
 
 
 def files_besides(
-    config: GolfConfig, tokenizer: PreTrainedTokenizerFast, config_file: Path | None
+    config: GolfConfig, tokenizer: PreTrainedTokenizerFast, run_config: RunConfig | None
 ) -> dict[str, tuple[bytes, tuple[str, ...]]]:
     """Return {name: (content, those of COUNTS that count it)} of all that a budget must hold besides the artifact.
 
-    config_file: what it takes to train the model again; None: it is not known.
+    run_config: what it takes to train the model again; None: it is not known.
     """
     files = {
         SCRIPT: (packed_script(config), COUNTS),
-        "tokenizer.json.xz": (_packed(tokenizer.backend_tokenizer.to_str().encode()), ("everything",)),
+        TOKENIZER: (_packed(tokenizer.backend_tokenizer.to_str().encode()), ("everything",)),
     }
-    if config_file is not None:
-        files["config.yaml.xz"] = (_packed(config_file.read_bytes()), ("everything",))
+    if run_config is not None:
+        files[CONFIG] = (_packed(training_config(run_config).encode()), ("everything",))
     return files
 
 
-def bytes_besides(config: GolfConfig, tokenizer: PreTrainedTokenizerFast, config_file: Path, count: str) -> int:
+def bytes_besides(config: GolfConfig, tokenizer: PreTrainedTokenizerFast, run_config: RunConfig, count: str) -> int:
     """Return what the files besides the artifact take, of those that `count`, one of COUNTS, counts."""
-    files = files_besides(config, tokenizer, config_file).values()
+    files = files_besides(config, tokenizer, run_config).values()
     return sum(len(content) for content, counted_by in files if count in counted_by)
+
+
+def training_config(config: RunConfig) -> str:
+    """Return the YAML to train a model again: the keys that affect the weights and are not at their defaults.
+
+    Of files, only the names. So a resume, another machine, or another folder leaves it as it is, and with it the bytes
+    that golf.count everything counts.
+    """
+    defaults, lines = RunConfig().flat(), list[str]()
+    for dotted, value in config.flat().items():
+        section, key = dotted.split(".")
+        is_of_golf = section == "golf" and key != "forecast_every_steps"
+        if value == defaults[dotted] or (rule(dotted) is Change.FREE and not is_of_golf):
+            continue
+        if rule(dotted) is Change.TEXT and isinstance(value, list):
+            value = [name if "://" in name else os.path.basename(name) for name in value]
+        if f"{section}:" not in lines:
+            lines.append(f"{section}:")
+        lines.append(f"  {key}: {as_yaml(redact_values(value))}")
+    return "\n".join(lines) + "\n"
 
 
 @lru_cache(maxsize=2)  # a run asks again at each forecast and each grid

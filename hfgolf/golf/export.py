@@ -36,7 +36,7 @@ from hfgolf.golf.decoder import weights_of, weights_sha256
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.program import evaluate
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
-from hfgolf.golf.rescore import ARTIFACT, LEDGER, TOKEN_BYTES, TOKENS, rescore
+from hfgolf.golf.rescore import ARTIFACT, CERTIFICATE, LEDGER, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.source import Source
 from hfgolf.golf.table import Row, as_data, measure_each, table
 from hfgolf.model.layers_golf import GolfNetwork
@@ -119,7 +119,7 @@ class _Export:
         self.partial.mkdir(parents=True)
         outcome = Outcome(self.folder, self._certificate())
         outcome.seconds = self.seconds
-        outcome.certificate.write(self.partial / "certificate.json")
+        outcome.certificate.write(self.partial / CERTIFICATE)
         if outcome.certificate.holds:
             self._export(outcome)
         else:
@@ -188,7 +188,10 @@ class _Export:
             plan = plan_windows(settings.mode, len(tokens), length, stride, separators)
         except ValueError as error:
             raise UserError(f"--mode: {error}.") from None
-        certificate: Certificate = self._timed("certificate", lambda: certify(source.corpus, source.tokens, plan))
+        certificate: Certificate = self._timed(
+            "certificate",
+            lambda: certify(source.corpus, source.tokens, plan, is_training_known=source.is_training_known),
+        )
         return certificate
 
     def _write_text(self) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
@@ -203,7 +206,7 @@ class _Export:
     def _write_files(self) -> dict[Path, tuple[str, ...]]:
         """Write all files of the ledger but the artifact; return how each counts."""
         source = self.source
-        files = files_besides(source.model.config, source.tokenizer, source.config_file)
+        files = files_besides(source.model.config, source.tokenizer, source.run_config)
         files |= {path.name: (path.read_bytes(), COUNTS) for path in self.settings.code_files}
         for name, (content, _) in files.items():
             write_bytes(self.partial / name, content)

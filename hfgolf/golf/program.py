@@ -78,6 +78,6 @@ def main(defaults: dict[str, Any]) -> None:
         tokens = np.fromfile(arguments.tokens, "<u2" if config.vocab_size <= 2**16 else "<u4")
         token_bytes = np.fromfile(arguments.bytes, "<u2")
         figures = evaluate(model, config, tokens, token_bytes, arguments.mode, arguments.stride, arguments.length)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged artifact whose CRC is right raises anything
         sys.exit(f"error: {arguments.artifact}: {error}")
     print(json.dumps(figures | {"sha256": sha256}))

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hfgolf.command_line import load_config
-from hfgolf.config import GolfSection
+from hfgolf.checkpoint.identity import Change, changed_keys, differences, read_identity, rule, text_changes
+from hfgolf.checkpoint.store import newest_first
+from hfgolf.command_line import ResolvedConfig, load_config
+from hfgolf.config import GolfSection, RunConfig
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
@@ -21,7 +23,8 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import RunFolder
-from hfgolf.run.record import read_summary
+from hfgolf.run.metrics import read_metrics
+from hfgolf.run.record import read_json, read_summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -31,9 +34,10 @@ if TYPE_CHECKING:
 class Source:
     """A model and its text.
 
-    sequence_length, seed, blocks_read: of the training, which determine the calibration text. golf: the settings of the
-    run. card: returns the model card, given the final figures with the keys of a run's summary. config_file: what it
-    takes to train the model again, or None.
+    sequence_length, seed, blocks_read: of the training, which determine the calibration text. is_training_known:
+    whether the train split is all that the weights have seen. golf: the settings of the run. card: returns the model
+    card, given the final figures with the keys of a run's summary. run_config: what it takes to train the model again,
+    or None.
     """
 
     model: GolfForCausalLM
@@ -43,9 +47,10 @@ class Source:
     sequence_length: int
     seed: int | None
     blocks_read: int
+    is_training_known: bool
     golf: GolfSection
     card: Callable[[dict[str, Any]], str]
-    config_file: Path | None
+    run_config: RunConfig | None
 
 
 def run_source(folder: Path) -> Source:
@@ -55,13 +60,20 @@ def run_source(folder: Path) -> Source:
         raise UserError(f"--run: there is no run in {folder}; name the folder of a run, such as runs/small.")
     if not (run.model / "config.json").is_file():
         raise UserError(f"--run: there is no exported model in {run.model}; a run writes it when it ends.")
-    config = load_config([f"--config={run.config}"]).config
+    resolved = load_config([f"--config={run.config}"])
+    config = resolved.config
     if config.data.messages_column is not None:
         raise UserError(
             f"--run: {folder} was trained on conversations, and golf scores all of a text; use --model with --files."
         )
+    damage = run.find_damage() if run.summary.is_file() else None
+    if damage:
+        raise UserError(
+            f"--run: {damage}, so this is not what {folder} trained; restore it, or use --model with --files."
+        )
     model, tokenizer = _load_golf(str(run.model))
     corpus = load_corpus(config.data)
+    _require_recorded(run, resolved, corpus)
     # a pretrained tokenizer may be gone since, as that of model.init_from; the text cannot change it
     is_given = config.tokenizer.kind == "pretrained"
     tokens = load_tokens(config.data, config.tokenizer, corpus, cast("Any", tokenizer) if is_given else None)
@@ -81,10 +93,40 @@ def run_source(folder: Path) -> Source:
         sequence_length=length,
         seed=config.order_seed,
         blocks_read=int(summary.get("tokens") or 0) // length,
+        is_training_known=config.model.init_from is None and not _changed_text(run),
         golf=config.golf,
         card=lambda figures: model_card(config, summary | figures),
-        config_file=run.config,
+        run_config=config,
     )
+
+
+def _require_recorded(run: RunFolder, resolved: ResolvedConfig, corpus: Corpus) -> None:
+    """Raise UserError unless config and text are those that the run recorded: certificate and card are about them."""
+    metadata, newest = read_json(run.metadata), next(iter(newest_first(run.checkpoints)), None)
+    before = metadata.get("config")
+    keys = changed_keys(before, resolved) if isinstance(before, dict) else []
+    if changed := differences(before or {}, resolved, [key for key in keys if rule(key) is not Change.TEXT]):
+        raise UserError(
+            f"--run: {run.config} is not the config that trained the run ({', '.join(changed)}); restore it."
+        )
+    # older versions did not note the text in metadata.json
+    recorded = read_identity(newest)["corpus"] if newest else metadata.get("corpus")
+    if not isinstance(recorded, dict):
+        raise UserError(
+            f"--run: {run.path} has no checkpoint left that says which text it was trained on, so nothing can be proved"
+            " about it; use --model with --files."
+        )
+    if changed := text_changes(recorded, corpus.identity):
+        raise UserError(
+            f"--run: the text is not the one that {run.path} was trained on ({', '.join(changed)}); restore it, or use"
+            " --model with --files."
+        )
+
+
+def _changed_text(run: RunFolder) -> bool:
+    """Return whether the run began on other text than it ended on (train.resume_with_other)."""
+    events = read_metrics(run.metrics).events if run.metrics.is_file() else []
+    return any(event["event"] == "resumed" and event.get("begins_data") and event["step"] for event in events)
 
 
 def model_source(name: str, files: list[str], calibration_files: list[str], text_column: str, cache: Path) -> Source:
@@ -110,9 +152,10 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
         sequence_length=model.config.max_position_embeddings,
         seed=0,
         blocks_read=0,
+        is_training_known=True,
         golf=GolfSection(),
         card=lambda figures: card,
-        config_file=None,
+        run_config=None,
     )
 
 

@@ -8,8 +8,10 @@ native form.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,10 +33,12 @@ _SLOW_BYTES_PER_SECOND = 500_000
 
 _MODEL = Path(__file__).parents[1] / "model"
 _CODE = ("configuration_golf.py", "layers_golf.py", "modeling_golf.py")
-# The files that an export writes, for any tokenizer. Nothing else leaves the machine.
+_INDEX = "model.safetensors.index.json"
+# The files that an export writes, for any tokenizer. Besides the parts of weights that the index names, nothing else
+# leaves the machine.
 _EXPORTED = (
     *("README.md", "loss.png", "config.json", "generation_config.json"),
-    *("model*.safetensors", "model.safetensors.index.json"),
+    *("model.safetensors", _INDEX),
     *_CODE,
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
@@ -89,7 +93,8 @@ def _upload(folder: Path, files: list[Path], repo_id: str, private: bool, messag
 
 def exported_files(folder: Path) -> list[Path]:
     """Return the files that an export wrote to a folder, sorted. Warns about others. Raises UserError for a link."""
-    files = sorted(path for path in folder.iterdir() if any(path.match(pattern) for pattern in _EXPORTED))
+    names = {*_EXPORTED, *_parts_of_weights(folder / _INDEX)}
+    files = sorted(path for path in folder.iterdir() if path.name in names)
     for path in files:
         if path.is_symlink() or not path.is_file():  # a link may point to any private file
             raise UserError(f"{path} is not a file that an export wrote, so nothing was pushed; remove it.")
@@ -97,6 +102,17 @@ def exported_files(folder: Path) -> list[Path]:
     if others:
         logger.warning("hub: not pushed, because an export does not write it: %s", ", ".join(map(repr, others)))
     return files
+
+
+def _parts_of_weights(index: Path) -> set[str]:
+    """Return the names of the files that an index says the weights are in; none if there is no index."""
+    if index.is_symlink() or not index.is_file():
+        return set()
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{index} is damaged, so nothing was pushed; export the model again.") from None
+    return {name for name in names if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name)}
 
 
 def _reason(error: Exception) -> str:

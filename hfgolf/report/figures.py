@@ -48,7 +48,7 @@ class Drawing:
         """Return a PNG image on a white background."""
         picture = io.BytesIO()
         with palette.style():
-            self.figure.savefig(picture, format="png", dpi=DPI, facecolor="white")
+            palette.save(self.figure, picture, "png", dpi=DPI, facecolor="white")
         return picture.getvalue()
 
 

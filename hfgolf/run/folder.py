@@ -10,7 +10,9 @@ import errno
 import json
 import os
 import platform
+import re
 import shutil
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,7 +82,7 @@ class RunFolder:
     def clean_up(self) -> None:
         """Remove the remains of killed writes, except among the checkpoints (see checkpoint/store.py)."""
         for pattern in (".partial-*", ".replaced-*", "starts/*/.partial-*", f"{self.report.stem}/.partial-*"):
-            for path in self.path.glob(pattern):
+            for path in filter(_is_leftover, self.path.glob(pattern)):
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -98,8 +100,7 @@ class RunFolder:
                 " another --run.name or --run.output_dir."
             ) from None
         try:
-            # lockf locks belong to the process. Loader workers, which may survive a kill -9, would inherit flock's
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_file(descriptor)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):  # the file system does not support locks
                 os.close(descriptor)
@@ -111,9 +112,22 @@ class RunFolder:
                 " --run.name."
             ) from None
         self._locks[self.path.resolve()] = descriptor
+        # loader workers are forked and may survive a kill -9: they must not keep the lock
+        os.register_at_fork(after_in_child=lambda: _close_lock(descriptor))
         with contextlib.suppress(OSError):  # a full disk; the owner is only for the message above
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{_this_process()}\n".encode())
+
+    def owner(self) -> str | None:
+        """Return which other process holds the folder; None if none does, or if that is unknown."""
+        if fcntl is None or self.path.resolve() in self._locks:
+            return None
+        with contextlib.suppress(OSError), self._lock_file.open("r+") as file:
+            try:
+                _lock_file(file.fileno())
+            except OSError as error:
+                return file.read(100).strip() if error.errno in (errno.EACCES, errno.EAGAIN) else None
+        return None
 
     def hold(self) -> None:
         """Check that this process still holds the folder, and lock it again if it was deleted during the run.
@@ -125,7 +139,7 @@ class RunFolder:
             return
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(held), os.stat(self._lock_file)):
-                return  # stat, not open: closing any descriptor of the file would release the lock
+                return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             owner = self._lock_file.read_text(errors="replace").strip() if self._lock_file.exists() else ""
@@ -176,7 +190,8 @@ class RunFolder:
 
     def describe_start(self, config_yaml: str, metadata: dict[str, Any], patch: str | None) -> None:
         """Write what is needed to repeat this start of the run, to `starts/NNN` and to the run folder (the latest)."""
-        number = 1 + max((int(path.name) for path in self.starts.glob("[0-9]*")), default=0)
+        numbers = [int(path.name) for path in self.starts.glob("*") if re.fullmatch(r"[0-9]{1,9}", path.name)]
+        number = 1 + max(numbers, default=0)
         start = self.starts / f"{number:03d}"
         make_folder(start)
         for folder in (start, self.path):
@@ -193,6 +208,37 @@ class RunFolder:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found[str(json.loads(path.read_text())["commit"] or "unknown")] = None
         return list(found)
+
+
+_LEFTOVER = re.compile(
+    r"\.partial-(config\.yaml|uncommitted\.patch|metrics\.jsonl|report\.(html|md)|\w+\.png|shared-[0-9a-f]{16})"
+    r"|\.partial-(metadata|summary|tasks|profile)\.json|\.(partial|replaced)-(model|golf)"
+)
+
+
+def _is_leftover(path: Path) -> bool:
+    """Return whether a killed write of hfgolf's left a file or folder; the user may have others with such names."""
+    return _LEFTOVER.fullmatch(path.name) is not None
+
+
+def _lock_file(descriptor: int) -> None:
+    """Lock an open file until it is closed. Raises OSError if another process holds the lock, or if there are none.
+
+    The lock belongs to the open file: one of the process would end once it closes any descriptor of the file, as a copy
+    of the folder does. Linux's also exclude those of the process, which older versions take, and work over NFS.
+    """
+    if hasattr(fcntl, "F_OFD_SETLK"):
+        whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file)
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _close_lock(descriptor: int) -> None:
+    """In a forked child: close a lock's file, if it is still the one of its run."""
+    if descriptor in RunFolder._locks.values():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _this_process() -> str:

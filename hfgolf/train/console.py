@@ -86,12 +86,12 @@ class Console:
         self._step_limit, self._max_seconds = step_limit, max_seconds
         self._tokens = tokens_per_step, tokens_per_epoch
 
-    def step(self, step: int, seconds: float) -> None:
+    def step(self, step: int, seconds: float, best_val_loss: float = math.inf) -> None:
         """Move the bar after a step. After the second, log the plan: only now is it known how long a step takes.
 
-        seconds: of training so far, over all sessions.
+        seconds: of training so far; best_val_loss: infinity before the first. Both over all sessions.
         """
-        self._step, self._seconds = step, seconds
+        self._step, self._seconds, self._best_val_loss = step, seconds, best_val_loss
         if self._first is None:
             self._first = step, seconds
         elif step == self._first[0] + 1:
@@ -102,8 +102,6 @@ class Console:
     def show(self, row: dict[str, Any], expected_steps: float) -> None:
         """Show a row of metrics.jsonl: as a line, or beside a bar as a short line if it has an evaluation."""
         self._row = row
-        if row["val_loss"] is not None:
-            self._best_val_loss = min(self._best_val_loss, row["val_loss"])
         if self._bar is None or not (sys.stdout.isatty() or _is_notebook()):
             logger.info("%s", format_row(row, expected_steps))
         elif row["val_loss"] is not None:

@@ -33,7 +33,7 @@ def forecast_export(run: Run) -> dict[str, Any]:
             weights,
             curvature,
             golf,
-            overhead_bytes=bytes_besides(run.golf_model.config, run.tokens.tokenizer, run.folder.config, golf.count),
+            overhead_bytes=bytes_besides(run.golf_model.config, run.tokens.tokenizer, run.config, golf.count),
             size_of=lambda tensors: len(encode(tensors).data),
         )
     return {

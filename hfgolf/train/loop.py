@@ -116,7 +116,7 @@ def run_steps(run: Run, clock: Clock, callbacks: Callbacks) -> None:
         if recovery.review(result) is Next.REPEAT:
             continue
         step, last = run.state.step, clock.is_over()
-        console.step(step, run.state.elapsed_seconds)
+        console.step(step, run.state.elapsed_seconds, run.state.best_val_loss)
         evaluating = due(step, every.eval_every_steps, last)
         saving = clock.save_is_due or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
         pushing = hub.push and due(step, hub.every_steps, False)

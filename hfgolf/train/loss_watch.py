@@ -1,16 +1,16 @@
 """Detect spikes and divergence of the training loss, for train.rollback_on.
 
-Uses the doctor's definitions, but judges every step. Does not know the run; recovery.py acts on the verdict.
+Uses the doctor's definitions, but judges every step. What it remembers is in TrainState, so a resumed run judges as a
+straight one. Does not know the run; recovery.py acts on the verdict.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Collection
 from statistics import median
 from typing import Literal
 
+from hfgolf.checkpoint.state import TrainState
 from hfgolf.doctor.finding import robust_sigma
 from hfgolf.doctor.history import LEVEL_STEPS
 from hfgolf.doctor.spike_symptoms import SPIKE_SHARE
@@ -18,48 +18,47 @@ from hfgolf.doctor.symptoms import MIN_RISE, RISE, RISE_FROM_START, SIGMAS
 
 
 class LossWatch:
-    """Judges one training loss after another. Equal losses give equal verdicts on all processes."""
+    """Judges one training loss after another. Equal losses give equal verdicts on all processes.
 
-    def __init__(self, symptoms: Collection[str]) -> None:
-        self._symptoms = symptoms
-        self._usual: deque[float] = deque(maxlen=LEVEL_STEPS)
-        """Recent losses without spikes."""
-        self._recent: deque[float] = deque(maxlen=LEVEL_STEPS)
-        self._first_loss = math.nan
-        self._lowest_level = math.inf
-        self.lowest_step = 0
-        """Step at which the median of the recent losses was lowest; a divergence began after it."""
-        self.saw = ""
-        """The evidence for the last verdict."""
+    state: what it remembers between two losses.
+    """
 
-    def verdict(self, step: int, loss: float) -> Literal["spike", "divergence"] | None:
-        """Return what is wrong with a step's loss (nats per token, over all processes); None if nothing is."""
-        if math.isnan(self._first_loss):
-            self._first_loss = loss
-        if "spike" in self._symptoms and self._is_spike(loss):
-            return "spike"
-        self._usual.append(loss)
-        self._recent.append(loss)
-        return "divergence" if "divergence" in self._symptoms and self._has_diverged(step) else None
+    def __init__(self, symptoms: Collection[str], state: TrainState) -> None:
+        self._symptoms, self._state = symptoms, state
 
-    def forget_recent(self) -> None:
-        """Forget the steps that a rollback has undone, but keep the usual level."""
-        self._recent.clear()
+    def verdict(self, step: int, loss: float) -> tuple[Literal["spike", "divergence"] | None, str]:
+        """Return what is wrong with a step's loss, or None, and the evidence.
 
-    def _is_spike(self, loss: float) -> bool:
-        if len(self._usual) < LEVEL_STEPS // 2:
-            return False
-        usual = median(self._usual)
-        self.saw = f"the training loss is {loss:.4g}, up from {usual:.4g} in the steps before"
-        return loss > usual + max(SPIKE_SHARE * usual, SIGMAS * robust_sigma(self._usual))
+        loss: nats per token, over all processes.
+        """
+        state = self._state
+        if state.first_loss is None:
+            state.first_loss = loss
+        if "spike" in self._symptoms and (evidence := self._spike(loss)):
+            return "spike", evidence
+        state.usual_losses = [*state.usual_losses, loss][-LEVEL_STEPS:]
+        state.recent_losses = [*state.recent_losses, loss][-LEVEL_STEPS:]
+        if "divergence" in self._symptoms and (evidence := self._divergence(step, state.first_loss)):
+            return "divergence", evidence
+        return None, ""
 
-    def _has_diverged(self, step: int) -> bool:
-        if len(self._recent) < LEVEL_STEPS // 2:
-            return False
-        level, lowest = median(self._recent), self._lowest_level
+    def _spike(self, loss: float) -> str:
+        """Return the evidence of a spike; "" if there is none."""
+        losses = self._state.usual_losses
+        if len(losses) < LEVEL_STEPS // 2:
+            return ""
+        usual = median(losses)
+        is_spike = loss > usual + max(SPIKE_SHARE * usual, SIGMAS * robust_sigma(losses))
+        return f"the training loss is {loss:.4g}, up from {usual:.4g} in the steps before" if is_spike else ""
+
+    def _divergence(self, step: int, first_loss: float) -> str:
+        """Return the evidence of a divergence; "" if there is none."""
+        state = self._state
+        if len(state.recent_losses) < LEVEL_STEPS // 2:
+            return ""
+        level, lowest = median(state.recent_losses), state.lowest_level
         if level < lowest:
-            self._lowest_level, self.lowest_step = level, step
-        high = min(max(RISE * lowest, lowest + MIN_RISE), RISE_FROM_START * self._first_loss)
-        was, at = min((lowest, self.lowest_step), (self._first_loss, 1))
-        self.saw = f"the median training loss is {level:.4g}, up from {was:.4g} at step {at}"
-        return level > high
+            state.lowest_level, state.lowest_level_step = level, step
+        high = min(max(RISE * lowest, lowest + MIN_RISE), RISE_FROM_START * first_loss)
+        was, at = min((lowest, state.lowest_level_step), (first_loss, 1))
+        return f"the median training loss is {level:.4g}, up from {was:.4g} at step {at}" if level > high else ""

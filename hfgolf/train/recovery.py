@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import math
 from enum import Enum, auto
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 
 from hfgolf.checkpoint.state import rolled_back
 from hfgolf.checkpoint.store import newest_first, set_aside, step_of
-from hfgolf.data.batches import part_starts, stream_positions
+from hfgolf.data.batches import as_ranges, part_starts, stream_positions
 from hfgolf.errors import UserError
 from hfgolf.optim.shards import local_shards, on_any_rank
 from hfgolf.train.feed import blocks_per_epoch, segments, start_batches
@@ -55,16 +54,15 @@ class Next(Enum):
 
 
 class Recovery:
-    """Counts a run's consecutive bad steps, and rolls back to the last good checkpoint if there are too many."""
+    """Counts a run's consecutive bad steps, and rolls back to the last good checkpoint if there are too many.
+
+    What it remembers is in run.state.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         symptoms = set(run.config.train.rollback_on) - {"nonfinite"}
-        self._watch = LossWatch(symptoms) if symptoms else None
-        self._bad_positions: list[np.ndarray] = []
-        """For each bad step since the last good one, the positions of its blocks."""
-        self._suspect: Path | None = None
-        """The checkpoint of the last rollback, until a good step follows: its weights may be the problem."""
+        self._watch = LossWatch(symptoms, run.state) if symptoms else None
 
     def review(self, result: StepResult) -> Next:
         """Record the last step, and roll back if it was one bad step too many.
@@ -78,8 +76,7 @@ class Recovery:
         return self._note_good_step()
 
     def _note_good_step(self) -> Next:
-        self._bad_positions.clear()
-        self._suspect = None
+        self._run.state.bad_steps, self._run.state.suspect_step = [], None
         return Next.CONTINUE
 
     def _review_nonfinite(self, result: StepResult) -> Next:
@@ -89,9 +86,8 @@ class Recovery:
         if scaler is not None and scaler.get_scale() > 1:
             self._report_overflow(result, scaler.get_scale())  # finding the right scale needs no rollback
             return Next.CONTINUE
-        self._bad_positions.append(self._positions_read())
+        positions, in_a_row = self._count_bad_step()
         seed, length = run.config.order_seed, run.config.batch.sequence_length
-        positions = self._bad_positions[-1]
         blocks = part_starts(seed, positions, blocks_per_epoch(run), length, segments(run))[0].tolist()
         diagnosis = (
             f"step {run.state.step}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), "
@@ -105,7 +101,6 @@ class Recovery:
             grad_norm=result.grad_norm,
             block_starts=blocks,
         )
-        in_a_row = len(self._bad_positions)
         logger.info("%s; update skipped (%d of %d in a row)", diagnosis, in_a_row, train.max_skipped_steps)
         if in_a_row < train.max_skipped_steps:
             return Next.CONTINUE
@@ -125,17 +120,15 @@ class Recovery:
 
     def _review_loss(self, watch: LossWatch, loss: float) -> Next:
         step = self._run.state.step
-        verdict = watch.verdict(step, loss)
+        verdict, evidence = watch.verdict(step, loss)
         if verdict is None:
             return self._note_good_step()
-        self._bad_positions.append(self._positions_read())
-        in_a_row = len(self._bad_positions)
+        _, in_a_row = self._count_bad_step()
         if verdict == "spike" and in_a_row < self._run.config.train.max_skipped_steps:
             return Next.CONTINUE
-        diagnosis = f"step {step}: {watch.saw}"
+        diagnosis = f"step {step}: {evidence}"
         logger.info("%s (%s)", diagnosis, verdict)
-        good_until = step - in_a_row if verdict == "spike" else watch.lowest_step
-        watch.forget_recent()
+        good_until = step - in_a_row if verdict == "spike" else self._run.state.lowest_level_step
         return self._roll_back(verdict, diagnosis, good_until)
 
     def _roll_back(self, cause: str, diagnosis: str, good_until: int) -> Next:
@@ -162,11 +155,8 @@ class Recovery:
             raise UserError(f"train: {diagnosis}; there is no checkpoint to roll back to; {advice}.")
         current = dataclasses.replace(run.state)
         run.checkpoints.load(checkpoint)
-        bad_positions = np.concatenate(self._bad_positions)
-        state = rolled_back(run.state, current, bad_positions, train.rollback_learning_rate_factor)
+        state = rolled_back(run.state, current, train.rollback_learning_rate_factor)
         run.state.load_state_dict(state.state_dict())
-        self._bad_positions.clear()
-        self._suspect = checkpoint
         start_batches(run)
         run.tracker.rewind(state.step)
         run.tracker.event(
@@ -186,14 +176,16 @@ class Recovery:
     def _set_suspects_aside(self, good_until: int) -> None:
         """Set aside every checkpoint that is suspect or later than step good_until, except the oldest."""
         for checkpoint in newest_first(self._run.folder.checkpoints)[:-1]:
-            if checkpoint == self._suspect:
+            if step_of(checkpoint) == self._run.state.suspect_step:
                 logger.info("no good step followed %s; going further back", checkpoint.name)
                 set_aside(checkpoint)
             elif step_of(checkpoint) > good_until:
                 logger.info("%s was saved after the problem began; going further back", checkpoint.name)
                 set_aside(checkpoint)
 
-    def _positions_read(self) -> np.ndarray:
-        """Return the positions of the blocks that the last step read."""
+    def _count_bad_step(self) -> tuple[np.ndarray, int]:
+        """Record that the last step was bad. Return the positions of its blocks, and how many are bad in a row."""
         state, count = self._run.state, self._run.config.batch.sequences_per_step
-        return stream_positions(state.blocks - count, count, state.excluded_blocks)
+        positions = stream_positions(state.blocks - count, count, state.excluded_blocks)
+        state.bad_steps = [*state.bad_steps, as_ranges(positions)]
+        return positions, len(state.bad_steps)

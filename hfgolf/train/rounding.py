@@ -63,7 +63,7 @@ def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
                 model,
                 calibrated_curvature(run),
                 budget_bytes=int(AIM * golf.budget_bytes),
-                overhead_bytes=bytes_besides(model.config, run.tokens.tokenizer, run.folder.config, golf.count),
+                overhead_bytes=bytes_besides(model.config, run.tokens.tokenizer, run.config, golf.count),
                 size_of=lambda tensors: len(encode(tensors).data),
                 method="nearest",
                 allocation=golf.allocation,

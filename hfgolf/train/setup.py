@@ -488,5 +488,6 @@ def write_description(run: Run) -> None:
         note = f"# The run resumed from step {run.first_step} with this config; starts/ has one config per start."
         config_yaml = f"{note}\n{config_yaml}"
     metadata = run_metadata(run.resolved, fingerprint()) | {"init_from": run.init_from}
+    metadata["corpus"] = run.checkpoints.identity["corpus"]
     metadata["parameter_groups"] = group_rows(run.optimizer)
     run.folder.describe_start(config_yaml, metadata, uncommitted_changes())

@@ -46,7 +46,7 @@ class Stopwatch:
     def carry_over(self, seconds: Mapping[str, float]) -> None:
         """Add the seconds of earlier sessions."""
         for kind, before in seconds.items():
-            self._seconds[kind] += before
+            self._seconds[kind if kind in KINDS else "other"] += before
 
     def switch(self, kind: str) -> str:
         """Charge the time from now on to `kind`; return the previous kind."""

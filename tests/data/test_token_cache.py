@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -157,8 +160,39 @@ def test_killed_build_leaves_no_files(data, monkeypatch):
         with pytest.raises(UserError, match="disk full"):
             load_tokens(data, BYTE)
     folder = Path(data.cache_dir)
-    assert (folder / "building").exists()
-    assert not load_tokens(data, BYTE).is_hit and not (folder / "building").exists()
+    assert (folder / token_cache.BUILDING).exists()
+    assert not load_tokens(data, BYTE).is_hit and not (folder / token_cache.BUILDING).exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, "free up space there, or set another folder."),
+        (errno.ENOLCK, "its file system has no locks, so two runs might build at once: set another folder, on another"),
+        (errno.EROFS, "); set another folder."),
+    ],
+)
+def test_a_cache_that_cannot_be_written_names_its_own_cause(data, monkeypatch, number, way_out):
+    def acquire(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("filelock.FileLock.acquire", acquire)
+    with pytest.raises(UserError) as error:
+        load_tokens(data, BYTE)
+    assert way_out in str(error.value) and os.strerror(number) in str(error.value)
+
+
+def test_a_cache_in_a_folder_of_the_user_deletes_nothing_there(data):
+    folder = Path(data.cache_dir)
+    mine = ["building/notes.txt", "tokens/.secret", "tokens/.partial-notes/x", "tokens/.replaced-1/x", "text/x.txt"]
+    mine += ["tokenizers/.partial-mine/x", "parts/x", "tasks/mine/parts/x", ".partial-x", "downloads/mine.part"]
+    for name in mine:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    for _ in range(2):
+        assert len(load_tokens(data, BYTE).train)
+        shutil.rmtree(next(path for path in (folder / "tokens").glob("[0-9a-f]*")))
+    assert [name for name in mine if not (folder / name).is_file()] == []
 
 
 _BUILD = """

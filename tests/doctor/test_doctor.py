@@ -563,6 +563,16 @@ def test_damaged_run_folder_can_be_examined(tmp_path):
     assert [finding.symptom for finding in examine(folder)[0]] == expected
 
 
+def test_nonfinite_steps_count_across_a_resume_once():
+    """A run killed between two bad steps: the event of the second is in the file before and after the resume."""
+    bad = [skipped(step, [step]) for step in (11, 12, 13)]
+    resumed = {"step": 11, "event": "resumed"}
+    for repeated in ([], bad[1:2]):
+        lines = [*log(range(1, 11)), bad[0], *repeated, resumed, bad[1]]
+        assert symptoms(lines) == []
+        assert symptoms([*lines, bad[2]]) == symptoms([*log(range(1, 11)), *bad]) == [("immediate NaN", 11)]
+
+
 def test_undone_steps_are_not_a_symptom(tmp_path):
     """A resume rewrites the rows after its checkpoint, but the skipped_step events stay in the file."""
     skips = [skipped(step, [step]) for step in (31, 32)]

@@ -6,7 +6,9 @@ import hashlib
 
 import pytest
 
-from hfgolf.golf.budget import read_ledger
+from hfgolf.checkpoint.identity import changed_keys
+from hfgolf.command_line import load_config
+from hfgolf.golf.budget import read_ledger, training_config
 
 CAP = 16_000_000
 
@@ -62,3 +64,30 @@ def test_ledger_lists_the_files_on_disk(files):
         "counted_by": ["challenge", "everything"],
     }
     assert ledger["files"][2]["counted_by"] == ["everything"]
+
+
+STATED = ["--run.name=a", "--data.source=files", "--data.files=[texts/a.txt, texts/b.txt]", "--train.max_steps=9"]
+
+
+@pytest.mark.parametrize(
+    "of_a_resume",
+    [
+        ["--train.resume=auto"],
+        ["--run.name=b", "--run.output_dir=elsewhere", "--data.cache_dir=elsewhere"],
+        ["--data.files=[/elsewhere/a.txt, /elsewhere/b.txt]"],
+        ["--train.cpu_threads=3", "--batch.micro_batch_size=2", "--data.num_workers=2", "--data.in_memory=true"],
+        ["--train.log_every_steps=3", "--train.save_every_steps=3", "--golf.forecast_every_steps=3"],
+        ["--track.trackers=[tensorboard]", "--run.price_per_hour=3"],
+    ],
+)
+def test_the_counted_config_does_not_depend_on_what_a_resume_may_change(of_a_resume):
+    assert training_config(load_config(STATED + of_a_resume).config) == training_config(load_config(STATED).config)
+
+
+def test_the_counted_config_trains_the_model_again(tmp_path):
+    stated = [*STATED, "--optim.learning_rate=0.003", "--golf.qat_fraction=0.5", "--golf.budget_bytes=60000"]
+    before = load_config(stated).config
+    (tmp_path / "config.yaml").write_text(training_config(before))
+    again = load_config(tmp_path / "config.yaml")
+    assert set(changed_keys(before.flat(), again)) == {"data.files"}, "whose names are the same"
+    assert again.config.golf == before.golf

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -18,8 +20,9 @@ from tiny_export import ROOT
 from transformers import AutoModelForCausalLM
 
 from hfgolf.command_line import load_config
+from hfgolf.errors import UserError
 from hfgolf.golf import artifact
-from hfgolf.golf.decoder import weights_of
+from hfgolf.golf.decoder import read_sections, weights_of
 from hfgolf.golf.script import MAX_BYTES
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.layers_golf import GolfNetwork
@@ -116,6 +119,89 @@ def test_card_states_bytes_and_bits_per_byte(exported):
     assert "model.safetensors" in {path.name for path in exported_files(exported / "model")}, "it can be pushed"
 
 
+@pytest.fixture
+def copied(trained, corpus_file, tmp_path, monkeypatch):
+    """Return a copy of the run, with a copy of its text that may change."""
+    text = tmp_path / corpus_file.name
+    shutil.copy(corpus_file, text)
+    folder = tmp_path / "runs" / "tiny"
+    shutil.copytree(trained, folder, symlinks=True, ignore=shutil.ignore_patterns("golf"))
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace(str(corpus_file), str(text)))
+    return folder
+
+
+def change_text(folder):
+    """Add another document's worth of text: what was training text now validates."""
+    (text,) = folder.parents[1].glob("*.txt")
+    text.write_text(text.read_text() + text.read_text()[:20_000])
+
+
+def change_split(folder):
+    path = folder / "config.yaml"
+    path.write_text(re.sub(r"val_fraction: 0.1\b", "val_fraction: 0.2", path.read_text()))
+
+
+def change_rate(folder):
+    path = folder / "config.yaml"
+    path.write_text(re.sub(r"adamw_learning_rate: 0.01\b", "adamw_learning_rate: 0.02", path.read_text()))
+
+
+def change_weights(folder):
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+
+def change_tokenizer(folder):
+    path = folder / "model" / "tokenizer.json"
+    path.write_text(path.read_text() + " ")
+
+
+def forget_text(folder):
+    """As in a run of an older version whose checkpoints are gone."""
+    shutil.rmtree(folder / "checkpoints")
+    metadata = json.loads((folder / "metadata.json").read_text())
+    del metadata["corpus"]
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+
+
+def change_text_without_checkpoints(folder):
+    shutil.rmtree(folder / "checkpoints")
+    change_text(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_text, r"the text is not the one that .*tiny was trained on \(files \(corpus.txt\)"),
+        (change_text_without_checkpoints, r"the text is not the one that .*tiny was trained on \(files \(corpus.txt\)"),
+        (change_split, r"the text is not the one that .*tiny was trained on \(val_fraction \(0.1 -> 0.2\)\)"),
+        (change_rate, r"is not the config that trained the run \(optim.adamw_learning_rate 0.01 -> 0.02\)"),
+        (change_weights, "model/model.safetensors does not match its sha256, so this is not what .*tiny trained"),
+        (change_tokenizer, r"model/tokenizer.json has \d+ bytes instead of \d+, so this is not what"),
+        (forget_text, "has no checkpoint left that says which text it was trained on"),
+    ],
+)
+def test_an_export_of_a_run_is_about_what_the_run_recorded(copied, change, message):
+    from hfgolf.golf.source import run_source
+
+    run_source(copied)
+    change(copied)
+    with pytest.raises(UserError, match=f"^--run: .*{message}"):
+        run_source(copied)
+
+
+def test_training_text_that_is_not_all_of_it_is_not_searched_for_duplicates(copied):
+    from hfgolf.golf.source import run_source
+
+    assert run_source(copied).is_training_known
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write(
+            '{"step": 10, "event": "resumed", "elapsed_seconds": 1.0, "changed": ["files"], "begins_data": true}\n'
+        )
+    assert not run_source(copied).is_training_known
+
+
 def test_table_adds_up_to_the_artifact(exported):
     table = json.loads((exported / "table.json").read_text())
     size = (exported / "artifact.bin").stat().st_size
@@ -162,6 +248,114 @@ def test_golf_score_rejects_what_differs_from_the_ledger(exported, run_script, t
     assert ended.status in (1, 2) and said in ended.err
     if "The score is" not in said:
         assert ended.out == ""
+
+
+def forge(folder, name, content):
+    """Replace a file of an export, and its entry of the ledger."""
+    (folder / name).write_bytes(content)
+    ledger = json.loads((folder / "ledger.json").read_text())
+    for entry in ledger["files"]:
+        if entry["name"] == name:
+            entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "ledger.json").write_text(json.dumps(ledger))
+
+
+def forge_ledger(change):
+    """Return a function that changes the ledger of a folder."""
+
+    def forge_(folder):
+        ledger = json.loads((folder / "ledger.json").read_text())
+        change(ledger)
+        (folder / "ledger.json").write_text(json.dumps(ledger))
+
+    return forge_
+
+
+def forge_artifact(section, content):
+    """Return a function that replaces a section of the artifact, with a right CRC."""
+
+    def forge_(folder):
+        sections = read_sections((folder / "artifact.bin").read_bytes())
+        sections[section] = content
+        data = b"golf" + (1).to_bytes(2, "little")
+        data += b"".join(len(one).to_bytes(4, "little") + one for one in sections)
+        forge(folder, "artifact.bin", data + zlib.crc32(data).to_bytes(4, "little"))
+
+    return forge_
+
+
+def forge_program(folder):
+    ran = json.dumps(str(folder / "ran"))
+    forge(folder, "score.py", f'open({ran}, "w")\nprint(\'{{"nats": 1.0, "bpb": 0.0002}}\')\n'.encode())
+
+
+def forge_text(folder):
+    tokens = np.fromfile(folder / "tokens.bin", "<u2")
+    tokens[5:] = tokens[5]  # easy to predict
+    forge(folder, "tokens.bin", tokens.tobytes())
+
+
+def forge_bytes(folder):
+    token_bytes = np.fromfile(folder / "bytes.bin", "<u2")
+    forge(folder, "bytes.bin", (token_bytes * 9).astype("<u2").tobytes())
+
+
+def forge_link(folder):
+    content = (folder / "bytes.bin").read_bytes()
+    (folder / "bytes.bin").unlink()
+    (folder / "elsewhere").write_bytes(content)
+    (folder / "bytes.bin").symlink_to(folder / "elsewhere")
+
+
+def entry_of(ledger, name):
+    return next(entry for entry in ledger["files"] if entry["name"] == name)
+
+
+raise_budget = forge_ledger(lambda told: told.update(budget_bytes=10**9))
+BROKEN = "ledger.json is missing or broken; name a folder that golf_export.py wrote."
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            forge_program,
+            "score.py is not the program that this version of hfgolf writes for artifact.bin, so it was",
+        ),
+        (forge_text, "certificate.json is of another text"),
+        (forge_bytes, "bytes.bin: a token stands for more bytes than tokenizer.json.xz spells."),
+        (forge_link, "bytes.bin is a link, which no export writes."),
+        (lambda folder: (folder / "certificate.json").unlink(), "certificate.json is of another text"),
+        (
+            lambda folder: forge(folder, "tokenizer.json.xz", b"xz"),
+            "tokenizer.json.xz, tokens.bin and bytes.bin do not",
+        ),
+        (forge_artifact(0, b'{"hidden_sise": 9}'), "artifact.bin: it is damaged: its config has unknown fields."),
+        (lambda folder: (forge_artifact(0, b"[" * 5_000)(folder), raise_budget(folder)), "artifact.bin: "),
+        (forge_artifact(1, b"no zlib"), "score.py gave no score: "),
+        (forge_artifact(2, b"odd"), "score.py gave no score: "),
+        (forge_ledger(lambda told: entry_of(told, "bytes.bin").update(name="../../etc/passwd")), BROKEN),
+        (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": "../x"})), BROKEN),
+        (forge_ledger(lambda told: entry_of(told, "artifact.bin").update(counted_by=[])), BROKEN),
+        (forge_ledger(lambda told: told["files"].remove(entry_of(told, "artifact.bin"))), BROKEN),
+        (forge_ledger(lambda told: told["files"].append(told["files"][0])), BROKEN),
+        (forge_ledger(lambda told: told.update(count="nothing")), BROKEN),
+        (forge_ledger(lambda told: told.update(budget_bytes="22000")), BROKEN),
+        (forge_ledger(lambda told: told["settings"].update(mode="-c")), BROKEN),
+        (forge_ledger(lambda told: told["settings"].update(stride="1")), BROKEN),
+        (forge_ledger(lambda told: told["after"].update(nats="low")), BROKEN),
+        (forge_ledger(lambda told: told.update(files={})), BROKEN),
+        (forge_ledger(lambda told: told.update(after=[])), BROKEN),
+    ],
+)
+def test_golf_score_believes_nothing_of_a_folder(exported, run_script, tmp_path, change, said):
+    folder = tmp_path / "golf"
+    shutil.copytree(exported, folder)
+    change(folder)
+    ended = run_script("golf_score.py", folder)
+    assert ended.status in (1, 2) and ended.out == ""
+    assert said in ended.err and ended.err.count("\n") == 1
+    assert not (folder / "ran").exists(), "nothing foreign is executed"
 
 
 def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, run_script):

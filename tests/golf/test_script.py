@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
@@ -122,6 +123,13 @@ def test_script_of_every_shipped_config_fits():
             name: value for name, value in vars(config).items() if name in script.defaults() and value is not None
         }
         assert len(packed_script(GolfConfig(**fields))) <= MAX_BYTES, path.name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_artifact_says_which_program_scores_it(kind):
+    model = build_model(**MODELS[kind])
+    fields = json.loads(json.dumps(config_differences(model.config)))
+    assert packed_script(GolfConfig(**fields)) == packed_script(model.config)
 
 
 def test_config_differences_keep_only_what_changes_logits():

@@ -162,17 +162,33 @@ def test_only_exported_files_are_pushed(exported, our_hub, tmp_path, caplog):
     before = set(contents(exported))
     (exported / ".env").write_text("HF_TOKEN=secret")
     (exported / "notes.json").write_text("{}")
+    for name in ("model-secret.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.bak"):
+        (exported / name).write_bytes(b"of another model")
     (exported / "checkpoints").mkdir()
     push_folder(exported, "user/name", private=False, message="m", format="golf")
     assert set(our_hub.repositories["user/name"].files) == before
     assert caplog.messages == [
-        "hub: not pushed, because an export does not write it: '.env', 'checkpoints', 'notes.json'"
+        "hub: not pushed, because an export does not write it: '.env', 'checkpoints',"
+        " 'model-00001-of-00002.safetensors', 'model-secret.safetensors', 'model.safetensors.bak', 'notes.json'"
     ]
     (tmp_path / "private").write_text("what nobody should read")
     (exported / "vocab.json").symlink_to(tmp_path / "private")
     with pytest.raises(UserError, match=r"vocab.json is not a file that an export wrote, so nothing was pushed"):
         push_folder(exported, "user/other", private=False, message="m")
     assert "user/other" not in our_hub.repositories
+
+
+def test_parts_of_weights_are_pushed_as_the_index_names_them(tmp_path):
+    parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = tmp_path / "model.safetensors.index.json"
+    places = {"a": parts[0], "b": parts[1], "c": "../model-00001-of-00001.safetensors", "d": "model-secret.safetensors"}
+    index.write_text(json.dumps({"weight_map": places}))
+    for name in (*parts, "model-secret.safetensors", "model-00003-of-00003.safetensors"):
+        (tmp_path / name).touch()
+    assert [path.name for path in hub_module.exported_files(tmp_path)] == [*parts, index.name]
+    index.write_text('{"weight_map": 3}')
+    with pytest.raises(UserError, match=r"index.json is damaged, so nothing was pushed"):
+        hub_module.exported_files(tmp_path)
 
 
 @pytest.mark.slow

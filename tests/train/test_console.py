@@ -146,7 +146,7 @@ def test_bar_moves_with_every_step_and_says_what_is_known(monkeypatch):
         line, drawn = terminal.drawn()
         assert line == "step 3/60  loss 4.5000  val loss 5.2500 (2.5000 bits per byte)  7 s"
         console.switch("train")
-        console.step(4, 6.5)
+        console.step(4, 6.5, 5.25)
         assert terminal.drawn()[0].endswith("| loss 4.500  best val 5.250  8,012 tokens/s  0:28 left")
     assert terminal.drawn() == [], "the bar is gone at the end"
 
@@ -172,7 +172,7 @@ def test_bar_has_room_in_a_terminal_of_80_columns(monkeypatch):
         console.begin(math.inf, 7200.0, tokens_per_step=1024, tokens_per_epoch=4096)
         console.show({**row(3, val_loss=5.25), "tokens_per_second": 123_456}, 3600)
         for step in (1234, 1235):
-            console.step(step, 2.0 * step)
+            console.step(step, 2.0 * step, 5.25)
         drawn = terminal.drawn()[-1]
         assert len(drawn) - len(drawn.split("|")[1]) <= 72, "less than a tenth of the line is left for the bar"
         assert drawn.endswith("| loss 4.500  best val 5.250  123,456 tokens/s  1:18:50 left")

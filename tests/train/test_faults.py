@@ -415,7 +415,8 @@ def test_training_works_without_file_locks(tiny_run, monkeypatch):
     def refuse(*arguments: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     resolved = load_config(tiny_run())
     folder = run_folder(resolved.config)
     claim(folder, resolved)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from hfgolf.command_line import load_config
 from hfgolf.data.token_stream import open_stream
 from hfgolf.errors import UserError
 from hfgolf.golf import forecast
@@ -46,7 +47,7 @@ def test_a_forecast_counts_what_the_export_will_count(run, tiny_run):
     challenge = read_rows(run(tiny_run(**options)) / "metrics.jsonl")[-1]
     folder = run(tiny_run(**options, run__name="all", golf__count="everything"))
     model, tokenizer = load_exported(str(folder / "model"))
-    files = files_besides(model.config, tokenizer, folder / "config.yaml")
+    files = files_besides(model.config, tokenizer, load_config(str(folder / "config.yaml")).config)
     besides = sum(len(content) for content, counted_by in files.values() if "challenge" not in counted_by)
     assert besides > 0
     assert read_rows(folder / "metrics.jsonl")[-1]["golf_bytes"] == challenge["golf_bytes"] + besides

@@ -166,7 +166,7 @@ def kinds(life: Life) -> list[Tree]:
     return list(of_kind.values())
 
 
-_UNFINISHED = re.compile(r"(^|/)[.]|[.]lock$|^cache/building|^runs/cut/(report|starts)")
+_UNFINISHED = re.compile(r"(^|/)[.]|[.]lock$|^runs/cut/(report|starts)")
 
 
 def figures(folder: Path) -> list[tuple[Any, ...]]:

@@ -24,6 +24,7 @@ from sharded import needs_fsdp2, shard
 from torch import Tensor
 
 from hfgolf.checkpoint import contents
+from hfgolf.checkpoint.state import TrainState
 from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -410,8 +411,8 @@ def test_spike_does_not_roll_back_by_default(run, tiny_run, shake_weights):
 
 def test_loss_watch_distinguishes_spikes_from_divergence():
     def verdicts(looks_for: str, loss: Any) -> list[tuple[int, str]]:
-        watch = LossWatch({looks_for})
-        told = [(step, watch.verdict(step, loss(step))) for step in range(1, 201)]
+        watch = LossWatch({looks_for}, TrainState())
+        told = [(step, watch.verdict(step, loss(step))[0]) for step in range(1, 201)]
         return [(step, verdict) for step, verdict in told if verdict]
 
     def healthy(step: int) -> float:

@@ -42,10 +42,17 @@ def test_the_end_of_the_run_is_rounded_and_exported_on_its_grid(run, tiny_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [5, 11], ids=["to be renewed", "frozen"])
-def test_a_resumed_run_rounds_as_before(run, tiny_run, tmp_path, monkeypatch, step):
+@pytest.mark.parametrize(
+    ("step", "count"),
+    [
+        pytest.param(5, "challenge", id="to be renewed"),
+        pytest.param(5, "everything", id="to be renewed, the config counts"),
+        pytest.param(11, "challenge", id="frozen"),
+    ],
+)
+def test_a_resumed_run_rounds_as_before(run, tiny_run, tmp_path, monkeypatch, step, count):
     monkeypatch.setattr(rounding, "GRIDS", 4)
-    options = QAT | {"train__max_steps": 12, "golf__qat_fraction": 2 / 3, "train__keep_last": 20}
+    options = QAT | {"train__max_steps": 12, "golf__qat_fraction": 2 / 3, "train__keep_last": 20, "golf__count": count}
     whole = run(tiny_run(**options))
     grids = [grid_at(whole, at) for at in (4, 5, 8, 11)]
     assert [grid and (grid["step"], grid["frozen"]) for grid in grids] == [{}, (4, False), (6, False), (10, True)]

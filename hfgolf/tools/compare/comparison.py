@@ -54,7 +54,7 @@ class Comparison:
 
     def to_json(self) -> str:
         """Return the comparison as JSON, with secrets redacted."""
-        return json.dumps(redact_values(dataclasses.asdict(self)), indent=1) + "\n"
+        return json.dumps({"written_by": "hfgolf"} | redact_values(dataclasses.asdict(self)), indent=1) + "\n"
 
 
 def compare_experiment(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ FAILURE_NAME = "failed.txt"
 """In the folder of a failed run: the reason."""
 
 _FAILED = (1, 2)  # exit statuses of errors that would happen again; a signal has another status
+_SMALL_BYTES = 2**24
 _SAVE_SECONDS = 60  # a stopped run first finishes its step and saves
 
 
@@ -99,9 +101,11 @@ class LocalLauncher:
 def run_missing(runs: Sequence[PlannedRun], launcher: Launcher) -> dict[str, str]:
     """Run the unfinished runs; return {name of a failed run: its reason in one line}.
 
-    An interrupted run is resumed. A failed run is left alone, because a resumed one could hide the failure. Raises
-    UserError, before any run starts, if a folder holds a run with another config. However this call ends, also by a
-    signal, active local runs save and stop first.
+    An interrupted run is resumed, and one that another process still trains, as after a kill -9 of a comparison, is
+    waited for. A failed run is left alone, because a resumed one could hide the failure, but only if it failed in its
+    training: what kept it from beginning, or a full disk, may be gone the next time. Raises UserError, before any run
+    starts, if a folder holds a run with another config. However this call ends, also by a signal, active local runs
+    save and stop first.
     """
     complete = [run for run in runs if _is_complete(run, launcher)]
     failures = {run.name: _failure(run).read_text(encoding="utf-8") for run in runs if _failure(run).exists()}
@@ -109,14 +113,21 @@ def run_missing(runs: Sequence[PlannedRun], launcher: Launcher) -> dict[str, str
     logger.info("%d runs: %d already complete, %d to do", len(runs), len(complete), len(missing))
     if failures:
         logger.info("%d failed before; delete %s in a run's folder to try it again", len(failures), FAILURE_NAME)
-    waiting, active = list(missing), dict[Launched, PlannedRun]()
+    waiting, active, begun = list(missing), dict[Launched, PlannedRun](), dict[str, Any]()
+    waited_for: set[str] = set()
     started_at = time.perf_counter()
     signals = Signals(f"before all runs were complete; {launcher.when_stopped}")
     with signals, signals.deferred():
         try:
             while (waiting or active) and not signals.stop:
-                while waiting and len(active) < launcher.at_once:
-                    run = waiting.pop(0)
+                free = waiting if launcher.is_remote else _not_in_use(waiting, waited_for)
+                while free and len(active) < launcher.at_once:
+                    run = free.pop(0)
+                    if run in waiting:
+                        waiting.remove(run)
+                    if run.name in waited_for and _is_complete(run, launcher):
+                        continue
+                    begun[run.name] = _last_start(run)
                     active[launcher.start(run)] = run
                 time.sleep(launcher.poll_seconds)
                 for launched, status in [(launched, launched.poll()) for launched in active]:
@@ -125,7 +136,7 @@ def run_missing(runs: Sequence[PlannedRun], launcher: Launcher) -> dict[str, str
                     run = active.pop(launched)
                     if status:
                         failures[run.name] = _failure_reason(run)
-                        if status in _FAILED and run.folder.config.exists():  # else training never began
+                        if status in _FAILED and _last_start(run) != begun[run.name] and not _is_disk_full(run):
                             write_text(_failure(run), failures[run.name])
                     end = f"failed: {failures[run.name]}" if status else "is complete"
                     done = len(missing) - len(waiting) - len(active)
@@ -134,6 +145,32 @@ def run_missing(runs: Sequence[PlannedRun], launcher: Launcher) -> dict[str, str
         finally:
             launcher.stop(list(active))
     return failures
+
+
+def _not_in_use(waiting: Sequence[PlannedRun], waited_for: set[str]) -> list[PlannedRun]:
+    """Return the runs that no other process trains; note those that one does in waited_for, and say so once."""
+    free = []
+    for run in waiting:
+        owner = run.folder.owner()
+        if owner is None:
+            free.append(run)
+        elif run.name not in waited_for:
+            waited_for.add(run.name)
+            logger.info("%s is trained by another process (%s); waiting for it", run.name, owner)
+    return free
+
+
+def _last_start(run: PlannedRun) -> tuple[int, int] | None:
+    """Return what changes when training begins, which writes config.yaml anew."""
+    try:
+        status = run.folder.config.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _is_disk_full(run: PlannedRun) -> bool:
+    return shutil.disk_usage(run.folder.path).free < _SMALL_BYTES
 
 
 def _is_complete(run: PlannedRun, launcher: Launcher) -> bool:

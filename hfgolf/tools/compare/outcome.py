@@ -153,9 +153,9 @@ def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
 
 
 def _settings(outcome: Outcome) -> dict[str, Any]:
-    """Return the part of the config that defines the arm, without what each machine decides for itself."""
+    """Return the text and the part of the config that define the arm, without what each machine decides for itself."""
     sources = outcome.metadata["sources"]
-    return {
+    return {"corpus": outcome.metadata.get("corpus")} | {
         key: value
         for key, value in outcome.config.items()
         if not _NOT_OF_THE_ARM.match(key) and sources.get(key) != "auto"

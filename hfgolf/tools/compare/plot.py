@@ -60,7 +60,7 @@ def draw(
     for axes, (key, grids) in zip(by_grid, panels.items(), strict=True):
         assert experiment is not None
         _draw_grids(axes, key, grids, comparison, experiment)
-    figure.savefig(path)
+    palette.save(figure, path)
 
 
 def _arms_to_draw(comparison: Comparison, experiment: Experiment | None) -> list[str]:
