@@ -230,15 +230,21 @@ def test_single_sequence_batch_has_the_usual_strides(stream):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_mean_over_micro_batches_is_the_mean_over_the_targets_of_a_step(stream, world, accumulation):
-    """Even if some micro-batches have no target: all targets of a step lie in one tenth of the stream, or nowhere."""
-    stream.is_target = ((stream.tokens % 3 == 0) & (stream.tokens > 480)).astype(np.uint8)
+    """Even if some micro-batches have no target, or all of a step."""
     options = {"sequence_length": T, "micro_batch_size": 12 // world // accumulation, "accumulation": accumulation}
+    per_step = options["micro_batch_size"] * world * accumulation * T
+    stream.is_target = np.zeros(len(stream.tokens), np.uint8)
+    stream.is_target[per_step + 1 : 2 * per_step + 1 : 3] = 1  # each third of the second step, one of the third
+    stream.is_target[2 * per_step + 5] = 1
+    stream.is_target[3 * per_step + 9 : 3 * per_step + 12] = 1  # and those of a single block of the fourth
     loaders = [build_loader(stream, **options, rank=rank, world=world, seed=None, num_steps=5) for rank in range(world)]
     batches = [batch for of_ranks in zip(*loaders, strict=True) for batch in of_ranks]
+    counted = []
     for step in range(5):
         of_step = batches[step * world * accumulation : (step + 1) * world * accumulation]
-        targets = np.arange(step * 12 * T + 1, (step + 1) * 12 * T + 1)
+        targets = np.arange(step * per_step + 1, (step + 1) * per_step + 1)
         targets = targets[stream.is_target[targets] == 1]
+        counted.append(len(targets))
         labels = torch.cat([batch["shift_labels"].flatten() for batch in of_step])
         assert labels[labels != IGNORED].tolist() == targets.tolist()
         sums = [batch["shift_labels"].clamp(min=0).sum() / batch["num_items_in_batch"] for batch in of_step]
@@ -250,6 +256,7 @@ def test_mean_over_micro_batches_is_the_mean_over_the_targets_of_a_step(stream, 
             )
             for batch in of_step
         )
+    assert counted == [0, len(range(0, per_step, 3)), 1, 3, 0]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
