@@ -18,7 +18,7 @@ import numpy as np
 from hfgolf.data.corpus import Corpus
 from hfgolf.data.files import SourceFile
 from hfgolf.data.sentencepiece_model import SPACE
-from hfgolf.data.tokenizer import entry_bytes
+from hfgolf.data.tokenizer import embedding_rows, entry_bytes
 from hfgolf.errors import UserError
 from hfgolf.wording import first_line
 
@@ -150,7 +150,7 @@ def open_shards(corpus: Corpus, tokenizer: Any) -> tuple[ShardStream, ShardStrea
     If data.separator_id is a special token, it becomes the tokenizer's end of text, in the exported model too. Raises
     UserError if a file is damaged, an id is not in the vocabulary, or the bytes do not belong to the tokens.
     """
-    data, vocab_size = corpus.data, len(tokenizer)
+    data, vocab_size = corpus.data, embedding_rows(tokenizer)
     train_paths, val_paths = (_paths(corpus, split) for split in (None, "val"))
     separator = tokenizer.eos_token_id if data.separator_id is None else data.separator_id
     if separator >= vocab_size:

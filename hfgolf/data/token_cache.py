@@ -33,7 +33,7 @@ from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, r
 from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.stream_writer import write_streams
 from hfgolf.data.token_stream import TokenStream, open_stream
-from hfgolf.data.tokenizer import build_tokenizer, find_tokenizer, tokenizer_sha256
+from hfgolf.data.tokenizer import build_tokenizer, document_start, embedding_rows, find_tokenizer, tokenizer_sha256
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
@@ -178,12 +178,14 @@ def find_cache(
 
 def cache_key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Return everything the tokens depend on. Its hash names the cache folder."""
-    settings = {
-        "tokenizer": f"{config.kind}, {len(tokenizer)} entries",
+    settings: dict[str, Any] = {
+        "tokenizer": f"{config.kind}, {embedding_rows(tokenizer)} entries",
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "end_of_text_id": tokenizer.eos_token_id,
         "format_version": _FORMAT_VERSION,
     }
+    if len(start := document_start(tokenizer)) > 1:
+        settings["document_start"] = start
     if corpus.data.messages_column is not None:
         settings["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
     return {**corpus.identity, **settings}
@@ -271,7 +273,7 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
     free_bytes = free_memory_bytes(torch.device("cpu"))
     is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
     manifest = read_manifest(folder)
-    train, val = (open_stream(folder / f"{split}.arrow", is_in_memory, len(tokenizer)) for split in SPLITS)
+    train, val = (open_stream(folder / f"{split}.arrow", is_in_memory, embedding_rows(tokenizer)) for split in SPLITS)
     if data.in_memory == "auto":
         where = "copied into memory" if is_in_memory else "memory-mapped"
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
