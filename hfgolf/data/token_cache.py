@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from hfgolf.data.files import cache_folder
 from hfgolf.data.lock import locked
 from hfgolf.data.manifest import NAME as MANIFEST
 from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, read_manifest, write_manifest
+from hfgolf.data.overlap import count_overlap
 from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.stream_writer import write_streams
 from hfgolf.data.token_stream import TokenStream, open_stream
@@ -37,6 +38,7 @@ from hfgolf.data.tokenizer import build_tokenizer, document_start, embedding_row
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
+from hfgolf.wording import describe_overlap
 
 _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 1
@@ -59,6 +61,9 @@ class TokenCache:
     verification: Verification
     tokenizer_loss: str | None
     """Why the tokenizer is not lossless. None if it is, or if an earlier version of hfgolf did not check."""
+    overlap: dict[str, Any] = field(default_factory=dict)
+    """How many validation documents also train (count_overlap). Empty if that was not counted: of shards, or by an
+    earlier version of hfgolf."""
 
     def check(self, wait: bool = False) -> None:
         """Raise DamagedCacheError if the verification thread has found damage. Cheap: the thread does the work.
@@ -245,7 +250,9 @@ def build_cache(
             tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building)
         else:
             tokenizer_loss = write(partial, tokenizer)
-        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss)
+        train, val = (open_stream(partial / f"{split}.arrow") for split in SPLITS)
+        overlap = count_overlap(train, val, int(tokenizer.eos_token_id))
+        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss, overlap=overlap)
         replace_folder(partial, folder)
     finally:
         for leftover in (building, *tokens_dir.glob(".*")):
@@ -283,6 +290,9 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
         _log.info("targets: the assistant's tokens, %.1f %% of the train tokens; the rest is only context", 100 * share)
     verification = Verification(manifest, lambda: itertools.chain(val.hashes(), train.hashes()))
     sha256, tokenizer_loss = manifest["key"]["tokenizer_sha256"], manifest.get("tokenizer_loss")
-    if tokenizer_loss:
-        _log.warning("%s", tokenizer_loss)
-    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, sha256, verification, tokenizer_loss)
+    overlap = manifest.get("overlap", {})
+    for warning in filter(None, (tokenizer_loss, describe_overlap(overlap))):
+        _log.warning("%s", warning)
+    return TokenCache(
+        train, val, tokenizer, folder, is_hit, corpus.identity, sha256, verification, tokenizer_loss, overlap
+    )

@@ -200,6 +200,17 @@ def test_wrong_numpy_file_is_one_line(tmp_path, array, message):
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_validation_shards_that_also_train_are_told(tmp_path, caplog):
+    write_shard(tmp_path / "train.bin", [END, 65])
+    write_shard(tmp_path / "val.bin", [END, 66])
+    load_tokens(options(tmp_path), BYTE)
+    assert caplog.messages == []
+    write_shard(tmp_path / "val.bin", [END, 65])
+    load_tokens(options(tmp_path), BYTE)
+    (message,) = caplog.messages
+    assert "val.bin has the same content as" in message and "train.bin, which trains" in message
+
+
 def test_partial_token_is_rejected(tmp_path):
     path = tmp_path / "train.bin"
     path.write_bytes(b"abc")
