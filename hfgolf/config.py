@@ -98,8 +98,8 @@ class DataConfig:
 
     source: Literal["python_stdlib", "files", "hub", "shards"] = "python_stdlib"
     """python_stdlib: the source code of Python's standard library; files: see data.files; hub: see data.hub_name;
-    shards: data.files and data.val_files hold tokens in 16 bits, with the header of llm.c and the golf challenge,
-    without one (nanoGPT) or as .npy. tokenizer.kind pretrained or byte says whose tokens they are."""
+    shards: data.files and data.val_files hold token ids, with the header of llm.c and the golf challenge, without one
+    (nanoGPT), as datatrove's .ds or as .npy. tokenizer.kind pretrained or byte says whose tokens they are."""
     files: list[str] = field(default_factory=list)
     """Paths, folders, globs or URLs (http, hf, s3, ...); implies data.source files. Text files hold one document each;
     jsonl, json, csv, tsv, parquet, arrow and folders of save_to_disk one per row. Also .gz, .bz2, .xz, .zst and .zip;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -72,6 +72,19 @@ def join_words(words: Iterable[Any], last: str = ", ", maximum: int | None = Non
     if maximum is not None and len(texts) > maximum:
         return f"{', '.join(texts[:maximum])} and {len(texts) - maximum} more"
     return last.join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+
+
+def describe_overlap(summary: Mapping[str, Any]) -> str | None:
+    """Return one sentence if validation documents train, too, else None. summary: with what data/overlap.py counts."""
+    if not summary.get("val_documents_in_train"):
+        return None
+    number, of, share = (
+        summary.get(f"val_{key}") or 0 for key in ("documents_in_train", "documents", "share_in_train")
+    )
+    return (
+        f"{number:,} of {of:,} validation documents ({share:.1%} of the bytes) also train, word for word; the"
+        " validation figures flatter the model"
+    )
 
 
 def shortened(value: object) -> str:

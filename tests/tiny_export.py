@@ -44,7 +44,9 @@ def build_tiny(**changes: Any) -> tuple[Any, Any]:
         "max_position_embeddings": 32,
     } | changes
     model = GolfForCausalLM(
-        GolfConfig(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, pad_token_id=eos, **shape)
+        GolfConfig(
+            **{"vocab_size": len(tokenizer), "bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos} | shape
+        )
     )
     for parameter in model.parameters():  # output projections start at zero, which would hide the blocks
         torch.nn.init.normal_(parameter, std=0.2)

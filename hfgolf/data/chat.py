@@ -81,7 +81,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     try:
         text = str(tokenizer.apply_chat_template([question, answer], tokenize=False)).rstrip()
-    except (TemplateError, ValueError):  # it wants other messages
+    except Exception:  # it wants other messages, or fails in its own way
         return ids
     tokens = tokenizer.added_tokens_decoder.items()
     ends = [number for number, token in tokens if token.special and text.endswith(token.content)]
@@ -160,7 +160,10 @@ class ConversationEncoder:
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Return a conversation as tokens, up to where the assistant's next turn begins."""
-        text, _ = self._fill_in(self._escaped(messages), add_generation_prompt=True)
+        try:
+            text, _ = self._fill_in(self._escaped(messages), add_generation_prompt=True)
+        except Exception as error:
+            raise UserError(f"The conversation does not fit the chat template: {_reason(error)}.") from None
         return [number for encoding in self._encode_parts(text.split(_CUT)) for number in encoding.ids]
 
     def _encode_parts(self, parts: list[str]) -> list[Encoding]:
@@ -173,8 +176,8 @@ class ConversationEncoder:
             if not turns:
                 raise ValueError("it marks no turn of the assistant")
             return text, [(start, start + len(self._turn(text[start:end]))) for start, end in turns]
-        except (TemplateError, ValueError) as error:
-            raise UserError(f"{name} does not fit the chat template: {first_line(error).rstrip('.')}.") from None
+        except Exception as error:  # a template can divide by zero, call itself without end, or index what is not there
+            raise UserError(f"{name} does not fit the chat template: {_reason(error)}.") from None
 
     def _text_and_turns(self, messages: Messages) -> tuple[str, list[_Span]]:
         if _GENERATION_TAG.search(self._template):
@@ -217,6 +220,12 @@ class ConversationEncoder:
 
     def _text_bytes(self, turn: str) -> int:
         return len(self._is_special.sub("", turn).replace(_CUT, "").encode())
+
+
+def _reason(error: Exception) -> str:
+    """Return what a template failed of; Python's own errors with their kind."""
+    kind = "" if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: "
+    return kind + first_line(error).rstrip(".")
 
 
 def _is_inside(offsets: np.ndarray, turns: list[_Span]) -> np.ndarray:

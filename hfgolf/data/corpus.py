@@ -130,9 +130,12 @@ class Corpus:
             return
         where, split = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
         if self.data.val_files:
-            raise UserError(
-                f"The {split} split of {where} is empty; every file in data.files is also in data.val_files."
-            )
+            key = "data.files" if split == "train" else "data.val_files"
+            named = any((file.split is None) == (split == "train") for file in self.files)
+            limit = self.data.max_documents
+            why = "its files hold no text" if limit is None else f"data.max_documents {limit} leaves nothing for it"
+            why = why if named else "every file in data.files is also in data.val_files"
+            raise UserError(f"The {split} split of {where} is empty: {why}; name other files in {key}.")
         remedy = (
             f"change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set data.split contiguous"
         )
@@ -184,15 +187,15 @@ def load_corpus(data: DataConfig) -> Corpus:
     for split in (None, "val"):
         listed = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in files if file.split == split]
         identity["files" if split is None else "val_files"] = listed
-    _warn_of_copies(files, hashes)
     if data.source == "shards":
+        _warn_of_copies(files, hashes)
         identity["separator_id"] = data.separator_id
         identity["val_bytes"] = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in bytes_files]
     return Corpus(identity, data, tuple(files), tuple(bytes_files), tuple(states[f.path] for f in files))
 
 
 def _warn_of_copies(files: Sequence[SourceFile], hashes: Mapping[Path, str]) -> None:
-    """Warn of validation files that train, too, under other names."""
+    """Warn of validation shards that train, too, under other names. The documents of other files are compared."""
     trained = {hashes[file.path]: file.name for file in files if file.split is None}
     for file in files:
         if file.split == "val" and (copy := trained.get(hashes[file.path])):

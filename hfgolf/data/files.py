@@ -34,10 +34,10 @@ TABLES = {
 TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
 """What counts as text in a folder or an archive. A file that is named itself may have any ending but these:"""
 NOT_TEXT = {
-    **dict.fromkeys((".bin", ".npy"), "set data.source shards if it holds 16-bit token ids"),
+    **dict.fromkeys((".bin", ".npy", ".ds"), "set data.source shards if it holds token ids"),
     **dict.fromkeys((".tar", ".tgz", ".7z", ".rar"), "unpack it, and name the folder"),
 }
-SHARDS = (".bin", ".npy")
+SHARDS = (".bin", ".npy", ".ds")
 _RUN_FILES = {"config.yaml", "metadata.json"}  # what tells a run's folder
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 

@@ -28,7 +28,7 @@ from hfgolf.data.manifest import read_manifest, write_manifest
 from hfgolf.data.stream_writer import write_stream, write_streams
 from hfgolf.data.token_cache import cache_key, cache_path
 from hfgolf.data.token_stream import StreamPart, TokenStream, open_stream
-from hfgolf.data.tokenizer import find_tokenizer
+from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
 from hfgolf.durable import find_damage, replace_folder
 from hfgolf.errors import UserError
 from hfgolf.wording import join_words
@@ -135,7 +135,7 @@ def join_parts(plan: Plan, folder: Path, tokenizer: PreTrainedTokenizerFast) -> 
     for split in SPLITS:
         streams = (open_part(plan, task).get(split) for task in range(plan.tasks))
         blocks = itertools.chain.from_iterable(_blocks(stream) for stream in streams if stream)
-        write_stream(split, blocks, len(tokenizer), folder)
+        write_stream(split, blocks, embedding_rows(tokenizer), folder)
         plan.corpus.require_text(split, (folder / f"{split}.arrow").is_file())
     return next(filter(None, losses), None)
 

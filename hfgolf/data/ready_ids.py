@@ -18,18 +18,18 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgolf.data.corpus import Corpus
 from hfgolf.data.token_stream import StreamPart
-from hfgolf.data.tokenizer import Encoded, Encoder, decode_texts
+from hfgolf.data.tokenizer import Encoded, Encoder, begin_texts, decode_texts, document_start, embedding_rows
 from hfgolf.errors import UserError
 
 _ROWS = 256  # at once
 
 
 def encoded_rows(corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerFast, scratch: Path) -> Iterator[StreamPart]:
-    """Yield the documents of some rows at a time; each starts a separator.
+    """Yield the documents of some rows at a time; each starts a separator, and what else begins documents.
 
     Raises UserError if an id is not in the vocabulary, or if the split is empty.
     """
-    separator = tokenizer.eos_token_id
+    start = np.array(document_start(tokenizer), np.uint32)
     num_documents = 0
     for documents in _batches(corpus, split, tokenizer, scratch):
         num_documents += len(documents)
@@ -37,7 +37,8 @@ def encoded_rows(corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerFast,
         ids = np.concatenate(documents)
         num_bytes = [len(text.encode()) for text in decode_texts(tokenizer, (ids, num_ids.tolist()))]
         starts = np.cumsum(num_ids, dtype=np.int64) - num_ids
-        yield StreamPart(np.insert(ids, starts, separator), num_ids + 1, np.array(num_bytes, np.uint32))
+        piece_tokens = num_ids + np.uint32(len(start))
+        yield StreamPart(begin_texts(ids, starts, start), piece_tokens, np.array(num_bytes, np.uint32))
     corpus.require_text(split, num_documents)
 
 
@@ -63,19 +64,20 @@ def find_other_encoding(
 def _batches(
     corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerFast, scratch: Path
 ) -> Iterator[list[np.ndarray]]:
-    """Yield the documents of some rows at a time, without separators; none is empty."""
-    rows = corpus.rows(split, scratch)
+    """Yield the documents of some rows at a time, without what begins them; none is empty."""
+    rows, size, (separator, *front) = corpus.rows(split, scratch), embedding_rows(tokenizer), document_start(tokenizer)
     while batch := list(itertools.islice(rows, _ROWS)):
         documents: list[np.ndarray] = []
         for name, ids in batch:
             row = np.asarray(ids)
-            if row.max(initial=0) >= len(tokenizer):
+            if row.max(initial=0) >= size:
                 raise UserError(
-                    f"{name} contains id {row.max()}, but the tokenizer has {len(tokenizer)} entries; name the"
+                    f"{name} contains id {row.max()}, but the tokenizer has {size} entries; name the"
                     " tokenizer that the ids were made with."
                 )
-            parts = np.split(row, np.flatnonzero(row == tokenizer.eos_token_id))
-            parts = [part[1:] if len(part) and part[0] == tokenizer.eos_token_id else part for part in parts]
+            parts = np.split(row, np.flatnonzero(row == separator))
+            parts = [part[1:] if len(part) and part[0] == separator else part for part in parts]
+            parts = [part[len(front) :] if front and part[: len(front)].tolist() == front else part for part in parts]
             documents += [part.astype(np.uint32) for part in parts if len(part)]
         if documents:
             yield documents

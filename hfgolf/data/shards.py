@@ -1,8 +1,9 @@
 """Tokens that another program wrote, in shards: mapped where they are, checked, never copied to the cache.
 
-Owns three formats: uint16 ids after 256 int32 (magic 20240520, version 1, number of tokens, zeros); uint16 ids and
-nothing else, as nanoGPT writes them; and NumPy's .npy. Owns the bytes of text that validation tokens stand for, too.
-Does not know text.
+Owns four formats: ids after 256 int32 (magic 20240520 and version 1 for 16 bits, 20240801 and 7 for 32, the number of
+tokens, zeros); ids and nothing else, as nanoGPT writes them; datatrove's .ds; and NumPy's .npy. The width of an id is
+what the file states or, if it states nothing, what its values prove. Owns the bytes of text that validation tokens
+stand for, too. Does not know text.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from typing import Any
 import numpy as np
 
 from hfgolf.data.corpus import Corpus
-from hfgolf.data.files import SourceFile
+from hfgolf.data.files import SHARDS, SourceFile
 from hfgolf.data.sentencepiece_model import SPACE
-from hfgolf.data.tokenizer import entry_bytes
+from hfgolf.data.tokenizer import embedding_rows, entry_bytes
 from hfgolf.errors import UserError
-from hfgolf.wording import first_line
+from hfgolf.wording import first_line, join_words
 
-MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+HEADER_BYTES = 1024
+_HEADERS = {20240520: (1, 2), 20240801: (7, 4)}
+"""{magic number: (version, bytes per id)}: llm.c's for GPT-2, which the golf challenge has, and for Llama 3."""
+_SAMPLE_BYTES = 2**21  # of each part of a file that tells the width of its ids
+_MIN_EVIDENCE = 16  # values
+_PROVEN, _DOUBTFUL = 0.99, 0.5  # shares of values; a few ids may be wrong, which is an error when they are read
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +49,7 @@ class ShardStream:
     parts: tuple[np.ndarray, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(map(open_shard, self.paths)))
+        object.__setattr__(self, "parts", tuple(open_shard(path, self.vocab_size) for path in self.paths))
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -52,7 +58,7 @@ class ShardStream:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """Return all tokens as one array, (num_tokens,) uint16: a copy if there are several shards."""
+        """Return all tokens as one array, (num_tokens,): a copy if there are several shards."""
         return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
 
     @property
@@ -71,7 +77,7 @@ class ShardStream:
         """
         indices = indices % len(self)
         shards = np.searchsorted(self.ends, indices, side="right")
-        ids = np.empty(indices.shape, np.uint16)
+        ids = np.empty(indices.shape, np.uint16 if self.vocab_size <= 2**16 else np.uint32)
         for shard in np.unique(shards):
             path, part = self.paths[shard], self.parts[shard]
             if path.stat().st_size < part.nbytes:
@@ -79,8 +85,9 @@ class ShardStream:
                     f"data.files: {path} was truncated while it was being read; restore it and start again."
                 )
             is_here = shards == shard
-            ids[is_here] = part[indices[is_here] - (self.ends[shard] - len(part))]
-            require_vocabulary(ids[is_here], self.vocab_size, path)
+            found = part[indices[is_here] - (self.ends[shard] - len(part))]
+            require_vocabulary(found, self.vocab_size, path)
+            ids[is_here] = found
         return ids
 
     def hashes(self) -> Iterator[tuple[str, str]]:
@@ -93,53 +100,125 @@ class ShardStream:
         return ShardStream, arguments
 
 
-def open_shard(path: Path) -> np.ndarray:
-    """Map the values of a shard, (num_values,) uint16.
+def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
+    """Map the values of a shard, (num_values,), whole numbers of the width that the file states or proves.
 
-    Raises UserError if its magic number, version, count, size or type is wrong.
+    vocab_size: all values should be below it. Raises UserError if the header, size or type is wrong, or if the width
+    cannot be told.
     """
     if path.suffix == ".npy":
         return _open_array(path)
+    if path.suffix not in SHARDS:
+        raise UserError(f"data.files: {path} is no shard; allowed: {', '.join(SHARDS)} (rename raw token ids to .bin).")
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    if len(header) == HEADER_BYTES // 4 and header[0] != MAGIC and not header[3:].any():  # ids are not all 0
+    magic = int(header[0]) if len(header) else 0
+    if magic in _HEADERS:
+        return _open_with_header(path, size, header)
+    if len(header) == HEADER_BYTES // 4 and magic and not header[3:].any():  # ids are not all 0
+        known = join_words(_HEADERS, last=" and ")
+        raise UserError(f"data.files: {path} has the magic number {magic} in its header; known are {known}.")
+    width = _stated_width(path) or _proven_width(path, size, vocab_size)
+    if not size or size % width:
         raise UserError(
-            f"data.files: {path} has the magic number {header[0]} in its header; only {MAGIC}, of 16-bit ids, is known."
+            f"data.files: {path} has {size} bytes, not a whole number of {8 * width}-bit ids; write it again."
         )
-    if not len(header) or header[0] != MAGIC:
-        if size < 2 or size % 2:
-            raise UserError(f"data.files: {path} has {size} bytes, not a whole number of 16-bit ids; write it again.")
-        return np.memmap(path, "<u2", "r")
-    if len(header) < HEADER_BYTES // 4 or header[1] != VERSION:
+    return np.memmap(path, f"<u{width}", "r")
+
+
+def _open_with_header(path: Path, size: int, header: np.ndarray) -> np.ndarray:
+    known, width = _HEADERS[int(header[0])]
+    if len(header) < HEADER_BYTES // 4 or header[1] != known:
         version = header[1] if len(header) > 1 else "none"
-        raise UserError(f"data.files: {path} has version {version} in its header; only {VERSION} is known.")
+        raise UserError(f"data.files: {path} has version {version} in its header; only {known} is known.")
     count = int(header[2])
-    if count < 1 or size != HEADER_BYTES + 2 * count:
+    if count < 1 or size != HEADER_BYTES + width * count:
         raise UserError(
-            f"data.files: {path} states {count:,} tokens, {HEADER_BYTES + 2 * count:,} bytes with its header, but has"
-            f" {size:,} bytes; copy it again."
+            f"data.files: {path} states {count:,} tokens, {HEADER_BYTES + width * count:,} bytes with its header, but"
+            f" has {size:,} bytes; copy it again."
         )
-    return np.memmap(path, "<u2", "r", offset=HEADER_BYTES, shape=count)
+    return np.memmap(path, f"<u{width}", "r", offset=HEADER_BYTES, shape=count)
+
+
+def _stated_width(path: Path) -> int | None:
+    """Return the bytes per id that datatrove wrote beside its .ds file, "tokenizer|bytes"; None without that file."""
+    beside = path.with_name(f"{path.name}.metadata")
+    if path.suffix != ".ds" or not beside.is_file():
+        return None
+    first = beside.read_text("utf-8", "replace").partition("\n")[0]
+    stated = first.rpartition("|")[2].strip()
+    if stated not in ("2", "4"):
+        raise UserError(f"data.files: {beside} states no bytes per id (2 or 4) in its first line; copy it again.")
+    return int(stated)
+
+
+def _proven_width(path: Path, size: int, vocab_size: int) -> int:
+    """Return the bytes per id of a file that does not state it: 2, as nanoGPT writes, or 4 or 8 if its values prove it.
+
+    If ids are wider than they are read, every second value is 0, or as good as. Text has nothing like it. Raises
+    UserError if the values leave it open.
+    """
+    values = _sample(path, size)
+    for width in (8, 4):
+        if len(values) < width // 2:
+            continue
+        wide = values[: len(values) // (width // 2) * (width // 2)].view(f"<u{width}")
+        wide = wide[wide != 0]  # zeros, such as padding, are zeros at any width
+        if not len(wide):
+            raise _unknown_width(path, "all its values are 0")
+        share = np.mean(wide < vocab_size)
+        if share >= _PROVEN and len(wide) >= _MIN_EVIDENCE:
+            return width
+        if share > _DOUBTFUL:
+            found = f"read as {8 * width} bits, {share:.0%} of {len(wide):,} values are in the vocabulary"
+            raise _unknown_width(path, found)
+    pairs = values[: len(values) // 2 * 2].reshape(-1, 2)
+    pairs = pairs[pairs.any(axis=1)]
+    if len(pairs) >= _MIN_EVIDENCE and np.mean(pairs[:, 0] == 0) > _DOUBTFUL:
+        raise _unknown_width(path, "every second 16-bit value is 0, but they are no little-endian ids")
+    if vocab_size > 2**16:
+        raise _unknown_width(path, f"its ids have 16 bits, too few for the {vocab_size:,} entries of the tokenizer")
+    if (values >= vocab_size).any() and (values.byteswap() < vocab_size).all():
+        raise _unknown_width(path, "its 16-bit ids are big-endian")
+    return 2
+
+
+def _sample(path: Path, size: int) -> np.ndarray:
+    """Return the 16-bit values of the start, the middle and the end of a file."""
+    places = {0, size // 2 // 8 * 8, max(0, size // 8 * 8 - _SAMPLE_BYTES)} if size > 3 * _SAMPLE_BYTES else {0}
+    count = (_SAMPLE_BYTES if len(places) > 1 else size) // 2
+    return np.concatenate([np.fromfile(path, "<u2", count, offset=place) for place in sorted(places)])
+
+
+def _unknown_width(path: Path, reason: str) -> UserError:
+    return UserError(
+        f"data.files: the width of the ids in {path} cannot be told: {reason}; write them with numpy.save as .npy,"
+        " which states it."
+    )
 
 
 def _open_array(path: Path) -> np.ndarray:
-    """Map a NumPy file, which states its own type and shape."""
+    """Map a NumPy file, which states its own type and shape. What is pickled is not read."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, SyntaxError) as error:
         raise UserError(f"data.files: {path} is not a NumPy file ({first_line(error)}); copy it again.") from error
-    if array.dtype != np.dtype("<u2") or array.ndim != 1 or not array.size:
+    if array.dtype.kind not in "ui" or array.ndim != 1 or not array.size:
         shape = "x".join(map(str, array.shape)) or "a single value"
-        raise UserError(f"data.files: {path} holds {array.dtype} ({shape}), not a list of 16-bit ids (uint16).")
+        raise UserError(
+            f"data.files: {path} holds {array.dtype} ({shape}), not a list of token ids; save whole numbers in one"
+            " dimension."
+        )
     return array
 
 
 def require_vocabulary(ids: np.ndarray, vocab_size: int, path: Path) -> None:
     """Raise UserError if an id is not in the vocabulary."""
-    if (largest := ids.max(initial=0)) >= vocab_size:
+    smallest, largest = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if smallest < 0 or largest >= vocab_size:
         raise UserError(
-            f"data.files: {path} contains id {largest}, but the tokenizer has {vocab_size} entries; name the tokenizer"
-            " that the shards were written with."
+            f"data.files: {path} contains id {smallest if smallest < 0 else largest}, but the tokenizer has"
+            f" {vocab_size} entries; name the tokenizer that the shards were written with."
         )
 
 
@@ -150,7 +229,7 @@ def open_shards(corpus: Corpus, tokenizer: Any) -> tuple[ShardStream, ShardStrea
     If data.separator_id is a special token, it becomes the tokenizer's end of text, in the exported model too. Raises
     UserError if a file is damaged, an id is not in the vocabulary, or the bytes do not belong to the tokens.
     """
-    data, vocab_size = corpus.data, len(tokenizer)
+    data, vocab_size = corpus.data, embedding_rows(tokenizer)
     train_paths, val_paths = (_paths(corpus, split) for split in (None, "val"))
     separator = tokenizer.eos_token_id if data.separator_id is None else data.separator_id
     if separator >= vocab_size:
@@ -176,6 +255,8 @@ def open_shards(corpus: Corpus, tokenizer: Any) -> tuple[ShardStream, ShardStrea
         raise UserError(
             f"data.val_bytes_files: token {place} is a separator, but stands for {counts[place]} bytes, not 0."
         )
+    if counts.min(initial=0) < 0 or counts.max(initial=0) >= 2**16:
+        raise UserError("data.val_bytes_files: a token stands for 0 to 65,535 bytes; check what the files hold.")
     counts = np.array(counts, np.uint16)
     counts[0] = 0  # the first token is only context, never a target
     starts = np.union1d([0], separators)

@@ -3,9 +3,10 @@
 Owns the encoding, several tables of text at a time, and the order of the tokens. Does not know where the files go or
 who asks for them: the token cache, or one of many tasks that share a corpus.
 
-A split is one stream of tokens: for each document, an end-of-text token and then the document's ids. So end-of-text
-separates documents and gives each document's first token a context. A second file stores each piece's number of tokens
-(including end-of-text) and raw UTF-8 bytes, so that an evaluation on some of the pieces knows their exact bytes.
+A split is one stream of tokens: for each document, an end-of-text token, what the tokenizer itself puts in front of a
+text (`document_start`), and then the document's ids. So end-of-text separates documents and gives each document's first
+token a context. A second file stores each piece's number of tokens (including these) and raw UTF-8 bytes, so that an
+evaluation on some of the pieces knows their exact bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from hfgolf.data.corpus import SPLITS, Corpus
 from hfgolf.data.pieces import ROWS_PER_BATCH, evenly_sampled, num_text_bytes, texts
 from hfgolf.data.ready_ids import encoded_rows, find_other_encoding
 from hfgolf.data.token_stream import StreamPart, open_stream, pieces_path, write_arrow
-from hfgolf.data.tokenizer import Encoded, Encoder, build_encoder, decode_texts, find_tokenizer_loss
+from hfgolf.data.tokenizer import (
+    Encoded,
+    Encoder,
+    begin_texts,
+    build_encoder,
+    decode_texts,
+    document_start,
+    embedding_rows,
+    find_tokenizer_loss,
+)
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,38 +65,33 @@ def write_streams(
     scratch: a folder for files that must be decompressed first. A split without documents has no file; only a share of
     a corpus may have one (Corpus.require_text).
     """
-    encode = build_encoder(tokenizer, kind)
+    encode, size = build_encoder(tokenizer, kind), embedding_rows(tokenizer)
     if corpus.data.ids_column is not None:
         for split in SPLITS:
-            write_stream(split, encoded_rows(corpus, split, tokenizer, scratch), len(tokenizer), folder)
+            write_stream(split, encoded_rows(corpus, split, tokenizer, scratch), size, folder)
         return find_other_encoding(corpus, tokenizer, encode, scratch)
     if corpus.data.messages_column is not None:
         for split in SPLITS:
-            write_stream(split, encoded_conversations(corpus, split, tokenizer, scratch), len(tokenizer), folder)
+            write_stream(split, encoded_conversations(corpus, split, tokenizer, scratch), size, folder)
         sample = sample_texts(corpus, scratch)
         return find_tokenizer_loss(tokenizer, sample, encode(sample)) if sample else None
     for split in SPLITS:
-        write_stream(split, _encode(split, pieces()[split], tokenizer, encode), len(tokenizer), folder)
+        write_stream(split, _encode(split, pieces()[split], tokenizer, encode), size, folder)
     val = pieces()["val"]
-    return find_tokenizer_loss(tokenizer, *_read_back(val, folder / "val.arrow")) if len(val) else None
+    return find_tokenizer_loss(tokenizer, *_read_back(val, folder / "val.arrow", tokenizer)) if len(val) else None
 
 
 def write_stream(split: str, parts: Iterable[StreamPart], vocab_size: int, folder: Path) -> None:
     """Write the two Arrow files of a split, or none if it has no tokens.
 
     The ids and the mask first go to raw binary files. The Arrow file must be a single record batch, because only that
-    maps to one contiguous array, and memory must stay bounded. Raises UserError if an id is outside the vocabulary.
+    maps to one contiguous array, and memory must stay bounded. vocab_size: all ids are below it.
     """
     path, raw, raw_mask = folder / f"{split}.arrow", folder / "ids.bin", folder / "mask.bin"
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     num_tokens, num_bytes = [], []
     with open(raw, "wb") as file, open(raw_mask, "wb") as mask_file:
         for part in parts:
-            if part.ids.max(initial=0) >= vocab_size:
-                raise UserError(
-                    f"The tokenizer returned id {part.ids.max()}, but its vocabulary has only {vocab_size} entries."
-                    " Its files are inconsistent: load or train another tokenizer."
-                )
             file.write(part.ids.astype(dtype).data)  # tofile does not report why a write failed
             if part.is_target is not None:
                 mask_file.write(part.is_target.astype(np.uint8).data)
@@ -114,6 +119,7 @@ def _encode(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, enc
     Raises UserError if case operators don't restore a piece.
     """
     is_transformed = has_case_operators(tokenizer.backend_tokenizer)
+    start = np.array(document_start(tokenizer), np.uint32)
     progress = _Progress(f"tokenizing {split}", num_text_bytes(pieces))
     for table, (ids, num_ids) in encode_ahead(pieces, encode):
         if is_transformed and decode_texts(tokenizer, (ids, num_ids)) != table["text"].to_pylist():
@@ -121,19 +127,19 @@ def _encode(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, enc
         is_start = table["is_start"].to_numpy()
         num_tokens = np.array(num_ids, np.uint32)
         ends = np.cumsum(num_tokens, dtype=np.int64)
-        ids = np.insert(ids, (ends - num_tokens)[is_start], tokenizer.eos_token_id)
+        ids = begin_texts(ids, (ends - num_tokens)[is_start], start)
         num_bytes = pc.binary_length(table["text"]).to_numpy()  # of the raw UTF-8 text, not of decoded tokens
-        yield StreamPart(ids, num_tokens + is_start, num_bytes.astype(np.uint32))
+        yield StreamPart(ids, num_tokens + is_start * np.uint32(len(start)), num_bytes.astype(np.uint32))
         progress.add(int(num_bytes.sum()))
     progress.end()
 
 
-def _read_back(pieces: Dataset, path: Path) -> tuple[list[str], Encoded]:
+def _read_back(pieces: Dataset, path: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], Encoded]:
     """Return evenly sampled pieces and their ids, which are read from the stream at `path`."""
     stream, rows = open_stream(path), evenly_sampled(pieces, _ROUND_TRIP_BYTES)
     sample = pieces.select(rows)
     ends = np.cumsum(stream.piece_tokens, dtype=np.int64)[rows]
-    num_ids = stream.piece_tokens[rows] - np.array(sample["is_start"][:])  # end-of-text starts a document
+    num_ids = stream.piece_tokens[rows] - np.array(sample["is_start"][:]) * np.uint32(len(document_start(tokenizer)))
     ids = [stream.tokens[end - count : end] for end, count in zip(ends, num_ids, strict=True)]
     return list(texts(sample)), (np.concatenate(ids), num_ids.tolist())
 

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,15 @@ from hfgolf.data.files import cache_folder
 from hfgolf.data.lock import locked
 from hfgolf.data.manifest import NAME as MANIFEST
 from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, read_manifest, write_manifest
+from hfgolf.data.overlap import count_overlap
 from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.stream_writer import write_streams
 from hfgolf.data.token_stream import TokenStream, open_stream
-from hfgolf.data.tokenizer import build_tokenizer, find_tokenizer, tokenizer_sha256
+from hfgolf.data.tokenizer import build_tokenizer, document_start, embedding_rows, find_tokenizer, tokenizer_sha256
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.hardware import free_memory_bytes
+from hfgolf.wording import describe_overlap
 
 _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 1
@@ -64,6 +66,9 @@ class TokenCache:
     verification: Verification
     tokenizer_loss: str | None
     """Why the tokenizer is not lossless. None if it is, or if an earlier version of hfgolf did not check."""
+    overlap: dict[str, Any] = field(default_factory=dict)
+    """How many validation documents also train (count_overlap). Empty if that was not counted: of shards, or by an
+    earlier version of hfgolf."""
 
     def check(self, wait: bool = False) -> None:
         """Raise DamagedCacheError if the verification thread has found damage. Cheap: the thread does the work.
@@ -188,12 +193,14 @@ def find_cache(
 
 def cache_key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Return everything the tokens depend on. Its hash names the cache folder."""
-    settings = {
-        "tokenizer": f"{config.kind}, {len(tokenizer)} entries",
+    settings: dict[str, Any] = {
+        "tokenizer": f"{config.kind}, {embedding_rows(tokenizer)} entries",
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "end_of_text_id": tokenizer.eos_token_id,
         "format_version": _FORMAT_VERSION,
     }
+    if len(start := document_start(tokenizer)) > 1:
+        settings["document_start"] = start
     if corpus.data.messages_column is not None:
         settings["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
     return {**corpus.identity, **settings}
@@ -251,7 +258,9 @@ def build_cache(
             tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building)
         else:
             tokenizer_loss = write(partial, tokenizer)
-        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss)
+        train, val = (open_stream(partial / f"{split}.arrow") for split in SPLITS)
+        overlap = count_overlap(train, val, int(tokenizer.eos_token_id))
+        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss, overlap=overlap)
         replace_folder(partial, folder)
     finally:
         _remove_leftovers(cache_dir)
@@ -285,7 +294,7 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
     free_bytes = free_memory_bytes(torch.device("cpu"))
     is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
     manifest = read_manifest(folder)
-    train, val = (open_stream(folder / f"{split}.arrow", is_in_memory, len(tokenizer)) for split in SPLITS)
+    train, val = (open_stream(folder / f"{split}.arrow", is_in_memory, embedding_rows(tokenizer)) for split in SPLITS)
     if data.in_memory == "auto":
         where = "copied into memory" if is_in_memory else "memory-mapped"
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
@@ -295,6 +304,9 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
         _log.info("targets: the assistant's tokens, %.1f %% of the train tokens; the rest is only context", 100 * share)
     verification = Verification(manifest, lambda: itertools.chain(val.hashes(), train.hashes()))
     sha256, tokenizer_loss = manifest["key"]["tokenizer_sha256"], manifest.get("tokenizer_loss")
-    if tokenizer_loss:
-        _log.warning("%s", tokenizer_loss)
-    return TokenCache(train, val, tokenizer, folder, is_hit, corpus.identity, sha256, verification, tokenizer_loss)
+    overlap = manifest.get("overlap", {})
+    for warning in filter(None, (tokenizer_loss, describe_overlap(overlap))):
+        _log.warning("%s", warning)
+    return TokenCache(
+        train, val, tokenizer, folder, is_hit, corpus.identity, sha256, verification, tokenizer_loss, overlap
+    )

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import re
 import shutil
 import time
+import uuid
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
 from hfgolf.config import TokenizerConfig
@@ -46,6 +48,11 @@ _log = logging.getLogger(__name__)
 
 _BYTE_ENTRY = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 END_OF_TEXT = "<|endoftext|>"
+_SHOWN_CHARACTERS = 40
+_PROBES = 100  # entries to try if a tokenizer has no unk_token for "a"
+# In tokenizer_config.json: "text" if documents begin as the tokenizer itself begins a text, with <s> for example. A run
+# that an older version of hfgolf started has "separator": its documents begin with the separator alone.
+_DOCUMENTS_BEGIN = "documents_begin"
 # Candidates for a pretrained tokenizer that does not declare an eos_token.
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
 # The BPE trainer keeps every distinct word and its count in memory, and reads 1 to 2 MB/s per core. More text than this
@@ -114,7 +121,7 @@ def find_tokenizer(
         add_chat_template(tokenizer)
         if not is_byte:
             where, tokens = f"tokenizer.name_or_path: {config.name_or_path!r}", join_words(CHAT_TOKENS)
-            size = f"{len(tokenizer)} entries"
+            size = f"{embedding_rows(tokenizer)} entries"
             _log.info("%s has no chat template; it gets one, with %s in its vocabulary (%s)", where, tokens, size)
     return tokenizer
 
@@ -137,24 +144,144 @@ def build_encoder(tokenizer: PreTrainedTokenizerFast, kind: str) -> Encoder:
     """Return a function that encodes a list of texts on all cores.
 
     It adds no special tokens, and encodes text that spells a special token as plain text. kind: config.tokenizer.kind.
+
+    Raises UserError for a text that the tokenizer cannot encode, or makes a separator of.
     """
     if kind == "byte":
         return _encode_bytes
-    backend = tokenizer.backend_tokenizer
-    if backend.padding or backend.truncation:  # a saved tokenizer may come with them; leave the original unchanged
-        backend = Tokenizer.from_str(backend.to_str())
-        backend.no_padding()
-        backend.no_truncation()
-    backend.encode_special_tokens = True  # safe to change: transformers sets it before each of its own calls
+    backend, start = _text_only(tokenizer), document_start(tokenizer)
 
     def encode(texts: list[str]) -> Encoded:
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        except BaseException as error:  # a panic of the library is no Exception
+            raise _encoding_error(backend, texts, error) from error
         ids = array("I")  # reads a list twice as fast as numpy
         for encoding in encodings:
             ids.fromlist(encoding.ids)
-        return np.frombuffer(ids, np.uint32), list(map(len, encodings))
+        found = np.frombuffer(ids, np.uint32)
+        if np.isin(found, start).any():
+            text = next(text for text, one in zip(texts, encodings, strict=True) if not set(start).isdisjoint(one.ids))
+            name = tokenizer.convert_ids_to_tokens(int(found[np.isin(found, start)][0]))
+            raise UserError(
+                f"tokenizer: {name}, which begins documents, is also what it makes of text that it does not know, such"
+                f" as {_shown(text)}; name a tokenizer with another unk_token."
+            )
+        return found, list(map(len, encodings))
 
     return encode
+
+
+def _text_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """Return a tokenizer's rules without its special tokens: their ids remain, under names that no text spells.
+
+    The model of a tokenizer knows them as well: Unigram, WordLevel and WordPiece would find `</s>` in a text even if
+    nobody looks for special tokens.
+    """
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    rules |= {"padding": None, "truncation": None, "post_processor": None}
+    model, secret = rules["model"], uuid.uuid4().hex
+    begins = set(tokenizer.convert_ids_to_tokens(document_start(tokenizer)))
+    special = {token["content"] for token in rules["added_tokens"] if token["special"]}
+    special |= begins.union(tokenizer.all_special_tokens)
+    # a special token of one character, such as a "!" for padding, is also what spells that character
+    renamed = {token: token + secret for token in special if token in begins or len(token) > 1}
+    for token in rules["added_tokens"]:
+        token |= {"content": renamed.get(token["content"], token["content"]), "special": token["content"] in special}
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {renamed.get(entry, entry): number for entry, number in vocab.items()}
+    else:  # Unigram's
+        model["vocab"] = [[renamed.get(entry, entry), score] for entry, score in vocab]
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    if "merges" in model:
+        mark = model.get("continuing_subword_prefix") or ""
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [[a, b] for a, b in pairs if renamed.keys().isdisjoint((a, b, a + b.removeprefix(mark)))]
+    backend = Tokenizer.from_str(json.dumps(rules))
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _encoding_error(backend: Tokenizer, texts: list[str], error: BaseException) -> BaseException:
+    """Return the error that names the text which a tokenizer cannot encode; another error as it is."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    for text in texts:
+        try:
+            backend.encode(text, add_special_tokens=False)
+        except BaseException:
+            return UserError(
+                f"tokenizer: it cannot encode the text that begins {_shown(text)} ({first_line(error).rstrip('.')});"
+                " name another tokenizer, or remove this text."
+            )
+    return error
+
+
+def _shown(text: str) -> str:
+    return ascii(text[:_SHOWN_CHARACTERS]) + "..." * (len(text) > _SHOWN_CHARACTERS)
+
+
+def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that begin each document: the separator, and what the tokenizer itself puts in front of a text.
+
+    So weights that know `<s>` at the start of a text (Llama, Gemma) find it there: `</s><s>text</s><s>text`.
+    """
+    separator = int(tokenizer.eos_token_id)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.init_kwargs.get(_DOCUMENTS_BEGIN) == "separator":
+        return [separator]
+    return [separator, *(number for number in added_around(tokenizer)[0] if number != separator)]
+
+
+def begin_texts(ids: np.ndarray, places: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Return ids with those of `start` inserted at each of the places."""
+    return np.insert(ids, np.repeat(places, len(start)), np.tile(start, len(places)))
+
+
+def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that a prompt follows: those of `document_start` after the separator, or else the separator."""
+    start = document_start(tokenizer)
+    return start[1:] or start
+
+
+def added_around(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer puts in front of a text and after it, by its post-processor."""
+    backend = tokenizer.backend_tokenizer
+    if backend.post_processor is None:
+        return [], []
+    for text in ("a", *itertools.islice(tokenizer.get_vocab(), _PROBES)):
+        try:
+            encoding = backend.encode(text)
+        except Exception:  # no unk_token for it
+            continue
+        is_text = ~np.array(encoding.special_tokens_mask, bool)
+        if is_text.any():
+            first, last = np.flatnonzero(is_text)[[0, -1]]
+            ids, is_padding = np.array(encoding.ids), np.array(encoding.attention_mask) == 0
+            return ids[:first][~is_padding[:first]].tolist(), ids[last + 1 :][~is_padding[last + 1 :]].tolist()
+    return [], []
+
+
+def keep_old_documents(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Have documents begin as in the run that saved this tokenizer: by the separator alone, if it says nothing else."""
+    if len(document_start(tokenizer)) > 1:
+        tokenizer.init_kwargs.setdefault(_DOCUMENTS_BEGIN, "separator")
+
+
+def embedding_rows(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the rows that an embedding needs: the largest id + 1, also if some ids below it have no entry.
+
+    Raises UserError if most of them have none.
+    """
+    vocabulary = tokenizer.get_vocab()
+    largest = max(vocabulary.values())
+    if largest >= 2 * len(vocabulary):
+        raise UserError(
+            f"The tokenizer has id {largest}, but only {len(vocabulary)} entries. Its files are inconsistent: load or"
+            " train another tokenizer."
+        )
+    return int(largest) + 1
 
 
 def _encode_bytes(texts: list[str]) -> Encoded:
@@ -199,7 +326,7 @@ def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     symbols = set(pre_tokenizers.ByteLevel.alphabet())
     is_transformed = has_case_operators(tokenizer.backend_tokenizer)
     silent = {bytes_to_unicode()[ord(operator)] for operator in OPERATORS} if is_transformed else set()
-    counts = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.int64)
+    counts = np.zeros(embedding_rows(tokenizer), np.int64)
     added = {token["id"]: token for token in rules["added_tokens"]}
     for entry, number in tokenizer.get_vocab().items():
         if number in added:
@@ -208,7 +335,7 @@ def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
             counts[number] = sum(symbol not in silent for symbol in entry)
         else:
             counts[number] = 1 if _BYTE_ENTRY.fullmatch(entry) else len(entry.replace(SPACE, " ").encode())
-    counts[tokenizer.eos_token_id] = 0  # it separates documents
+    counts[document_start(tokenizer)] = 0
     return counts
 
 
@@ -269,12 +396,29 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
         raise UserError(f"{where} cannot be loaded ({reason}); check the name or folder and the network.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{where} has no tokenizer.json; hfgolf needs a fast tokenizer.")
+    front, back = added_around(tokenizer)
     if tokenizer.eos_token_id is None:
-        known = [name for name in _KNOWN_ENDS if name in tokenizer.get_vocab()]
+        known = [*tokenizer.convert_ids_to_tokens(back[-1:]), *(n for n in _KNOWN_ENDS if n in tokenizer.get_vocab())]
         tokenizer.add_special_tokens({"eos_token": known[0] if known else END_OF_TEXT})
         added = f"{tokenizer.eos_token} of its vocabulary" if known else f"{END_OF_TEXT}, added to its vocabulary"
-        size = f"id {tokenizer.eos_token_id}, {len(tokenizer)} entries"
+        size = f"id {tokenizer.eos_token_id}, {embedding_rows(tokenizer)} entries"
         _log.info("%s has no eos_token; documents are separated by %s (%s)", where, added, size)
+    entries, taken = tokenizer.get_vocab(), Counter(tokenizer.get_vocab().values())
+    if twice := sorted((number, entry) for entry, number in entries.items() if taken[number] > 1):
+        both = join_words((repr(entry) for number, entry in twice if number == twice[0][0]), maximum=2)
+        raise UserError(
+            f"{where} has the same id {twice[0][0]} for {both}: a special token that is not in its vocabulary got an id"
+            " that is; add that token to the vocabulary."
+        )
+    if others := [number for number in back if number != tokenizer.eos_token_id]:
+        _log.warning(
+            "%s puts %s after each text; documents end with %s alone, so leave the others out of prompts",
+            where,
+            join_words(tokenizer.convert_ids_to_tokens(others)),
+            tokenizer.eos_token,
+        )
+    if set(front) - {tokenizer.eos_token_id}:
+        tokenizer.init_kwargs.setdefault(_DOCUMENTS_BEGIN, "text")
     return tokenizer
 
 

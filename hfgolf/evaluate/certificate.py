@@ -21,7 +21,7 @@ from tokenizers.decoders import DecodeStream
 from hfgolf.data.corpus import Corpus
 from hfgolf.data.files import cache_folder
 from hfgolf.data.pieces import ROWS_PER_BATCH
-from hfgolf.data.tokenizer import tokenizer_sha256
+from hfgolf.data.tokenizer import document_start, embedding_rows, tokenizer_sha256
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import bytes_per_token, challenge_bytes
@@ -115,14 +115,14 @@ def certify_text(
     """Return the certificate for pieces of text (see Corpus.write_pieces); training: None if it is not known."""
     facts: dict[str, Any] = {
         "num_tokens": len(stream.tokens),
-        "vocab_size": len(tokenizer),
+        "vocab_size": embedding_rows(tokenizer),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "coverage": plan.coverage(),
     }
     text = _Text(stream, tokenizer)
     for document in documents(validation):
         text.add(document)
-    problems = [*text.finish(), *_coverage_problems(plan, stream, tokenizer.eos_token_id)]
+    problems = [*text.finish(), *_coverage_problems(plan, stream, document_start(tokenizer))]
     facts |= {
         "num_documents": len(text.hashes),
         "num_bytes": text.num_bytes,
@@ -161,7 +161,7 @@ class _Text:
     """Compare documents with the stream of their tokens, one document after the other."""
 
     def __init__(self, stream: Stream, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.stream, self.separator = stream, tokenizer.eos_token_id
+        self.stream, self.start = stream, document_start(tokenizer)
         self.decode = tokenizer.backend_tokenizer.decode_batch
         self.ends = np.cumsum(stream.piece_tokens, dtype=np.int64)
         self.num_pieces = self.num_bytes = self.decoded_bytes = self.num_different = self.num_separators = 0
@@ -171,7 +171,7 @@ class _Text:
         self.is_other_text = False
 
     def ids(self, piece: int) -> np.ndarray:
-        """Return the tokens of a piece, with the separator in front of a document."""
+        """Return the tokens of a piece, with what begins a document."""
         return self.stream.tokens[self.ends[piece] - self.stream.piece_tokens[piece] : self.ends[piece]]
 
     def add(self, document: list[str]) -> None:
@@ -187,11 +187,11 @@ class _Text:
         if self.is_other_text:
             return
         ids = [self.ids(piece).tolist() for piece in pieces]
-        if ids[0][:1] != [self.separator]:
+        if ids[0][: len(self.start)] != self.start:
             self.is_other_text = True
             return
         self.num_separators += 1
-        decoded = self.decode([ids[0][1:], *ids[1:]], skip_special_tokens=False)
+        decoded = self.decode([ids[0][len(self.start) :], *ids[1:]], skip_special_tokens=False)
         self.decoded_bytes += sum(len(text.encode()) for text in decoded)
         if decoded != document:
             self.num_different += 1
@@ -200,7 +200,7 @@ class _Text:
 
     def finish(self) -> list[str]:
         """Return what is wrong with the tokens as the encoding of the documents."""
-        separators = int((self.stream.tokens == self.separator).sum())
+        separators = int((self.stream.tokens == self.start[0]).sum())
         if self.is_other_text or self.num_pieces != len(self.ends) or separators != self.num_separators:
             return ["the tokens were made from another text; build the token cache again"]
         if not self.num_different:
@@ -219,7 +219,7 @@ def _difference(number: int, text: str, decoded: str) -> str:
     return f"first in document {number}, character {place}: {before} became {after}"
 
 
-def _coverage_problems(plan: Plan, stream: Stream, separator: int) -> list[str]:
+def _coverage_problems(plan: Plan, stream: Stream, start: list[int]) -> list[str]:
     """Return what is wrong with the windows: each target once, but what the plan says it leaves out."""
     targets = plan.targets()
     if plan.num_tokens != len(stream.tokens):
@@ -231,7 +231,7 @@ def _coverage_problems(plan: Plan, stream: Stream, separator: int) -> list[str]:
     if plan.tail == "dropped":
         is_missing[targets[-1] + 1 :] = False
     if plan.separators == "skipped":
-        is_missing &= stream.tokens != separator
+        is_missing &= ~np.isin(stream.tokens, start)
     missing = np.flatnonzero(is_missing)
     return [f"{len(missing):,} tokens are not scored, first token {missing[0]}"] if len(missing) else []
 
@@ -256,9 +256,9 @@ def _byte_problems(
                 f" {stream.tokens[start + place]}); use another tokenizer"
             ]
     facts["scored_bytes"] = num_bytes = _scored_bytes(counts, plan)
-    nats_per_token = math.log(len(tokenizer))
+    nats_per_token = math.log(embedding_rows(tokenizer))
     nats = score(lambda _, labels: as_fp64((labels != IGNORED).sum()) * nats_per_token, stream.read, plan, 64)
-    found, expected = nats / math.log(2) / num_bytes, math.log2(len(tokenizer)) * plan.num_scored / num_bytes
+    found, expected = nats / math.log(2) / num_bytes, math.log2(embedding_rows(tokenizer)) * plan.num_scored / num_bytes
     facts["uniform_bits_per_byte"] = found
     if not math.isclose(found, expected, rel_tol=1e-9):
         return [f"a uniform model costs {found} bits per byte instead of {expected}"]
@@ -297,7 +297,8 @@ def _first_miscount(tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, counts:
     """
     backend = tokenizer.backend_tokenizer
     decoding = DecodeStream(skip_special_tokens=False)
-    first = int(ids[0] == tokenizer.eos_token_id)
+    start = document_start(tokenizer)
+    first = len(start) * int(ids[0] == start[0])
     expected = num_bytes = 0
     for place in range(first, len(ids)):
         expected += int(counts[place])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hfgolf.data.tokenizer import decode_texts
+from hfgolf.data.tokenizer import decode_texts, document_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,6 +49,6 @@ def _text(stream: Stream, tokenizer: PreTrainedTokenizerFast, max_bytes: int) ->
         return b""
     ends = np.cumsum(stream.piece_tokens[:num_pieces], dtype=np.int64)
     ids = np.split(stream.read(np.arange(ends[-1])), ends[:-1])
-    pieces = [piece[piece != tokenizer.eos_token_id] for piece in ids]
+    pieces = [piece[~np.isin(piece, document_start(tokenizer))] for piece in ids]
     text = "".join(decode_texts(tokenizer, (np.concatenate(pieces), list(map(len, pieces))))).encode()
     return text if len(text) == stream.piece_bytes[:num_pieces].sum(dtype=np.int64) else b""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfgolf.data.batches import Batch, device_prefetch, evaluation_extent
+from hfgolf.data.tokenizer import document_start, text_start
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode, uncompiled
@@ -66,9 +67,10 @@ def plan_evaluation(
     if not drop_tail:
         length = min(length, max(1, len(tokens) - 1))
         stride = None if stride is None else min(stride, length)
-    separators = np.flatnonzero(tokens == tokenizer.eos_token_id) if mode == "documents" else None
+    separators = np.flatnonzero(tokens == text_start(tokenizer)[0]) if mode == "documents" else None
+    num_skipped = skip_separators * min(2, len(document_start(tokenizer)))  # with <s>, that and the end before it
     try:
-        plan = plan_windows(mode, len(tokens), length, stride, separators, drop_tail, skip_separators)
+        plan = plan_windows(mode, len(tokens), length, stride, separators, drop_tail, num_skipped)
     except ValueError as error:
         raise UserError(f"Evaluation {mode}: {error}.") from None
     if plan.tail == "scored":
@@ -86,7 +88,7 @@ def plan_documents(stream: Stream, tokenizer: PreTrainedTokenizerBase, length: i
     """
     plan, num_bytes = plan_evaluation(stream, tokenizer, "documents", length, length, skip_separators=True)
     begin, first, last = plan.windows.T
-    is_start = stream.tokens[begin] == tokenizer.eos_token_id
+    is_start = stream.tokens[begin] == text_start(tokenizer)[0]
     windows = np.stack([np.where(is_start, begin, last - plan.length), first, last], 1)
     return dataclasses.replace(plan, windows=windows), num_bytes
 

@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hfgolf.data.chat import ConversationEncoder, stop_ids
 from hfgolf.data.messages import Messages
+from hfgolf.data.tokenizer import text_start
 from hfgolf.errors import UserError
 from hfgolf.evaluate.context import evaluation_mode, max_positions, require_embedded
 
@@ -36,12 +37,12 @@ def generate_answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return a prompt as tokens. It follows a document separator, like every document in training.
+    """Return a prompt as tokens. It follows what begins a document: a separator, or the tokenizer's own <s>.
 
     Without a text, it starts a new document. Raises UserError if the tokenizer has no separator.
     """
     _require_separator(tokenizer)
-    return [int(tokenizer.eos_token_id), *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return [*text_start(tokenizer), *tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def conversation_ids(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
@@ -131,7 +132,7 @@ def generate_ids(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max_new_tokens if limit is None else min(max_new_tokens, limit - len(ids)),
-            min_new_tokens=1 if ids[-1] == tokenizer.eos_token_id else None,  # no document is empty
+            min_new_tokens=1 if ids[-1] == text_start(tokenizer)[-1] else None,  # no document is empty
             pad_token_id=tokenizer.eos_token_id,
             logits_processor=[_require_finite],
             **sampling,

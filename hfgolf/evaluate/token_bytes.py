@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hfgolf.data.sentencepiece_model import SPACE
-from hfgolf.data.tokenizer import entry_bytes
+from hfgolf.data.tokenizer import document_start, entry_bytes
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def bytes_per_token(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> np.nd
         )
     if adds_a_space(tokenizer):  # in front of each text that it encodes: of each piece
         firsts = starts[starts < ends]
-        counts[firsts + (tokens[firsts] == tokenizer.eos_token_id)] -= 1
+        start = document_start(tokenizer)
+        counts[firsts + len(start) * (tokens[firsts] == start[0])] -= 1
     total = np.concatenate([[0], np.cumsum(counts)])
     found = total[ends] - total[starts]
     differs = np.flatnonzero(found != stream.piece_bytes)

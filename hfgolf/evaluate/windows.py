@@ -69,7 +69,7 @@ def plan_windows(
     stride: int | None = None,
     separators: np.ndarray | None = None,
     drop_tail: bool = False,
-    skip_separators: bool = False,
+    skip_separators: int = 0,
 ) -> Plan:
     """Plan the windows of `length` tokens that score each target of a stream once.
 
@@ -77,7 +77,8 @@ def plan_windows(
     sliding: a window every `stride` tokens scores its last `stride` targets, so each but the first `length` targets of
         the stream has at least length - stride + 1 inputs. stride = length is flat.
     documents: sliding windows inside each document; no window crosses a separator. separators: their positions, sorted.
-        The separator that ends a document is scored from that document; with skip_separators it is not scored.
+        The separator that ends a document is scored from that document. skip_separators: the number of tokens at the
+        end of each document that are not scored, because they only separate it from the next one.
 
     Raises ValueError if the mode or the stride is not allowed, or if nothing is left to score.
     """
@@ -85,7 +86,7 @@ def plan_windows(
     if mode not in MODES or not 1 <= stride <= length:
         raise ValueError(f"mode {mode}, stride {stride}; allowed: {', '.join(MODES)}, and a stride of 1 to {length}")
     if mode != "documents":
-        separators, skip_separators = np.array([], np.int64), False
+        separators, skip_separators = np.array([], np.int64), 0
     elif separators is None:
         raise ValueError("documents need the positions of their separators")
     starts = np.union1d([0], separators).astype(np.int64)  # the first input of each part, and its last target

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 
 from hfgolf.data.chat import stop_ids
+from hfgolf.data.tokenizer import text_start
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.wording import one_line
@@ -95,7 +96,7 @@ def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     """
     eos, stops = tokenizer.eos_token_id, stop_ids(tokenizer)
     return GenerationConfig(
-        bos_token_id=eos,
+        bos_token_id=text_start(tokenizer)[0],
         eos_token_id=stops if len(stops) > 1 else eos,
         pad_token_id=eos,
         do_sample=True,

@@ -27,7 +27,7 @@ from hfgolf.publish.export import position_limit
 from hfgolf.redact import redact
 from hfgolf.run.provenance import package_version
 from hfgolf.run.record import row_seconds
-from hfgolf.wording import dollars, duration, join_words
+from hfgolf.wording import describe_overlap, dollars, duration, join_words
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _USAGE = Path(__file__).with_name("usage.md")
@@ -98,6 +98,7 @@ def model_card(
         config=config,
         figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
         summary=summary,
+        overlap=describe_overlap(summary),
         effort=_effort(config, summary),
         pictures=[picture.name for picture in pictures],
         fence=_fence(summary.get("sample", "")),

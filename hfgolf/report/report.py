@@ -34,7 +34,7 @@ from hfgolf.run.record import (
     stated_price,
     status,
 )
-from hfgolf.wording import dollars, duration
+from hfgolf.wording import describe_overlap, dollars, duration
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -237,6 +237,8 @@ def _notes(run: RunRecord) -> list[str]:
         notes.append(f"Broken lines skipped in metrics.jsonl: {run.metrics.broken_lines:,}.")
     if run.config.get("data.messages_column"):
         notes.append("Losses and bits per byte are of the assistant's turns only.")
+    if overlap := describe_overlap(run.summary):
+        notes.append(f"{overlap}.")
     if all(row.get("val_loss") is None for row in run.metrics.rows):
         notes.append("metrics.jsonl has no evaluations.")
     return notes

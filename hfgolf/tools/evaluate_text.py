@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig, TrainConfig
 from hfgolf.data.token_cache import TokenCache
+from hfgolf.data.tokenizer import text_start
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
 from hfgolf.evaluate.certificate import Certificate, certify
@@ -273,7 +274,7 @@ def _scorer_settings(
         mode=options.evaluation,
         length=min(length, last),
         stride=min(stride, last),
-        separator=int(tokens.tokenizer.eos_token_id),
+        separator=text_start(tokens.tokenizer)[0],
         batch_size=batch_size,
         skip_separators=options.skip_separators,
         adapter=options.adapt,

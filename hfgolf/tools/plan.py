@@ -24,7 +24,7 @@ from hfgolf.data import token_cache
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.files import cache_folder
 from hfgolf.data.token_stream import open_stream
-from hfgolf.data.tokenizer import find_tokenizer
+from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
 from hfgolf.errors import UserError
 from hfgolf.hardware import Device, device_name, free_memory_bytes, peak_flops, synchronize
 from hfgolf.measure.flops import TokenFlops, token_flops
@@ -143,7 +143,7 @@ def count_tokens(config: RunConfig) -> TokenCounts:
         num_bytes = sum(size for _, size, _ in listed)
         if 0 < num_bytes <= MAX_CHEAP_BYTES or config.data.source == "shards":
             tokens = token_cache.load_tokens(config.data, tokenizer)
-            return TokenCounts(len(tokens.tokenizer), len(tokens.train), len(tokens.val))
+            return TokenCounts(embedding_rows(tokens.tokenizer), len(tokens.train), len(tokens.val))
         found = token_cache.find_cache(corpus, tokenizer, cache_folder(config.data))
         reason = "not tokenized yet" + (f": {num_bytes / 1e6:,.0f} MB of text" if listed else "")
     except UserError as error:
@@ -152,12 +152,12 @@ def count_tokens(config: RunConfig) -> TokenCounts:
         folder, known = found
         try:
             train, val = (len(open_stream(Path(folder) / f"{split}.arrow", False)) for split in ("train", "val"))
-            return TokenCounts(len(known), train, val)
+            return TokenCounts(embedding_rows(known), train, val)
         except (OSError, ValueError) as error:
             reason = f"the token cache is damaged: {error}"
     if tokenizer.kind == "pretrained":
         loaded = find_tokenizer(tokenizer, {}, Path())
-        return TokenCounts(len(loaded) if loaded else 0, note=reason)
+        return TokenCounts(embedding_rows(loaded) if loaded else 0, note=reason)
     return TokenCounts(VOCABULARIES.get(tokenizer.kind, tokenizer.vocab_size), note=reason)
 
 

@@ -43,7 +43,7 @@ from hfgolf.train.console import console
 from hfgolf.train.run import Run
 from hfgolf.train.validation import evaluate, exported_weights, sample
 from hfgolf.train.whole import whole_model
-from hfgolf.wording import duration, gigabytes, one_line
+from hfgolf.wording import describe_overlap, duration, gigabytes, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ def conclude(run: Run) -> dict[str, Any]:
         summary["architecture"] = type(run.raw_model).__name__
     if run.tokens.tokenizer_loss:
         summary["tokenizer_loss"] = run.tokens.tokenizer_loss
+    summary |= run.tokens.overlap
     if damaged_best:
         summary["damaged_best_step"] = damaged_best
     undo_compilation(run.raw_model)
@@ -168,6 +169,8 @@ def show_summary(summary: dict[str, Any]) -> None:
         )
     if "tokenizer_loss" in summary:
         logger.info("                 %s", summary["tokenizer_loss"])
+    if overlap := describe_overlap(summary):
+        logger.info("                 %s", overlap)
     logger.info("tokens/s         %s (median)", f"{summary['tokens_per_second']:,.0f}")
     if "peak_memory_bytes" in summary:
         predicted, peak = (gigabytes(summary[f"{kind}_memory_bytes"]) for kind in ("predicted", "peak"))

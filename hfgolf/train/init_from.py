@@ -23,7 +23,7 @@ from hfgolf.config import ModelSection, RunConfig, TokenizerConfig
 from hfgolf.data.batches import Stream
 from hfgolf.data.files import cache_folder
 from hfgolf.data.token_cache import TokenCache, load_tokens
-from hfgolf.data.tokenizer import find_tokenizer
+from hfgolf.data.tokenizer import document_start, embedding_rows, find_tokenizer
 from hfgolf.errors import UserError
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.model.configuration_golf import GolfConfig
@@ -163,7 +163,9 @@ def load_old_text(config: RunConfig, tokens: TokenCache) -> Stream | None:
     folder = cache_folder(config.data) / "old_text" / tokens.tokenizer_sha256[:16]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        _, old_tokens = tokenize_files(names, tokens.tokenizer, len(tokens.tokenizer), config.data.text_column, folder)
+        _, old_tokens = tokenize_files(
+            names, tokens.tokenizer, embedding_rows(tokens.tokenizer), config.data.text_column, folder
+        )
     except UserError as error:
         raise UserError(str(error).replace("--files", "data.old_text").replace("--text", "data.text")) from None
     return old_tokens.val
@@ -202,10 +204,8 @@ def _require_same_vocabulary(config: TokenizerConfig, source: str) -> None:
             f"tokenizer.kind: {config.kind} would train a tokenizer on this text, but the weights belong to the one in"
             f" {source}; {advice}."
         )
-    own, theirs = (
-        _vocabulary(find_tokenizer(one, {}, Path()))
-        for one in (config, TokenizerConfig(kind="pretrained", name_or_path=source))
-    )
+    tokenizers = [_found(one) for one in (config, TokenizerConfig(kind="pretrained", name_or_path=source))]
+    own, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
     others = sorted(entry for entry in own.keys() | theirs.keys() if own.get(entry) != theirs.get(entry))
     if others:
         example = f"{others[0]!r} has id {own.get(others[0])} here and {theirs.get(others[0])} there"
@@ -213,11 +213,18 @@ def _require_same_vocabulary(config: TokenizerConfig, source: str) -> None:
             f"tokenizer.kind: {config.kind} is not the tokenizer of the weights in {source}: {len(own):,} entries here,"
             f" {len(theirs):,} there, {len(others):,} differ; {example} (None: no such entry); {advice}."
         )
+    here, there = (" ".join(map(str, document_start(tokenizer))) for tokenizer in tokenizers)
+    if here != there:
+        raise UserError(
+            f"tokenizer.kind: {config.kind} begins documents otherwise than the tokenizer of the weights in {source}"
+            f" (ids {here} here, {there} there); {advice}."
+        )
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerFast | None) -> dict[str, int]:
+def _found(config: TokenizerConfig) -> PreTrainedTokenizerFast:
+    tokenizer = find_tokenizer(config, {}, Path())
     assert tokenizer is not None  # nothing to train: neither bpe nor char
-    return tokenizer.get_vocab()
+    return tokenizer
 
 
 def _require_same_separator(weights: GolfConfig, run: GolfConfig) -> None:

@@ -37,6 +37,7 @@ from hfgolf.config import HubConfig, RunConfig
 from hfgolf.data.batches import num_blocks
 from hfgolf.data.corpus import load_corpus, text_name
 from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.data.tokenizer import embedding_rows, keep_old_documents, text_start
 from hfgolf.doctor.monitor import Monitor
 from hfgolf.errors import UserError
 from hfgolf.hardware import (
@@ -123,7 +124,9 @@ class _Origin:
         """Return the tokenizer that the weights belong to."""
         if not (self.checkpoint / "tokenizer.json").is_file():
             return None
-        return PreTrainedTokenizerFast.from_pretrained(self.checkpoint)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(self.checkpoint)
+        keep_old_documents(tokenizer)
+        return tokenizer
 
 
 @dataclass
@@ -275,7 +278,7 @@ def _load_tokens(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Or
         "all machines must read the same text with the same tokenizer",
     )
     counts = f"{len(tokens.train):,} train and {len(tokens.val):,} validation tokens"
-    how = f"{config.tokenizer.kind} {len(tokens.tokenizer):,}{', cached' if tokens.is_hit else ''}"
+    how = f"{config.tokenizer.kind} {embedding_rows(tokens.tokenizer):,}{', cached' if tokens.is_hit else ''}"
     logger.info("%s", labeled("data", f"{text_name(config.data)}: {counts} ({how})"))
     num_blocks(len(tokens.train), config.batch.sequence_length)  # raises if there is not one block
     tokens.tokenizer.model_max_length = config.max_positions
@@ -288,7 +291,7 @@ def _build(
     """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
     console.now("building the model")
     building = _building_config(resolved.config, origin)
-    _require_room(building, len(tokens.tokenizer), accelerator)
+    _require_room(building, embedding_rows(tokens.tokenizer), accelerator)
     raw_model = _build_model(building, tokens, accelerator.device)
     if accelerator.distributed_type == DistributedType.FSDP and not isinstance(raw_model, GolfForCausalLM):
         name = resolved.config.model.architecture
@@ -365,9 +368,11 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> PreTrainedModel:
-    vocab_size, eos = len(tokens.tokenizer), tokens.tokenizer.eos_token_id
-    bos = eos if config.data.separator_id is None else config.data.separator_id  # what begins a document
-    model = build_model(config, vocab_size, device.type, bos_token_id=bos, eos_token_id=eos, pad_token_id=eos)
+    eos, bos = tokens.tokenizer.eos_token_id, config.data.separator_id
+    bos = text_start(tokens.tokenizer)[0] if bos is None else bos  # what begins a document
+    model = build_model(
+        config, embedding_rows(tokens.tokenizer), device.type, bos_token_id=bos, eos_token_id=eos, pad_token_id=eos
+    )
     if isinstance(model, GolfForCausalLM):  # the same on all ranks, so that they round alike
         model.chunk_elements = min(gather(chunk_elements(device.type, total_memory_bytes(device))))
     elif not model.head_is_plain:

@@ -283,6 +283,9 @@ def test_row_that_is_no_conversation_is_one_line(tmp_path, row, problem):
             "does not fit the chat template: Only one message, please.",
         ),
         ("{{ messages[", "does not fit the chat template"),
+        ("{{ 1 / 0 }}", "does not fit the chat template: ZeroDivisionError: division by zero."),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "template: RecursionError: maximum recursion depth"),
+        ("{{ messages[0] + 1 }}", "does not fit the chat template: TypeError: unsupported operand"),
     ],
 )
 def test_template_that_does_not_show_the_answers_is_one_line(tmp_path, template, problem):
@@ -339,8 +342,11 @@ def test_answers_stop_at_the_end_of_a_turn():
     add_chat_template(tokenizer)
     assert stop_ids(tokenizer) == [END_OF_TEXT, END]
     assert stop_ids(spaced_tokenizer()) == spaced_tokenizer().convert_tokens_to_ids(["</s>", "<|im_end|>"])
-    tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert stop_ids(tokenizer) == [END_OF_TEXT]
+    for template in ("{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
+        tokenizer.chat_template = template
+        assert stop_ids(tokenizer) == [END_OF_TEXT]
+        with pytest.raises(UserError, match="The conversation does not fit the chat template: "):
+            ConversationEncoder(tokenizer).encode_prompt([{"role": "user", "content": "a"}])
 
 
 SCRIPT = """

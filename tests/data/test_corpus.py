@@ -422,10 +422,18 @@ def test_text_files_too_few_to_divide_by_name_are_cut(tmp_path, names):
     assert len(written["val"]) == len(whole) - int(0.95 * len(whole))
 
 
-def test_validation_text_that_also_trains_is_told(write, files_config, caplog):
-    text, copy, other = write("a.txt", "the same"), write("b.txt", "the same"), write("c.txt", "another text")
-    load_corpus(files_config(text, val_files=[other]))
-    assert caplog.messages == []
-    load_corpus(files_config(text, val_files=[copy, other]))
-    (message,) = caplog.messages
-    assert "b.txt has the same content as" in message and "a.txt, which trains" in message
+@pytest.mark.parametrize(
+    ("train", "val", "options", "reason"),
+    [
+        ("a.jsonl", "a.jsonl", {}, "The train split .* empty: every file in data.files is also in data.val_files"),
+        ("empty.jsonl", "a.jsonl", {}, r"The train split .* empty: its files hold no text; .* in data\.files"),
+        ("a.jsonl", "empty.jsonl", {}, r"The validation split .* empty: its files hold no text; .* in data\.val_files"),
+        ("a.jsonl", "b.jsonl", {"max_documents": 1}, "The validation split .* empty: data.max_documents 1 leaves"),
+    ],
+)
+def test_empty_split_names_the_cause_that_was_checked(write, files_config, tmp_path, train, val, options, reason):
+    for name, text in (("a", "one"), ("b", "two"), ("empty", "")):
+        write(f"{name}.jsonl", f'{{"text": "{text}"}}\n')
+    data = files_config(str(tmp_path / "text" / train), val_files=[str(tmp_path / "text" / val)], **options)
+    with pytest.raises(UserError, match=reason):
+        load_corpus(data).write_pieces(tmp_path / "pieces")

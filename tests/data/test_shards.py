@@ -25,10 +25,18 @@ END = 256
 BYTE = TokenizerConfig(kind="byte")
 
 
-def write_shard(path: Path, ids: Any, header: bool = True, version: int = 1, count: int | None = None) -> Path:
-    values = np.asarray(ids, "<u2")
+def write_shard(
+    path: Path,
+    ids: Any,
+    header: bool = True,
+    version: int = 1,
+    count: int | None = None,
+    magic: int = 20240520,
+    dtype: str = "<u2",
+) -> Path:
+    values = np.asarray(ids).astype(dtype)
     first = np.zeros(256, "<i4")
-    first[:3] = 20240520, version, len(values) if count is None else count
+    first[:3] = magic, version, len(values) if count is None else count
     path.write_bytes((first.tobytes() if header else b"") + values.tobytes())
     return path
 
@@ -150,6 +158,7 @@ def test_sentencepiece_bytes_follow_the_challenge_rule(tmp_path):
     ("content", "message"),
     [
         ({"ids": [1, 2], "version": 2}, "has version 2 in its header; only 1 is known"),
+        ({"ids": [1, 2], "magic": 20240801}, "has version 1 in its header; only 7 is known"),
         ({"ids": [1, 2], "count": 3}, "states 3 tokens, 1,030 bytes with its header, but has 1,028 bytes"),
         ({"ids": [1, 2], "count": 1}, "states 1 tokens, 1,026 bytes with its header, but has 1,028 bytes"),
         ({"ids": [], "count": 0}, "states 0 tokens"),
@@ -162,14 +171,115 @@ def test_wrong_header_is_one_line(tmp_path, content, message):
     assert str(path) in str(caught.value) and message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("magic", [20240801, 20240521, 0x4E4A])
+@pytest.mark.parametrize("magic", [20240521, 0x4E4A])
 def test_header_of_another_format_is_one_line(tmp_path, magic):
-    path = tmp_path / "train.bin"
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, 7, 2
-    path.write_bytes(header.tobytes() + np.array([5, 6], "<u4").tobytes())
-    with pytest.raises(UserError, match=f"has the magic number {magic} in its header; only 20240520"):
+    path = write_shard(tmp_path / "train.bin", [5, 6], magic=magic, version=7, dtype="<u4")
+    with pytest.raises(UserError, match=f"has the magic number {magic} in its header; known are 20240520 and 20240801"):
         open_shard(path)
+
+
+LARGE = 128_256  # entries of Llama 3
+RNG = np.random.default_rng(0)
+TEXT_IDS = RNG.zipf(1.2, 5000) % 50_257  # most are small, as those of text
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "vocab_size", "written"),
+    [
+        *[
+            ("a.bin", TEXT_IDS, 50_257, {"header": False, "dtype": f"<{kind}"})
+            for kind in ("u2", "u4", "i4", "i8", "u8")
+        ],
+        *[
+            ("a.bin", RNG.integers(0, LARGE, 999), LARGE, {"header": False, "dtype": f"<{kind}"})
+            for kind in ("u4", "i8")
+        ],
+        ("a.bin", np.append(TEXT_IDS, np.zeros(20_000)), 50_257, {"header": False}),  # padding
+        ("a.bin", np.append(TEXT_IDS, np.zeros(20_000)), 50_257, {"header": False, "dtype": "<u4"}),
+        ("a.bin", np.tile(TEXT_IDS, 800), 50_257, {"header": False}),  # sampled
+        ("a.bin", np.append(np.zeros(1_600_000), TEXT_IDS), 50_257, {"header": False, "dtype": "<u4"}),
+        ("a.bin", np.tile(TEXT_IDS, 800), 50_257, {"header": False, "dtype": "<i8"}),
+        ("a.bin", np.frombuffer(b"plain text of bytes" * 9, np.uint8), 257, {"header": False}),
+        ("a.bin", np.frombuffer(b"plain text of bytes" * 9, np.uint8), 257, {"header": False, "dtype": "<u4"}),
+        ("a.bin", [65, 66, 67], 257, {"header": False}),
+        ("a.bin", TEXT_IDS, 50_257, {}),
+        ("a.bin", RNG.integers(0, LARGE, 999), LARGE, {"magic": 20240801, "version": 7, "dtype": "<u4"}),
+        ("a.ds", TEXT_IDS, 50_257, {"header": False}),
+        ("a.ds", [1, 0], 50_257, {"header": False, "metadata": "gpt2|2\n2\n0K tokens"}),  # nothing would prove it
+        ("a.ds", [1, 0, 5], 50_257, {"header": False, "dtype": "<u4", "metadata": "org/name|4\n3"}),
+    ],
+)
+def test_ids_are_read_by_the_width_that_the_file_states_or_proves(tmp_path, name, ids, vocab_size, written):
+    metadata = written.get("metadata")
+    path = write_shard(tmp_path / name, ids, **{key: value for key, value in written.items() if key != "metadata"})
+    if metadata is not None:
+        (tmp_path / f"{name}.metadata").write_text(metadata)
+    assert np.array_equal(open_shard(path, vocab_size), ids)
+    stream = ShardStream((path,), vocab_size, np.zeros(1), np.zeros(1))
+    assert np.array_equal(pickle.loads(pickle.dumps(stream)).read(np.arange(len(ids))), ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "vocab_size", "dtype", "problem"),
+    [
+        (np.zeros(9000), 50_257, "<u2", "all its values are 0"),
+        ([65, 0, 66, 0], 257, "<u2", "read as 32 bits, 100% of 2 values are in the vocabulary"),
+        (
+            np.where(np.arange(5000) % 3, TEXT_IDS, -100),
+            50_257,
+            "<i4",
+            "read as 32 bits, 67% of 5,000 values are in the vocabulary",
+        ),
+        (TEXT_IDS, 50_257, ">u2", "its 16-bit ids are big-endian"),
+        (TEXT_IDS, 50_257, ">u4", "every second 16-bit value is 0, but they are no little-endian ids"),
+        (TEXT_IDS, 50_257, ">i8", "every second 16-bit value is 0, but they are no little-endian ids"),
+        (TEXT_IDS, LARGE, "<u2", "its ids have 16 bits, too few for the 128,256 entries of the tokenizer"),
+    ],
+)
+def test_width_that_nothing_tells_is_refused(tmp_path, ids, vocab_size, dtype, problem):
+    path = write_shard(tmp_path / "a.bin", ids, header=False, dtype=dtype)
+    with pytest.raises(UserError, match=f"width of the ids in .*a.bin cannot be told: {problem}; .* as .npy") as caught:
+        open_shard(path, vocab_size)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.bin", np.append(TEXT_IDS, 1).astype("<u4").tobytes()[:-2], "not a whole number of 32-bit ids; write it"),
+        ("a.bin", TEXT_IDS.astype("<i8").tobytes()[:-4], "not a whole number of 64-bit ids; write it"),
+        ("a.bin", b"", "has 0 bytes, not a whole number of"),
+        ("a.npz", b"PK", r"is no shard; allowed: \.bin, \.npy, \.ds \(rename raw token ids to \.bin\)"),
+        ("a.txt", b"text", "is no shard; allowed"),
+    ],
+)
+def test_file_of_another_kind_or_cut_is_one_line(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=problem) as caught:
+        open_shard(tmp_path / name, 50_257)
+    assert "\n" not in str(caught.value) and name in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [-1, 50_257, 2**33])
+@pytest.mark.parametrize("ending", ["bin", "npy"])
+def test_wide_ids_outside_the_vocabulary_are_rejected_when_read(tmp_path, wrong, ending):
+    ids, path = np.array([*TEXT_IDS, wrong]), tmp_path / f"a.{ending}"
+    if ending == "npy":
+        np.save(path, ids)
+    else:
+        write_shard(path, ids, header=False, dtype="<i8")
+    stream = ShardStream((path,), 50_257, np.zeros(1), np.zeros(1))
+    assert np.array_equal(stream.read(np.arange(5000)), TEXT_IDS)
+    said = wrong % 2**64 if ending == "bin" else wrong
+    with pytest.raises(UserError, match=rf"a\.{ending} contains id {said}, but the tokenizer has 50257 entries"):
+        stream.read(np.array([5000]))
+
+
+def test_metadata_without_a_width_is_one_line(tmp_path):
+    path = write_shard(tmp_path / "a.ds", TEXT_IDS, header=False)
+    (tmp_path / "a.ds.metadata").write_text("gpt2\n5000")
+    with pytest.raises(UserError, match=r"a\.ds\.metadata states no bytes per id \(2 or 4\) in its first line"):
+        open_shard(path, 50_257)
 
 
 def test_numpy_files_are_shards(tmp_path):
@@ -182,10 +292,20 @@ def test_numpy_files_are_shards(tmp_path):
     assert np.array_equal(pickle.loads(pickle.dumps(tokens.train)).read(np.arange(3)), [65, 66, 67])
 
 
+@pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<u4", "<i4", ">i8", "<u8"])
+def test_numpy_files_state_their_width_and_byte_order(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", np.array([65, 0, 66, 0, 0], dtype))
+    stream = ShardStream((tmp_path / "a.npy",), 257, np.zeros(1), np.zeros(1))
+    assert stream.read(np.arange(5)).tolist() == stream.tokens.tolist() == [65, 0, 66, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.array([1, 2], np.uint32), r"holds uint32 \(2\), not a list of 16-bit ids"),
+        (np.array([1.0, 2.0]), r"holds float64 \(2\), not a list of token ids"),
+        (np.array([True]), r"holds bool \(1\), not a list of token ids"),
+        (np.array([(1, 2)], [("a", "<u2"), ("b", "<u2")]), r"holds \[.*\] \(1\), not a list of token ids"),
+        (np.array(7, np.uint16), r"holds uint16 \(a single value\), not a list"),
         (np.array([[1, 2]], np.uint16), r"holds uint16 \(1x2\), not a list"),
         (np.array([], np.uint16), r"holds uint16 \(0\), not a list"),
         (np.array([1, None]), "is not a NumPy file"),
@@ -198,6 +318,17 @@ def test_wrong_numpy_file_is_one_line(tmp_path, array, message):
     with pytest.raises(UserError, match=message) as caught:
         open_shard(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_validation_shards_that_also_train_are_told(tmp_path, caplog):
+    write_shard(tmp_path / "train.bin", [END, 65])
+    write_shard(tmp_path / "val.bin", [END, 66])
+    load_tokens(options(tmp_path), BYTE)
+    assert caplog.messages == []
+    write_shard(tmp_path / "val.bin", [END, 65])
+    load_tokens(options(tmp_path), BYTE)
+    (message,) = caplog.messages
+    assert "val.bin has the same content as" in message and "train.bin, which trains" in message
 
 
 def test_partial_token_is_rejected(tmp_path):

@@ -19,11 +19,16 @@ from faults import train_on_two
 from hub_server import Repository, serving_here
 from safetensors.torch import load_file
 from tiny_export import build_tiny
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.config import RunConfig
+from hfgolf.data import tokenizer as tokenizer_module
+from hfgolf.data.token_cache import load_tokens
 from hfgolf.errors import UserError
 from hfgolf.evaluate.loss import evaluate_loss
+from hfgolf.evaluate.sample import text_ids
 from hfgolf.golf.source import run_source
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
@@ -409,3 +414,51 @@ def test_two_processes_train_as_one_from_weights(run, from_weights, exported, tm
             for folder in (one, one.with_name("two"))
         ]
         assert values[1] == pytest.approx(values[0], rel=1e-5)
+
+
+@pytest.fixture
+def weights_with_bos(tmp_path) -> Path:
+    """Return the folder of a tiny Llama whose tokenizer puts <s> in front of a text."""
+    model, tokenizer = build_tiny(**NATIVE["Llama"] | {"vocab_size": 258})
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
+    export_model(to_native(model), tokenizer, tmp_path / "weights", "")
+    return tmp_path / "weights"
+
+
+def test_documents_begin_as_the_weights_know_them(weights_with_bos, from_weights, run, tmp_path):
+    for name, text in (("train", "One text. " * 200), ("val", "Another.")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    files = {"data__files": tmp_path / "train.txt", "data__val_files": tmp_path / "val.txt", "train__max_steps": 2}
+    folder = run(from_weights(weights_with_bos, **files))
+    model, tokenizer = load_exported(str(folder / "model"))
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (257, 256)
+    assert model.generation_config.bos_token_id == 257
+    assert tokenizer("ab")["input_ids"] == text_ids(tokenizer, "ab") == [257, 97, 98]
+    config = load_config([f"--config={folder / 'config.yaml'}"]).config
+    assert load_tokens(config.data, config.tokenizer).val.tokens.tolist() == [256, 257, *b"Another."]
+
+
+def test_a_run_of_an_older_version_resumes_with_its_tokens(weights_with_bos, from_weights, run, monkeypatch):
+    constant = {"schedule__name": "constant"}
+    with monkeypatch.context() as patch:  # older versions did not look for <s>
+        patch.setattr(tokenizer_module, "added_around", lambda _: ([], []))
+        straight = read_rows(run(from_weights(weights_with_bos, run__name="straight", **constant)) / "metrics.jsonl")
+        run(from_weights(weights_with_bos, **constant, train__max_steps=3))
+    folder = run(from_weights(weights_with_bos, **constant, train__resume="latest"))
+    resumed = read_rows(folder / "metrics.jsonl")
+    for column in ("step", "train_losses", "sample_hashes", "val_loss"):
+        assert [row.get(column) for row in resumed] == [row.get(column) for row in straight], column
+    assert load_exported(str(folder / "model"))[0].config.bos_token_id == 256
+
+
+def test_a_stated_tokenizer_that_begins_documents_otherwise_is_refused(weights_with_bos, tmp_path):
+    other = AutoTokenizer.from_pretrained(weights_with_bos)
+    other.backend_tokenizer.post_processor = None
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match=r"begins documents otherwise .* \(ids 256 here, 256 257 there\)"):
+        taken(
+            f"--model.init_from={weights_with_bos}",
+            "--tokenizer.kind=pretrained",
+            f"--tokenizer.name_or_path={tmp_path / 'other'}",
+        )

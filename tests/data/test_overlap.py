@@ -1,0 +1,127 @@
+"""Validation documents that also train are counted exactly, whatever they are, and told with the figures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data import overlap
+from hfgolf.data.overlap import count_overlap
+from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.data.token_stream import TokenStream
+from hfgolf.wording import describe_overlap
+
+BYTE = TokenizerConfig(kind="byte")
+END = 256
+
+
+def stream_of(documents: list[list[bytes]]) -> TokenStream:
+    """Return a stream of documents, each of some pieces."""
+    pieces = [
+        ([END] * (number == 0) + list(text), len(text))
+        for document in documents
+        for number, text in enumerate(document)
+    ]
+    tokens = np.array([number for ids, _ in pieces for number in ids], np.uint16)
+    counts, sizes = (
+        np.array(column, np.uint32) for column in zip(*((len(ids), size) for ids, size in pieces), strict=True)
+    )
+    return TokenStream(tokens, counts, sizes, Path("unused"), b"", b"", 257)
+
+
+@pytest.mark.parametrize("pieces_at_once", [1, 2, 3, 7, 1000])
+def test_overlap_is_what_sets_of_documents_say(monkeypatch, pieces_at_once):
+    """Documents of several pieces, of no token but their separator, and like others but for one token."""
+    monkeypatch.setattr(overlap, "_PIECES", pieces_at_once)
+    rng = random.Random(pieces_at_once)
+    texts = [[bytes(rng.choices(b"ab", k=rng.randrange(1, 9))) for _ in range(rng.randrange(1, 4))] for _ in range(60)]
+    texts += [[b"", b"x" * 40], [b"x" * 40], [b"x" * 7 + b"y" + b"x" * 32], [b""]]
+    for _ in range(20):
+        train, val = rng.choices(texts, k=rng.randrange(1, 40)), rng.choices(texts, k=rng.randrange(1, 40))
+        trained = {b"".join(document) for document in train}
+        both = [text for text in map(b"".join, val) if text in trained]
+        counted = count_overlap(stream_of(train), stream_of(val), END)
+        assert (counted["val_documents"], counted["val_documents_in_train"]) == (len(val), len(both))
+        all_bytes = sum(map(len, map(b"".join, val)))
+        assert counted["val_share_in_train"] == pytest.approx(sum(map(len, both)) / max(1, all_bytes))
+
+
+def rows(write: Any, name: str, column: str, values: list[Any]) -> str:
+    path: str = write(name, "".join(json.dumps({column: value}) + "\n" for value in values))
+    return path
+
+
+def chat(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"{number:04}"}]
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rows": (lambda number: f"text {number:04}", {}),
+    "ids": (lambda number: [*f"text {number:04}".encode(), END, 65, number], {"ids_column": "c"}),
+    "conversations": (chat, {"messages_column": "c"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_validation_files_that_train_are_told_at_each_start(write, files_config, caplog, case):
+    row, options = CASES[case]
+    options = options or {"text_column": "c"}
+    files = [rows(write, "train.jsonl", "c", [row(number) for number in range(40)])]
+    data = files_config(*files, val_files=[rows(write, "val.jsonl", "c", [row(n) for n in range(30, 50)])], **options)
+    for is_hit in (False, True):
+        caplog.clear()
+        tokens = load_tokens(data, BYTE)
+        assert tokens.is_hit == is_hit and tokens.overlap["val_share_in_train"] == 0.5
+        number, of = (20, 40) if case == "ids" else (10, 20)
+        line = f"{number} of {of} validation documents (50.0% of the bytes) also train, word for word"
+        assert [message for message in caplog.messages if message.startswith(line)] == caplog.messages[-1:] != []
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "told"),
+    [
+        ({"a.txt": "one", "b.txt": "two"}, {"val_files": {"v.txt": "two"}}, "1 of 1"),  # under another name
+        ({"a.txt": "one", "b.txt": "two"}, {"val_files": {"v.txt": "two more"}}, None),
+        ({"a.txt": "same " * 100}, {"split": "contiguous", "val_fraction": 0.25}, None),  # the parts of a text differ
+        ({"a.txt": "same", "b.txt": "same"}, {"split": "contiguous", "val_fraction": 0.5}, "1 of 1"),
+    ],
+)
+def test_text_files_are_documents(write, files_config, texts, settings, told):
+    if "val_files" in settings:
+        settings = settings | {"val_files": [write(name, text) for name, text in settings["val_files"].items()]}
+    data: DataConfig = files_config(*(write(name, text) for name, text in texts.items()), **settings)
+    sentence = describe_overlap(load_tokens(data, BYTE).overlap)
+    assert sentence is None if told is None else str(sentence).startswith(f"{told} validation documents")
+
+
+def test_rows_that_come_twice_are_found_between_the_hashed_parts(write, files_config):
+    path = rows(write, "train.jsonl", "text", [f"text {number // 2}" for number in range(400)])
+    tokens: TokenCache = load_tokens(files_config(path, val_fraction=0.2), BYTE)
+    texts = []
+    for stream in (tokens.train, tokens.val):
+        parts = np.split(stream.tokens, np.flatnonzero(stream.tokens == END))[1:]
+        texts.append([part.tobytes() for part in parts])
+    expected = sum(text in set(texts[0]) for text in texts[1])
+    assert 0 < expected == tokens.overlap["val_documents_in_train"] < tokens.overlap["val_documents"]
+
+
+def test_overlap_stands_with_the_figures_of_a_run(run, tiny_run, tmp_path, caplog):
+    for name, first in (("train", 0), ("val", 190)):
+        lines = (json.dumps({"text": f"document {number} of this text"}) + "\n" for number in range(first, first + 200))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    files = {"data__files": tmp_path / "train.jsonl", "data__val_files": tmp_path / "val.jsonl"}
+    with caplog.at_level(logging.INFO, logger="hfgolf"):
+        folder = run(tiny_run(**files, train__max_steps=2))
+    said = "10 of 200 validation documents (5.0% of the bytes) also train, word for word"
+    assert sum(said in message for message in caplog.messages) == 2  # at the start, and below bits per byte
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["val_documents"], summary["val_documents_in_train"]) == (200, 10)
+    assert f"Note: {said}" in (folder / "model" / "README.md").read_text()
+    assert said in (folder / "report.html").read_text()
