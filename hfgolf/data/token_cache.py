@@ -184,6 +184,8 @@ def cache_key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedToke
         "end_of_text_id": tokenizer.eos_token_id,
         "format_version": _FORMAT_VERSION,
     }
+    if corpus.reader is not None:
+        settings["reader"] = corpus.reader
     if corpus.data.messages_column is not None:
         settings["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
     return {**corpus.identity, **settings}
