@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import codecs
 import errno
+import glob
+import os
 import re
 import shutil
 import tempfile
@@ -207,10 +209,20 @@ def hub_revision(data: DataConfig) -> str:
     """Return the hash that `datasets` computes for the dataset's files (offline: for the copy in its cache)."""
     from datasets import load_dataset_builder
 
+    _require_literal(str(data.hub_name))
     try:
         return str(load_dataset_builder(str(data.hub_name), data.hub_config).hash)
     except Exception as error:
         raise UserError(_hub_message(data, error)) from error
+
+
+def _require_literal(name: str) -> None:
+    """Raise UserError if `datasets` would take the name of a folder as a pattern, and read another folder's files."""
+    if os.path.isdir(name) and glob.has_magic(os.path.abspath(name)):
+        raise UserError(
+            f"data.hub_name: {os.path.abspath(name)!r} has one of []*? in it, which `datasets` takes as a pattern; name"
+            " its files in data.files, or rename the folder."
+        )
 
 
 def _hub_message(data: DataConfig, error: Exception) -> str:
