@@ -268,7 +268,8 @@ def parquet_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
     """Yield the rows of a Parquet file, of which it reads one column. name: what an error calls the file."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path, buffer_size=1 << 20) as table:  # without a buffer, it reads all of a row group
+    # a row group may be the whole file: read it page by page
+    with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
         steps = column.steps(table.schema_arrow.names, name)
         for batch in table.iter_batches(_ROWS_PER_BATCH, columns=steps[:1], use_threads=False):
             yield from ((None, value, steps[1:]) for value in batch.column(steps[0]).to_pylist())

@@ -7,6 +7,8 @@ import gzip
 import io
 import json
 import random
+import subprocess
+import sys
 import zipfile
 from typing import Any
 
@@ -321,3 +323,24 @@ def test_a_row_without_an_end_is_refused_before_memory_ends(read, monkeypatch):
     assert "longer than 5,000" in read("a.jsonl", '{"text": "' + "a" * 50_000)
     assert "more than 5,000" in read("a.csv", "text\n" + "a" * 50_000)
     assert "field larger than field limit (5000)" in read("a.csv", 'text\n"' + "a\n" * 50_000)
+
+
+_READ_MEMORY = """
+import resource, sys
+import pyarrow.parquet
+from pathlib import Path
+from hfgolf.data.tables import Column, parquet_rows
+path = Path(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert sum(len(value) for _, value, _ in parquet_rows(path, Column("text_column", "text"), path)) == 60_000_000
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_row_group_is_read_in_bounded_memory(tmp_path):
+    chance = random.Random(0)
+    texts = [chance.randbytes(1500).hex() for _ in range(20_000)]  # 60 MB, in which nothing repeats
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10**6)
+    command = [sys.executable, "-c", _READ_MEMORY, str(tmp_path / "a.parquet")]
+    added = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert added * (1 if sys.platform == "darwin" else 1024) < 30e6
