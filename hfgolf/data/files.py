@@ -217,7 +217,8 @@ def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> l
     the Arrow files it lists, in its own order. Linked subfolders come last, without those that were read before.
     """
     used: list[str] = []
-    skipped: dict[str, list[str]] = {"hidden": [], "run or cache": [], "other kind": [], "empty": [], "not a file": []}
+    reasons = ("hidden", "run or cache", "link to a folder above", "other kind", "empty", "not a file")
+    skipped: dict[str, list[str]] = {reason: [] for reason in reasons}
     seen: set[str] = set()
 
     def refuse(error: OSError) -> NoReturn:
@@ -241,7 +242,9 @@ def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> l
             used += _saved_tables(Path(parent), key)
             subfolders.clear()
             continue
-        roots += [os.path.join(parent, name) for name in visible if name not in subfolders]  # links, which may lead up
+        for link in (os.path.join(parent, name) for name in visible if name not in subfolders):
+            is_above = Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(link))
+            (skipped["link to a folder above"] if is_above else roots).append(link)
         for path in (os.path.join(parent, name) for name in sorted(names) if not name.startswith(".")):
             if not os.path.isfile(path):
                 skipped["not a file"].append(path)

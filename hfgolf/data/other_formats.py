@@ -73,14 +73,14 @@ def other_encoding(error: UnicodeDecodeError) -> str:
     """Return what the bytes around one that is not UTF-8 tell of the encoding, and how to convert it."""
     block = error.object
     if error.reason == "unexpected end of data":
-        return "its last character is cut; restore the end of the file, or remove it"
+        return "its last character is cut, or in another encoding; restore the end of the file, or convert it"
     high = [byte for byte in block if byte >= 0x80]
     good = sum(len(character.encode()) for character in block.decode("utf-8", "ignore") if character >= "\x80")
     if good > len(high) / 2:
         return "most of it is UTF-8, so these bytes are damaged; `iconv -c -f UTF-8 -t UTF-8 OLD > NEW` leaves them out"
     if block.count(0) > len(block) / 100:
         return "it is probably no text; remove it"
-    if len(high) < len(block) / 4:
+    if len(high) < len(block) / 3:
         name = "WINDOWS-1252" if any(0x80 <= byte < 0xA0 for byte in high) else "ISO-8859-1"
         other = "Windows-1252" if name == "WINDOWS-1252" else "Latin-1"
         return f"it is probably {other}; convert it with `iconv -f {name} -t UTF-8 OLD > NEW`"

@@ -44,8 +44,8 @@ class Column:
         steps = self.find(names)
         if steps is None:
             raise UserError(
-                f"{path} has no column {self.name.split('.')[0]!r}; it has: {_listed(names)}. Name one of them:"
-                " data.text_column for text, data.messages_column for conversations, data.ids_column for token ids."
+                f"{path} has no column {self.name.split('.')[0]!r}; set data.{self.key} to one of:"
+                f" {_listed(names)}{_other_keys(names) if self.key == 'text_column' else ''}."
             )
         if sum(name == steps[0] for name in names) > 1:
             raise UserError(f"{path} has two columns {steps[0]!r}; rename one.")
@@ -299,4 +299,10 @@ def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return join_words(map(shortened, names), maximum=8)
+    return join_words((name if name.isprintable() and name else shortened(name) for name in names), maximum=8)
+
+
+def _other_keys(names: Iterable[str]) -> str:
+    """Return which key is for columns whose names are usual for conversations or token ids, as the end of a message."""
+    keys = {"messages": "messages", "conversations": "messages", "conversation": "messages", "input_ids": "ids"}
+    return "".join(f"; or data.{keys[name]}_column to {name}" for name in names if name in keys)

@@ -87,7 +87,8 @@ def test_what_cannot_be_read_is_named_before_torch_is_loaded(here, make, problem
     assert problem in str(caught.value)
 
 
-def test_linked_folders_are_followed_once(here):
+def test_linked_folders_are_followed_once_and_not_upward(here, caplog):
+    caplog.set_level(logging.INFO, "hfgolf")
     Path("texts/z").mkdir(parents=True)
     Path("texts/z/a.txt").write_text("a")
     Path("elsewhere/deep").mkdir(parents=True)
@@ -97,7 +98,10 @@ def test_linked_folders_are_followed_once(here):
     os.symlink(".", "texts/self")
     os.symlink("../elsewhere", "texts/linked")
     os.symlink("../texts", "elsewhere/back")
+    os.symlink("../../..", "texts/z/above")
     assert here("texts") == ["texts/z/a.txt", "texts/linked/deep/b.txt"]
+    links = "4 link to a folder above (texts/self, texts/z/above, texts/z/up and 1 more)".replace("texts/", "")
+    assert links in caplog.text
 
 
 def test_what_a_folder_or_a_glob_leaves_out_is_told_with_the_reason(here, caplog):

@@ -92,12 +92,16 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.csv", "text\nfirst,\n", "row 0 (line 2) has 2 fields, but the header has 1"),
         ("t.csv", 'text,label\n"Hello, she said,pos\n"next",neg\n', "row 0 (line 2) cannot be read: something follows"),
         ("t.csv", 'text,label\nok,pos\n"open,pos\nnext,neg\n', "row 1 (line 3) cannot be read: a double quote opens"),
-        ("t.csv", "text;label\na;pos\n", "has no column 'text'; its first line is the header and names 'text;label'"),
+        (
+            "t.csv",
+            "text;label\na;pos\n",
+            "its first line is the header and names text;label. Set",
+        ),
         ("t.csv", "text\tlabel\na\tpos\n", "or separate the fields by commas"),
         (
             "t.csv",
             "Once upon a time,pos\nThere was,neg\n",
-            "first line is the header and names 'Once upon a time', 'pos'",
+            "first line is the header and names Once upon a time, pos. Set",
         ),
         ("t.csv", "text,label,text\na,b,c\n", "has two columns 'text'"),
         ("t.csv", "text,label\ra,pos\rb,neg\r", "the header cannot be read: new-line character seen in unquoted field"),
@@ -130,12 +134,16 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.json", '[{"text": "half \\udc00"}]', "row 0 (line 1): 'text' holds half of a surrogate pair"),
         ("t.jsonl", '{"text": "a", "x": ' + DEEP + "}\n", "row 0 (line 1) cannot be read: it is nested too deeply"),
         ("t.jsonl", '{"text": ' + DEEP + "}\n", "row 0 (line 1) cannot be read: it is nested too deeply"),
-        ("t.json", '{"data": [{"text": "a"}]}', "has no column 'text'; it has: 'data'"),
+        ("t.json", '{"data": [{"text": "a"}]}', "has no column 'text'; set data.text_column to one of: data."),
         ("t.json", '[{"text": "a"} {"text": "b"}]', "row 1 (line 1) cannot be read: a comma or the end of the array"),
         ("t.json", '[{"text": "a"}, ', "row 1 (line 1) cannot be read: "),
         ("t.json", '[{"text": "a"}]\n[', "row 1 (line 2) cannot be read: something follows the array"),
         ("t.json", '["a", "b"]', "row 0 (line 1) cannot be read: it is 'a', not an object with columns"),
-        ("t.json", '{"x": 1}\n' * 20_000 + '{"text": "late"}', "has no column 'text'; it has: 'x'"),
+        (
+            "t.json",
+            '{"x": 1}\n' * 20_000 + '{"text": "late"}',
+            "has no column 'text'; set data.text_column to one of: x.",
+        ),
         (
             "t.jsonl",
             '{"text": [{"role": "user"}]}\n',
@@ -146,7 +154,7 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
             '{"text": [1, 2]}\n',
             "'text' holds a list, not text; name a column of token ids by data.ids_column",
         ),
-        ("t.jsonl", '{"messages": [{"role": "user"}]}\n', "data.messages_column for conversations"),
+        ("t.jsonl", '{"messages": [{"role": "user"}]}\n', "one of: messages; or data.messages_column to messages."),
     ],
 )
 def test_what_is_not_in_the_dialect_is_refused_with_its_row(read, name, content, problem):
@@ -213,7 +221,7 @@ def test_binary_tables(read, kind, type_):
     content = parquet(table) if kind == "parquet" else arrow(table, kind == "feather")
     expected = [text for text in texts if text]
     assert read(f"rows.{kind}", content) == expected == read(f"rows.{kind}.gz", gzip.compress(content))
-    assert "it has: 'n', 'text', 't'" in read(f"rows.{kind}", content, text_column="body")
+    assert "to one of: n, text, t" in read(f"rows.{kind}", content, text_column="body")
     assert f"rows.{kind}, row 0: 'n' holds bytes, not text" in read(f"rows.{kind}", content, text_column="n")
     for end in (100, len(content) // 2, len(content) - 8):
         damaged = read(f"rows.{kind}", content[:end])
