@@ -369,7 +369,8 @@ def _one_token_per_option(arguments: list[str]) -> list[str]:
             del arguments[: len(values)]
         elif not equals:
             values = []
-        if is_list and (len(values) != 1 or not values[0].startswith("[")):
+        is_yaml = len(values) == 1 and values[0].startswith("[") and not os.path.lexists(values[0])  # [draft].txt
+        if is_list and not is_yaml:
             values = [as_yaml(values)]
         tokens.append("=".join([key, *values]))
     return tokens
@@ -442,4 +443,14 @@ def describe_type(kind: Any) -> str:
 def as_yaml(value: Any) -> str:
     """Return a value as YAML on one line."""
     value = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+    dumped: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6)
+    return dumped.removesuffix("...\n").strip()
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text such as 1e3, too, which jsonargparse reads as a number."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)

@@ -23,7 +23,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hfgolf.data.messages import Messages
+from hfgolf.data.messages import Messages, is_learned
 from hfgolf.data.token_stream import StreamPart
 from hfgolf.errors import UserError
 from hfgolf.wording import first_line
@@ -93,20 +93,23 @@ def encoded_conversations(
 ) -> Iterator[StreamPart]:
     """Yield some conversations at a time as tokens; each starts a separator, and its bytes are the assistant's.
 
-    Conversations without a turn of the assistant are skipped. Raises UserError if a row does not fit the template, or
-    if the split is empty.
+    Conversations without a turn of the assistant that the loss counts are skipped. Raises UserError if a row does not
+    fit the template, or if the split is empty.
     """
     encoder = ConversationEncoder(tokenizer)
     rows, num_read, num_kept = corpus.rows(split, scratch), 0, 0
     while batch := list(itertools.islice(rows, _ROWS)):
-        kept = [(name, messages) for name, messages in batch if any(m["role"] == "assistant" for m in messages)]
+        kept = [(name, messages) for name, messages in batch if any(map(is_learned, messages))]
         num_read, num_kept = num_read + len(batch), num_kept + len(kept)
         if kept:
             yield encoder.encode(kept)
     corpus.require_text(split, num_kept)
     if num_kept < num_read:
         _log.info(
-            "%s: skipped %d of %d conversations without an assistant's turn", split, num_read - num_kept, num_read
+            "%s: skipped %d of %d conversations without an assistant's turn to learn",
+            split,
+            num_read - num_kept,
+            num_read,
         )
 
 
@@ -175,6 +178,11 @@ class ConversationEncoder:
             text, turns = self._text_and_turns(self._escaped(messages))
             if not turns:
                 raise ValueError("it marks no turn of the assistant")
+            learned = [is_learned(message) for message in messages if message["role"] == "assistant"]
+            if not all(learned):
+                if len(turns) != len(learned):
+                    raise ValueError("it does not mark each turn of the assistant once, so none can have weight 0")
+                turns = list(itertools.compress(turns, learned))
             return text, [(start, start + len(self._turn(text[start:end]))) for start, end in turns]
         except Exception as error:  # a template can divide by zero, call itself without end, or index what is not there
             raise UserError(f"{name} does not fit the chat template: {_reason(error)}.") from None
@@ -216,7 +224,7 @@ class ConversationEncoder:
         def escaped(content: str) -> str:
             return self._is_special.sub(lambda match: match[0][:1] + _CUT + match[0][1:], content)
 
-        return [message | {"content": escaped(message["content"])} for message in messages]
+        return [{"role": message["role"], "content": escaped(message["content"])} for message in messages]
 
     def _text_bytes(self, turn: str) -> int:
         return len(self._is_special.sub("", turn).replace(_CUT, "").encode())

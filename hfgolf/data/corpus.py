@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hfgolf.config import DataConfig
-from hfgolf.data.documents import Document, hub_revision, read_file, read_hub
+from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
 from hfgolf.data.file_hashes import file_hashes, file_state
-from hfgolf.data.files import TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
+from hfgolf.data.files import TABLES, TEXT_TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
 from hfgolf.errors import UserError
 from hfgolf.wording import join_words
@@ -46,6 +46,15 @@ class Corpus:
     """`file_state` of each of `files` when it was hashed."""
     is_share: bool = False
     """Some of a corpus's files, for one of several tasks: a split may be empty."""
+
+    @property
+    def reader(self) -> str | None:
+        """Which reader makes the documents, for the key of their tokens; None if earlier ones made the same.
+
+        Not in the identity: a run that began with an earlier reader goes on.
+        """
+        is_read = any(TABLES.get(file.endings[0]) in TEXT_TABLES or file.endings[0] == ".zip" for file in self.files)
+        return "2: text as written" if is_read or self.data.messages_column is not None else None
 
     def share(self, start: int, end: int) -> Corpus:
         """Return the corpus with files[start:end] only, whose tokens are a part of the whole's."""
@@ -129,18 +138,22 @@ class Corpus:
         if num_found or self.is_share:
             return
         where, split = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
+        column = content_column(self.data)
+        content = {"text_column": "text", "ids_column": "token ids"}.get(column.key, "a turn of the assistant to learn")
         if self.data.val_files:
+            reason = f"no row of its files has {content} in data.{column.key} {column.name}"
+            if split == "train" and not any(file.split is None for file in self.files):
+                reason = "every file in data.files is also in data.val_files"
+            elif self.data.max_documents is not None:
+                reason += f", or data.max_documents {self.data.max_documents} ends before one"
             key = "data.files" if split == "train" else "data.val_files"
-            named = any((file.split is None) == (split == "train") for file in self.files)
-            limit = self.data.max_documents
-            why = "its files hold no text" if limit is None else f"data.max_documents {limit} leaves nothing for it"
-            why = why if named else "every file in data.files is also in data.val_files"
-            raise UserError(f"The {split} split of {where} is empty: {why}; name other files in {key}.")
+            raise UserError(f"The {split} split of {where} is empty: {reason}; name other files in {key}.")
         remedy = (
             f"change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set data.split contiguous"
         )
         raise UserError(
-            f"The {split} split of {where} is empty: too few documents for data.split {self.data.split}; {remedy}."
+            f"The {split} split of {where} is empty: too few documents with {content} in data.{column.key}"
+            f" {column.name} for data.split {self.data.split}; {remedy}."
         )
 
 
@@ -177,7 +190,7 @@ def load_corpus(data: DataConfig) -> Corpus:
     bytes_files = match_files(data, "val_bytes_files", "bytes")
     if any(file.endings[0] in (*TABLES, ".zip") for file in files):
         identity["text_column"] = data.text_column
-    if any(TABLES.get(file.endings[0]) == "csv" for file in files):
+    if any(TABLES.get(file.endings[0]) in ("csv", "tsv") for file in files):
         identity["csv_cells"] = "as written"  # older caches lack the texts that pandas takes for missing cells
     try:
         states = {file.path: file_state(file.path) for file in [*files, *bytes_files]}

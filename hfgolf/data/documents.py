@@ -10,6 +10,9 @@ bytes).
 from __future__ import annotations
 
 import codecs
+import errno
+import glob
+import os
 import re
 import shutil
 import tempfile
@@ -22,15 +25,26 @@ from typing import Any, BinaryIO, cast
 
 from hfgolf.config import DataConfig
 from hfgolf.data.files import TABLES, TEXTS, SourceFile, log_skipped, require_text
-from hfgolf.data.messages import read_messages
+from hfgolf.data.messages import Messages, read_messages, require_unicode
+from hfgolf.data.other_formats import not_text, other_encoding
+from hfgolf.data.tables import Column, Row, arrow_rows, csv_rows, json_rows, parquet_rows, row_name, tsv_rows
 from hfgolf.errors import UserError
-from hfgolf.wording import first_line, join_words
+from hfgolf.wording import first_line, join_words, shortened
 
 Document = tuple[str, str | None, Any]
 Opener = Callable[[], Any]
 
 BLOCK_BYTES = 1 << 20
-_ROWS_PER_BATCH = 1000
+_TEXT_ROWS: dict[str, Callable[[Iterator[str], Path, Column], Iterator[Row]]] = {
+    "json": json_rows,
+    "csv": csv_rows,
+    "tsv": tsv_rows,
+}
+_BINARY_ROWS: dict[str, Callable[[Path, Column, Path], Iterator[Row]]] = {
+    "parquet": parquet_rows,
+    "arrow": arrow_rows,
+}
+_ROWS_PER_BATCH = 1000  # of the Hub's
 
 
 def read_file(file: SourceFile, data: DataConfig, scratch: Path) -> Iterator[Document]:
@@ -63,27 +77,35 @@ def _read_archive(file: SourceFile, data: DataConfig, scratch: Path) -> Iterator
         used = {member: entry for member, entry in entries.items() if len(entries) == 1 or member.endings[0] in known}
         if not used:
             raise UserError(f"{file.path} holds no file of a known kind ({' '.join(known)}); unpack it.")
-        skipped = tuple(entry.filename for member, entry in entries.items() if member not in used)
-        log_skipped("data.files", str(file.path), len(used), skipped)
+        skipped = [entry.filename for member, entry in entries.items() if member not in used]
+        log_skipped("data.files", str(file.path), len(used), {"other kind": skipped})
         for member, entry in used.items():
             require_text(member, "data.files")
             yield from _read(member, partial(archive.open, entry), data, scratch)
 
 
 def _read(file: SourceFile, opener: Opener, data: DataConfig, scratch: Path) -> Iterator[Document]:
-    ending = file.endings[0]
-    if ending in TABLES:
-        with _readable_by_datasets(file, opener, scratch) as path:
-            yield from _rows(_load_table(path, ending), file.name, file.split, data)
-    elif (key := _content_column(data)[0]) != "text_column":
-        raise UserError(f"data.{key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
+    ending, column = file.endings[0], content_column(data)
+    if (kind := TABLES.get(ending)) is not None:
+        yield from _documents(_table_rows(kind, file, opener, column, scratch), file, data)
+    elif column.key != "text_column":
+        raise UserError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
     else:
         yield file.name, file.split, _text_blocks(file, opener)
 
 
+def _table_rows(kind: str, file: SourceFile, opener: Opener, column: Column, scratch: Path) -> Iterator[Row]:
+    if kind in _TEXT_ROWS:
+        yield from _TEXT_ROWS[kind](_text_blocks(file, opener), file.path, column)
+        return
+    with _uncompressed(file, opener, scratch) as path:
+        yield from _BINARY_ROWS[kind](path, column, file.path)
+
+
 def read_hub(data: DataConfig) -> Iterator[Document]:
     """Yield the rows of the Hub dataset that `data` names. Raises UserError if it cannot be reached or read."""
-    yield from _rows(_load_hub(data), str(data.hub_name), None, data)
+    name = str(data.hub_name)
+    yield from _documents(_hub_rows(data, content_column(data)), SourceFile(name, Path(name)), data)
 
 
 def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
@@ -109,22 +131,31 @@ def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
 
 
 def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
-    """Decode a file as strict UTF-8 with unchanged newlines, about a megabyte at a time."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    num_bytes = 0
+    """Decode a file as strict UTF-8 with unchanged newlines, about a megabyte at a time.
+
+    A byte order mark at its start is no text. Raises UserError for other encodings and for formats that are not text.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    num_bytes, block = 0, b""
     try:
         with opener() as raw, _decompressed(raw, file.endings[1]) as stream:
             while block := stream.read(BLOCK_BYTES):
+                if not num_bytes and (problem := not_text(block, file.path)):
+                    raise UserError(f"{file.path} {problem}.")
                 pending = len(decoder.getstate()[0])
                 yield decoder.decode(block)
                 num_bytes += len(block)
             pending = len(decoder.getstate()[0])
             decoder.decode(b"", final=True)
+    except UserError:
+        raise
     except UnicodeDecodeError as error:
         offset = num_bytes - pending + error.start
-        raise UserError(f"{file.path} is not UTF-8 (byte {offset}: {error.reason}); convert or remove it.") from error
+        raise UserError(
+            f"{file.path} is not UTF-8 (byte {offset}: {error.reason}); {other_encoding(error)}."
+        ) from error
     except Exception as error:  # each compression library has its own exceptions for a damaged file
-        raise UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.") from error
+        raise _unreadable(file, error) from error
     if not num_bytes:
         raise UserError(f"{file.path} is empty once decompressed; remove it or add text to it.")
 
@@ -138,55 +169,60 @@ def _utf8_text(path: Path) -> str:
 
 
 @contextmanager
-def _readable_by_datasets(file: SourceFile, opener: Opener, scratch: Path) -> Iterator[Path]:
-    """Yield the path of a table, temporarily decompressed in `scratch` if `datasets` cannot do that itself.
-
-    It decompresses .gz in place, but not of parquet, and it silently accepts a truncated .zst file.
-    """
-    ending, compression = file.endings
-    if file.path.is_file() and (not compression or (compression == ".gz" and ending != ".parquet")):
+def _uncompressed(file: SourceFile, opener: Opener, scratch: Path) -> Iterator[Path]:
+    """Yield the path of a table, temporarily decompressed in `scratch`, because its format is not read in order."""
+    if file.path.is_file() and not file.endings[1]:
         yield file.path
         return
-    with tempfile.NamedTemporaryFile(suffix=ending, dir=scratch) as plain:
+    with tempfile.NamedTemporaryFile(dir=scratch) as plain:
         try:
-            with opener() as raw, _decompressed(raw, compression) as stream:
+            with opener() as raw, _decompressed(raw, file.endings[1]) as stream:
                 shutil.copyfileobj(stream, plain)
             plain.flush()
         except Exception as error:  # each compression library has its own exceptions for a damaged file
-            raise UserError(f"{file.path} cannot be decompressed ({first_line(error)}); check the file.") from error
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise UserError(
+                    f"{file.path} expands to more than {scratch} has room for ({error.strerror}); free up space there,"
+                    " set another data.cache_dir, or check what the file holds."
+                ) from error
+            raise _unreadable(file, error) from error
         yield Path(plain.name)
 
 
-def _load_table(path: Path, ending: str) -> Any:
-    from datasets import load_dataset
-
-    kind = TABLES[ending]
-    # otherwise pandas takes a text such as NA or null for a missing cell
-    options: dict[str, Any] = {"keep_default_na": False} if kind == "csv" else {}
-    options |= {"delimiter": "\t"} if ending == ".tsv" else {}
-    try:  # streaming reads the file in place, without a second copy in the datasets cache
-        return load_dataset(kind, data_files=[str(path)], split="train", streaming=True, **options)
-    except Exception as error:
-        raise UserError(f"{path} cannot be read as {kind} ({first_line(error)}); check the file.") from error
+def _unreadable(file: SourceFile, error: Exception) -> UserError:
+    return UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.")
 
 
-def _load_hub(data: DataConfig) -> Any:
+def _hub_rows(data: DataConfig, column: Column) -> Iterator[Row]:
     from datasets import load_dataset
 
     try:  # with streaming, the text is on disk only as pieces while the cache is built; the rows are the same
-        return load_dataset(str(data.hub_name), data.hub_config, split=data.hub_split, streaming=data.streaming)
+        table: Any = load_dataset(str(data.hub_name), data.hub_config, split=data.hub_split, streaming=data.streaming)
     except Exception as error:
         raise UserError(_hub_message(data, error)) from error
+    for batch in table.iter(batch_size=_ROWS_PER_BATCH):
+        steps = column.steps(batch, data.hub_name)
+        yield from ((None, value, steps[1:]) for value in batch[steps[0]])
 
 
 def hub_revision(data: DataConfig) -> str:
     """Return the hash that `datasets` computes for the dataset's files (offline: for the copy in its cache)."""
     from datasets import load_dataset_builder
 
+    _require_literal(str(data.hub_name))
     try:
         return str(load_dataset_builder(str(data.hub_name), data.hub_config).hash)
     except Exception as error:
         raise UserError(_hub_message(data, error)) from error
+
+
+def _require_literal(name: str) -> None:
+    """Raise UserError if `datasets` would take the name of a folder as a pattern, and read another folder's files."""
+    if os.path.isdir(name) and glob.has_magic(os.path.abspath(name)):
+        raise UserError(
+            f"data.hub_name: {os.path.abspath(name)!r} has one of []*? in it, which `datasets` takes as a pattern; name"
+            " its files in data.files, or rename the folder."
+        )
 
 
 def _hub_message(data: DataConfig, error: Exception) -> str:
@@ -194,54 +230,77 @@ def _hub_message(data: DataConfig, error: Exception) -> str:
     return f"data.hub_name: cannot load {name}: {first_line(error)} Check the name, the network and `hf auth login`."
 
 
-def _content_column(data: DataConfig) -> tuple[str, str, Callable[[Any], Any]]:
-    """Return the key and the name of the column that holds a row's content, and what reads it or raises ValueError."""
-    if data.ids_column is not None:
-        return "ids_column", data.ids_column, _read_ids
-    if data.messages_column is not None:
-        return "messages_column", data.messages_column, read_messages
-    return "text_column", data.text_column, _read_text
+def content_column(data: DataConfig) -> Column:
+    """Return the column that holds the content of a row."""
+    for key in ("ids_column", "messages_column"):
+        if (name := getattr(data, key)) is not None:
+            return Column(key, name)
+    return Column("text_column", data.text_column)
 
 
 def _read_text(value: Any) -> tuple[str, ...]:
     if not isinstance(value, str):
-        raise ValueError(f"holds {_described(value)}, not text")
+        raise ValueError(f"holds {_described(value)}, not text{_other_column(value)}")
+    require_unicode(value)
     return (value,) if value else ()
 
 
 def _read_ids(value: Any) -> list[int]:
-    if not (isinstance(value, list) and all(type(number) is int and 0 <= number < 2**32 for number in value)):
-        raise ValueError(f"holds {_described(value)}, not a list of token ids")
+    if not isinstance(value, list):
+        raise ValueError(f"holds {_described(value)}, not a list of token ids{_other_column(value)}")
+    for number in value:
+        if not (type(number) is int and 0 <= number < 2**32):
+            raise ValueError(f"holds a list with {shortened(number)}, not of token ids{_other_column(value)}")
     return value
 
 
-def _rows(table: Any, name: str, split: str | None, data: DataConfig) -> Iterator[Document]:
+def _read_conversation(value: Any) -> Messages:
+    if not isinstance(value, list):
+        raise ValueError(f"holds {_described(value)}, not a list of messages{_other_column(value)}")
+    return read_messages(value)
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "text_column": _read_text,
+    "ids_column": _read_ids,
+    "messages_column": _read_conversation,
+}
+
+
+def _other_column(value: Any) -> str:
+    """Return which key is for such a value, as the end of a message."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(value, str):
+        return "; name a column of text by data.text_column"
+    if isinstance(first, dict) and {"role", "from"} & {*first}:
+        return "; name a column of conversations by data.messages_column"
+    return "; name a column of token ids by data.ids_column" if type(first) is int else ""
+
+
+def _documents(rows: Iterator[Row], file: SourceFile, data: DataConfig) -> Iterator[Document]:
     """Yield each row as a document named `name#row`: blocks of text, ids or messages. Skips empty and null rows."""
-    row = 0
-    key, column, read = _content_column(data)
+    row, column = 0, content_column(data)
+    read = _READ[column.key]
     try:
-        for batch in table.iter(batch_size=_ROWS_PER_BATCH):
-            first, *inner = [column] if column in batch else column.split(".")
-            if first not in batch:
-                raise UserError(f"{name} has no column {first!r}; set data.{key} to one of: {', '.join(batch)}.")
-            for value in batch[first]:
-                for step in inner:
-                    value = _inner(value, step, f"{name}, row {row}: data.{key} {column}")
-                try:
-                    content = None if value is None else read(value)
-                except ValueError as error:
-                    raise UserError(f"{name}, row {row}: {column!r} {error}.") from None
-                if content:
-                    yield f"{name}#{row}", split, content
-                row += 1
+        for line, value, steps in rows:
+            try:
+                for step in steps:
+                    value = _inner(value, step)
+                content = None if value is None else read(value)
+            except ValueError as error:
+                raise UserError(f"{row_name(file.path, row, line)}: {column.name!r} {error}.") from None
+            if content:
+                yield f"{file.name}#{row}", file.split, content
+            row += 1
     except UserError:
         raise
-    except Exception as error:  # the error that `datasets` raises for a broken row depends on the format
+    except Exception as error:  # what pyarrow and `datasets` raise for broken data depends on the format
         reason = first_line(error)
-        raise UserError(f"{name} cannot be read near row {row} ({reason}); check the file or the network.") from error
+        where = "network" if data.source == "hub" else "file"
+        raise UserError(f"{file.path} cannot be read near row {row} ({reason}); check the {where}.") from error
 
 
-def _inner(value: Any, step: str, where: str) -> Any:
+def _inner(value: Any, step: str) -> Any:
     """Return what a step of a.b.0 leads to: a dict's value, or a list's item. None if a row has none."""
     if value is None:
         return None
@@ -249,10 +308,11 @@ def _inner(value: Any, step: str, where: str) -> Any:
         return value[step]
     if isinstance(value, list) and step.isdecimal():
         return value[int(step)] if int(step) < len(value) else None
-    raise UserError(f"{where}: there is no {step!r} in {_described(value)}.")
+    raise ValueError(f"leads nowhere: there is no {step!r} in {_described(value)}")
 
 
 def _described(value: Any) -> str:
     if isinstance(value, dict):
         return f"a dict of {join_words(value, maximum=8)}"
-    return type(value).__name__
+    names = {str: "text", int: "a number", float: "a number", bool: "true or false", list: "a list"}
+    return names.get(type(value), type(value).__name__)

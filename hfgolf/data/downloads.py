@@ -44,7 +44,8 @@ def list_urls(pattern: str, key: str, folder: Path) -> list[str]:
     if not listing.exists():
         files, path = _file_system(pattern, key)
         try:
-            urls = sorted(files.unstrip_protocol(match) for match in files.glob(path) if files.isfile(match))
+            matches = [path] if files.isfile(path) else filter(files.isfile, files.glob(path))  # literal first
+            urls = sorted(map(files.unstrip_protocol, matches))
         except Exception as error:  # each file system has its own exceptions
             raise UserError(f"{key}: cannot list {redact(pattern)} ({first_line(error)}).") from error
         if not urls:

@@ -6,11 +6,13 @@ Owns names and endings, and which files of a folder count. Does not read them.
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import logging
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,18 +20,20 @@ from typing import NoReturn
 
 from hfgolf.config import DataConfig
 from hfgolf.data.downloads import download, list_urls
+from hfgolf.data.other_formats import not_text
 from hfgolf.errors import UserError
 from hfgolf.redact import redact
-from hfgolf.wording import first_line, join_words
+from hfgolf.wording import count_of, first_line, join_words
 
 TABLES = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".json": "json",
     ".csv": "csv",
-    ".tsv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".feather": "arrow",
 }
 TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
 """What counts as text in a folder or an archive. A file that is named itself may have any ending but these:"""
@@ -37,6 +41,7 @@ NOT_TEXT = {
     **dict.fromkeys((".bin", ".npy", ".ds"), "set data.source shards if it holds token ids"),
     **dict.fromkeys((".tar", ".tgz", ".7z", ".rar"), "unpack it, and name the folder"),
 }
+TEXT_TABLES = ("json", "csv", "tsv")
 SHARDS = (".bin", ".npy", ".ds")
 _RUN_FILES = {"config.yaml", "metadata.json"}  # what tells a run's folder
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -97,7 +102,7 @@ def match_files(data: DataConfig, field: str, split: str | None) -> list[SourceF
     key, downloads = f"data.{field}", cache_folder(data) / "downloads"
     urls: dict[Path, str] = {}
     for pattern in getattr(data, field):
-        if "://" in pattern:
+        if is_url(pattern):
             urls.update({download(url, key, downloads): url for url in list_urls(pattern, key, downloads)})
         else:
             urls.update({Path(os.path.abspath(path)): "" for path in _match(pattern, key, data)})
@@ -126,12 +131,45 @@ def _real_paths(paths: Iterable[Path]) -> dict[Path, str]:
     }
 
 
+def is_url(name: str) -> bool:
+    """Return whether a name is a URL, and not a path that exists."""
+    return "://" in name and not os.path.lexists(name)
+
+
+def find_paths(name: str) -> list[str]:
+    """Return the paths that a name stands for: its own if it exists, as it is written, or else what it matches.
+
+    In a glob, folders that exist are literal, too: with a folder `data[1]`, `data[1]/*.txt` is about its files.
+    """
+    for path in (name, os.path.expanduser(name)):
+        if os.path.lexists(path):
+            return [path]
+    folder, rest = os.path.split(path)
+    while folder and not os.path.isdir(folder):
+        folder, last = os.path.split(folder)
+        rest = os.path.join(last, rest)
+    return sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
+
+
 def require_paths(data: DataConfig) -> None:
-    """Raise UserError if a path or glob of data.files or data.val_files matches nothing. Reads and imports little."""
+    """Raise UserError if a name in data.files or data.val_files is of no file, or of one without text.
+
+    Reads the first bytes of files that are named one by one, and imports little.
+    """
     for field in ("files", "val_files"):
-        for pattern in getattr(data, field):
-            if "://" not in pattern and not glob.glob(os.path.expanduser(pattern), recursive=True):
-                raise _no_match(f"data.{field}", pattern)
+        for name in getattr(data, field):
+            if is_url(name):
+                continue
+            if not (paths := find_paths(name)):
+                raise _no_match(f"data.{field}", name)
+            path = Path(paths[0])
+            file = SourceFile(name, path)
+            is_plain = path.is_file() and not file.endings[1] and TABLES.get(file.endings[0], "json") in TEXT_TABLES
+            if data.source != "shards" and len(paths) == 1 and is_plain and file.endings[0] != ".zip":
+                require_text(file, f"data.{field}")
+                with suppress(OSError), open(path, "rb") as content:  # match_files says why
+                    if problem := not_text(content.read(1 << 12), path):
+                        raise UserError(f"data.{field}: {path} {problem}.")
 
 
 def require_text(file: SourceFile, key: str) -> None:
@@ -140,55 +178,87 @@ def require_text(file: SourceFile, key: str) -> None:
         raise UserError(f"{key}: {file.path} is not text; {remedy}.")
 
 
-def _match(pattern: str, key: str, data: DataConfig) -> list[str]:
+def _match(name: str, key: str, data: DataConfig) -> list[str]:
     """Return the files that a path, a folder or a glob stands for, in an order that does not depend on the machine."""
-    path = os.path.expanduser(pattern)
-    if os.path.isdir(path):
+    paths = find_paths(name)
+    if not paths:
+        raise _no_match(key, name)
+    if paths[0] not in (name, os.path.expanduser(name)):
+        return _glob_files(paths, name, key)
+    if os.path.isdir(paths[0]):
         kinds = SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip")
-        return _folder_files(path, key, cache_folder(data), kinds)
-    matches = [match for match in sorted(glob.glob(path, recursive=True)) if os.path.isfile(match)]
-    if not matches:
-        raise _no_match(key, pattern)
-    if glob.has_magic(pattern):  # an empty file is an error if it is named, but not as one of a glob's matches
-        return [match for match in matches if os.path.getsize(match)] or matches
-    return matches
+        return _folder_files(paths[0], key, cache_folder(data), kinds)
+    if not os.path.exists(paths[0]):
+        raise UserError(f"{key}: {name!r} is a link to {os.readlink(paths[0])!r}, which does not exist; mend it.")
+    if not os.path.isfile(paths[0]):
+        raise UserError(f"{key}: {name!r} is a pipe, socket or device, and text is read twice; write it to a file.")
+    return paths
 
 
 def _no_match(key: str, pattern: str) -> UserError:
     return UserError(f"{key}: no file matches {pattern!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL.")
 
 
+def _glob_files(paths: list[str], name: str, key: str) -> list[str]:
+    """Return the files among a glob's matches. An empty one is an error if it is named, but not here."""
+    files = [path for path in paths if os.path.isfile(path)]
+    if not files:
+        raise UserError(f"{key}: {name!r} matches only folders; name one of them, such as {paths[0]!r}.")
+    filled = [path for path in files if os.path.getsize(path)] or files
+    skipped = {"empty": sorted({*files} - {*filled}), "not a file": sorted({*paths} - {*files})}
+    log_skipped(key, name, len(filled), skipped)
+    return filled
+
+
 def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> list[str]:
     """Return the files of some kinds in a folder and its subfolders, and log what is skipped.
 
     Runs and the token cache do not count: they change while a run starts. A folder that `save_to_disk` wrote stands for
-    the Arrow files it lists, in its own order.
+    the Arrow files it lists, in its own order. Linked subfolders come last, without those that were read before.
     """
     used: list[str] = []
-    skipped: list[str] = []
+    reasons = ("hidden", "run or cache", "link to a folder above", "other kind", "empty", "not a file")
+    skipped: dict[str, list[str]] = {reason: [] for reason in reasons}
+    seen: set[str] = set()
 
     def refuse(error: OSError) -> NoReturn:
         raise UserError(f"{key}: cannot read {error.filename} ({error.strerror}); make it readable.") from error
 
-    for parent, subfolders, names in os.walk(folder, onerror=refuse):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        if os.path.realpath(parent) == str(cache.resolve()) or set(names) >= _RUN_FILES:
-            skipped.append(parent)
+    roots = [folder]
+    for parent, subfolders, names in itertools.chain.from_iterable(os.walk(root, onerror=refuse) for root in roots):
+        real_path = os.path.realpath(parent)
+        skipped["hidden"] += [os.path.join(parent, name) for name in [*subfolders, *names] if name.startswith(".")]
+        visible = sorted(name for name in subfolders if not name.startswith("."))
+        subfolders[:] = [name for name in visible if not os.path.islink(os.path.join(parent, name))]
+        if real_path in seen or real_path == str(cache.resolve()) or set(names) >= _RUN_FILES:
+            skipped["run or cache"] += [] if real_path in seen else [parent]
             subfolders.clear()
             continue
+        seen.add(real_path)
         if "dataset_dict.json" in names:
-            splits = join_words((os.path.join(parent, name) for name in subfolders), " or ")
+            splits = join_words((os.path.join(parent, name) for name in visible), " or ")
             raise UserError(f"{key}: {parent} holds several splits of a dataset; name one of them: {splits}.")
         if {"state.json", "dataset_info.json"} <= set(names):
             used += _saved_tables(Path(parent), key)
             subfolders.clear()
             continue
+        for link in (os.path.join(parent, name) for name in visible if name not in subfolders):
+            is_above = Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(link))
+            (skipped["link to a folder above"] if is_above else roots).append(link)
         for path in (os.path.join(parent, name) for name in sorted(names) if not name.startswith(".")):
-            is_known = SourceFile(path, Path(path)).endings[0] in kinds
-            (used if is_known and os.path.isfile(path) and os.path.getsize(path) else skipped).append(path)
+            if not os.path.isfile(path):
+                skipped["not a file"].append(path)
+            elif SourceFile(path, Path(path)).endings[0] not in kinds:
+                skipped["other kind"].append(path)
+            else:
+                (used if os.path.getsize(path) else skipped["empty"]).append(path)
+    skipped = {reason: [os.path.relpath(path, folder) for path in paths] for reason, paths in skipped.items()}
     if not used:
-        raise UserError(f"{key}: {folder} holds no file of a known kind ({' '.join(kinds)}); name its files by a glob.")
-    log_skipped(key, folder, len(used), tuple(os.path.relpath(path, folder) for path in skipped))
+        raise UserError(
+            f"{key}: {folder} holds no file of a known kind ({' '.join(kinds)}){_listed(skipped)}; name its files by a"
+            " glob."
+        )
+    log_skipped(key, folder, len(used), skipped)
     return used
 
 
@@ -205,12 +275,20 @@ def _saved_tables(folder: Path, key: str) -> list[str]:
     return paths
 
 
-@cache
-def log_skipped(key: str, where: str, num_used: int, skipped: tuple[str, ...]) -> None:
-    """Log which files of a folder or an archive are not read; once per process, however often it is identified."""
-    if skipped:
-        names = join_words(skipped, maximum=3)
-        logger.info("%s: %s: %s files read, %s skipped (%s)", key, where, num_used, len(skipped), names)
+def log_skipped(key: str, where: str, num_used: int, skipped: Mapping[str, Sequence[str]]) -> None:
+    """Log which files of a folder, glob or archive are not read, by reason; once per process."""
+    if listed := _listed(skipped):
+        _log_once(f"{key}: {where}: {count_of(num_used, 'file')} read{listed}")
+
+
+def _listed(skipped: Mapping[str, Sequence[str]]) -> str:
+    parts = [f"{len(paths)} {reason} ({join_words(paths, maximum=3)})" for reason, paths in skipped.items() if paths]
+    return f"; skipped: {', '.join(parts)}" if parts else ""
+
+
+@cache  # text is identified several times
+def _log_once(message: str) -> None:
+    logger.info("%s", message)
 
 
 def cache_folder(data: DataConfig) -> Path:

@@ -201,6 +201,8 @@ def cache_key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedToke
     }
     if len(start := document_start(tokenizer)) > 1:
         settings["document_start"] = start
+    if corpus.reader is not None:
+        settings["reader"] = corpus.reader
     if corpus.data.messages_column is not None:
         settings["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
     return {**corpus.identity, **settings}

@@ -37,6 +37,18 @@ CHATML = """\
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+ROLES_REFUSED = ("tool", "function", "developer", "ASSISTANT", "narrator", "assistant ")
+FIELDS_REFUSED = {
+    "name": "Ann",
+    "tool_calls": [{}],
+    "function_call": {"name": "f"},
+    "audio": {"id": "1"},
+    "refusal": "I can't",
+    "train": False,
+    "thinking": "hm",
+    "images": ["a.png"],
+    "value": "c",
+}
 UNTAGGED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -179,6 +191,51 @@ def test_sharegpt_rows_are_the_same_conversations(tmp_path):
     assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.is_target.tolist() == theirs.is_target.tolist()
 
 
+@pytest.mark.parametrize("alias", ["chatgpt", "gpt", "bot", "model", "assistant"])
+def test_other_names_of_the_assistant_are_the_assistant(tmp_path, alias):
+    rows = [[{"from": "human", "value": "a"}, {"from": alias, "value": "b"}]]
+    assert tokens_of(tmp_path, rows).train.is_target.sum() == 2
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+@pytest.mark.parametrize("template", [UNTAGGED, CHATML, CHAT_TEMPLATE])
+def test_turns_of_weight_0_are_only_context(tmp_path, name, template):
+    """OpenAI's weight: the ids stay, the targets and their bytes are those of the other turns."""
+    rows = [
+        [message("user", "one"), message("assistant", "skip"), message("user", "two"), message("assistant", "learn")],
+        [message("user", "three"), message("assistant", "none")],
+    ]
+    weights = [[None, 0, 0, 1], [None, 0.0]]
+    weighted = [[m | {"weight": w} for m, w in zip(*pair, strict=True)] for pair in zip(rows, weights, strict=True)]
+    tokenizer = chatml_tokenizer(template) if template != CHAT_TEMPLATE else byte_tokenizer()
+    plain = ConversationEncoder(tokenizer).encode([("a", rows[0])])
+    read = load_corpus(
+        DataConfig(
+            files=[write_rows(tmp_path, weighted, name)],
+            val_files=[write_rows(tmp_path / "val", rows)],
+            source="files",
+            messages_column="messages",
+            cache_dir=str(tmp_path),
+        )
+    ).rows("train", tmp_path)
+    part = ConversationEncoder(tokenizer).encode([next(read)])
+    assert part.ids.tolist() == plain.ids.tolist() and part.piece_bytes.tolist() == [len("learn")]
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end|>"])
+    learned = part.ids[part.is_target]
+    assert tokenizer.decode(learned[:-1]) == "learn" and learned[-1] in ends
+    stream = tokens_of(tmp_path / "whole", weighted, name=name).train
+    assert len(stream.piece_tokens) == 1 and stream.is_target.sum() == len("learn") + 1  # the second row has no target
+
+
+def test_conversations_without_a_turn_to_learn_say_so(tmp_path):
+    rows = [[message("user", "a"), message("assistant", "b") | {"weight": 0}]]
+    with pytest.raises(UserError) as caught:
+        tokens_of(tmp_path, rows)
+    assert "no row of its files has a turn of the assistant to learn in data.messages_column messages" in str(
+        caught.value
+    )
+
+
 def test_trained_tokenizers_reserve_the_special_tokens(tmp_path):
     rows = [[message("user", f"the number {n}"), message("assistant", f"the NUMBER {n + 1} é")] for n in range(300)]
     configs = [TokenizerConfig(vocab_size=290), TokenizerConfig(vocab_size=290, case_operators=True)]
@@ -248,25 +305,36 @@ def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ("Hello", "row 0: 'messages' holds str, not a list of messages"),
-        (["Hello"], "row 0: 'messages' holds str as message 0, not role and content"),
-        ([{"content": "a"}], "row 0: 'messages' has message 0 without a role (or from)"),
-        (
-            [message("user", "a"), {"role": "assistant"}],
-            "row 0: 'messages' has NoneType as content of message 1, not text",
+        ("Hello", "holds text, not a list of messages; name a column of text by data.text_column"),
+        (["Hello"], "holds str as message 0, not role and content"),
+        ([{"content": "a"}], "has message 0 without a role (or from)"),
+        ([message("user", "a"), {"role": "assistant"}], "has NoneType as content of message 1, not text"),
+        ([message("user", "a"), {"role": "assistant", "content": [{"text": "b"}]}], "has list as content of message 1"),
+        ([{"from": "human", "value": 3}], "has int as value of message 0, not text"),
+        ([message("assistant", "half \ud83d")], "holds half of a surrogate pair ('\\ud83d' at character 5)"),
+        *(([message(role, "a")], f"has role {role!r} in message 0; allowed: system, user") for role in ROLES_REFUSED),
+        *(
+            (
+                [message("user", "a"), message("assistant", "b") | {key: value}],
+                f"has {key!r} in message 1, which cannot",
+            )
+            for key, value in FIELDS_REFUSED.items()
         ),
-        ([{"from": "human", "value": 3}], "row 0: 'messages' has int as value of message 0, not text"),
-        ([message("assistant", "a") | {"tool_calls": [{}]}], "row 0: 'messages' has tool_calls in message 0"),
-        (
-            [message("tool", "a"), message("assistant", "b")],
-            "#0 does not fit the chat template: role tool; allowed: system, user, assistant.",
+        *(
+            (
+                [message("user", "a"), message("assistant", "b") | {"weight": weight}],
+                f"has weight {weight!r} in message 1",
+            )
+            for weight in (2, -1, 0.5, "0", False, [0])
         ),
+        ([message("user", "a") | {"weight": 1}, message("assistant", "b")], "has weight 1 in message 0 of user"),
     ],
 )
 def test_row_that_is_no_conversation_is_one_line(tmp_path, row, problem):
     with pytest.raises(UserError) as caught:
         tokens_of(tmp_path, [row])
-    assert problem in str(caught.value) and "\n" not in str(caught.value)
+    assert f"rows/train.jsonl, row 0 (line 1): 'messages' {problem}" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

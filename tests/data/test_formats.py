@@ -72,7 +72,8 @@ def test_folder_is_its_files_of_known_kinds_and_says_what_it_skips(tmp_path, wri
         assert documents(train_on(tmp_path / "text"), tmp_path) == ["first", "zipped", "page", "row"]
         documents(train_on(tmp_path / "text"), tmp_path)
     assert [message for message in caplog.messages if "skipped" in message] == [
-        f"data.files: {tmp_path / 'text'}: 4 files read, 2 skipped (cat.png, empty.txt)"
+        f"data.files: {tmp_path / 'text'}: 4 files read; skipped: 2 hidden (.git, .hidden.txt), 1 other kind (cat.png),"
+        " 1 empty (empty.txt)"
     ]
     names = [name for name, _, _ in load_corpus(train_on(tmp_path / "text")).identity["files"]]
     assert names == ["a.txt", "c.zip", "b/page.html.xz", "b/rows.jsonl.gz"]
@@ -165,7 +166,7 @@ def test_members_of_an_archive_are_documents(tmp_path, write, train_on, caplog, 
     data = train_on(path)
     with caplog.at_level(logging.INFO, "hfgolf"):
         assert documents(data, tmp_path) == [awkward, "one", "two", "three"]
-    assert f"data.files: {path}: 3 files read, 1 skipped (cat.png)" in caplog.messages
+    assert f"data.files: {path}: 3 files read; skipped: 1 other kind (cat.png)" in caplog.messages
     names = [name for name, _, _ in load_corpus(data)._documents(tmp_path)]
     assert names == [
         "all.zip/b/a.txt",
@@ -243,11 +244,17 @@ def test_nested_columns(tmp_path, train_on, kind, column, texts):
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ("message.contents", "row 0: data.text_column message.contents: there is no 'contents' in a dict of content"),
-        ("mesage.content", "no column 'mesage'; set data.text_column to one of: message, conversation"),
-        ("conversation.text", "there is no 'text' in list"),
-        ("message.content.0", "there is no '0' in str"),
-        ("message", "row 0: 'message' holds a dict of content, not text"),
+        (
+            "message.contents",
+            "row 0 (line 1): 'message.contents' leads nowhere: there is no 'contents' in a dict of content",
+        ),
+        (
+            "mesage.content",
+            "no column 'mesage'; set data.text_column to one of: message, conversation, dotted.name;",
+        ),
+        ("conversation.text", "there is no 'text' in a list"),
+        ("message.content.0", "there is no '0' in text"),
+        ("message", "row 0 (line 1): 'message' holds a dict of content, not text"),
     ],
 )
 def test_nested_column_that_is_not_there_is_one_line(tmp_path, write, train_on, column, message):

@@ -1,0 +1,308 @@
+"""Rows of local tables: the value of one column in each row of a JSON, CSV, TSV, Parquet or Arrow file.
+
+Owns the dialects (docs/data.md has them) and the place that an error names. Reads some rows at a time, and of the other
+columns only what it takes to pass them. Does not know compressions, nor what a value may be.
+
+Why Python's own parsers read JSON and CSV: pyarrow's need a limit of a few megabytes for a row, number the rows of a
+block instead of those of the file, and take what follows a closing quote as part of the text.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfgolf.errors import UserError
+from hfgolf.wording import count_of, join_words, one_line, shortened
+
+Row = tuple[int | None, Any, list[str]]
+"""The line that a row begins in, if it is in a text file; its value; and the steps from there to what is nested."""
+
+MAX_ROW_CHARACTERS = 1 << 28
+"""A row of text that is longer is refused: it would be held in memory."""
+_ROWS_PER_BATCH = 256
+_ROWS_WITHOUT_COLUMN = 10_000
+"""After so many rows of JSON without the column, nobody reads on for it."""
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+@dataclass(frozen=True)
+class Column:
+    """The column with the content of the rows. key: such as text_column, without data.; name: a, or a.b.0 if nested."""
+
+    key: str
+    name: str
+
+    def steps(self, names: Collection[str], path: object) -> list[str]:
+        """Return the column's name and the steps from its value to the content. Raises UserError if it is not there."""
+        steps = self.find(names)
+        if steps is None:
+            raise UserError(
+                f"{path} has no column {self.name.split('.')[0]!r}; set data.{self.key} to one of:"
+                f" {_listed(names)}{_other_keys(names) if self.key == 'text_column' else ''}."
+            )
+        if sum(name == steps[0] for name in names) > 1:
+            raise UserError(f"{path} has two columns {steps[0]!r}; rename one.")
+        return steps
+
+    def find(self, names: Collection[str]) -> list[str] | None:
+        steps = [self.name] if self.name in names else self.name.split(".")
+        return steps if steps[0] in names else None
+
+
+def row_name(path: object, row: int, line: int | None) -> str:
+    """Return how an error names a row: "a.csv, row 1 (line 3)". Rows count from 0, lines from 1."""
+    return f"{path}, row {row}" + ("" if line is None else f" (line {line})")
+
+
+def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
+    """Yield the rows of JSON objects one after the other, usually one per line, or in one array.
+
+    An object without the column counts as one with null. Raises UserError if no object has it, or for broken JSON.
+    """
+    objects = _JsonObjects(blocks, path)
+    others: dict[str, None] = {}
+    is_found = False
+    for row, (line, value) in enumerate(objects):
+        steps = column.find(value)
+        is_found |= steps is not None
+        if not is_found:
+            others |= dict.fromkeys(value)
+            if row == _ROWS_WITHOUT_COLUMN:
+                break
+        if steps is None:
+            yield line, None, []
+            continue
+        if objects.has_repeats and (repeated := _repeated(value, steps[0])):
+            raise UserError(f"{row_name(path, row, line)} has {repeated!r} twice; leave one.")
+        yield line, value[steps[0]], steps[1:]
+    if others and not is_found:
+        column.steps(others, path)
+
+
+class _Repeats(dict[str, Any]):
+    """A JSON object with a key that appears twice."""
+
+    keys_twice: list[str]
+
+
+def _repeated(value: Any, key: str | None = None) -> str | None:
+    """Return a key that appears twice anywhere in a value; with `key`, in what an object has under it."""
+    if isinstance(value, _Repeats) and (twice := [k for k in value.keys_twice if key in (None, k)]):
+        return twice[0]
+    inner = [] if not isinstance(value, dict | list) else value.values() if isinstance(value, dict) else value
+    return next(filter(None, map(_repeated, [value[key]] if key is not None else inner)), None)
+
+
+class _JsonObjects:
+    """The objects in the text of a JSON file, as (line, object). Holds one block, or one object if that is longer."""
+
+    def __init__(self, blocks: Iterator[str], path: Path) -> None:
+        self.has_repeats = False
+        self._blocks, self._path = filter(None, blocks), path
+        self._text, self._at = "", 0
+        self._line, self._row = 1, 0
+        self._decode = json.JSONDecoder(object_pairs_hook=self._object).raw_decode
+        # Python refuses to read a number of thousands of digits, which may be in a column that nobody reads
+        self._decode_digits = json.JSONDecoder(object_pairs_hook=self._object, parse_int=float).raw_decode
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        if self._next() != "[":
+            while self._next():
+                yield self._read()
+            return
+        mark = self._after("[")
+        while mark != "]":
+            yield self._read()
+            mark = self._next()
+            if mark not in (",", "]"):
+                raise self._error("a comma or the end of the array is missing")
+            if mark == ",":
+                self._after(",")
+        if self._after("]"):
+            raise self._error("something follows the array")
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) == len(pairs):
+            return values
+        self.has_repeats, values = True, _Repeats(values)
+        values.keys_twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        return values
+
+    def _after(self, mark: str) -> str:
+        self._at += len(mark)
+        return self._next()
+
+    def _next(self) -> str:
+        """Go to the next character that is no white space, and return it; "" at the end."""
+        while True:
+            end = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches the empty text
+            self._line += self._text.count("\n", self._at, end)
+            self._at = end
+            if end < len(self._text):
+                return self._text[end]
+            if not self._read_more():
+                return ""
+
+    def _read_more(self) -> bool:
+        """Drop what is read and add as much as is left, at least a block. Return whether there was more."""
+        blocks, wanted = [self._text[self._at :]], max(1, len(self._text) - self._at)
+        while wanted > 0 and (block := next(self._blocks, None)):
+            blocks.append(block)
+            wanted -= len(block)
+        self._text, self._at = "".join(blocks), 0
+        return len(blocks) > 1
+
+    def _read(self) -> tuple[int, dict[str, Any]]:
+        """Return the object that begins here and go to its end."""
+        decode = self._decode
+        while True:
+            try:
+                value, end = decode(self._text, self._at)
+                break
+            except RecursionError:
+                raise self._error("it is nested too deeply") from None
+            except json.JSONDecodeError as error:
+                # an object that goes on in the next block ends in an error at the end of this one
+                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self._text) - 16
+                if len(self._text) - self._at > MAX_ROW_CHARACTERS:
+                    raise self._error(f"it is longer than {MAX_ROW_CHARACTERS:,} characters") from None
+                lines_before = self._text.count("\n", self._at, error.pos)
+                if not is_cut or not self._read_more():
+                    self._line += lines_before
+                    raise self._error(error.msg) from None
+            except ValueError:
+                decode = self._decode_digits
+        if not isinstance(value, dict):
+            raise self._error(f"it is {shortened(value)}, not an object with columns")
+        line, self._line = self._line, self._line + self._text.count("\n", self._at, end)
+        self._at, self._row = end, self._row + 1
+        return line, value
+
+    def _error(self, problem: str) -> UserError:
+        return UserError(f"{row_name(self._path, self._row, self._line)} cannot be read: {problem}.")
+
+
+def csv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
+    """Yield the rows of CSV: RFC 4180 and a header. Raises UserError for another number of fields, or open quotes."""
+    csv.field_size_limit(MAX_ROW_CHARACTERS)
+    reader = csv.reader(_lines(blocks, path), strict=True)
+
+    def rows() -> Iterator[tuple[int, list[str]]]:
+        row = -1  # the header
+        while True:
+            line = reader.line_num + 1
+            try:
+                cells = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                where = f"{path}, the header" if row < 0 else row_name(path, row, line)
+                raise UserError(f"{where} cannot be read: {_CSV_ERRORS.get(str(error), one_line(error))}.") from None
+            row += bool(cells)
+            yield line, cells
+
+    return _cells(rows(), path, column, "commas", "put a field that holds a comma or a line break in double quotes")
+
+
+_CSV_ERRORS = {
+    "unexpected end of data": "a double quote opens a field and none closes it",
+    "',' expected after '\"'": "something follows a closing double quote; write a quote in a quoted field twice",
+}
+
+
+def tsv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
+    """Yield the rows of tabs and lines with a header, in which quotes are text. Raises UserError like `csv_rows`."""
+    lines = (line.removesuffix("\n").removesuffix("\r") for line in _lines(blocks, path))
+    rows = ((number, line.split("\t") if line else []) for number, line in enumerate(lines, start=1))
+    return _cells(rows, path, column, "tabs", "a field cannot hold a tab or a line break, and quotes are text")
+
+
+def _lines(blocks: Iterable[str], path: Path) -> Iterator[str]:
+    """Yield the lines of a text, with their ends; only a line feed ends one."""
+    rest = ""
+    for block in blocks:
+        first, *others = block.split("\n")
+        rest += first
+        for other in others:
+            yield rest + "\n"
+            rest = other
+        if len(rest) > MAX_ROW_CHARACTERS:
+            raise UserError(f"{path} has a line of more than {MAX_ROW_CHARACTERS:,} characters; cut or remove it.")
+    if rest:
+        yield rest
+
+
+def _cells(
+    rows: Iterator[tuple[int, list[str]]], path: Path, column: Column, separators: str, advice: str
+) -> Iterator[Row]:
+    """Yield the wanted cell of each row that is not a blank line."""
+    filled = (row for row in rows if row[1])
+    _, header = next(filled, (0, None))
+    if header is None:
+        return
+    if column.find(header) is None:
+        raise UserError(
+            f"{path} has no column {column.name!r}; its first line is the header and names {_listed(header)}. Set"
+            f" data.{column.key}, add a header, or separate the fields by {separators}."
+        )
+    steps = column.steps(header, path)
+    index = header.index(steps[0])
+    for row, (line, cells) in enumerate(filled):
+        if len(cells) != len(header):
+            raise UserError(
+                f"{row_name(path, row, line)} has {count_of(len(cells), 'field')}, but the header has {len(header)};"
+                f" {advice}."
+            )
+        yield line, cells[index], steps[1:]
+
+
+def parquet_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, of which it reads one column. name: what an error calls the file."""
+    import pyarrow.parquet as pq
+
+    # a row group may be the whole file: read it page by page
+    with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
+        steps = column.steps(table.schema_arrow.names, name)
+        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=steps[:1], use_threads=False):
+            yield from ((None, value, steps[1:]) for value in batch.column(steps[0]).to_pylist())
+
+
+def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
+    """Yield the rows of an Arrow file, of either IPC format, like `parquet_rows`."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        names = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).schema.names
+        steps = column.steps(names, name)
+        file.seek(0)
+        options = pa.ipc.IpcReadOptions(included_fields=[names.index(steps[0])])
+        if is_file:
+            reader = pa.ipc.open_file(file, options=options)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = iter(pa.ipc.open_stream(file, options=options))
+        for batch in batches:
+            batch.validate(full=True)  # offsets of a damaged file would lead anywhere
+            for start in range(0, batch.num_rows, _ROWS_PER_BATCH):
+                values = batch.column(0).slice(start, _ROWS_PER_BATCH).to_pylist()
+                yield from ((None, value, steps[1:]) for value in values)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return join_words((name if name.isprintable() and name else shortened(name) for name in names), maximum=8)
+
+
+def _other_keys(names: Iterable[str]) -> str:
+    """Return which key is for columns whose names are usual for conversations or token ids, as the end of a message."""
+    keys = {"messages": "messages", "conversations": "messages", "conversation": "messages", "input_ids": "ids"}
+    return "".join(f"; or data.{keys[name]}_column to {name}" for name in names if name in keys)

@@ -1,0 +1,354 @@
+"""Rows of local tables: the wanted column as it is written, whatever the others hold; anything else is one line."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import random
+import subprocess
+import sys
+import zipfile
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import hfgolf.data.documents as documents_module
+from hfgolf.config import DataConfig
+from hfgolf.data.corpus import load_corpus
+from hfgolf.errors import UserError
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Return a function that writes a file and returns the content of its rows, or the line that refuses it."""
+    (tmp_path / "val.txt").write_text("validation")
+
+    def read_rows(name: str, content: bytes | str, **settings: Any) -> Any:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+        data = DataConfig(
+            source="files",
+            files=[str(path)],
+            val_files=[str(tmp_path / "val.txt")],
+            cache_dir=str(tmp_path / "cache"),
+            **settings,
+        )
+        try:
+            contents = [content for name, _, content in load_corpus(data)._documents(tmp_path) if name != "val.txt"]
+            return [content if isinstance(content, list) else "".join(content) for content in contents]
+        except UserError as error:
+            assert "\n" not in str(error)
+            return str(error).replace(f"{path}", name)
+
+    return read_rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        (
+            "a.csv",
+            "text,label\n007,1\nTrue,2\n1.50,3\nNA,4\nnull,5\n,6\n1e3,7\n",
+            ["007", "True", "1.50", "NA", "null", "1e3"],
+        ),
+        ("a.csv", 'n,text\r\n1,"a, ""b""\r\nc"\r\n\r\n2,d e\r\n', ['a, "b"\r\nc', "d e"]),
+        ("a.csv", "text,label,\nfirst,pos,\nsecond,neg,\n", ["first", "second"]),
+        ("a.csv", "text\n5' 10\" tall\nlast", ["5' 10\" tall", "last"]),
+        ("a.csv", "\ufefftext,label\none,1\n", ["one"]),
+        ("a.csv", "text,a\nx\x0by\u2028z\x1c\x85,1\n", ["x\x0by\u2028z\x1c\x85"]),
+        (
+            "a.tsv",
+            'text\tlabel\n"Hello," she said.\tpos\n"open\t\n\n5" x\tneg\r\n',
+            ['"Hello," she said.', '"open', '5" x'],
+        ),
+        ("a.tsv", "\ufeffid\ttext\n1\t007\n2\t\n3\tNA\n", ["007", "NA"]),
+        ("a.jsonl", '\ufeff{"text": "one"}\n\n  {"text": "two"}', ["one", "two"]),
+        ("a.json", '[\n {"text": "one"},\n {"text": null},\n {"text": "two"}]\n', ["one", "two"]),
+        ("a.json", '{\n "text": "one"\n}\n{"text":"two"} {"text":"three"}', ["one", "two", "three"]),
+        ("a.json", " [ ] ", []),
+        ("a.jsonl", '{"text": "a", "n": NaN, "d": ' + "9" * 9999 + "}\n", ["a"]),
+        ("a.jsonl", '{"text": "a", "b": {"c": 1, "c": 2}, "b": 1, "d": "\\ud800"}\n', ["a"]),
+        ("a.jsonl", '{"text": "\\ud83c\\udf0d \\u0000 \\r"}\n', ["🌍 \0 \r"]),
+        ("a.jsonl", '{"x": 1}\n{"text": "a"}\n{"text": null}\n{}\n', ["a"]),
+        ("a.jsonl", '{"text": "a", "id": 1, "source": "b", "model": "c", "messages": [{"role": "user"}]}\n', ["a"]),
+    ],
+)
+def test_texts_are_read_as_they_are_written(read, name, content, texts):
+    assert read(name, content) == texts == read(name + ".gz", gzip.compress(content.encode()))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("t.csv", "text,label\nfirst,pos,\nsecond,neg,\n", "row 0 (line 2) has 3 fields, but the header has 2"),
+        ("t.csv", "text,label\nfirst,pos\nsecond, really,neg\n", "row 1 (line 3) has 3 fields, but the header has 2"),
+        ("t.csv", 'text,label\n"a\n\nb",pos\n\nsecond\n', "row 1 (line 6) has 1 field, but the header has 2"),
+        ("t.csv", "text\nfirst,\n", "row 0 (line 2) has 2 fields, but the header has 1"),
+        ("t.csv", 'text,label\n"Hello, she said,pos\n"next",neg\n', "row 0 (line 2) cannot be read: something follows"),
+        ("t.csv", 'text,label\nok,pos\n"open,pos\nnext,neg\n', "row 1 (line 3) cannot be read: a double quote opens"),
+        (
+            "t.csv",
+            "text;label\na;pos\n",
+            "its first line is the header and names text;label. Set",
+        ),
+        ("t.csv", "text\tlabel\na\tpos\n", "or separate the fields by commas"),
+        (
+            "t.csv",
+            "Once upon a time,pos\nThere was,neg\n",
+            "first line is the header and names Once upon a time, pos. Set",
+        ),
+        ("t.csv", "text,label,text\na,b,c\n", "has two columns 'text'"),
+        ("t.csv", "text,label\ra,pos\rb,neg\r", "the header cannot be read: new-line character seen in unquoted field"),
+        (
+            "t.csv",
+            "text,label\nna\u00efve,b\n".encode("latin-1"),
+            "(byte 13: invalid continuation byte); it is probably Latin-1",
+        ),
+        (
+            "t.csv",
+            "text,label\nna\u00efve,b\n".encode("utf-16"),
+            "is UTF-16, not UTF-8; convert it with `iconv -f UTF-16",
+        ),
+        ("t.tsv", "text\tlabel\na\tb\tc\n", "row 0 (line 2) has 3 fields, but the header has 2"),
+        ("t.tsv", 'text\tlabel\n"a\nb"\tpos\n', "row 0 (line 2) has 1 field, but the header has 2"),
+        ("t.tsv", "text,label\na,b\n", "or separate the fields by tabs"),
+        (
+            "t.jsonl",
+            '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n',
+            "row 1 (line 3) cannot be read: Expecting ',' delimiter",
+        ),
+        ("t.jsonl", '{"text": "a"}\n{"text": "b\n"}\n', "row 1 (line 2) cannot be read: Invalid control character at"),
+        ("t.jsonl", '{"text": "a"}\n{"text": "b', "row 1 (line 2) cannot be read: Unterminated string"),
+        ("t.jsonl", '{"text": "a"}\nnot json\n', "row 1 (line 2) cannot be read: Expecting value"),
+        ("t.jsonl", '{"text": "a"}\n"b"\n', "row 1 (line 2) cannot be read: it is 'b', not an object with columns"),
+        ("t.jsonl", '{"text": "a"}\n\n{"text": 7}\n', "row 1 (line 3): 'text' holds a number, not text"),
+        ("t.jsonl", '{"text": true}\n', "row 0 (line 1): 'text' holds true or false, not text"),
+        ("t.jsonl", '{"text": "a", "text": "b"}\n', "row 0 (line 1) has 'text' twice"),
+        ("t.jsonl", '{"text": "half \\ud83d"}\n', "row 0 (line 1): 'text' holds half of a surrogate pair"),
+        ("t.json", '[{"text": "half \\udc00"}]', "row 0 (line 1): 'text' holds half of a surrogate pair"),
+        ("t.jsonl", '{"text": "a", "x": ' + DEEP + "}\n", "row 0 (line 1) cannot be read: it is nested too deeply"),
+        ("t.jsonl", '{"text": ' + DEEP + "}\n", "row 0 (line 1) cannot be read: it is nested too deeply"),
+        ("t.json", '{"data": [{"text": "a"}]}', "has no column 'text'; set data.text_column to one of: data."),
+        ("t.json", '[{"text": "a"} {"text": "b"}]', "row 1 (line 1) cannot be read: a comma or the end of the array"),
+        ("t.json", '[{"text": "a"}, ', "row 1 (line 1) cannot be read: "),
+        ("t.json", '[{"text": "a"}]\n[', "row 1 (line 2) cannot be read: something follows the array"),
+        ("t.json", '["a", "b"]', "row 0 (line 1) cannot be read: it is 'a', not an object with columns"),
+        (
+            "t.json",
+            '{"x": 1}\n' * 20_000 + '{"text": "late"}',
+            "has no column 'text'; set data.text_column to one of: x.",
+        ),
+        (
+            "t.jsonl",
+            '{"text": [{"role": "user"}]}\n',
+            "'text' holds a list, not text; name a column of conversations by",
+        ),
+        (
+            "t.jsonl",
+            '{"text": [1, 2]}\n',
+            "'text' holds a list, not text; name a column of token ids by data.ids_column",
+        ),
+        ("t.jsonl", '{"messages": [{"role": "user"}]}\n', "one of: messages; or data.messages_column to messages."),
+    ],
+)
+def test_what_is_not_in_the_dialect_is_refused_with_its_row(read, name, content, problem):
+    line = read(name, content)
+    assert isinstance(line, str) and problem in line and line.startswith(name)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv"])
+def test_blocks_and_other_columns_do_not_matter(read, kind, monkeypatch):
+    """Random rows, read in blocks so small that any character may be the last of one."""
+    chance = random.Random(kind)
+    alphabet = [*'ab "\\,:{}[]é🌍', *("\n\r\t" if kind != "tsv" else "")]
+    texts = ["".join(chance.choices(alphabet, k=chance.randrange(1, 60))) for _ in range(60)]
+    other: list[Any] = [None, 7, "x", {"a": [1, {"b": None}]}, [], "2024-01-01", True, 1.5e300]
+    rows = [{"n": chance.choice(other), "text": text} for text in texts]
+    if kind == "jsonl":
+        content = "".join(json.dumps(row, ensure_ascii=chance.random() < 0.5) + "\n" for row in rows)
+    elif kind == "json":
+        content = json.dumps(rows, indent=1)
+    elif kind == "csv":
+        sink = io.StringIO()
+        csv.writer(sink).writerows([["n", "text"], *([row["n"], row["text"]] for row in rows)])
+        content = sink.getvalue()
+    else:
+        content = "n\ttext\n" + "".join(f"{number}\t{text}\n" for number, text in enumerate(texts))
+    for size in (1, 7, 1 << 20):
+        monkeypatch.setattr(documents_module, "BLOCK_BYTES", size)
+        assert read(f"rows.{kind}", content) == texts
+
+
+@pytest.mark.parametrize("late", [{"a": "late"}, 7, ["late"], False])
+def test_each_row_is_checked_however_late(read, late):
+    rows = "".join(json.dumps({"text": "word " * 2000, "x": None}) + "\n" for _ in range(1100))
+    problem = "rows.jsonl, row 1101 (line 1102): 'text' holds "
+    late_column = json.dumps({"text": "a", "x": {"new": 1}, "y": "new"}) + "\n"
+    assert read("rows.jsonl", rows + late_column + json.dumps({"text": late}) + "\n").startswith(problem)
+
+
+def arrow(table: pa.Table, is_file: bool) -> bytes:
+    sink = pa.BufferOutputStream()
+    with (pa.ipc.new_file if is_file else pa.ipc.new_stream)(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "feather"])
+@pytest.mark.parametrize(
+    "type_", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_binary_tables(read, kind, type_):
+    texts = [None if number % 7 == 0 else f"document {number} é" for number in range(999)]
+    if type_ == pa.string_view() and kind == "parquet":
+        type_ = pa.string()
+    column = pa.array(texts, pa.string()).cast(type_)
+    table = pa.table(
+        {"n": pa.array([b"\xff"] * 999), "text": column, "t": pa.array(range(999), pa.timestamp("s", "UTC"))}
+    )
+    content = parquet(table) if kind == "parquet" else arrow(table, kind == "feather")
+    expected = [text for text in texts if text]
+    assert read(f"rows.{kind}", content) == expected == read(f"rows.{kind}.gz", gzip.compress(content))
+    assert "to one of: n, text, t" in read(f"rows.{kind}", content, text_column="body")
+    assert f"rows.{kind}, row 0: 'n' holds bytes, not text" in read(f"rows.{kind}", content, text_column="n")
+    for end in (100, len(content) // 2, len(content) - 8):
+        damaged = read(f"rows.{kind}", content[:end])
+        assert (isinstance(damaged, str) and "cannot be read" in damaged) or damaged == expected  # a stream's end mark
+
+
+def test_damaged_offsets_and_bytes_of_an_arrow_file_are_one_line(read):
+    content = arrow(pa.table({"text": ["some text"] * 100}), is_file=False)
+    place = content.index(b"some text")
+    assert "UTF8" in read("rows.arrow", content[:place] + b"\xff" + content[place + 1 :])
+    offsets = (9).to_bytes(4, "little") + (18).to_bytes(4, "little")
+    assert "cannot be read" in read("rows.arrow", content.replace(offsets, b"\xff\xff\xff\x7f" + offsets[4:]))
+
+
+FORMATS = {
+    "PDF": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n",
+    "a zip archive": b"PK\x03\x04\x14\0\0\0",
+    "JPEG": b"\xff\xd8\xff\xe0\0\x10JFIF",
+    "PNG": b"\x89PNG\r\n\x1a\n\0\0",
+    "GIF": b"GIF89a\1\0\1\0\x80\0\0",
+    "gzip": gzip.compress(b"text"),
+    "an old Office document": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
+    "SQLite": b"SQLite format 3\0\x10\0",
+    "a Parquet file": parquet(pa.table({"text": ["a"]})),
+    "UTF-16": "text".encode("utf-16"),
+    "UTF-16,": "plain text".encode("utf-16-le"),
+    "a tar archive": b"a.txt".ljust(257, b"\0") + b"ustar\0",
+}
+
+
+@pytest.mark.parametrize("name", ["a", "a.txt", "a.csv"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_is_not_text_is_named(read, name, kind):
+    line = read(name, FORMATS[kind] + b"" if kind.startswith("UTF-16") else FORMATS[kind].ljust(99, b"\0"))
+    assert isinstance(line, str) and f"{name} is " in line and kind.rstrip(",") in line
+
+
+def test_office_documents_are_named_by_their_ending(read):
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        archive.writestr("word/document.xml", "<text/>")
+    for ending, kind in {
+        "docx": "Word document",
+        "epub": "EPUB book",
+        "xlsx": "Excel sheet",
+        "odt": "OpenDocument",
+    }.items():
+        assert kind in read(f"a.{ending}", sink.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("content", "advice"),
+    [
+        (
+            "Caf\u00e9 cr\u00e8me, na\u00efve " * 9,
+            "it is probably Latin-1; convert it with `iconv -f ISO-8859-1 -t UTF-8",
+        ),
+        ("\u201cquoted\u201d text " * 9, "it is probably Windows-1252; convert"),
+        ("привет мир", "find its encoding"),
+    ],
+)
+def test_other_encodings_are_named(read, content, advice):
+    encoding = {"p": "latin-1", "\u201c": "cp1252", "п": "koi8-r"}.get(content[0], "latin-1")
+    assert advice in read("a.txt", content.encode(encoding))
+
+
+def test_a_damaged_byte_of_utf8_is_told_from_another_encoding(read):
+    assert "most of it is UTF-8" in read("a.txt", "é".encode() * 50 + b"\xff" + "é".encode() * 50)
+    assert "its last character is cut" in read("a.txt", "é".encode() * 50 + b"\xc3")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_byte_order_mark_is_no_text(read, name):
+    content = "\ufefftext \ufeff inside".encode()
+    assert read(name, gzip.compress(content) if name.endswith("gz") else content) == ["text \ufeff inside"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "GIF89a is a format",
+        "ID3 is an algorithm",
+        "PK",
+        "PAR1 and PAR2",
+        "\0 zero",
+        "BZh91",
+        "a\0b\0 but not all",
+        "MM 0",
+    ],
+)
+def test_text_that_begins_like_another_format_is_text(read, text):
+    assert read("a.txt", text) == [text]
+
+
+def test_a_bomb_that_fills_the_disk_is_told_as_one(read, monkeypatch):
+    def fill(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfileobj", fill)
+    line = read("bomb.parquet.gz", gzip.compress(b"PAR1"))
+    assert "bomb.parquet.gz expands to more than" in line and "No space left on device" in line
+
+
+def test_a_row_without_an_end_is_refused_before_memory_ends(read, monkeypatch):
+    monkeypatch.setattr("hfgolf.data.tables.MAX_ROW_CHARACTERS", 5000)
+    monkeypatch.setattr(documents_module, "BLOCK_BYTES", 1000)
+    assert "longer than 5,000" in read("a.jsonl", '{"text": "' + "a" * 50_000)
+    assert "more than 5,000" in read("a.csv", "text\n" + "a" * 50_000)
+    assert "field larger than field limit (5000)" in read("a.csv", 'text\n"' + "a\n" * 50_000)
+
+
+_READ_MEMORY = """
+import resource, sys
+import pyarrow.parquet
+from pathlib import Path
+from hfgolf.data.tables import Column, parquet_rows
+path = Path(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert sum(len(value) for _, value, _ in parquet_rows(path, Column("text_column", "text"), path)) == 60_000_000
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_row_group_is_read_in_bounded_memory(tmp_path):
+    chance = random.Random(0)
+    texts = [chance.randbytes(1500).hex() for _ in range(20_000)]  # 60 MB, in which nothing repeats
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10**6)
+    command = [sys.executable, "-c", _READ_MEMORY, str(tmp_path / "a.parquet")]
+    added = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert added * (1 if sys.platform == "darwin" else 1024) < 30e6
