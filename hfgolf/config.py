@@ -197,8 +197,9 @@ class TokenizerConfig:
 
     kind: Literal["bpe", "byte", "char", "pretrained"] = "bpe"
     """bpe: byte-level BPE trained on the training text; byte; char; pretrained: see tokenizer.name_or_path."""
-    vocab_size: int = 4096
-    """Size of a BPE vocabulary, including special tokens; ignored by byte, char and pretrained."""
+    vocab_size: int | Literal["auto"] = "auto"
+    """Size of a BPE vocabulary, including special tokens; auto: 4096, or as many as the text supports, and of less than
+    200 kB only the 256 bytes. Ignored by byte, char and pretrained."""
     name_or_path: str | None = None
     """For pretrained: a Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model)."""
     case_operators: bool = False
@@ -209,11 +210,16 @@ class TokenizerConfig:
             raise UserError(
                 f"tokenizer.case_operators: true requires tokenizer.kind bpe, not {self.kind}, whose entries are given."
             )
-        _require("tokenizer.vocab_size", self.vocab_size, 257 <= self.vocab_size < 2**24, "257 to 16777215")
+        _require("tokenizer.vocab_size", self.vocab_size, 257 <= self.max_vocab_size < 2**24, "257 to 16777215")
         if self.kind == "pretrained" and not self.name_or_path:
             raise UserError(
                 "tokenizer.name_or_path is null, but tokenizer.kind is pretrained; name a tokenizer, such as gpt2."
             )
+
+    @property
+    def max_vocab_size(self) -> int:
+        """Return the size of a BPE vocabulary if the text supports it."""
+        return 4096 if self.vocab_size == "auto" else self.vocab_size
 
 
 _KEYS_OF_ANY_ARCHITECTURE = (
@@ -816,7 +822,7 @@ class RunConfig:
 
     def _require_chat(self) -> None:
         """Raise UserError for what does not go with data.messages_column."""
-        if self.tokenizer.kind == "bpe" and self.tokenizer.vocab_size < 261:
+        if self.tokenizer.kind == "bpe" and self.tokenizer.max_vocab_size < 261:
             raise UserError(
                 f"tokenizer.vocab_size: {self.tokenizer.vocab_size} is too small for data.messages_column, which needs"
                 " 256 bytes and 5 special tokens; set 261 or more."

@@ -85,6 +85,7 @@ UNDECIDED: dict[str, Any] = {
     "train.cpu_threads": "auto",
     "batch.micro_batch_size": "auto",
     "train.eval_tokens": "auto",
+    "tokenizer.vocab_size": "auto",
 }
 
 
