@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfgolf.command_line import ResolvedConfig, as_resolved, as_yaml, load_config, text_name
+from hfgolf.command_line import ResolvedConfig, as_resolved, as_yaml, load_config, shipped_base
 from hfgolf.config import RunConfig
 from hfgolf.data.files import require_paths
 from hfgolf.errors import UserError
@@ -84,10 +84,6 @@ def fit(
         texts.append(str(text_file(data, stated)))
     if model is not None and not isinstance(model, Mapping):
         stated |= weights_folder(model, tokenizer, stated)
-        if config is None:  # whose own text and model are only an example
-            shipped = load_config("finetune")
-            kept = {key: source for key, source in shipped.sources.items() if not key.startswith(("data.", "model."))}
-            config = ResolvedConfig(shipped.config, kept)
     resolved = _resolve(texts, config, stated)
     with _shown_log():
         resolved = resolve_precision(resolved)
@@ -110,17 +106,17 @@ def _resolve(
     texts: Sequence[str], config: str | Path | RunConfig | ResolvedConfig | None, stated: dict[str, Any]
 ) -> ResolvedConfig:
     """Return the checked config; the stated values win over `config`."""
-    arguments = list(texts)
-    if isinstance(config, RunConfig | ResolvedConfig):
-        arguments, before = [], as_resolved(config)
-        values = before.config.flat()
-        of_texts = {"data.files": list(texts), "run.name": text_name(texts)} if texts else {}
-        stated = {key: values[key] for key in before.sources} | of_texts | stated
-    elif config is not None or not texts:
-        arguments.append(f"--config={config or 'small'}")
+    base = None
+    arguments = [f"./{text}" if text.startswith("-") else text for text in texts]
+    if config is None:
+        base = shipped_base("model.init_from" in stated)
+    elif isinstance(config, RunConfig | ResolvedConfig):
+        base = as_resolved(config)
+    else:
+        arguments.append(f"--config={config}")
     stated = {"train.resume": "auto"} | stated
     arguments += [f"--{key}={value if isinstance(value, str) else as_yaml(value)}" for key, value in stated.items()]
-    return load_config(arguments, where=_WHERE)
+    return load_config(arguments, where=_WHERE, base=base)
 
 
 def _with_own_folder(resolved: ResolvedConfig) -> ResolvedConfig:

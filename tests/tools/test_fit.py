@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import hfgolf
 from hfgolf.checkpoint.store import newest_first, verify
+from hfgolf.command_line import ResolvedConfig
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import setup
 
@@ -290,15 +291,37 @@ def test_config_by_path_name_or_object_is_the_same(tmp_path):
     assert hfgolf.load_config("small").config.run.name == "small"
 
 
-def test_one_limit_replaces_both_of_the_config(folder, monkeypatch):
+@pytest.fixture
+def resolved(monkeypatch) -> list[ResolvedConfig]:
+    """What fit would train, instead of training it."""
     from hfgolf.tools import fit as module
 
-    taken = []
-    monkeypatch.setattr(module, "train_once", lambda resolved, **_: taken.append(resolved.config.train))
+    taken: list[ResolvedConfig] = []
+    monkeypatch.setattr(module, "train_once", lambda resolved, **_: taken.append(resolved))
+    return taken
+
+
+@pytest.mark.parametrize("kind", ["path", "RunConfig", "ResolvedConfig"])
+def test_the_arguments_win_over_the_config(folder, resolved, kind):
+    Path("other.txt").write_text(TEXT)
+    Path("tiny.yaml").write_text("data: {files: my.txt}\ntrain: {max_steps: 3, log_every_steps: 5}\nrun: {seed: 2}")
+    loaded = hfgolf.load_config("tiny.yaml")
+    config = {"path": "tiny.yaml", "RunConfig": loaded.config, "ResolvedConfig": loaded}[kind]
+    hfgolf.fit("other.txt", config=config, seed=8)
+    train = resolved[0].config.train
+    assert resolved[0].config.data.files == ["other.txt"] and resolved[0].config.run.seed == 8
+    assert (train.max_steps, train.log_every_steps) == (3, 5)
+    sources = [resolved[0].sources[key] for key in ("data.files", "run.seed", "train.max_steps")]
+    assert sources == ["hfgolf.fit", "hfgolf.fit", "code" if kind == "RunConfig" else "file"]
+    hfgolf.fit(config=config)
+    assert resolved[1].config.data.files == ["my.txt"] and resolved[1].config.run.name == "tiny"
+
+
+def test_one_limit_replaces_both_of_the_config(folder, resolved):
     hfgolf.fit(config="small", max_minutes=5)
     hfgolf.fit(config="small", max_steps=7)
     hfgolf.fit(config=hfgolf.load_config("small").config.replace(train__log_every_steps=9))
-    small = hfgolf.load_config("small").config.train
+    small, taken = hfgolf.load_config("small").config.train, [each.config.train for each in resolved]
     limits = [(train.max_minutes, train.max_steps) for train in taken]
     assert limits == [(5, None), (None, 7), (small.max_minutes, small.max_steps)]
     assert taken[2].log_every_steps == 9 and small.log_every_steps != 9
