@@ -156,11 +156,13 @@ def _take_config(options: list[str]) -> tuple[str | None, list[str]]:
 def shipped_base(starts_elsewhere: bool) -> ResolvedConfig:
     """Return what begins without a config: small, or finetune for weights that exist, without their examples.
 
-    Of finetune, these are its text and its model. Of small, its prompt and its tokenizer, whose size depends on the
-    text. A run that was begun with another tokenizer keeps it.
+    Of finetune, these are its text, its model and the length of its sequences, for which the weights may be too short.
+    Of small, its prompt and its tokenizer, whose size depends on the text; a run that has another tokenizer keeps it.
     """
     name = "finetune" if starts_elsewhere else "small"
-    examples = ("data.", "model.") if starts_elsewhere else ("train.sample_prompt", "tokenizer.")
+    examples = ("train.sample_prompt", "tokenizer.")
+    if starts_elsewhere:
+        examples = ("data.", "model.", "batch.sequence_length")
     shipped = load_config([f"--config={CONFIGS / name}.yaml"])
     sources = {key: name for key in shipped.sources if not key.startswith(examples)}
     return ResolvedConfig(shipped.config, sources | ({} if starts_elsewhere else {"tokenizer.kind": "auto"}))

@@ -165,7 +165,7 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
 
 
 def _is_of_weights(key: str) -> bool:
-    return key.startswith(("model.", "tokenizer.")) and rule(key) is Change.FIXED
+    return key == "batch.sequence_length" or (key.startswith(("model.", "tokenizer.")) and rule(key) is Change.FIXED)
 
 
 def differences(before: Mapping[str, Any], resolved: ResolvedConfig, keys: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     if config.model.init_from is None:
         return resolved
     source = find_model(config.model.init_from, "model.init_from", is_final=True)
-    if config.model.architecture != "golf":
-        return _take_tokenizer(resolved, source)
     native = load_config(source, "model.init_from")
+    if config.model.architecture != "golf":
+        return _take_tokenizer(_within(resolved, getattr(native, "max_position_embeddings", math.inf)), source)
     try:
         shape = golf_shape(native)
     except UserError as error:
@@ -82,7 +83,17 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     values = {f"model__{key}": getattr(shape, key) for key in _OF_THE_WEIGHTS if key not in stated}
     if shape.loop is not None:
         values["model__loop"] = tuple(shape.loop)
+    if shape.position_embedding == "learned":
+        resolved = _within(resolved, shape.max_position_embeddings)
     return _take_tokenizer(resolved.resolve("model.init_from", **values), source)
+
+
+def _within(resolved: ResolvedConfig, positions: float) -> ResolvedConfig:
+    """Return the config with sequences that the weights have positions for, unless it states their length."""
+    if "batch.sequence_length" in resolved.sources or resolved.config.batch.sequence_length <= positions:
+        return resolved
+    length = 1 << (int(positions).bit_length() - 1)  # a power of two divides what a step reads
+    return resolved.resolve("model.init_from", batch__sequence_length=length)
 
 
 def _take_tokenizer(resolved: ResolvedConfig, source: str) -> ResolvedConfig:
@@ -96,7 +107,8 @@ def keep_architecture(resolved: ResolvedConfig, before: Mapping[str, Any]) -> Re
     """Return the config of a resumed run, whose checkpoint says what the weights decided. before: its config."""
     if resolved.config.model.init_from is None:
         return resolved
-    keys = {f"model.{key}" for key in _OF_THE_WEIGHTS} | {"tokenizer.kind", "tokenizer.name_or_path"}
+    keys = {"tokenizer.kind", "tokenizer.name_or_path", "batch.sequence_length"}
+    keys |= {f"model.{key}" for key in _OF_THE_WEIGHTS}
     values = {key.replace(".", "__"): before[key] for key in (keys & before.keys()) - resolved.sources.keys()}
     return resolved.resolve("the run so far", **values)
 
