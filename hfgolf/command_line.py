@@ -91,6 +91,7 @@ def load_config(
     where: str = "the command line",
     base: ResolvedConfig | None = None,
     needs_limit: bool = True,
+    values: Mapping[str, Any] | None = None,
 ) -> ResolvedConfig:
     """Parse `[TEXT ...] --config FILE --section.key value ...` into a checked config.
 
@@ -100,19 +101,20 @@ def load_config(
 
     argv: the arguments, or the path or name of a config; None: the arguments of the process. `--help` and
     `--print_config` print and exit with status 0. where: what error messages call the arguments. needs_limit: whether
-    the run must end by itself.
+    the run must end by itself. values: {"section.key": value}, which win over the file like the arguments.
     Raises UserError (one line) for a missing file, an unknown key, or a value of the wrong type or out of range.
     """
     argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
     arguments = _one_token_per_option(sys.argv[1:] if argv is None else argv)
     texts = [argument for argument in arguments if not argument.startswith("-")]
     path, options = _take_config([argument for argument in arguments if argument.startswith("-")])
+    objects = _with_lists({key: _plain(value) for key, value in (values or {}).items()})
     if texts:
-        if any(option.startswith("--data.files=") for option in options):
-            raise UserError(f"{texts[0]}: --data.files names the text already; name all of it there.")
+        if "data.files" in objects or any(option.startswith("--data.files=") for option in options):
+            raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
         options.insert(0, f"--data.files={_as_strings(texts)}")
     pairs = [option[2:].split("=", 1) for option in options if option.startswith("--") and "=" in option]
-    stated = {key.removesuffix("+"): value for key, value in pairs if key != "print_config"}
+    stated = objects | {key.removesuffix("+"): value for key, value in pairs if key != "print_config"}
     for key in stated:
         _check_key(key, where)
     if texts and base is None and path is None:
@@ -128,16 +130,19 @@ def load_config(
     implied = _implied(below, stated)
     below = ({} if needs_limit else {"train.max_steps": RunConfig().train.max_steps}) | below | implied
     for key, value in stated.items():
-        if ":" in value and {int, float} & set(_parts(KEY_TYPES[key])):  # YAML 1.1 reads 1:30 as 90
+        if (
+            isinstance(value, str) and ":" in value and {int, float} & set(_parts(KEY_TYPES[key]))
+        ):  # YAML 1.1 reads 1:30 as 90
             raise _not_allowed(where, key, value)
     parser = _build_parser(description, Path(sys.argv[0]).name)
     try:
-        sections = parser.parse_args(options, namespace=parser.parse_object(_nested(below), defaults=False))
+        objects = below | objects
+        sections = parser.parse_args(options, namespace=parser.parse_object(_nested(objects), defaults=False))
     except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
         raise _explain(error, stated, below, path, where) from None
-    for key, value in below.items():  # jsonargparse accepts null for any type
-        if value is None and key not in stated and type(None) not in typing.get_args(KEY_TYPES[key]):
-            raise UserError(f"{path}: {key}: null is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
+    for key, value in objects.items():  # jsonargparse accepts null for any type
+        if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
+            raise _not_allowed(where if key in stated else path, key, None)
     config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
@@ -160,9 +165,8 @@ def shipped_base(starts_elsewhere: bool) -> ResolvedConfig:
     Of small, its prompt and its tokenizer, whose size depends on the text; a run that has another tokenizer keeps it.
     """
     name = "finetune" if starts_elsewhere else "small"
-    examples = ("train.sample_prompt", "tokenizer.")
-    if starts_elsewhere:
-        examples = ("data.", "model.", "batch.sequence_length")
+    of_weights = ("data.", "model.", "batch.sequence_length")
+    examples = of_weights if starts_elsewhere else ("train.sample_prompt", "tokenizer.", "run.")
     shipped = load_config([f"--config={CONFIGS / name}.yaml"])
     sources = {key: name for key in shipped.sources if not key.startswith(examples)}
     return ResolvedConfig(shipped.config, sources | ({} if starts_elsewhere else {"tokenizer.kind": "auto"}))
@@ -180,7 +184,7 @@ def text_name(texts: Sequence[str]) -> str:
     return re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text"
 
 
-def _implied(below: dict[str, Any], stated: dict[str, str]) -> dict[str, Any]:
+def _implied(below: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
     """Return what other values imply: data.source files for data.files, and no segments for weights that exist."""
     implied: dict[str, Any] = {}
     where: Mapping[str, Any] = next((values for values in (stated, below) if "data.files" in values), {})
@@ -196,7 +200,7 @@ def _implied(below: dict[str, Any], stated: dict[str, str]) -> dict[str, Any]:
 
 def _starts_elsewhere(stated: Mapping[str, Any]) -> bool:
     """Return whether the command line names weights that exist."""
-    return stated.get("model.init_from", "null") not in ("null", "~")
+    return stated.get("model.init_from") not in (None, "null", "~")
 
 
 def find_config(name: str) -> str:
@@ -227,13 +231,27 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             )
         flat |= {f"{section}.{key}": value for key, value in (keys or {}).items()}
     # YAML 1.1 reads an unquoted `no` as false
-    flat = {
-        key: "no" if value is False and "no" in _parts(KEY_TYPES.get(key)) else value for key, value in flat.items()
-    }
+    return _with_lists(
+        {key: "no" if value is False and "no" in _parts(KEY_TYPES.get(key)) else value for key, value in flat.items()}
+    )
+
+
+def _with_lists(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with each text alone, where a list of texts is wanted, as a list of one."""
     return {
         key: [value] if isinstance(value, str) and KEY_TYPES.get(key) == list[str] else value
         for key, value in flat.items()
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of Python code as YAML has it: paths as text, tuples as lists, numpy's numbers as Python's."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    is_number = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_number else value
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -446,7 +464,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _explain(
-    error: Exception, from_command_line: dict[str, str], from_file: dict[str, Any], path: str | None, where: str
+    error: Exception, from_command_line: dict[str, Any], from_file: dict[str, Any], path: str | None, where: str
 ) -> UserError:
     """Turn jsonargparse's message into one line: where, which key, which value, what is allowed."""
     if isinstance(error, RecursionError):
@@ -460,7 +478,8 @@ def _explain(
 
 
 def _not_allowed(where: str | None, key: str, value: object) -> UserError:
-    return UserError(f"{where}: {key}: {shortened(value)} is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
+    shown = "null" if value is None else " ".join(shortened(value).split())
+    return UserError(f"{where}: {key}: {shown} is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
 
 
 def _parts(kind: Any) -> list[Any]:

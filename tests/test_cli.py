@@ -99,7 +99,7 @@ def test_texts_without_options_are_trained_with_the_small_config():
     assert config.tokenizer == TokenizerConfig()  # whose size depends on the text
     assert resolved.config.train.sample_prompt == ""  # small's fits its text, not any text
     assert load_config(["a.txt", "--config", "tinystories"]).config.run.name == "tinystories"
-    with pytest.raises(UserError, match=r"b.txt: --data.files names the text already"):
+    with pytest.raises(UserError, match=r"b.txt: data.files names the text already"):
         load_config(["b.txt", "--data.files", "a.txt"])
 
 

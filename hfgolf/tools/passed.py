@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -26,30 +28,72 @@ from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.init_from import weights_sha256
+from hfgolf.wording import join_words, one_line, shortened
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_ALLOWED = "pass a Dataset, a DataFrame, a list with a string for each document, or a section as a dict"
 
 
 def text_file(data: Any, stated: Mapping[str, Any]) -> Path:
-    """Write a Dataset, or one string per document, to a Parquet file and return its path.
+    """Write a table, or one string per document, to a Parquet file and return its path.
 
-    stated: values of the config. Raises UserError for other objects, or a Dataset without the column of text.
+    data: a Dataset, a DataFrame, a Table or another object with Arrow's stream protocol, of which the column of text is
+    read; or strings or rows as dicts in a list, a Series, an array or a generator. stated: values of the config. Raises
+    UserError for other objects, or for a table without the column of text.
     """
     from datasets import Dataset
 
     column = stated.get("data.text_column") or DataConfig.text_column
     if not isinstance(data, Dataset):
-        texts = [] if isinstance(data, str | bytes) else list(data)
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise UserError("data: must be a Dataset, a list with a string for each document, or a section as a dict.")
-        data = Dataset.from_dict({column: texts})
+        data = _dataset(data, column)
+    if not len(data):
+        raise UserError(f"data: there is nothing in it; {_ALLOWED}.")
     if not {column, stated.get("data.messages_column"), stated.get("data.ids_column")} & {*data.column_names}:
-        raise UserError(
-            f"data: the Dataset has no column {column}; name one of its own, data.text_column:"
-            f" {', '.join(data.column_names)}."
-        )
+        names = join_words(data.column_names, maximum=9) or "it has none"
+        raise UserError(f"data: there is no column {column}; rename one to it, or name it in a config ({names}).")
     digest = hashlib.sha256()
     for batch in data.with_format("arrow").iter(batch_size=1000):
         digest.update(repr([batch[name].to_pylist() for name in batch.column_names]).encode())
     return _once(stated, digest.hexdigest(), lambda folder: data.to_parquet(folder / "data.parquet")) / "data.parquet"
+
+
+def _dataset(data: Any, column: str) -> Dataset:
+    """Return the rows of an object that is no Dataset; strings and arrays are the column of text."""
+    import pyarrow as pa
+    from datasets import Dataset, IterableDataset
+
+    kind = type(data).__name__
+    if is_splits(data):
+        raise UserError(f"data: {kind} has {join_words(data)}; pass one of them, as in data[{next(iter(data))!r}].")
+    if isinstance(data, str | bytes | os.PathLike) or hasattr(data, "read"):
+        raise UserError(f"data: {shortened(data)} is one {kind}; pass paths as files, or a list of texts as data.")
+    if isinstance(data, Mapping | Set | IterableDataset):
+        raise UserError(f"data: {kind} has no order or no known end; {_ALLOWED}.")
+    try:
+        if hasattr(data, "__arrow_c_stream__"):
+            with suppress(TypeError, ValueError, pa.ArrowException):  # a Series has no columns
+                return Dataset(pa.table(data))
+        items = data.to_pylist() if hasattr(data, "to_pylist") else list(data)
+        wanted = Mapping if items and isinstance(items[0], Mapping) else str
+        for number, item in enumerate(items):
+            if not isinstance(item, wanted):
+                raise TypeError(f"item {number} is {shortened(item)}")
+        if wanted is str and items and all(len(item) < 1000 and os.path.exists(item) for item in items):
+            raise TypeError(f"{shortened(items[0])} is a file; pass paths as files")
+        return Dataset.from_list(items) if wanted is Mapping else Dataset.from_dict({column: items})
+    except UnicodeEncodeError as error:
+        raise UserError(f"data: {shortened(error.object)} is no text ({one_line(error)}); remove that.") from None
+    except (TypeError, ValueError, pa.ArrowException) as error:
+        raise UserError(f"data: {kind} cannot be read: {one_line(error)[:200]}; {_ALLOWED}.") from None
+
+
+def is_splits(data: Any) -> bool:
+    """Return whether an object is a dict of tables, such as a DatasetDict."""
+    return isinstance(data, Mapping) and any(
+        hasattr(value, "column_names") or hasattr(value, "columns") for value in data.values()
+    )
 
 
 def weights_folder(model: Any, tokenizer: Any, stated: Mapping[str, Any]) -> dict[str, Any]:

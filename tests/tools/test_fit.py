@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import signal
@@ -10,9 +11,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
@@ -39,6 +43,16 @@ def folder(tmp_path, monkeypatch, reset_accelerate):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     (tmp_path / "my.txt").write_text(TEXT * 200)
     return tmp_path
+
+
+@pytest.fixture
+def resolved(monkeypatch) -> list[ResolvedConfig]:
+    """What fit would train, instead of training it."""
+    from hfgolf.tools import fit as module
+
+    taken: list[ResolvedConfig] = []
+    monkeypatch.setattr(module, "train_once", lambda resolved, **_: taken.append(resolved))
+    return taken
 
 
 def fit(*arguments: Any, **options: Any) -> hfgolf.TrainedRun:
@@ -201,11 +215,90 @@ def test_dataset_or_strings_of_ones_own(folder):
     same = hfgolf.fit(data=documents, **options | {"name": "strings"}, **sections)
     assert same.summary["val_loss"] == run.summary["val_loss"]
     assert "is complete" not in repr(run) and hfgolf.fit(data=data, **options, **sections).folder == run.folder
-    with pytest.raises(hfgolf.UserError, match=r"the Dataset has no column text; .*: a"):
-        hfgolf.fit(data=Dataset.from_dict({"a": [1]}))
-    for wrong in ("a string", [1, 2], []):
-        with pytest.raises(hfgolf.UserError, match="data: must be a Dataset"):
-            hfgolf.fit(data=wrong)
+
+
+TEXTS = [TEXT, TEXT.upper()]
+TABLE = {"number": [1, 2], "text": TEXTS}
+HAVE_TEXT: dict[str, Any] = {
+    "Dataset": lambda: Dataset.from_dict(TABLE),
+    "Dataset in another format": lambda: Dataset.from_dict(TABLE).with_format("numpy"),
+    "its column": lambda: Dataset.from_dict(TABLE)["text"],
+    "DataFrame": lambda: pd.DataFrame(TABLE, index=[7, 9]),
+    "Series": lambda: pd.Series(TEXTS, index=[7, 9]),
+    "Table": lambda: pa.table(TABLE),
+    "RecordBatch": lambda: pa.RecordBatch.from_pydict(TABLE),
+    "Arrow's array": lambda: pa.array(TEXTS),
+    "numpy's array": lambda: np.array(TEXTS),
+    "list": lambda: TEXTS,
+    "tuple": lambda: (*TEXTS,),
+    "generator": lambda: (text for text in TEXTS),
+    "rows": lambda: [{"text": text} for text in TEXTS],
+    "generator of rows": lambda: ({"text": text} for text in TEXTS),
+}
+HAVE_NONE: dict[str, Any] = {
+    "table of 61 columns": (pd.DataFrame({f"c{i}": ["a"] for i in range(61)}), r"no column text; .* \(c0, .*52 more\)"),
+    "DatasetDict": (DatasetDict(train=Dataset.from_dict(TABLE)), r"DatasetDict has train; pass one .* data\['train'\]"),
+    "dict of tables": ({"a": pd.DataFrame(TABLE), "b": pd.DataFrame(TABLE)}, "dict has a, b; pass one of them"),
+    "stream": (Dataset.from_dict(TABLE).to_iterable_dataset(), "IterableDataset has no order or no known end"),
+    "set": ({*TEXTS}, "set has no order"),
+    "messages": ([{"role": "user", "content": "Hi."}], r"no column text; .* \(role, content\)"),
+    "conversations": ([[{"role": "user", "content": "Hi."}]], r"item 0 is \[\{"),
+    "rows and texts": ([{"text": "a"}, "b"], "item 1 is 'b'"),
+    "a missing text": ([TEXT, None], "item 1 is None"),
+    "numbers": (np.arange(3), "ndarray cannot be read: item 0 is"),
+    "tensor": (torch.arange(3), "Tensor cannot be read: item 0 is"),
+    "bytes": (b"abc", "b'abc' is one bytes; pass paths as files"),
+    "list of bytes": ([b"abc"], "item 0 is b'abc'"),
+    "one text": (TEXT, "is one str; pass paths as files"),
+    "path": (Path("my.txt"), "is one .*Path; pass paths as files"),
+    "paths": ([Path("my.txt")], "item 0 is .*Path"),
+    "names of files": (["my.txt"], "'my.txt' is a file; pass paths as files"),
+    "handle": (io.StringIO(TEXT), "is one StringIO; pass paths"),
+    "number": (5, "int cannot be read"),
+    "function": (print, "builtin_function_or_method cannot be read"),
+    "nothing": ([], "there is nothing in it"),
+    "lone surrogate": (["a\udcff"], "is no text .*surrogates not allowed"),
+    "value of no type": (
+        {"max_documents": object()},
+        "data.max_documents: <object object .*> is not allowed; allowed:",
+    ),
+    "null": ({"files": None}, "data.files: null is not allowed; allowed: a list"),
+    "table in a section": ({"files": pd.DataFrame(TABLE)}, "dict has files; pass one of them"),
+}
+
+
+@pytest.mark.parametrize("kind", HAVE_TEXT)
+def test_any_object_with_text_is_read_by_its_text(folder, resolved, kind):
+    hfgolf.fit(data=HAVE_TEXT[kind](), max_steps=1)
+    assert Dataset.from_parquet(resolved[0].config.data.files)["text"][:] == TEXTS
+
+
+@pytest.mark.parametrize("kind", HAVE_NONE)
+def test_any_other_object_is_one_line(folder, resolved, kind):
+    data, line = HAVE_NONE[kind]
+    with pytest.raises(hfgolf.UserError, match=rf"^[^\n]*{line}[^\n]*$"):
+        hfgolf.fit(data=data, max_steps=1)
+    assert not resolved and not Path("runs").exists()
+
+
+def test_the_column_of_text_may_be_named_in_the_config(folder, resolved):
+    Path("own.yaml").write_text("data: {text_column: body, cache_dir: own}\ntrain: {max_steps: 1}")
+    hfgolf.fit(data=pd.DataFrame({"body": TEXTS}), config="own.yaml")
+    assert resolved[0].config.data.text_column == "body" and list(Path("own/passed").iterdir())
+
+
+@pytest.mark.parametrize("files", [pd.DataFrame(TABLE), b"my.txt", None, 5, [TEXTS], io.StringIO("my.txt"), {"a": 1}])
+def test_what_names_no_files_is_one_line(folder, resolved, files):
+    with pytest.raises(hfgolf.UserError, match=r"^files: [^\n]* tables or texts as data="):
+        hfgolf.fit(files)
+
+
+def test_values_of_numpy_and_paths_are_values(folder, resolved):
+    data = {"files": [Path("my.txt")], "cache_dir": Path("cache"), "max_documents": np.int64(5)}
+    hfgolf.fit(data=data, max_steps=np.int32(3), optim={"learning_rate": np.float32(0.5), "betas": (0.5, 0.75)})
+    config = resolved[0].config
+    assert (config.data.files, config.data.cache_dir, config.data.max_documents) == (["my.txt"], "cache", 5)
+    assert (config.train.max_steps, config.optim.learning_rate, config.optim.betas) == (3, 0.5, (0.5, 0.75))
 
 
 class OwnConfig(PreTrainedConfig):
@@ -289,16 +382,6 @@ def test_config_by_path_name_or_object_is_the_same(tmp_path):
     by_path = hfgolf.load_config(path)
     assert by_path.config == hfgolf.load_config(str(path)).config == hfgolf.load_config(["--config", str(path)]).config
     assert hfgolf.load_config("small").config.run.name == "small"
-
-
-@pytest.fixture
-def resolved(monkeypatch) -> list[ResolvedConfig]:
-    """What fit would train, instead of training it."""
-    from hfgolf.tools import fit as module
-
-    taken: list[ResolvedConfig] = []
-    monkeypatch.setattr(module, "train_once", lambda resolved, **_: taken.append(resolved))
-    return taken
 
 
 @pytest.mark.parametrize("kind", ["path", "RunConfig", "ResolvedConfig"])
