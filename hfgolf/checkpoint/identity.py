@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,18 @@ def rule(key: str) -> Change:
 
 
 def run_identity(
-    resolved: ResolvedConfig, corpus: Mapping[str, Any], tokenizer_sha256: str, init_from: dict[str, Any] | None = None
+    resolved: ResolvedConfig,
+    corpus: Mapping[str, Any],
+    tokenizer_sha256: str,
+    init_from: dict[str, Any] | None = None,
+    frozen: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the content of a checkpoint's `run.json`: plain JSON, with secrets redacted.
 
     corpus: the identity of the text and its split (Corpus.identity). init_from: the weights of model.init_from.
+    frozen: the parameters that are not trained.
     """
-    return {
+    return ({"frozen": list(frozen)} if frozen else {}) | {
         "config": json.loads(json.dumps(redact_values(resolved.config.flat()))),
         "corpus": _short_corpus(corpus),
         "tokenizer_sha256": tokenizer_sha256,

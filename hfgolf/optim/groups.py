@@ -69,7 +69,7 @@ def parameter_groups(
     kinds: Mapping[str, str] | None = None,
     in_out: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return one group for each kind of parameter present, in the order of KINDS.
+    """Return one group for each kind of parameter present, in the order of KINDS; without frozen ones.
 
     Heads get no weight decay. "initial_lr" and "initial_weight_decay" are the peaks that the schedule multiplies. Muon
     takes weights of two dimensions; a stack of matrices is a group of its own, which follows AdamW.
@@ -90,6 +90,8 @@ def parameter_groups(
     members: dict[tuple[str, bool, bool], list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
         kind = parameter_kind(name) if kinds is None else kinds[name]
+        if not parameter.requires_grad:
+            continue
         is_stack = kind == "matrix" and parameter.ndim > 2
         members.setdefault((kind, is_stack, name in in_out), []).append((name, parameter))
     ordered = sorted(members, key=lambda key: (KINDS.index(key[0]), *key[1:]))

@@ -20,7 +20,7 @@ from hfgolf.config import RunConfig
 from hfgolf.data.files import require_paths
 from hfgolf.errors import UserError
 from hfgolf.run.folder import run_folder
-from hfgolf.tools.passed import is_splits, text_file, weights_folder
+from hfgolf.tools.passed import is_splits, text_file, tokenizer_folder, weights_folder
 from hfgolf.tools.trained_run import TrainedRun
 from hfgolf.train.callbacks import Callback
 from hfgolf.train.claim import changed_text, changes
@@ -88,6 +88,8 @@ def fit(
         texts.append(str(text_file(data, known)))
     if model is not None and not isinstance(model, Mapping):
         stated |= weights_folder(model, tokenizer, known)
+    elif tokenizer is not None and not isinstance(tokenizer, Mapping):
+        stated |= tokenizer_folder(tokenizer, known)
     resolved = _resolve(texts, config, stated)
     with _shown_log():
         resolved = resolve_precision(resolved)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -27,7 +28,8 @@ from hfgolf.data.files import cache_folder
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.train.init_from import weights_sha256
+from hfgolf.publish.load import load_model
+from hfgolf.train.init_from import FROZEN, weights_sha256
 from hfgolf.wording import join_words, one_line, shortened
 
 if TYPE_CHECKING:
@@ -99,12 +101,21 @@ def is_splits(data: Any) -> bool:
 def weights_folder(model: Any, tokenizer: Any, stated: Mapping[str, Any]) -> dict[str, Any]:
     """Write a model and its tokenizer to a folder; return the values of the config that start training from it.
 
-    A class that transformers does not know is registered, in this process only. Raises UserError for other objects.
+    Parameters without requires_grad stay as they are. Weights of 16 bits become fp32. A class that transformers does
+    not know is registered, in this process only. Raises UserError for other objects, and for a model that computes
+    something else than what its class makes of its config and its weights.
     """
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"model: {type(model).__name__} is not a PreTrainedModel; subclass that of transformers.")
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise UserError("tokenizer: must be the model's own, a PreTrainedTokenizerFast; pass it beside the model.")
+        advice = (
+            ' name weights as model={"init_from": ...}' if isinstance(model, str) else " subclass transformers' own"
+        )
+        raise UserError(f"model: {type(model).__name__} is not a PreTrainedModel;{advice}.")
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if len(frozen) == len([*model.parameters()]):
+        raise UserError("model: all of its parameters are frozen (requires_grad is False); set it for those to train.")
+    if getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
+        raise UserError("model: it is quantized or has adapters; pass a plain model, with its adapters merged.")
+    _require_tokenizer(tokenizer)
     if type(model.config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not isinstance(model, GolfForCausalLM):
         AutoConfig.register(model.config.model_type, type(model.config), exist_ok=True)
         AutoModelForCausalLM.register(type(model.config), type(model), exist_ok=True)
@@ -112,11 +123,54 @@ def weights_folder(model: Any, tokenizer: Any, stated: Mapping[str, Any]) -> dic
     def write(folder: Path) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        if frozen:
+            (folder / FROZEN).write_text(json.dumps(frozen))
 
-    key = [weights_sha256(model), model.config.to_dict(), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
-    folder = _once(stated, hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest(), write)
+    buffers = {name: str(buffer.tolist()) for name, buffer in model.named_buffers()}
+    digest = _hash(weights_sha256(model), model.config.to_dict(), *_tokenizer_key(tokenizer), buffers, frozen)
+    folder = _once(stated, digest, write)
+    _require_same(model, load_model(str(folder), "model"))
     values: dict[str, Any] = {"model.init_from": str(folder)}
     return values if isinstance(model, GolfForCausalLM) else values | {"model.architecture": model.config.model_type}
+
+
+@torch.no_grad()
+def _require_same(model: Any, again: Any) -> None:
+    """Raise UserError if a model, saved and loaded again, has other logits: it has hooks, say, or replaced modules."""
+    was_training = {module for module in model.modules() if module.training}
+    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    try:
+        logits = model.eval()(input_ids=ids).logits.float().cpu()
+    finally:
+        for module in was_training:
+            module.training = True
+    difference = (again.to(model.dtype)(input_ids=ids.cpu()).logits.float() - logits).abs().max().item()
+    tolerance = (1e-3 if model.dtype == torch.float32 else 0.1) * max(1.0, logits.abs().max().item())
+    if not difference <= tolerance:
+        raise UserError(
+            f"model: saved and loaded again, its logits differ by {difference:.2g}; what is not in its config and its"
+            " weights would be lost, such as hooks or replaced modules. Make it a class of its own."
+        )
+
+
+def tokenizer_folder(tokenizer: Any, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a tokenizer to a folder; return the values of the config that name it. Raises UserError for others."""
+    _require_tokenizer(tokenizer)
+    folder = _once(stated, _hash(*_tokenizer_key(tokenizer)), tokenizer.save_pretrained)
+    return {"tokenizer.kind": "pretrained", "tokenizer.name_or_path": str(folder)}
+
+
+def _require_tokenizer(tokenizer: Any) -> None:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError("tokenizer: must be a PreTrainedTokenizerFast, and the model's own if a model is passed.")
+
+
+def _tokenizer_key(tokenizer: PreTrainedTokenizerFast) -> list[Any]:
+    return [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.special_tokens_map]
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def _once(stated: Mapping[str, Any], digest: str, write: Callable[[Path], Any]) -> Path:

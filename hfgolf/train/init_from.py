@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ _OF_THE_WEIGHTS = [
     if hasattr(GolfConfig, key.name) and key.name not in _OF_THE_RUN
 ]
 _SIZES = ("max_position_embeddings", "vocab_size")  # null does not state these: something else decides
+FROZEN = "frozen.json"  # beside weights: the names of the parameters that are not trained
 _REAL_IDS = 256  # of the run's text, on which a converted model is compared with the original
 
 
@@ -111,6 +113,12 @@ def keep_architecture(resolved: ResolvedConfig, before: Mapping[str, Any]) -> Re
     keys |= {f"model.{key}" for key in _OF_THE_WEIGHTS}
     values = {key.replace(".", "__"): before[key] for key in (keys & before.keys()) - resolved.sources.keys()}
     return resolved.resolve("the run so far", **values)
+
+
+def frozen_names(config: RunConfig) -> list[str]:
+    """Return the names of the parameters of model.init_from that are not trained: of a model passed to hfgolf.fit."""
+    path = Path(config.model.init_from or "").expanduser() / FROZEN
+    return json.loads(path.read_text()) if config.model.init_from is not None and path.is_file() else []
 
 
 def load_weights(config: RunConfig, model: PreTrainedModel, tokens: TokenCache) -> dict[str, Any]:
@@ -186,7 +194,7 @@ def weights_sha256(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().numpy().data)
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

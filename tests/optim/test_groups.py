@@ -75,6 +75,16 @@ def test_parameter_matched_twice_is_rejected(monkeypatch):
         parameter_kind("lm_head.weight")
 
 
+def test_frozen_parameters_are_in_no_group():
+    model = GolfForCausalLM(GolfConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    frozen = {name for name, _ in model.named_parameters() if "qkv" in name or "embed" in name}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    groups = parameter_groups(model.named_parameters(), OptimConfig(), model.fused_projections())
+    assert frozen and {name for group in groups for name, _ in group["params"]}.isdisjoint(frozen)
+    assert "embedding" not in [group["kind"] for group in groups]
+
+
 def test_unmatched_fused_entry_is_rejected():
     with pytest.raises(UserError, match="qkv"):
         parameter_groups(named_parameters().items(), OptimConfig(), {"model.layers.*.qkv.weight": ROWS})

@@ -18,12 +18,22 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.modeling_outputs import CausalLMOutput
 
 import hfgolf
 from hfgolf.checkpoint.store import newest_first, verify
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.config import TokenizerConfig
+from hfgolf.data.tokenizer import find_tokenizer
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import setup
 
@@ -339,9 +349,6 @@ class OwnModel(PreTrainedModel):
 
 @pytest.mark.slow
 def test_model_of_ones_own(folder):
-    from hfgolf.config import TokenizerConfig
-    from hfgolf.data.tokenizer import find_tokenizer
-
     tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     model = OwnModel(OwnConfig(vocab_size=len(tokenizer)))
@@ -351,6 +358,82 @@ def test_model_of_ones_own(folder):
     own = fit("my.txt", model=model, tokenizer=tokenizer, name="own")
     assert isinstance(own.model, OwnModel)
     assert own.summary["val_loss"] < own.summary["init_from"]["val_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["golf", "gpt2 in bf16", "untied llama"])
+def test_what_is_frozen_stays_so_also_in_a_resumed_run(folder, kind):
+    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
+    torch.manual_seed(0)
+    model: Any
+    if kind == "golf":
+        model = GolfForCausalLM(GolfConfig(vocab_size=257, **TINY["model"], max_position_embeddings=32))
+    else:
+        shape = {"vocab_size": 257, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+        shape |= {"max_position_embeddings": 32, "intermediate_size": 64, "tie_word_embeddings": "llama" not in kind}
+        config: Any = CONFIG_MAPPING["llama" if "llama" in kind else "gpt2"].from_dict(shape)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if "bf16" in kind else torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" not in name and "wte" not in name and ".0." not in name)
+    before = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+
+    def trained(name: str, *callbacks: Any) -> Any:
+        optim = {"name": "adamw", "weight_decay": 0.1, "embedding_weight_decay": 0.1}
+        return fit("my.txt", model=model, tokenizer=tokenizer, name=name, optim=optim, callbacks=callbacks)
+
+    straight = trained("straight")
+    trained("stopped", Interrupts())
+    resumed = trained("stopped")
+    moved = dict(resumed.model.named_parameters())
+    assert resumed.model.dtype == torch.float32 and moved.keys() == before.keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(moved[name], before[name]) != parameter.requires_grad, name
+    assert resumed.summary["val_loss"] == straight.summary["val_loss"]
+
+
+class Hooked(nn.Module):
+    def forward(self, states: Any) -> Any:
+        return states * 2
+
+
+def _hooked(model: Any) -> None:
+    model.head.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def _replaced(model: Any) -> None:
+    model.head = nn.Sequential(model.head, Hooked())
+
+
+def _frozen(model: Any) -> None:
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (_hooked, "model: saved and loaded again, its logits differ by"),
+        (_replaced, "model: (cannot load|/.* lacks weights)"),
+        (_frozen, "model: all of its parameters are frozen"),
+    ],
+)
+def test_what_a_passed_model_would_lose_is_refused(folder, resolved, change, line):
+    model = OwnModel(OwnConfig())
+    change(model)
+    model.train()
+    with pytest.raises(hfgolf.UserError, match=line):
+        hfgolf.fit("my.txt", model=model, tokenizer=find_tokenizer(TokenizerConfig(kind="byte"), {}, folder))
+    assert not resolved and model.training
+
+
+def test_a_tokenizer_of_ones_own_is_used(folder, resolved):
+    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
+    hfgolf.fit("my.txt", tokenizer=tokenizer)
+    tokenizer.add_special_tokens({"eos_token": "<|over|>"})
+    tokenizer.chat_template = "{{ messages }}"
+    hfgolf.fit("my.txt", tokenizer=tokenizer)
+    first, second = (find_tokenizer(each.config.tokenizer, {}, folder) for each in resolved)
+    assert (first.eos_token, second.eos_token) == ("<|endoftext|>", "<|over|>")
+    assert second.chat_template == "{{ messages }}"
 
 
 BAD = {
@@ -363,7 +446,10 @@ BAD = {
     "config": ({"config": "nowhere.yaml"}, "--config: there is no file nowhere.yaml"),
     "callback": ({"files": "my.txt", "callbacks": [print]}, "callbacks: .* is not one"),
     "model": ({"files": "my.txt", "model": nn.Linear(1, 1)}, "model: Linear is not a PreTrainedModel"),
-    "tokenizer": ({"files": "my.txt", "model": OwnModel(OwnConfig())}, "tokenizer: must be the model's own"),
+    "tokenizer": (
+        {"files": "my.txt", "model": OwnModel(OwnConfig())},
+        "tokenizer: must be a PreTrainedTokenizerFast, and the",
+    ),
 }
 
 
