@@ -47,7 +47,7 @@ def main() -> None:
     arguments, unknown = parser.parse_known_args(own)
     run_options += unknown
     if arguments.runs and run_options:
-        raise UserError(f"--runs: only reads runs, so {run_options[0]} has no effect; remove it.")
+        raise UserError(f"--runs: only reads runs, so {run_options[0].partition('=')[0]} has no effect; remove it.")
     if arguments.slurm and (arguments.runs or arguments.launcher != "slurm"):
         raise UserError("--slurm: is for jobs, so it has no effect here; add --launcher slurm to start runs as jobs.")
     if not arguments.runs and len(arguments.paths) > 1:
