@@ -7,8 +7,10 @@ do. Imports nothing heavy, so `--help` is quick. The docstring under each key is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
+import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +31,8 @@ def _require_positive(section: str, config: object, *names: str, maximum: int | 
     for name in names:
         value = getattr(config, name)
         allowed = "a number above 0" + (f", up to {maximum}" if maximum else "")
-        _require(f"{section}.{name}", value, value is None or 0 < value <= (maximum or math.inf), allowed)
+        is_allowed = value is None or (not isinstance(value, str) and 0 < value <= (maximum or math.inf))
+        _require(f"{section}.{name}", value, is_allowed, allowed)
 
 
 def _require_not_negative(section: str, config: object, *names: str) -> None:
@@ -52,6 +55,30 @@ def _require_sane(key: str, value: object) -> None:
     elif isinstance(value, int | float) and key != "run.seed":
         maximum = _MAX_INT if isinstance(value, int) else _MAX_FLOAT
         _require(key, value, abs(value) <= maximum, f"numbers up to {maximum:g}")
+
+
+@functools.cache
+def _choices(section: type) -> dict[str, list[str]]:
+    """Return {key: names} of the keys of a section that take names out of a few, and no other text."""
+    choices: dict[str, list[str]] = {}
+    for key, kind in typing.get_type_hints(section).items():
+        parts = [kind]
+        while any(typing.get_args(part) for part in parts):
+            parts = [inner for part in parts for inner in (typing.get_args(part) or [part])]
+        names = [part for part in parts if isinstance(part, str)]
+        choices |= {key: names} if names and str not in parts else {}
+    return choices
+
+
+def _require_known(section: str, config: Any) -> None:
+    """Reject a name that no key knows; the command line does so itself."""
+    kind: Any = type(config)
+    for key, names in _choices(kind).items():
+        value = getattr(config, key)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and item not in names:
+                allowed = join_words(names, last=" or ")
+                raise UserError(f"{section}.{key}: {shortened(item)} is not allowed; allowed: {allowed}.")
 
 
 def budgeted_eval_tokens(tokens_per_step: int, every_steps: int, passes: int = 1) -> int:
@@ -219,7 +246,7 @@ class TokenizerConfig:
     @property
     def max_vocab_size(self) -> int:
         """Return the size of a BPE vocabulary if the text supports it."""
-        return 4096 if self.vocab_size == "auto" else self.vocab_size
+        return self.vocab_size if isinstance(self.vocab_size, int) else 4096
 
 
 _KEYS_OF_ANY_ARCHITECTURE = (
@@ -387,7 +414,8 @@ class ModelSection:
         _require("model.activation_slope", self.activation_slope, 0 <= self.activation_slope <= 1, "0 to 1")
         for name in ("exclude_self_value", "value_embedding_layers"):
             count = getattr(self, name)
-            _require(f"model.{name}", count, count == "all" or 0 <= count <= layers, f"0 to {layers}, the layers")
+            is_allowed = count == "all" or (not isinstance(count, str) and 0 <= count <= layers)
+            _require(f"model.{name}", count, is_allowed, f"0 to {layers}, the layers")
         dims, start, loop = self.rope_dims, self.parallel_from, self.loop
         allowed = dims is None or (dims % 2 == 0 and 2 <= dims <= head_dim and self.position_embedding == "rope")
         _require("model.rope_dims", dims, allowed, f"even numbers from 2 to {head_dim}, with position_embedding rope")
@@ -790,6 +818,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for key, value in self.flat().items():
             _require_sane(key, value)
+        for section in dataclasses.fields(self):
+            _require_known(section.name, getattr(self, section.name))
         if self.schedule.loop_start and self.model.loop is None:
             raise UserError("schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.")
         if self.data.old_text and self.model.init_from is None:

@@ -87,7 +87,8 @@ def build_tokenizer(
         _log.info("tokenizer damaged: %s (%s); training it again", path, _problem(path))
     pieces = train_pieces()
     is_chat = _is_chat(corpus_identity)
-    tokenizer = _wrap(_train_bpe(pieces, config, is_chat) if config.kind == "bpe" else _train_char(pieces))
+    kinds: dict[str, Callable[..., Tokenizer]] = {"bpe": _train_bpe, "char": _train_char}
+    tokenizer = _wrap(kinds[config.kind](pieces, config, is_chat))
     if is_chat:
         add_chat_template(tokenizer)
     partial = path.with_name(f".partial-{path.name}")
@@ -110,6 +111,8 @@ def find_tokenizer(
         path = _tokenizer_path(config, corpus_identity, folder)
         return _load(path) if _problem(path) is None else None
     is_byte = config.kind == "byte"
+    if not is_byte and config.kind != "pretrained":
+        raise ValueError(f"tokenizer.kind is {config.kind!r}; it must be bpe, byte, char or pretrained")
     tokenizer = _wrap(byte_level_tokenizer([])) if is_byte else _load_pretrained(str(config.name_or_path))
     if _is_chat(corpus_identity) and tokenizer.chat_template is None:
         add_chat_template(tokenizer)
@@ -326,7 +329,7 @@ def byte_level_tokenizer(characters: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _train_char(pieces: Dataset) -> Tokenizer:
+def _train_char(pieces: Dataset, *_: object) -> Tokenizer:
     """Return a tokenizer with one entry per character of the text.
 
     Its vocabulary is the 256 bytes (which include ASCII), the other characters seen, and the end-of-text token. An

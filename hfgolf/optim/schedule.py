@@ -7,7 +7,7 @@ Owns the shapes of the schedules. Holds no state, so a resume only needs the ste
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,15 +47,21 @@ def _decay(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
         return _warmdown(step, total_steps, schedule)
     progress = (step - schedule.warmup_steps) / max(1.0, total_steps - schedule.warmup_steps)
     progress = min(1.0, max(0.0, progress))
-    if schedule.name == "linear":
-        return 1 - progress
-    return 0.5 * (1 + math.cos(math.pi * progress))
+    match schedule.name:
+        case "linear":
+            return 1 - progress
+        case "cosine" | "cosine_warmdown":
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        case _:
+            assert_never(schedule.name)
 
 
 def _warmdown(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
     """Return 1 before the last warmdown_fraction of the run, then a decay to 0."""
     left = _warmdown_left(step, total_steps, schedule)
-    return left if schedule.warmdown_shape == "linear" else 1 - math.sqrt(1 - left)
+    if schedule.warmdown_shape == "1-sqrt":
+        return 1 - math.sqrt(1 - left)
+    return left if schedule.warmdown_shape == "linear" else assert_never(schedule.warmdown_shape)
 
 
 def _warmdown_left(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
@@ -96,7 +102,9 @@ def weight_decay_multiplier(step: int, total_steps: float, schedule: ScheduleCon
     """
     if schedule.weight_decay == "learning_rate":
         return learning_rate_multiplier(step, total_steps, schedule)
-    return max(0.0, 1 - step / total_steps) if schedule.weight_decay == "linear" else 1.0
+    if schedule.weight_decay == "linear":
+        return max(0.0, 1 - step / total_steps)
+    return 1.0 if schedule.weight_decay == "constant" else assert_never(schedule.weight_decay)
 
 
 def apply_schedule(
