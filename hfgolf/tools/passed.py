@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +73,10 @@ def _dataset(data: Any, column: str) -> Dataset:
     if isinstance(data, Mapping | Set | IterableDataset):
         raise UserError(f"data: {kind} has no order or no known end; {_ALLOWED}.")
     try:
-        if hasattr(data, "__arrow_c_stream__"):
-            with suppress(TypeError, ValueError, pa.ArrowException):  # a Series has no columns
-                return Dataset(pa.table(data))
+        if (names := getattr(data, "column_names", getattr(data, "columns", None))) is not None:
+            if column in [*names]:  # what is in the others does not matter
+                data = data.select([column]) if hasattr(data, "select") else data[[column]]
+            return Dataset(pa.table(data))
         items = data.to_pylist() if hasattr(data, "to_pylist") else list(data)
         wanted = Mapping if items and isinstance(items[0], Mapping) else str
         for number, item in enumerate(items):
@@ -84,10 +84,12 @@ def _dataset(data: Any, column: str) -> Dataset:
                 raise TypeError(f"item {number} is {shortened(item)}")
         if wanted is str and items and all(len(item) < 1000 and os.path.exists(item) for item in items):
             raise TypeError(f"{shortened(items[0])} is a file; pass paths as files")
-        return Dataset.from_list(items) if wanted is Mapping else Dataset.from_dict({column: items})
+        if wanted is str:
+            return Dataset.from_dict({column: items})
+        return Dataset.from_list([{column: row.get(column)} for row in items] if column in items[0] else items)
     except UnicodeEncodeError as error:
         raise UserError(f"data: {shortened(error.object)} is no text ({one_line(error)}); remove that.") from None
-    except (TypeError, ValueError, pa.ArrowException) as error:
+    except (TypeError, ValueError, NotImplementedError, pa.ArrowException) as error:
         raise UserError(f"data: {kind} cannot be read: {one_line(error)[:200]}; {_ALLOWED}.") from None
 
 

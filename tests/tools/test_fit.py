@@ -234,6 +234,8 @@ HAVE_TEXT: dict[str, Any] = {
     "Dataset in another format": lambda: Dataset.from_dict(TABLE).with_format("numpy"),
     "its column": lambda: Dataset.from_dict(TABLE)["text"],
     "DataFrame": lambda: pd.DataFrame(TABLE, index=[7, 9]),
+    "DataFrame with columns that are no table": lambda: pd.DataFrame({"a": [1, "b"], "text": TEXTS, "c": [{1}, int]}),
+    "rows that are no table": lambda: [{"text": text, "a": value} for text, value in zip(TEXTS, (1, "b"), strict=True)],
     "Series": lambda: pd.Series(TEXTS, index=[7, 9]),
     "Table": lambda: pa.table(TABLE),
     "RecordBatch": lambda: pa.RecordBatch.from_pydict(TABLE),
@@ -247,6 +249,8 @@ HAVE_TEXT: dict[str, Any] = {
 }
 HAVE_NONE: dict[str, Any] = {
     "table of 61 columns": (pd.DataFrame({f"c{i}": ["a"] for i in range(61)}), r"no column text; .* \(c0, .*52 more\)"),
+    "table without text that Arrow refuses": (pd.DataFrame({"a": [1, "b"]}), "DataFrame cannot be read"),
+    "table with a lone surrogate": (pd.DataFrame({"text": ["a\udcff"]}, dtype=object), "surrogates not allowed"),
     "DatasetDict": (DatasetDict(train=Dataset.from_dict(TABLE)), r"DatasetDict has train; pass one .* data\['train'\]"),
     "dict of tables": ({"a": pd.DataFrame(TABLE), "b": pd.DataFrame(TABLE)}, "dict has a, b; pass one of them"),
     "stream": (Dataset.from_dict(TABLE).to_iterable_dataset(), "IterableDataset has no order or no known end"),
