@@ -426,6 +426,8 @@ def _one_token_per_option(arguments: Sequence[str], others: list[str] | None = N
     arguments = list(arguments)
     while arguments:
         key, equals, value = (argument := arguments.pop(0)).partition("=")
+        if argument == "--":  # what follows are texts
+            return [*tokens, *(f"./{text}" if text.startswith("-") else text for text in arguments)]
         if others is not None and not (key.startswith("--") and "." in key):
             others.append(argument)
             continue

@@ -58,6 +58,7 @@ def test_command_line_overrides_file_and_file_overrides_default(config_file):
         (["--train.max_steps=5", "--train.max_steps", "77"], "train.max_steps", 77),
         (["--data.files=1e3"], "data.files", ["1e3"]),
         (["[draft] notes.txt"], "data.files", ["[draft] notes.txt"]),
+        (["--train.max_steps=77", "null", "007", "a=b.txt"], "data.files", ["null", "007", "a=b.txt"]),
     ],
     ids=str,
 )
@@ -72,6 +73,11 @@ def test_the_command_line_wins_wherever_the_config_stands(config_file, stated, k
         assert values[key] == value and values["run.seed"] == 8 and values["train.max_minutes"] == 5
         assert resolved.sources[key] == resolved.sources["run.seed"] == "command line"
         assert resolved.sources["train.max_minutes"] == "file"
+
+
+def test_after_two_dashes_all_are_texts():
+    config = load_config(["--train.max_steps", "3", "--", "-a.txt", "--train.max_steps"]).config
+    assert config.data.files == ["./-a.txt", "./--train.max_steps"] and config.train.max_steps == 3
 
 
 def test_a_second_config_is_refused(config_file):

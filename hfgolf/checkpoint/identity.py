@@ -254,6 +254,8 @@ def keep_decisions(
             resolved = resolved.resolve("the run so far", **{key.replace(".", "__"): decision})
         else:
             logger.info("%s: the run used %s, which is not possible here; deciding again", key, decision)
+    if resolved.sources.get("tokenizer.kind") == "auto" and before.get("tokenizer.kind") in ("bpe", "byte"):
+        resolved = resolved.resolve("the run so far", tokenizer__kind=before["tokenizer.kind"])
     return resolved
 
 
