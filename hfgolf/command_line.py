@@ -16,7 +16,7 @@ import re
 import select
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,6 @@ KEY_TYPES: dict[str, Any] = {
 _ROOT = Path(__file__).parent
 _ROOT = _ROOT if (_ROOT / "scripts").is_dir() else _ROOT.parent  # they are beside the package in a checkout
 SCRIPTS, CONFIGS = _ROOT / "scripts", _ROOT / "configs"
-_FEW_BYTES = 200_000  # from here on, text supports small's 4,096 entries
 _MAX_VALUES = 100_000  # in one config, with aliases expanded
 # Numbers that YAML 1.1 reads differently than a person does: 010 is octal, 1:30 is base 60.
 _MISREAD = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
@@ -58,6 +57,11 @@ class ResolvedConfig:
         defaults = RunConfig().flat()
         stated = {key: "code" for key, value in config.flat().items() if value != defaults[key]}
         return cls(config, stated).with_low_memory()
+
+    def stated(self) -> dict[str, Any]:
+        """Return {"section.key": value} of every value with a source, and the name."""
+        values = self.config.flat()
+        return {key: values[key] for key in ("run.name", *self.sources)}
 
     def resolve(self, source: str, **values: Any) -> ResolvedConfig:
         """Return a copy with each `section__key=value` set, and `source` as where it came from."""
@@ -85,51 +89,87 @@ def load_config(
     argv: str | Path | Sequence[str] | None = None,
     description: str = "Train a GPT from text.",
     where: str = "the command line",
+    base: ResolvedConfig | None = None,
+    needs_limit: bool = True,
+    values: Mapping[str, Any] | None = None,
 ) -> ResolvedConfig:
-    """Parse `[TEXT ...] --config FILE --section.key value ...` into a checked config; the arguments win over the file.
+    """Parse `[TEXT ...] --config FILE --section.key value ...` into a checked config.
 
-    Texts (files, folders, globs, URLs) are data.files; without a config, they are trained with the shipped small.
+    The arguments win over the file, in whatever order they come, and the file wins over `base`. Of a key stated twice,
+    the last value counts. Texts (files, folders, globs, URLs) are data.files; with neither a config nor a base, they
+    begin with `shipped_base`.
+
     argv: the arguments, or the path or name of a config; None: the arguments of the process. `--help` and
-    `--print_config` print and exit with status 0. where: what error messages call the arguments.
+    `--print_config` print and exit with status 0. where: what error messages call the arguments. needs_limit: whether
+    the run must end by itself. values: {"section.key": value}, which win over the file like the arguments.
     Raises UserError (one line) for a missing file, an unknown key, or a value of the wrong type or out of range.
     """
     argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
-    arguments = _one_token_per_option(list(sys.argv[1:] if argv is None else argv))
+    arguments = _one_token_per_option(sys.argv[1:] if argv is None else argv)
     texts = [argument for argument in arguments if not argument.startswith("-")]
+    path, options = _take_config([argument for argument in arguments if argument.startswith("-")])
+    objects = _with_lists({key: _plain(value) for key, value in (values or {}).items()})
     if texts:
-        if any(argument.startswith("--data.files=") for argument in arguments):
-            raise UserError(f"{texts[0]}: --data.files names the text already; name all of it there.")
-        options = [argument for argument in arguments if argument.startswith("-")]
-        is_given = any(option.startswith("--config=") for option in options)
-        given = [] if is_given else _options_for(texts)
-        arguments = [*given, f"--data.files={as_yaml(texts)}", *options]
-    stated = dict(a[2:].split("=", 1) for a in arguments if a.startswith("--") and "=" in a)
-    path = stated.pop("config", None)
-    path = path and find_config(path)
-    from_file = {} if path is None else read_yaml(path)
-    from_command_line = {key.removesuffix("+"): value for key, value in stated.items() if key != "print_config"}
-    for place, keys in ((path, from_file), (where, from_command_line)):
-        for key in keys:
-            _check_key(key, place)
-    implied = _implied(from_file, from_command_line)
-    for key, value in from_command_line.items():
-        if ":" in value and {int, float} & set(_parts(KEY_TYPES[key])):  # YAML 1.1 reads 1:30 as 90
+        if "data.files" in objects or any(option.startswith("--data.files=") for option in options):
+            raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
+        options.insert(0, f"--data.files={as_yaml(texts)}")
+    pairs = [option[2:].split("=", 1) for option in options if option.startswith("--") and "=" in option]
+    stated = objects | {key.removesuffix("+"): value for key, value in pairs if key != "print_config"}
+    for key in stated:
+        _check_key(key, where)
+    if texts and base is None and path is None:
+        base = shipped_base(_starts_elsewhere(stated))
+    below, sources = ({}, {}) if base is None else (base.stated(), base.sources)
+    if base and texts:
+        below["run.name"] = text_name(texts)
+    if path is not None:
+        from_file = read_yaml(path)
+        for key in from_file:
+            _check_key(key, path)
+        below, sources = below | from_file, sources | dict.fromkeys(from_file, "file")
+    implied = _implied(below, stated)
+    below = ({} if needs_limit else {"train.max_steps": RunConfig().train.max_steps}) | below | implied
+    for key, value in stated.items():
+        if (
+            isinstance(value, str) and ":" in value and {int, float} & set(_parts(KEY_TYPES[key]))
+        ):  # YAML 1.1 reads 1:30 as 90
             raise _not_allowed(where, key, value)
     parser = _build_parser(description, Path(sys.argv[0]).name)
-    if path:  # pass the values read above, so that the file is read only once
-        arguments = [f"--config={as_yaml(_nested(from_file))}" if a.startswith("--config=") else a for a in arguments]
     try:
-        sections = parser.parse_args([*arguments, *(f"--{key}={value}" for key, value in implied.items())])
+        objects = below | objects
+        sections = parser.parse_args(options, namespace=parser.parse_object(_nested(objects), defaults=False))
     except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
-        raise _explain(error, from_command_line, from_file, path, where) from None
-    for key, value in from_file.items():  # jsonargparse accepts null for any type
+        raise _explain(error, stated, below, path, where) from None
+    for key, value in objects.items():  # jsonargparse accepts null for any type
         if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
-            raise UserError(f"{path}: {key}: null is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
+            raise _not_allowed(where if key in stated else path, key, None)
     config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
-    sources = dict.fromkeys(from_file, "file") | dict.fromkeys(from_command_line, where.removeprefix("the "))
-    return ResolvedConfig(config, sources | dict.fromkeys(implied, "auto")).with_low_memory()
+    sources = sources | dict.fromkeys(implied, "auto") | dict.fromkeys(stated, where.removeprefix("the "))
+    return ResolvedConfig(config, sources).with_low_memory()
+
+
+def _take_config(options: list[str]) -> tuple[str | None, list[str]]:
+    """Return the path of the config that the options name, if any, and the other options."""
+    named = [option.removeprefix("--config=") for option in options if option.startswith("--config=")]
+    if len(named) > 1:
+        raise UserError(f"--config: named more than once ({join_words(named)}); name one, and other values as options.")
+    return (find_config(named[0]) if named else None), [o for o in options if not o.startswith("--config=")]
+
+
+def shipped_base(starts_elsewhere: bool) -> ResolvedConfig:
+    """Return what begins without a config: small, or finetune for weights that exist, without their examples.
+
+    Of finetune, these are its text, its model and the length of its sequences, for which the weights may be too short.
+    Of small, its prompt and its tokenizer, whose size depends on the text; a run that has another tokenizer keeps it.
+    """
+    name = "finetune" if starts_elsewhere else "small"
+    of_weights = ("data.", "model.", "batch.sequence_length")
+    examples = of_weights if starts_elsewhere else ("train.sample_prompt", "tokenizer.", "run.")
+    shipped = load_config([f"--config={CONFIGS / name}.yaml"])
+    sources = {key: name for key in shipped.sources if not key.startswith(examples)}
+    return ResolvedConfig(shipped.config, sources | ({} if starts_elsewhere else {"tokenizer.kind": "auto"}))
 
 
 def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConfig:
@@ -144,26 +184,23 @@ def text_name(texts: Sequence[str]) -> str:
     return re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text"
 
 
-def _options_for(texts: list[str]) -> list[str]:
-    """Return the options that train texts without a config: small's but for its prompt, a name, and bytes if few."""
-    options = ["--config=small", "--train.sample_prompt=", f"--run.name={text_name(texts)}"]
-    sizes = [os.path.getsize(text) for text in texts if os.path.isfile(text)]
-    return [*options, "--tokenizer.kind=byte"] if len(sizes) == len(texts) and sum(sizes) < _FEW_BYTES else options
-
-
-def _implied(from_file: dict[str, Any], from_command_line: dict[str, str]) -> dict[str, str]:
+def _implied(below: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
     """Return what other values imply: data.source files for data.files, and no segments for weights that exist."""
-    implied = {}
-    where = next((values for values in (from_command_line, from_file) if "data.files" in values), {})
+    implied: dict[str, Any] = {}
+    where: Mapping[str, Any] = next((values for values in (stated, below) if "data.files" in values), {})
     has_files = where.get("data.files", "[]") not in ("[]", [], None)
-    is_stated = "data.source" in {**where, **from_command_line} or from_file.get("data.source") in ("files", "shards")
+    is_stated = "data.source" in {**where, **stated} or below.get("data.source") in ("files", "shards")
     if has_files and not is_stated:
         implied["data.source"] = "files"
     # a file's segments are for its random weights, which know nothing yet
-    starts_elsewhere = from_command_line.get("model.init_from", "null") != "null"
-    if starts_elsewhere and from_file.get("batch.segment_length") and "batch.segment_length" not in from_command_line:
-        implied["batch.segment_length"] = "null"
+    if _starts_elsewhere(stated) and below.get("batch.segment_length") and "batch.segment_length" not in stated:
+        implied["batch.segment_length"] = None
     return implied
+
+
+def _starts_elsewhere(stated: Mapping[str, Any]) -> bool:
+    """Return whether the command line names weights that exist."""
+    return stated.get("model.init_from") not in (None, "null", "~")
 
 
 def find_config(name: str) -> str:
@@ -194,13 +231,27 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             )
         flat |= {f"{section}.{key}": value for key, value in (keys or {}).items()}
     # YAML 1.1 reads an unquoted `no` as false
-    flat = {
-        key: "no" if value is False and "no" in _parts(KEY_TYPES.get(key)) else value for key, value in flat.items()
-    }
+    return _with_lists(
+        {key: "no" if value is False and "no" in _parts(KEY_TYPES.get(key)) else value for key, value in flat.items()}
+    )
+
+
+def _with_lists(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with each text alone, where a list of texts is wanted, as a list of one."""
     return {
         key: [value] if isinstance(value, str) and KEY_TYPES.get(key) == list[str] else value
         for key, value in flat.items()
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of Python code as YAML has it: paths as text, tuples as lists, numpy's numbers as Python's."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    is_number = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_number else value
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -357,20 +408,38 @@ def _build_parser(description: str, program: str) -> Any:
     return parser
 
 
-def _one_token_per_option(arguments: list[str]) -> list[str]:
-    """Rewrite every option as `--key=value`, and `--data.files a b` (an expanded glob) as one YAML list."""
+def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options `--section.key`, one token each, and the other arguments.
+
+    For scripts that also take paths: argparse would take the value of an option that it does not know for a path.
+    """
+    others: list[str] = []
+    return _one_token_per_option(arguments, others), others
+
+
+def _one_token_per_option(arguments: Sequence[str], others: list[str] | None = None) -> list[str]:
+    """Rewrite every option as `--key=value`, and `--data.files a b` (an expanded glob) as one YAML list.
+
+    others: takes the arguments that are no options `--section.key`; None: they stay.
+    """
     tokens: list[str] = []
+    arguments = list(arguments)
     while arguments:
-        key, equals, value = arguments.pop(0).partition("=")
+        key, equals, value = (argument := arguments.pop(0)).partition("=")
+        if argument == "--":  # what follows are texts
+            return [*tokens, *(f"./{text}" if text.startswith("-") else text for text in arguments)]
+        if others is not None and not (key.startswith("--") and "." in key):
+            others.append(argument)
+            continue
         values = [value] if equals else list(itertools.takewhile(lambda a: not a.startswith("--"), arguments))
-        is_list = typing.get_origin(KEY_TYPES.get(key[2:])) is list
+        is_list = typing.get_origin(KEY_TYPES.get(key[2:].removesuffix("+"))) is list
         if not equals and key.startswith("--"):
             values = values if is_list else values[:1]
             del arguments[: len(values)]
         elif not equals:
             values = []
         is_yaml = len(values) == 1 and values[0].startswith("[") and not os.path.lexists(values[0])  # [draft].txt
-        if is_list and not is_yaml:
+        if is_list and values and not is_yaml:
             values = [as_yaml(values)]
         tokens.append("=".join([key, *values]))
     return tokens
@@ -398,7 +467,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _explain(
-    error: Exception, from_command_line: dict[str, str], from_file: dict[str, Any], path: str | None, where: str
+    error: Exception, from_command_line: dict[str, Any], from_file: dict[str, Any], path: str | None, where: str
 ) -> UserError:
     """Turn jsonargparse's message into one line: where, which key, which value, what is allowed."""
     if isinstance(error, RecursionError):
@@ -412,7 +481,8 @@ def _explain(
 
 
 def _not_allowed(where: str | None, key: str, value: object) -> UserError:
-    return UserError(f"{where}: {key}: {shortened(value)} is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
+    shown = "null" if value is None else " ".join(shortened(value).split())
+    return UserError(f"{where}: {key}: {shown} is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
 
 
 def _parts(kind: Any) -> list[Any]:

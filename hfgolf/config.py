@@ -7,8 +7,10 @@ do. Imports nothing heavy, so `--help` is quick. The docstring under each key is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
+import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +31,8 @@ def _require_positive(section: str, config: object, *names: str, maximum: int | 
     for name in names:
         value = getattr(config, name)
         allowed = "a number above 0" + (f", up to {maximum}" if maximum else "")
-        _require(f"{section}.{name}", value, value is None or 0 < value <= (maximum or math.inf), allowed)
+        is_allowed = value is None or (not isinstance(value, str) and 0 < value <= (maximum or math.inf))
+        _require(f"{section}.{name}", value, is_allowed, allowed)
 
 
 def _require_not_negative(section: str, config: object, *names: str) -> None:
@@ -52,6 +55,30 @@ def _require_sane(key: str, value: object) -> None:
     elif isinstance(value, int | float) and key != "run.seed":
         maximum = _MAX_INT if isinstance(value, int) else _MAX_FLOAT
         _require(key, value, abs(value) <= maximum, f"numbers up to {maximum:g}")
+
+
+@functools.cache
+def _choices(section: type) -> dict[str, list[str]]:
+    """Return {key: names} of the keys of a section that take names out of a few, and no other text."""
+    choices: dict[str, list[str]] = {}
+    for key, kind in typing.get_type_hints(section).items():
+        parts = [kind]
+        while any(typing.get_args(part) for part in parts):
+            parts = [inner for part in parts for inner in (typing.get_args(part) or [part])]
+        names = [part for part in parts if isinstance(part, str)]
+        choices |= {key: names} if names and str not in parts else {}
+    return choices
+
+
+def _require_known(section: str, config: Any) -> None:
+    """Reject a name that no key knows; the command line does so itself."""
+    kind: Any = type(config)
+    for key, names in _choices(kind).items():
+        value = getattr(config, key)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and item not in names:
+                allowed = join_words(names, last=" or ")
+                raise UserError(f"{section}.{key}: {shortened(item)} is not allowed; allowed: {allowed}.")
 
 
 def budgeted_eval_tokens(tokens_per_step: int, every_steps: int, passes: int = 1) -> int:
@@ -197,8 +224,9 @@ class TokenizerConfig:
 
     kind: Literal["bpe", "byte", "char", "pretrained"] = "bpe"
     """bpe: byte-level BPE trained on the training text; byte; char; pretrained: see tokenizer.name_or_path."""
-    vocab_size: int = 4096
-    """Size of a BPE vocabulary, including special tokens; ignored by byte, char and pretrained."""
+    vocab_size: int | Literal["auto"] = "auto"
+    """Size of a BPE vocabulary, including special tokens; auto: 4096, or as many as the text supports, and of less than
+    200 kB only the 256 bytes. Ignored by byte, char and pretrained."""
     name_or_path: str | None = None
     """For pretrained: a Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model)."""
     case_operators: bool = False
@@ -209,11 +237,16 @@ class TokenizerConfig:
             raise UserError(
                 f"tokenizer.case_operators: true requires tokenizer.kind bpe, not {self.kind}, whose entries are given."
             )
-        _require("tokenizer.vocab_size", self.vocab_size, 257 <= self.vocab_size < 2**24, "257 to 16777215")
+        _require("tokenizer.vocab_size", self.vocab_size, 257 <= self.max_vocab_size < 2**24, "257 to 16777215")
         if self.kind == "pretrained" and not self.name_or_path:
             raise UserError(
                 "tokenizer.name_or_path is null, but tokenizer.kind is pretrained; name a tokenizer, such as gpt2."
             )
+
+    @property
+    def max_vocab_size(self) -> int:
+        """Return the size of a BPE vocabulary if the text supports it."""
+        return self.vocab_size if isinstance(self.vocab_size, int) else 4096
 
 
 _KEYS_OF_ANY_ARCHITECTURE = (
@@ -381,7 +414,8 @@ class ModelSection:
         _require("model.activation_slope", self.activation_slope, 0 <= self.activation_slope <= 1, "0 to 1")
         for name in ("exclude_self_value", "value_embedding_layers"):
             count = getattr(self, name)
-            _require(f"model.{name}", count, count == "all" or 0 <= count <= layers, f"0 to {layers}, the layers")
+            is_allowed = count == "all" or (not isinstance(count, str) and 0 <= count <= layers)
+            _require(f"model.{name}", count, is_allowed, f"0 to {layers}, the layers")
         dims, start, loop = self.rope_dims, self.parallel_from, self.loop
         allowed = dims is None or (dims % 2 == 0 and 2 <= dims <= head_dim and self.position_embedding == "rope")
         _require("model.rope_dims", dims, allowed, f"even numbers from 2 to {head_dim}, with position_embedding rope")
@@ -502,6 +536,8 @@ class OptimConfig:
     """Decoupled weight decay of the matrices; multiplied by the group's learning rate."""
     embedding_weight_decay: float = 0.0
     """The same for the embeddings, and with them a tied head."""
+    head_weight_decay: float = 0.0
+    """The same for an untied head."""
     vector_weight_decay: float = 0.0
     """The same for norms, biases, gains and gates."""
     newton_schulz_coefficients: Literal["classic", "polar_express"] = "polar_express"
@@ -539,7 +575,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         rates = ("learning_rate", "adamw_learning_rate", "embedding_learning_rate", "vector_learning_rate")
         _require_positive("optim", self, *rates, "eps", "muon_every_steps")
-        decays = ("weight_decay", "embedding_weight_decay", "vector_weight_decay")
+        decays = ("weight_decay", "embedding_weight_decay", "head_weight_decay", "vector_weight_decay")
         _require_not_negative("optim", self, *decays, "momentum_warmup_steps")
         for name in ("momentum", "momentum_start", "momentum_end"):
             value = getattr(self, name)
@@ -783,6 +819,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for key, value in self.flat().items():
             _require_sane(key, value)
+        for section in dataclasses.fields(self):
+            _require_known(section.name, getattr(self, section.name))
         if self.schedule.loop_start and self.model.loop is None:
             raise UserError("schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.")
         if self.data.old_text and self.model.init_from is None:
@@ -817,7 +855,7 @@ class RunConfig:
 
     def _require_chat(self) -> None:
         """Raise UserError for what does not go with data.messages_column."""
-        if self.tokenizer.kind == "bpe" and self.tokenizer.vocab_size < 261:
+        if self.tokenizer.kind == "bpe" and self.tokenizer.max_vocab_size < 261:
             raise UserError(
                 f"tokenizer.vocab_size: {self.tokenizer.vocab_size} is too small for data.messages_column, which needs"
                 " 256 bytes and 5 special tokens; set 261 or more."

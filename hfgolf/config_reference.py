@@ -21,9 +21,9 @@ A config is a YAML file of sections. `configs/` has `configs/small.yaml`, `confi
 GPU, `configs/tinystories.yaml` and `configs/fineweb_124m.yaml`; `configs/golf_*.yaml` are for a number of bytes (see
 docs/golf.md). Each begins with its command and what to expect.
 
-Every key is also an option, such as `--optim.learning_rate 3e-4`. The command line wins over the file, and the file
-over the default. `--help` explains every key, and `--print_config` prints the outcome. An unknown key or a wrong value
-gives one line that names the right one.
+Every key is also an option, such as `--optim.learning_rate 3e-4`. The command line wins over the file, in whatever
+order they come, and the file over the default. Of a key given twice, the last value counts. `--help` explains every
+key, and `--print_config` prints the outcome. An unknown key or a wrong value gives one line that names the right one.
 
 The default model is a modern block: RMSNorm, rotary positions, normed queries and keys, squared ReLU, no biases, and
 output projections that start at zero. These options make it GPT-2, to 1e-5 in the logits:

@@ -6,9 +6,10 @@ and PNG: means, paired differences with p-values, and the steps and seconds to r
 
 import logging
 import shlex
+import sys
 from pathlib import Path
 
-from hfgolf.command_line import run_command
+from hfgolf.command_line import run_command, split_options
 from hfgolf.errors import UserError
 from hfgolf.script_options import MARK, ScriptParser, check_output, within
 from hfgolf.tools.compare.experiment import load_experiment, plan_runs
@@ -42,9 +43,11 @@ def main() -> None:
         metavar="KEY=VALUE",
         help="an option of sbatch for each job, such as partition=gpu, gpus=1 or time=480 (minutes); repeatable",
     )
-    arguments, run_options = parser.parse_known_args()
+    run_options, own = split_options(sys.argv[1:])
+    arguments, unknown = parser.parse_known_args(own)
+    run_options += unknown
     if arguments.runs and run_options:
-        raise UserError(f"--runs: only reads runs, so {run_options[0]} has no effect; remove it.")
+        raise UserError(f"--runs: only reads runs, so {run_options[0].partition('=')[0]} has no effect; remove it.")
     if arguments.slurm and (arguments.runs or arguments.launcher != "slurm"):
         raise UserError("--slurm: is for jobs, so it has no effect here; add --launcher slurm to start runs as jobs.")
     if not arguments.runs and len(arguments.paths) > 1:

@@ -40,7 +40,7 @@ def main() -> None:
     )
     arguments, run_options = parser.parse_known_args()
     rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
-    resolved = load_config(run_options)
+    resolved = load_config(run_options, needs_limit=False)
     check_picture("--output", arguments.output, [arguments.output.with_suffix(".json")])
 
     from hfgolf.durable import write_text

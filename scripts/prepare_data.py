@@ -41,7 +41,7 @@ def main() -> None:
         raise UserError("--tasks, --workers and --slurm need --executor datatrove.")
     if arguments.executor == "datatrove" and find_spec("datatrove") is None:
         raise UserError("--executor datatrove needs the package datatrove; run `pip install datatrove`.")
-    resolved = load_config(run_options)
+    resolved = load_config(run_options, needs_limit=False)
     from hfgolf.data.token_cache import load_tokens
     from hfgolf.train.console import show_log
 

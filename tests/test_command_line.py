@@ -45,6 +45,46 @@ def test_command_line_overrides_file_and_file_overrides_default(config_file):
     assert resolved.config.run.name == "my_run"
 
 
+@pytest.mark.parametrize(
+    ("stated", "key", "value"),
+    [
+        (["other.txt"], "data.files", ["other.txt"]),
+        (["--data.files", "other.txt", "b.txt"], "data.files", ["other.txt", "b.txt"]),
+        (["--data.files+", "other.txt", "b.txt"], "data.files", ["s.txt", "other.txt", "b.txt"]),
+        (["--train.max_steps", "77"], "train.max_steps", 77),
+        (["--model.overrides={a: 1}"], "model.overrides", {"a": 1}),
+        (["--optim.betas=[0.5, 0.6]"], "optim.betas", (0.5, 0.6)),
+        (["--track.run_name=null"], "track.run_name", None),
+        (["--train.max_steps=5", "--train.max_steps", "77"], "train.max_steps", 77),
+        (["--data.files=1e3"], "data.files", ["1e3"]),
+        (["[draft] notes.txt"], "data.files", ["[draft] notes.txt"]),
+        (["--train.max_steps=77", "null", "007", "a=b.txt"], "data.files", ["null", "007", "a=b.txt"]),
+    ],
+    ids=str,
+)
+def test_the_command_line_wins_wherever_the_config_stands(config_file, stated, key, value):
+    path = config_file(
+        "data: {files: s.txt}\ntrain: {max_steps: 3, max_minutes: 5}\noptim: {betas: [0.8, 0.9]}\n"
+        "model: {architecture: llama, overrides: {b: 2}}\ntrack: {run_name: own}\nrun: {seed: 7}"
+    )
+    for order in itertools.permutations([stated, ["--config", path], ["--run.seed=8"]]):
+        resolved = load_config([*itertools.chain(*order)])
+        values = resolved.config.flat()
+        assert values[key] == value and values["run.seed"] == 8 and values["train.max_minutes"] == 5
+        assert resolved.sources[key] == resolved.sources["run.seed"] == "command line"
+        assert resolved.sources["train.max_minutes"] == "file"
+
+
+def test_after_two_dashes_all_are_texts():
+    config = load_config(["--train.max_steps", "3", "--", "-a.txt", "--train.max_steps"]).config
+    assert config.data.files == ["./-a.txt", "./--train.max_steps"] and config.train.max_steps == 3
+
+
+def test_a_second_config_is_refused(config_file):
+    with pytest.raises(UserError, match=r"^--config: named more than once \(small, .*my_run.yaml\); name one, and"):
+        load_config(["--config", "small", "a.txt", "--config", config_file("run: {seed: 1}")])
+
+
 def test_yaml_numbers_and_no_are_read_as_intended(config_file):
     path = config_file("optim: {learning_rate: 3e-4}\ntrain: {mixed_precision: no, compile: no, max_steps: 5}")
     config = load_config(["--config", path]).config
@@ -341,7 +381,7 @@ HOSTILE_FILES: dict[str, tuple[str | bytes, str]] = {
     "Python's tags": ("run: {name: !!python/object/apply:os.system [echo]}", "could not determine a constructor"),
     "lone surrogates": (
         'run: {output_dir: "\\ud800"}\ntrain: {max_steps: 1}',
-        "found invalid Unicode character escape code",
+        "run.output_dir: '\\ud800' is out of range; allowed: text in UTF-8, without NUL.",
     ),
 }
 

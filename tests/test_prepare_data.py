@@ -70,3 +70,9 @@ def test_mistakes_in_the_options_are_one_line(options, problem, monkeypatch, cap
         runpy.run_path(str(ROOT / "scripts" / "prepare_data.py"), run_name="__main__")
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and error.startswith(problem) and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("named", [["--data.files"], []], ids=["--data.files TEXT", "TEXT"])
+def test_no_limit_of_a_training_is_asked_for(corpus_file, tmp_path, run_script, named):
+    said = run_script("prepare_data.py", *named, corpus_file, "--data.split=contiguous", f"--data.cache_dir={tmp_path}")
+    assert said.status == 0 and "tokens" in said.out

@@ -69,7 +69,7 @@ def measure() -> Iterator[tuple[str, float]]:
     """Yield each figure of EXPECTED, in order."""
     config = load_config([f"--config={CONFIG}"]).config
     torch.manual_seed(0)
-    model = GolfForCausalLM(golf_config(config, config.tokenizer.vocab_size))
+    model = GolfForCausalLM(golf_config(config, config.tokenizer.max_vocab_size))
     shapes = [weight.shape for weight in matrices(model).values()]
     yield "weights in matrices", sum(rows * columns for rows, columns in shapes)
     yield "rows of matrices", sum(rows for rows, _ in shapes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ UNDECIDED: dict[str, Any] = {
     "batch.micro_batch_size": "auto",
     "train.eval_tokens": "auto",
     "optim.newton_schulz_dtype": "auto",
+    "tokenizer.vocab_size": "auto",
 }
 
 
@@ -95,13 +96,18 @@ def rule(key: str) -> Change:
 
 
 def run_identity(
-    resolved: ResolvedConfig, corpus: Mapping[str, Any], tokenizer_sha256: str, init_from: dict[str, Any] | None = None
+    resolved: ResolvedConfig,
+    corpus: Mapping[str, Any],
+    tokenizer_sha256: str,
+    init_from: dict[str, Any] | None = None,
+    frozen: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the content of a checkpoint's `run.json`: plain JSON, with secrets redacted.
 
     corpus: the identity of the text and its split (Corpus.identity). init_from: the weights of model.init_from.
+    frozen: the parameters that are not trained.
     """
-    return {
+    return ({"frozen": list(frozen)} if frozen else {}) | {
         "config": json.loads(json.dumps(redact_values(resolved.config.flat()))),
         "corpus": _short_corpus(corpus),
         "tokenizer_sha256": tokenizer_sha256,
@@ -165,7 +171,7 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
 
 
 def _is_of_weights(key: str) -> bool:
-    return key.startswith(("model.", "tokenizer.")) and rule(key) is Change.FIXED
+    return key == "batch.sequence_length" or (key.startswith(("model.", "tokenizer.")) and rule(key) is Change.FIXED)
 
 
 def differences(before: Mapping[str, Any], resolved: ResolvedConfig, keys: list[str]) -> list[str]:
@@ -249,6 +255,8 @@ def keep_decisions(
             resolved = resolved.resolve("the run so far", **{key.replace(".", "__"): decision})
         else:
             logger.info("%s: the run used %s, which is not possible here; deciding again", key, decision)
+    if resolved.sources.get("tokenizer.kind") == "auto" and before.get("tokenizer.kind") in ("bpe", "byte"):
+        resolved = resolved.resolve("the run so far", tokenizer__kind=before["tokenizer.kind"])
     return resolved
 
 

@@ -58,6 +58,7 @@ _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
 # The BPE trainer keeps every distinct word and its count in memory, and reads 1 to 2 MB/s per core. More text than this
 # is sampled evenly. (Pieces have a bounded length, so no single document becomes a huge list of words either.)
 TRAINING_SAMPLE_BYTES_PER_ENTRY = 4096
+_FEW_BYTES = 200_000  # from here on, most text supports 4,096 entries
 _FORMAT_VERSION = 1
 
 Encoded = tuple[np.ndarray, list[int]]
@@ -93,7 +94,8 @@ def build_tokenizer(
         _log.info("tokenizer damaged: %s (%s); training it again", path, _problem(path))
     pieces = train_pieces()
     is_chat = _is_chat(corpus_identity)
-    tokenizer = _wrap(_train_bpe(pieces, config, is_chat) if config.kind == "bpe" else _train_char(pieces))
+    kinds: dict[str, Callable[..., Tokenizer]] = {"bpe": _train_bpe, "char": _train_char}
+    tokenizer = _wrap(kinds[config.kind](pieces, config, is_chat))
     if is_chat:
         add_chat_template(tokenizer)
     partial = path.with_name(f".partial-{path.name}")
@@ -116,6 +118,8 @@ def find_tokenizer(
         path = _tokenizer_path(config, corpus_identity, folder)
         return _load(path) if _problem(path) is None else None
     is_byte = config.kind == "byte"
+    if not is_byte and config.kind != "pretrained":
+        raise ValueError(f"tokenizer.kind is {config.kind!r}; it must be bpe, byte, char or pretrained")
     tokenizer = _wrap(byte_level_tokenizer([])) if is_byte else _load_pretrained(str(config.name_or_path))
     if _is_chat(corpus_identity) and tokenizer.chat_template is None:
         add_chat_template(tokenizer)
@@ -469,7 +473,7 @@ def byte_level_tokenizer(characters: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _train_char(pieces: Dataset) -> Tokenizer:
+def _train_char(pieces: Dataset, *_: object) -> Tokenizer:
     """Return a tokenizer with one entry per character of the text.
 
     Its vocabulary is the 256 bytes (which include ASCII), the other characters seen, and the end-of-text token. An
@@ -488,7 +492,10 @@ def _train_bpe(pieces: Dataset, config: TokenizerConfig, is_chat: bool) -> Token
     is_chat: leave room for CHAT_TOKENS.
     """
     num_reserved = len(CHAT_TOKENS) if is_chat else 0
-    vocab_size = config.vocab_size - num_reserved
+    vocab_size = config.max_vocab_size - num_reserved
+    if config.vocab_size == "auto" and (num_bytes := num_text_bytes(pieces)) < _FEW_BYTES:
+        vocab_size = 257  # the bytes and the end of text
+        _log.info("tokenizer: bytes, because there are only %s kB of training text", f"{num_bytes / 1000:,.1f}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -506,6 +513,8 @@ def _train_bpe(pieces: Dataset, config: TokenizerConfig, is_chat: bool) -> Token
     seconds = time.perf_counter() - started_at
     _log.debug("trained a BPE tokenizer on %.1f MB in %.1f s", num_text_bytes(sample) / 1e6, seconds)
     reached = tokenizer.get_vocab_size()
-    if reached < vocab_size:
+    if reached < vocab_size and config.vocab_size != "auto":
         raise TooFewEntriesError(config.vocab_size, reached + num_reserved)
+    if reached < vocab_size:
+        _log.info("tokenizer: %s entries, all that this text supports", f"{reached + num_reserved:,}")
     return tokenizer

@@ -107,6 +107,8 @@ def allocate(
             # codes are eighths of an octave: spread the rows evenly over one of them, so that the size is smooth in D
             spread = (rows_before + np.arange(len(weight))) * _GOLDEN % 1 - 0.5
             row_steps = 2.0 ** (spread / CODES_PER_OCTAVE)
+        elif allocation != "curvature":
+            raise ValueError(f"allocation is {allocation!r}; it must be curvature, sdclip or uniform")
         result[name] = UnitSteps(row_steps, column_codes, row_rms, scaled.max(axis=1), weight.shape[1])
         rows_before += len(weight)
     return result

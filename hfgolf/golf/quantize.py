@@ -150,6 +150,8 @@ def plan_steps(
     nearest = allocate(weights, allocation, curvature, None, column_steps)
     if method == "nearest":
         return nearest, None
+    if method != "gptq":
+        raise ValueError(f"method is {method!r}; it must be gptq or nearest")
     noise = lost_share(nearest, scale_for_bytes(nearest, available_bytes, *scale_range(nearest)))
     feedback = {name: error_feedback(curvature[name].hessian, damping + noise) for name in weights}
     return allocate(weights, allocation, curvature, feedback, column_steps), feedback

@@ -68,12 +68,19 @@ class PassBytes:
 
 
 def pass_bytes(
-    config: PreTrainedConfig, batch: int, sequence: int, precision: str, checkpointing: bool, device: str
+    config: PreTrainedConfig,
+    batch: int,
+    sequence: int,
+    precision: str,
+    checkpointing: bool,
+    device: str,
+    frozen: tuple[str, ...] = (),
 ) -> PassBytes:
     """Return the bytes of a pass over `batch` sequences: of one and of two of them, continued on a line.
 
-    precision: no, bf16 or fp16. device: cuda or cpu; a GPU that torch was not built for is predicted as a CPU. If the
-    model cannot run on fake tensors, warns once and returns 0 bytes.
+    precision: no, bf16 or fp16. device: cuda or cpu; a GPU that torch was not built for is predicted as a CPU.
+    frozen: the names of parameters without a gradient. If the model cannot run on fake tensors, warns once and returns
+    0 bytes.
     """
     device = device if device == "cpu" or torch.cuda.is_available() else "cpu"
     rows = 1
@@ -81,21 +88,29 @@ def pass_bytes(
     if not attention_contexts(config, sequence) and sequence > row:
         rows, sequence = -(-sequence // row), row
     shape = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    one = _measure(shape, rows, sequence, precision, checkpointing, device)
+    one = _measure(shape, rows, sequence, precision, checkpointing, device, frozen)
     if batch == 1:
         return one
-    two = _measure(shape, 2 * rows, sequence, precision, checkpointing, device)
+    two = _measure(shape, 2 * rows, sequence, precision, checkpointing, device, frozen)
     rest = batch - 1
     return PassBytes(one.kept + rest * (two.kept - one.kept), one.peak + rest * (two.peak - one.peak))
 
 
 @lru_cache(maxsize=32)
-def _measure(shape: str, batch: int, sequence: int, precision: str, checkpointing: bool, device: str) -> PassBytes:
+def _measure(
+    shape: str,
+    batch: int,
+    sequence: int,
+    precision: str,
+    checkpointing: bool,
+    device: str,
+    frozen: tuple[str, ...],
+) -> PassBytes:
     fields = json.loads(shape)
     config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     try:
         with _quiet(), FakeTensorMode(), torch.device(device), torch.random.fork_rng([]):
-            return _run(config, (batch, sequence), precision, checkpointing, device)
+            return _run(config, (batch, sequence), precision, checkpointing, device, frozen)
     except Exception as error:  # whatever an operator without fake tensors raises
         _warn(config.model_type, first_line(error)[:150])
         return PassBytes(0, 0)
@@ -108,12 +123,19 @@ def _warn(model_type: str, reason: str) -> None:
 
 
 def _run(
-    config: PreTrainedConfig, tokens: tuple[int, int], precision: str, checkpointing: bool, device: str
+    config: PreTrainedConfig,
+    tokens: tuple[int, int],
+    precision: str,
+    checkpointing: bool,
+    device: str,
+    frozen: tuple[str, ...],
 ) -> PassBytes:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).train()
     add_loss(model)
     if checkpointing:
         checkpoint_layers(model)
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     live = LiveBytes()
     for tensor in (*model.parameters(), *model.buffers()):
         live.note(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ def token_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     - The two matmuls of attention cost 6 * width * context per layer. That is half of PaLM's count (Chowdhery et al.
       2022, appendix B), because causal attention only needs half of the scores.
     - Norms, activations, softmax and the optimizer are not counted, as in PaLM and in torch's FlopCounterMode.
+    - A frozen weight has no gradient: 4 FLOPs, or 2 if nothing before it is trained. Attention counts alike.
     - Recomputation is each block's forward pass without its last matmul: the backward pass does not need its result, so
       torch.utils.checkpoint stops before it.
     """
@@ -52,19 +54,19 @@ def token_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
 
 
 def _golf_flops(model: GolfForCausalLM, sequence_length: int) -> TokenFlops:
-    config, order = model.config, layer_order(model.config)
+    config, order, factors = model.config, layer_order(model.config), _factors(model)
     products = {name: p.numel() for name, p in model.named_parameters() if name.endswith(("proj.weight", ".head_gate"))}
-    in_layers = sum(
-        sum(size for name, size in products.items() if name.startswith(f"model.layers.{index}.")) for index in order
-    )
-    outside = sum(size for name, size in products.items() if ".layers." not in name)
+    names = [name for index in order for name in products if name.startswith(f"model.layers.{index}.")]
+    in_layers = sum(products[name] for name in names)
+    names += [name for name in products if ".layers." not in name]
+    matrices = [(factors[name], products[name]) for name in names]
     is_scaled = config.branch_scale or config.lanes  # then the gradient of the scale needs the last matmul's result
     last_matmuls = 0 if is_scaled else len(order) * config.hidden_size * config.intermediate_size
     attention = len(order) * config.hidden_size * sequence_length
     return TokenFlops(
-        matrices=6.0 * (in_layers + outside),
-        attention=6.0 * attention,
-        head=6.0 * config.vocab_size * (config.embedding_size or config.hidden_size),
+        matrices=sum(factor * size for factor, size in matrices),
+        attention=_of_attention(matrices) * attention,
+        head=_of_head(model) * config.vocab_size * (config.embedding_size or config.hidden_size),
         recomputation=2.0 * (in_layers - last_matmuls) + 2.0 * attention,
     )
 
@@ -76,22 +78,46 @@ def _flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     Recomputation is counted as the whole forward pass of the layers.
     """
     config: Any = model.config
-    matrices, head = 0.0, model.get_output_embeddings()
-    kinds = parameter_kinds(model)
+    head = model.get_output_embeddings()
+    kinds, factors = parameter_kinds(model), _factors(model)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     share = min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / experts)
-    for name, parameter in model.named_parameters():
-        if kinds[name] == "matrix":
-            matrices += parameter.numel() * (share if parameter.ndim > 2 else 1)
-    matrices += sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv1d))
+    matrices = [
+        (factors[name], parameter.numel() * (share if parameter.ndim > 2 else 1))
+        for name, parameter in model.named_parameters()
+        if kinds[name] == "matrix"
+    ]
+    convolutions = (module for module in model.named_modules() if isinstance(module[1], nn.Conv1d))
+    matrices += [(factors[f"{name}.weight"], module.weight.numel()) for name, module in convolutions]
     width = getattr(config, "num_attention_heads", 0) * head_size(config)
     attention = sum(width * context for context in attention_contexts(config, sequence_length))
     return TokenFlops(
-        matrices=6.0 * matrices,
-        attention=6.0 * attention,
-        head=6.0 * (0 if head is None else head.weight.numel()),
-        recomputation=2.0 * matrices + 2.0 * attention,
+        matrices=sum(factor * size for factor, size in matrices),
+        attention=_of_attention(matrices) * attention,
+        head=0.0 if head is None else _of_head(model) * head.weight.numel(),
+        recomputation=2.0 * sum(size for _, size in matrices) + 2.0 * attention,
     )
+
+
+def _factors(model: PreTrainedModel) -> dict[str, float]:
+    """Return the FLOPs per weight of each parameter: two forward, two for its input's gradient, two for its own."""
+    factors, flows = {}, False
+    for name, parameter in model.named_parameters():  # in the order of the forward pass
+        flows = flows or parameter.requires_grad
+        factors[name] = 2.0 + 2.0 * flows + 2.0 * parameter.requires_grad
+    return factors
+
+
+def _of_head(model: PreTrainedModel) -> float:
+    """Return those of the head, which may be the embedding, too."""
+    flows = any(parameter.requires_grad for parameter in model.parameters())
+    return 2.0 + 2.0 * flows + 2.0 * model.get_output_embeddings().weight.requires_grad
+
+
+def _of_attention(matrices: Sequence[tuple[float, float]]) -> float:
+    """Return the FLOPs per product of attention: two forward, and four backward in the layers that gradients reach."""
+    reached = sum(size for factor, size in matrices if factor > 2)
+    return 2.0 + 4.0 * reached / (sum(size for _, size in matrices) or 1.0)
 
 
 def head_size(config: Any) -> int:

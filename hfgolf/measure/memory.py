@@ -97,6 +97,8 @@ def training_memory(
     *,
     parameters: int,
     matrix_parameters: int,
+    frozen_parameters: int = 0,
+    frozen_matrix_parameters: int = 0,
     batch: int,
     sequence: int,
     optimizer: str = "muon",
@@ -117,6 +119,7 @@ def training_memory(
         model: the shapes and options of the model.
         parameters: number of all parameters.
         matrix_parameters: number of parameters in the blocks' matrices, which Muon updates.
+        frozen_parameters, frozen_matrix_parameters: how many of these have no gradient and no state.
         batch: sequences per micro-batch.
         sequence: tokens per sequence.
         accumulates: whether a step has several micro-batches.
@@ -134,9 +137,10 @@ def training_memory(
     workspaces (about 0.5 GB) and, on a CPU, `fragmented_bytes`.
     """
     weights = 4 * parameters
-    state = 8 * parameters if optimizer == "adamw" else 4 * parameters
+    trained, trained_matrices = parameters - frozen_parameters, matrix_parameters - frozen_matrix_parameters
+    state = 8 * trained if optimizer == "adamw" else 4 * trained
     if optimizer == "muon":
-        state += 4 * (parameters - matrix_parameters)
+        state += 4 * (trained - trained_matrices)
     state = state // 2 if half_state else state
     average = weights if ema else 0
     half = precision != "no"
@@ -160,18 +164,18 @@ def training_memory(
     head = model.vocab_size * width
     loss = 4 * head + tokens * stream + _chunk_bytes(model, tokens, half, device, chunk_elements)
     backward = max(backward + 4 * head, 8 * head + tokens * stream)
-    gradients = weights
+    gradients = 4 * trained
     update = _orthogonalization_bytes(model, device) if optimizer == "muon" else 0
     if cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
-        update = 4 * matrix_parameters + max(update, 8 * matrix_parameters)
-    buckets = weights if processes > 1 else 0
+        update = 4 * trained_matrices + max(update, 8 * trained_matrices)
+    buckets = gradients if processes > 1 else 0
     if is_sharded:
         weights, gradients, state, average = (
             math.ceil(whole / processes) for whole in (weights, weights, state, average)
         )
         buckets = _gathered_bytes(parameters, matrix_parameters, model.num_hidden_layers)
         if optimizer == "muon":  # whole directions and updates, and the directions' shards
-            update += 8 * matrix_parameters + math.ceil(4 * matrix_parameters / processes)
+            update += 8 * trained_matrices + math.ceil(4 * trained_matrices / processes)
     casts_in_backward = casts // model.num_hidden_layers if gradient_checkpointing else casts  # of one block only
     in_pass = activations + max(casts + loss, casts_in_backward + backward) + (gradients if accumulates else 0)
     in_update = gradients + update
@@ -335,11 +339,13 @@ def run_memory(
     if not isinstance(model, GolfForCausalLM):
         return _other_memory(config, model, micro_batch_size, accumulates, num_processes, device)
     kinds = parameter_kinds(model)
-    sizes = [(kinds[name], p.numel()) for name, p in model.named_parameters()]
+    sizes = [(kinds[name], p.numel(), p.requires_grad) for name, p in model.named_parameters()]
     return training_memory(
         model.config,
-        parameters=sum(size for _, size in sizes),
-        matrix_parameters=sum(size for kind, size in sizes if kind == "matrix"),
+        parameters=sum(size for _, size, _ in sizes),
+        matrix_parameters=sum(size for kind, size, _ in sizes if kind == "matrix"),
+        frozen_parameters=sum(size for _, size, is_trained in sizes if not is_trained),
+        frozen_matrix_parameters=sum(size for kind, size, is_trained in sizes if kind == "matrix" and not is_trained),
         batch=micro_batch_size,
         sequence=config.batch.sequence_length,
         optimizer=config.optim.name,
@@ -361,10 +367,12 @@ def _other_memory(
 ) -> TrainingMemory:
     """Predict the bytes for any architecture. Its activations include 16-bit copies of weights and the loss."""
     kinds, optim = parameter_kinds(model), config.optim
-    matrices = [p.shape for name, p in model.named_parameters() if kinds[name] == "matrix" and p.ndim == 2]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p.shape for name, p in trained.items() if kinds[name] == "matrix" and p.ndim == 2]
     of_matrices, weights = sum(shape.numel() for shape in matrices), 4 * model.num_parameters()
+    gradients = 4 * sum(p.numel() for p in trained.values())
     by_muon = of_matrices if optim.name == "muon" else 0
-    state = weights if optim.name == "sgd" else 2 * weights - 4 * by_muon
+    state = gradients if optim.name == "sgd" else 2 * gradients - 4 * by_muon
     state = state // 2 if optim.state_dtype == "bf16" else state
     update = 0
     if by_muon:
@@ -373,13 +381,14 @@ def _other_memory(
         update = 4 * of_matrices + max(update, 8 * of_matrices)
     precision, checkpointing = str(config.train.mixed_precision), config.model.gradient_checkpointing
     length = config.batch.sequence_length
-    measured = pass_bytes(model.config, micro_batch_size, length, precision, checkpointing, device)
-    average, buckets = weights if optim.has_ema else 0, weights if processes > 1 else 0
-    in_pass = measured.peak + (weights if accumulates else 0)  # gradients are as large as the weights
+    frozen = tuple(name for name, _ in model.named_parameters() if name not in trained)
+    measured = pass_bytes(model.config, micro_batch_size, length, precision, checkpointing, device, frozen)
+    average, buckets = weights if optim.has_ema else 0, gradients if processes > 1 else 0
+    in_pass = measured.peak + (gradients if accumulates else 0)
     return TrainingMemory(
-        weights=weights, gradients=weights, optimizer=state, ema=average, buckets=buckets, casts=0,
+        weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, casts=0,
         activations=measured.kept, loss=0, backward=measured.peak - measured.kept, update=update,
-        peak=weights + state + average + buckets + max(in_pass, weights + update),
+        peak=weights + state + average + buckets + max(in_pass, gradients + update),
     )  # fmt: skip
 
 

@@ -83,6 +83,8 @@ class GolfRMSNorm(nn.Module):
 def _build_norm(config: Any) -> nn.Module:
     if config.norm == "rmsnorm":
         return GolfRMSNorm(config.hidden_size, config.norm_eps, config.norm_weight)
+    if config.norm != "layernorm":
+        raise ValueError(config.norm)
     return nn.LayerNorm(config.hidden_size, config.norm_eps, config.norm_weight, bias=config.use_bias)
 
 
@@ -211,7 +213,8 @@ class GolfMLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.activation = _ACTIVATIONS.get(config.activation) or _squared(F.leaky_relu, config.activation_slope)
+        is_leaky, slope = config.activation == "leaky_relu2", config.activation_slope
+        self.activation = _squared(F.leaky_relu, slope) if is_leaky else _ACTIVATIONS[config.activation]
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.gate_proj = None
         if config.activation == "swiglu":
@@ -428,6 +431,8 @@ def squash(x: Tensor, form: str) -> Tensor:
     """Return tanh(x), or poly5: x (1 - x^2/3 + x^4/15) for x in [-2, 2], clipped to [-1, 1]."""
     if form == "tanh":
         return torch.tanh(x)
+    if form != "poly5":
+        raise ValueError(form)
     x = x.clamp(-2, 2)
     square = x * x
     return (x * (1 - square / 3 + square * square / 15)).clamp(-1, 1)

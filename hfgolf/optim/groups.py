@@ -69,10 +69,10 @@ def parameter_groups(
     kinds: Mapping[str, str] | None = None,
     in_out: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return one group for each kind of parameter present, in the order of KINDS.
+    """Return one group for each kind of parameter present, in the order of KINDS; without frozen ones.
 
-    Heads get no weight decay. "initial_lr" and "initial_weight_decay" are the peaks that the schedule multiplies. Muon
-    takes weights of two dimensions; a stack of matrices is a group of its own, which follows AdamW.
+    "initial_lr" and "initial_weight_decay" are the peaks that the schedule multiplies. Muon takes weights of two
+    dimensions; a stack of matrices is a group of its own, which follows AdamW.
 
     fused: maps the name (or pattern) of a weight that stacks several matrices to the row count of each. Muon
     orthogonalizes them separately unless optim.split_qkv is false. kinds: the kind of each parameter by name; None: the
@@ -90,6 +90,8 @@ def parameter_groups(
     members: dict[tuple[str, bool, bool], list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
         kind = parameter_kind(name) if kinds is None else kinds[name]
+        if not parameter.requires_grad:
+            continue
         is_stack = kind == "matrix" and parameter.ndim > 2
         members.setdefault((kind, is_stack, name in in_out), []).append((name, parameter))
     ordered = sorted(members, key=lambda key: (KINDS.index(key[0]), *key[1:]))
@@ -106,10 +108,13 @@ def _group(
 ) -> dict[str, Any]:
     rule = optim.name if (kind == "matrix" and not is_stack) or optim.name != "muon" else "adamw"
     learning_rate = optim.adamw_learning_rate if rule != optim.name else optim.learning_rate
-    stated = {"embedding": optim.embedding_learning_rate, "vector": optim.vector_learning_rate}.get(kind)
+    stated, weight_decay = {
+        "matrix": (None, optim.weight_decay),
+        "embedding": (optim.embedding_learning_rate, optim.embedding_weight_decay),
+        "head": (None, optim.head_weight_decay),
+        "vector": (optim.vector_learning_rate, optim.vector_weight_decay),
+    }[kind]
     learning_rate = learning_rate if stated is None else stated
-    decays = {"matrix": optim.weight_decay, "embedding": optim.embedding_weight_decay}
-    weight_decay = (decays | {"vector": optim.vector_weight_decay}).get(kind, 0.0)
     return {
         "params": members,
         "kind": kind,

@@ -7,7 +7,7 @@ Owns the shapes of the schedules. Holds no state, so a resume only needs the ste
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -41,29 +41,27 @@ def learning_rate_multiplier(step: int, total_steps: float, schedule: ScheduleCo
 
 def _decay(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
     """Return the schedule after the warmup, without its floor: from 1 down to 0."""
+    if schedule.name == "constant":
+        return 1.0
+    if schedule.name == "wsd":
+        return _warmdown(step, total_steps, schedule)
     progress = (step - schedule.warmup_steps) / max(1.0, total_steps - schedule.warmup_steps)
     progress = min(1.0, max(0.0, progress))
     match schedule.name:
-        case "constant":
-            return 1.0
-        case "wsd":
-            return _warmdown(step, total_steps, schedule)
         case "linear":
             return 1 - progress
         case "cosine" | "cosine_warmdown":
             return 0.5 * (1 + math.cos(math.pi * progress))
-    raise ValueError(f"there is no schedule {schedule.name!r}")
+        case _:
+            assert_never(schedule.name)
 
 
 def _warmdown(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
     """Return 1 before the last warmdown_fraction of the run, then a decay to 0."""
     left = _warmdown_left(step, total_steps, schedule)
-    match schedule.warmdown_shape:
-        case "linear":
-            return left
-        case "1-sqrt":
-            return 1 - math.sqrt(1 - left)
-    raise ValueError(f"there is no warmdown {schedule.warmdown_shape!r}")
+    if schedule.warmdown_shape == "1-sqrt":
+        return 1 - math.sqrt(1 - left)
+    return left if schedule.warmdown_shape == "linear" else assert_never(schedule.warmdown_shape)
 
 
 def _warmdown_left(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
@@ -102,14 +100,11 @@ def weight_decay_multiplier(step: int, total_steps: float, schedule: ScheduleCon
     total_steps: as in `learning_rate_multiplier`. The optimizer multiplies weight decay by the learning rate again, so
     under schedule.weight_decay learning_rate, weights shrink with the square of the learning rate multiplier.
     """
-    match schedule.weight_decay:
-        case "constant":
-            return 1.0
-        case "linear":
-            return max(0.0, 1 - step / total_steps)
-        case "learning_rate":
-            return learning_rate_multiplier(step, total_steps, schedule)
-    raise ValueError(f"weight decay has no schedule {schedule.weight_decay!r}")
+    if schedule.weight_decay == "learning_rate":
+        return learning_rate_multiplier(step, total_steps, schedule)
+    if schedule.weight_decay == "linear":
+        return max(0.0, 1 - step / total_steps)
+    return 1.0 if schedule.weight_decay == "constant" else assert_never(schedule.weight_decay)
 
 
 def apply_schedule(

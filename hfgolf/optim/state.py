@@ -23,7 +23,7 @@ STATE_NAMES = {
     "sgd": ("momentum_buffer",),
 }
 LAYOUT_KEYS = ("param_names", "splits", "in_out", "state_dtype")  # what a group knows of its own parameters and state
-STORED_DTYPES = {"bf16": torch.bfloat16}
+STORED_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
@@ -33,7 +33,7 @@ def state_dtype(param: Tensor) -> torch.dtype:
 
 def stored_dtype(group: Group, param: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's moments between steps."""
-    return STORED_DTYPES.get(group["state_dtype"], state_dtype(param))
+    return STORED_DTYPES[group["state_dtype"]] or state_dtype(param)
 
 
 def num_outputs(group: Group, param: Tensor) -> int:

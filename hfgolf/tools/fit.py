@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfgolf.command_line import ResolvedConfig, as_resolved, as_yaml, load_config, text_name
+from hfgolf.command_line import ResolvedConfig, as_resolved, find_config, load_config, read_yaml, shipped_base
 from hfgolf.config import RunConfig
 from hfgolf.data.files import require_paths
 from hfgolf.errors import UserError
 from hfgolf.run.folder import run_folder
-from hfgolf.tools.passed import text_file, weights_folder
+from hfgolf.tools.passed import is_splits, text_file, tokenizer_folder, weights_folder
 from hfgolf.tools.trained_run import TrainedRun
 from hfgolf.train.callbacks import Callback
 from hfgolf.train.claim import changed_text, changes
 from hfgolf.train.console import show_log
 from hfgolf.train.once import train_once
 from hfgolf.train.process import resolve_precision
+from hfgolf.wording import shortened
 
 if TYPE_CHECKING:
+    import pandas as pd
     from datasets import Dataset
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -43,7 +45,7 @@ def fit(
     max_minutes: float | None = None,
     max_steps: int | None = None,
     seed: int | None = None,
-    data: Mapping[str, Any] | Dataset | Sequence[str] | None = None,
+    data: Mapping[str, Any] | Dataset | pd.DataFrame | Iterable[str] | None = None,
     model: Mapping[str, Any] | PreTrainedModel | None = None,
     tokenizer: Mapping[str, Any] | PreTrainedTokenizerBase | None = None,
     callbacks: Sequence[Callback] = (),
@@ -63,9 +65,10 @@ def fit(
     another run has it.
     max_minutes, max_steps: when to end. One of them replaces both limits of the config.
     data, model, tokenizer, and sections: a section of the config as {key: value}; docs/config.md lists them. Or
-    objects: a Dataset with a column `text`, or one string per document, as data; a PreTrainedModel, whose weights
-    training starts from, with its tokenizer; then the rates and sizes are those of the shipped config finetune. They
-    are copied to data.cache_dir, where resuming finds them.
+    objects: as data a Dataset, a DataFrame or another table with a column `text` (or the data.text_column of config),
+    or one string per document; a PreTrainedModel, whose weights training starts from, with its tokenizer; then the
+    rates and sizes are those of the shipped config finetune. They are copied to data.cache_dir, where resuming finds
+    them.
     callbacks: see `hfgolf.Callback`.
 
     If SIGINT (a notebook's stop button) ends the run, it is saved and returned as it is. Raises UserError for a problem
@@ -75,19 +78,18 @@ def fit(
     stated: dict[str, Any] = {f"train.{key}": value for key, value in limits.items() if any(limits.values())}
     stated |= {key: value for key, value in (("run.name", name), ("run.seed", seed)) if value is not None}
     for section, values in ({"data": data, "model": model, "tokenizer": tokenizer} | sections).items():
-        if isinstance(values, Mapping):
+        if isinstance(values, Mapping) and not is_splits(values):
             stated |= {f"{section}.{key}": value for key, value in values.items()}
         elif section in sections:  # not a section: the command line's answer to an unknown key
             stated[section] = values
-    texts = [str(file) for file in ([files] if isinstance(files, str | Path) else files)]
-    if data is not None and not isinstance(data, Mapping):
-        texts.append(str(text_file(data, stated)))
+    texts = _paths(files)
+    known = _known(config) | stated
+    if data is not None and (not isinstance(data, Mapping) or is_splits(data)):
+        texts.append(str(text_file(data, known)))
     if model is not None and not isinstance(model, Mapping):
-        stated |= weights_folder(model, tokenizer, stated)
-        if config is None:  # whose own text and model are only an example
-            shipped = load_config("finetune")
-            kept = {key: source for key, source in shipped.sources.items() if not key.startswith(("data.", "model."))}
-            config = ResolvedConfig(shipped.config, kept)
+        stated |= weights_folder(model, tokenizer, known)
+    elif tokenizer is not None and not isinstance(tokenizer, Mapping):
+        stated |= tokenizer_folder(tokenizer, known)
     resolved = _resolve(texts, config, stated)
     with _shown_log():
         resolved = resolve_precision(resolved)
@@ -106,21 +108,38 @@ def fit(
     return TrainedRun(folder.path)
 
 
+def _paths(files: Any) -> list[str]:
+    """Return the paths that `files` names. Raises UserError for other objects."""
+    listed = [files] if isinstance(files, str | Path) else files
+    if not isinstance(listed, Sequence | Iterator) or isinstance(listed, bytes) or hasattr(listed, "read"):
+        raise UserError(f"files: {type(files).__name__} names no files; pass paths, and tables or texts as data=.")
+    listed = list(listed)
+    if wrong := [path for path in listed if not isinstance(path, str | Path)]:
+        raise UserError(f"files: {shortened(wrong[0])} is no path; pass paths, and tables or texts as data=.")
+    return [str(path) for path in listed]
+
+
+def _known(config: str | Path | RunConfig | ResolvedConfig | None) -> dict[str, Any]:
+    """Return {"section.key": value} of a config as it is given, not yet checked."""
+    if isinstance(config, RunConfig | ResolvedConfig):
+        return as_resolved(config).config.flat()
+    return {} if config is None else read_yaml(find_config(str(config)))
+
+
 def _resolve(
     texts: Sequence[str], config: str | Path | RunConfig | ResolvedConfig | None, stated: dict[str, Any]
 ) -> ResolvedConfig:
     """Return the checked config; the stated values win over `config`."""
-    arguments = list(texts)
-    if isinstance(config, RunConfig | ResolvedConfig):
-        arguments, before = [], as_resolved(config)
-        values = before.config.flat()
-        of_texts = {"data.files": list(texts), "run.name": text_name(texts)} if texts else {}
-        stated = {key: values[key] for key in before.sources} | of_texts | stated
-    elif config is not None or not texts:
-        arguments.append(f"--config={config or 'small'}")
+    base = None
+    arguments = [f"./{text}" if text.startswith("-") else text for text in texts]
+    if config is None:
+        base = shipped_base("model.init_from" in stated)
+    elif isinstance(config, RunConfig | ResolvedConfig):
+        base = as_resolved(config)
+    else:
+        arguments.append(f"--config={config}")
     stated = {"train.resume": "auto"} | stated
-    arguments += [f"--{key}={value if isinstance(value, str) else as_yaml(value)}" for key, value in stated.items()]
-    return load_config(arguments, where=_WHERE)
+    return load_config(arguments, where=_WHERE, base=base, values=stated)
 
 
 def _with_own_folder(resolved: ResolvedConfig) -> ResolvedConfig:

@@ -158,7 +158,7 @@ def count_tokens(config: RunConfig) -> TokenCounts:
     if tokenizer.kind == "pretrained":
         loaded = find_tokenizer(tokenizer, {}, Path())
         return TokenCounts(embedding_rows(loaded) if loaded else 0, note=reason)
-    return TokenCounts(VOCABULARIES.get(tokenizer.kind, tokenizer.vocab_size), note=reason)
+    return TokenCounts(VOCABULARIES.get(tokenizer.kind, tokenizer.max_vocab_size), note=reason)
 
 
 def this_machine(precision: str, processes: int) -> Machine:

@@ -7,6 +7,7 @@ of a Golf model. Does not load weights.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -33,11 +34,14 @@ def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfCon
     return GolfConfig(**shape | sizes, **token_ids)
 
 
-def build_model(config: RunConfig, vocab_size: int, device: str, **token_ids: Any) -> PreTrainedModel:
+def build_model(
+    config: RunConfig, vocab_size: int, device: str, frozen: Collection[str] = (), **token_ids: Any
+) -> PreTrainedModel:
     """Build the model for training on a device type (cuda, cpu). train.mixed_precision must be decided.
 
-    token_ids: as in `golf_config`. The weights are on torch's default device: the CPU, or that of an enclosing
-    `with torch.device`. On the meta device, an architecture other than Golf does not get its loss.
+    frozen: the names of parameters that are not trained. token_ids: as in `golf_config`. The weights are on torch's
+    default device: the CPU, or that of an enclosing `with torch.device`. On the meta device, an architecture other than
+    Golf does not get its loss.
 
     Raises UserError if the config does not describe a model that can be trained.
     """
@@ -48,7 +52,19 @@ def build_model(config: RunConfig, vocab_size: int, device: str, **token_ids: An
         model = _build_other(config, vocab_size, **token_ids)
     if config.model.gradient_checkpointing:
         checkpoint_layers(model)
+    _freeze(model, frozen)
     return model
+
+
+def _freeze(model: PreTrainedModel, names: Collection[str]) -> None:
+    parameters = dict(model.named_parameters())
+    if unknown := [name for name in names if name not in parameters]:
+        raise UserError(
+            f"model.init_from: {unknown[0]} is frozen, and {type(model).__name__} has no such parameter; set"
+            " model.architecture to that of the weights."
+        )
+    for name in names:
+        parameters[name].requires_grad_(False)
 
 
 def _build_other(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTrainedModel:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ _OF_THE_WEIGHTS = [
     if hasattr(GolfConfig, key.name) and key.name not in _OF_THE_RUN
 ]
 _SIZES = ("max_position_embeddings", "vocab_size")  # null does not state these: something else decides
+FROZEN = "frozen.json"  # beside weights: the names of the parameters that are not trained
 _REAL_IDS = 256  # of the run's text, on which a converted model is compared with the original
 
 
@@ -56,9 +59,9 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     if config.model.init_from is None:
         return resolved
     source = find_model(config.model.init_from, "model.init_from", is_final=True)
-    if config.model.architecture != "golf":
-        return _take_tokenizer(resolved, source)
     native = load_config(source, "model.init_from")
+    if config.model.architecture != "golf":
+        return _take_tokenizer(_within(resolved, getattr(native, "max_position_embeddings", math.inf)), source)
     try:
         shape = golf_shape(native)
     except UserError as error:
@@ -82,7 +85,17 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     values = {f"model__{key}": getattr(shape, key) for key in _OF_THE_WEIGHTS if key not in stated}
     if shape.loop is not None:
         values["model__loop"] = tuple(shape.loop)
+    if shape.position_embedding == "learned":
+        resolved = _within(resolved, shape.max_position_embeddings)
     return _take_tokenizer(resolved.resolve("model.init_from", **values), source)
+
+
+def _within(resolved: ResolvedConfig, positions: float) -> ResolvedConfig:
+    """Return the config with sequences that the weights have positions for, unless it states their length."""
+    if "batch.sequence_length" in resolved.sources or resolved.config.batch.sequence_length <= positions:
+        return resolved
+    length = 1 << (int(positions).bit_length() - 1)  # a power of two divides what a step reads
+    return resolved.resolve("model.init_from", batch__sequence_length=length)
 
 
 def _take_tokenizer(resolved: ResolvedConfig, source: str) -> ResolvedConfig:
@@ -96,9 +109,16 @@ def keep_architecture(resolved: ResolvedConfig, before: Mapping[str, Any]) -> Re
     """Return the config of a resumed run, whose checkpoint says what the weights decided. before: its config."""
     if resolved.config.model.init_from is None:
         return resolved
-    keys = {f"model.{key}" for key in _OF_THE_WEIGHTS} | {"tokenizer.kind", "tokenizer.name_or_path"}
+    keys = {"tokenizer.kind", "tokenizer.name_or_path", "batch.sequence_length"}
+    keys |= {f"model.{key}" for key in _OF_THE_WEIGHTS}
     values = {key.replace(".", "__"): before[key] for key in (keys & before.keys()) - resolved.sources.keys()}
     return resolved.resolve("the run so far", **values)
+
+
+def frozen_names(config: RunConfig) -> list[str]:
+    """Return the names of the parameters of model.init_from that are not trained: of a model passed to hfgolf.fit."""
+    path = Path(config.model.init_from or "").expanduser() / FROZEN
+    return json.loads(path.read_text()) if config.model.init_from is not None and path.is_file() else []
 
 
 def load_weights(config: RunConfig, model: PreTrainedModel, tokens: TokenCache) -> dict[str, Any]:
@@ -176,7 +196,7 @@ def weights_sha256(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().numpy().data)
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

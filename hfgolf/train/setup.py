@@ -77,7 +77,7 @@ from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
 from hfgolf.train.console import console
 from hfgolf.train.feed import start_batches
-from hfgolf.train.init_from import keep_architecture, load_old_text, load_weights, take_architecture
+from hfgolf.train.init_from import frozen_names, keep_architecture, load_old_text, load_weights, take_architecture
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
     processes,
@@ -291,8 +291,9 @@ def _build(
     """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
     console.now("building the model")
     building = _building_config(resolved.config, origin)
-    _require_room(building, embedding_rows(tokens.tokenizer), accelerator)
-    raw_model = _build_model(building, tokens, accelerator.device)
+    frozen = origin.identity.get("frozen", []) if origin else frozen_names(resolved.config)
+    _require_room(building, embedding_rows(tokens.tokenizer), accelerator, frozen)
+    raw_model = _build_model(building, tokens, accelerator.device, frozen)
     if accelerator.distributed_type == DistributedType.FSDP and not isinstance(raw_model, GolfForCausalLM):
         name = resolved.config.model.architecture
         raise UserError(f"model.architecture: {name} does not train under FSDP2, only golf does; start without it.")
@@ -325,7 +326,7 @@ def _build(
         state,
         ema,
         config.train.keep_last,
-        run_identity(resolved, tokens.identity, tokens.tokenizer_sha256, init_from),
+        run_identity(resolved, tokens.identity, tokens.tokenizer_sha256, init_from, frozen),
         support,
     )
     return _Learner(resolved, accelerator, raw_model, model, optimizer, ema, state, checkpoints, predicted_memory_bytes)
@@ -352,13 +353,13 @@ def _building_config(config: RunConfig, origin: _Origin | None) -> RunConfig:
     return config.replace(model__architecture=kind, model__init_from=saved)
 
 
-def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator) -> None:
+def _require_room(config: RunConfig, vocab_size: int, accelerator: Accelerator, frozen: list[str]) -> None:
     """Raise UserError, before allocating the model, if it cannot fit even with one sequence at a time."""
     if accelerator.distributed_type == DistributedType.FSDP:
         return  # the prediction has not been measured there, so it must not refuse a run
     device = accelerator.device
     with torch.device("meta"), torch.random.fork_rng([]):
-        model = build_model(config, vocab_size, device.type)
+        model = build_model(config, vocab_size, device.type, frozen)
     require_room(config, model, accelerator.num_processes, device.type, _free_bytes(device))
 
 
@@ -367,12 +368,11 @@ def _free_bytes(device: torch.device) -> int:
     return free_memory_bytes(device) // (1 if device.type == "cuda" else _local_processes())
 
 
-def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device) -> PreTrainedModel:
+def _build_model(config: RunConfig, tokens: TokenCache, device: torch.device, frozen: list[str]) -> PreTrainedModel:
     eos, bos = tokens.tokenizer.eos_token_id, config.data.separator_id
     bos = text_start(tokens.tokenizer)[0] if bos is None else bos  # what begins a document
-    model = build_model(
-        config, embedding_rows(tokens.tokenizer), device.type, bos_token_id=bos, eos_token_id=eos, pad_token_id=eos
-    )
+    token_ids = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos}
+    model = build_model(config, embedding_rows(tokens.tokenizer), device.type, frozen, **token_ids)
     if isinstance(model, GolfForCausalLM):  # the same on all ranks, so that they round alike
         model.chunk_elements = min(gather(chunk_elements(device.type, total_memory_bytes(device))))
     elif not model.head_is_plain:
@@ -408,7 +408,10 @@ def _choose_micro_batch(
     layers, width = (getattr(model.config, name, None) for name in ("num_hidden_layers", "hidden_size"))
     shape = f", {count_of(layers, 'layer')} of width {width}" if layers and width else ""
     needs = f"about {gigabytes(predicted)} of memory{' per process' * (count > 1)}"
-    logger.info("%s", labeled("model", f"{kind}{model.num_parameters():,} parameters{shape}; {needs}"))
+    parameters = f"{model.num_parameters():,} parameters"
+    if still := model.num_parameters() - model.num_parameters(only_trainable=True):
+        parameters += f" ({still:,} of them frozen)"
+    logger.info("%s", labeled("model", f"{kind}{parameters}{shape}; {needs}"))
     factors = [count_of(size, "sequence"), f"{config.batch.sequence_length:,} tokens"]
     factors += [f"{accumulation} micro-batches"] if accumulation > 1 else []
     factors += [f"{count} processes"] if count > 1 else []

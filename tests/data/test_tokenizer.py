@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import json
+import logging
 import random
+import re
+import string
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,9 +19,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgolf.config import TokenizerConfig
+from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.pieces import evenly_sampled, num_text_bytes
+from hfgolf.data.token_cache import load_tokens
 from hfgolf.data.tokenizer import END_OF_TEXT, build_encoder, build_tokenizer, tokenizer_sha256
 from hfgolf.errors import UserError
 
@@ -125,6 +130,37 @@ def test_vocabulary_too_large_for_the_corpus_names_the_limit(tmp_path):
         build("bpe", tmp_path, vocab_size=5000)
     reached = int(str(caught.value).split(" entries")[0].split()[-1])
     assert len(build("bpe", tmp_path, vocab_size=reached)) == reached
+
+
+@pytest.mark.parametrize("kind", ["six notes", "repetitive", "compressed", "chat", "enough"])
+def test_without_a_size_the_vocabulary_fits_the_text(tmp_path, caplog, kind):
+    rng = random.Random(0)
+    words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 9))) for _ in range(5000)]
+    prose = " ".join(rng.choices(words, k=50_000))
+    data = {"files": [str(tmp_path / "text")], "split": "contiguous", "cache_dir": str(tmp_path / "cache")}
+    if kind == "six notes":
+        (tmp_path / "text").mkdir()
+        for number in range(6):
+            (tmp_path / "text" / f"{number}.md").write_text(f"note {number}: buy milk. " * 10)
+    elif kind == "chat":
+        data |= {"files": [str(tmp_path / "text.jsonl")], "messages_column": "messages", "split": "documents"}
+        turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": prose[:5000]}]
+        rows = [json.dumps({"messages": turns, "number": number}) for number in range(60)]
+        (tmp_path / "text.jsonl").write_text("\n".join(rows))
+    elif kind == "compressed":
+        data["files"] = [str(tmp_path / "text.txt.gz")]
+        (tmp_path / "text.txt.gz").write_bytes(gzip.compress(("to be or not to be\n" * 20_000).encode()))
+    else:
+        (tmp_path / "text").write_text(prose if kind == "enough" else "to be or not to be\n" * 20_000)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        size = len(load_tokens(DataConfig(source="files", **data), TokenizerConfig()).tokenizer)
+    said = [message for message in caplog.messages if message.startswith("tokenizer: ")]
+    if kind == "six notes":
+        assert size == 257 and re.fullmatch(r"tokenizer: bytes, .* only 1\.\d kB of training text", said[0])
+    elif kind == "enough":
+        assert size == 4096 and not said
+    else:
+        assert 257 < size < 4096 and said == [f"tokenizer: {size:,} entries, all that this text supports"]
 
 
 def test_sample_is_evenly_spaced_and_within_its_cap():

@@ -184,6 +184,31 @@ def test_matmuls_of_any_architecture_match_torchs_count(name):
     assert flops.attention == (pytest.approx(scores / 2, rel=1e-3) if has_attention else 0)
 
 
+FROZEN = {
+    "embedding": ("embed", "wte", "wpe"),
+    "first layer": ("embed", "wte", "wpe", ".0."),
+    "last layer": (".1.",),
+    "all but head and norm": ("embed", "wte", "wpe", ".0.", ".1."),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("name", ["golf", "llama", "gpt2"])
+def test_frozen_weights_have_no_gradient_to_count(name, frozen):
+    model = GolfForCausalLM(golf(tie_word_embeddings=False)).train() if name == "golf" else tiny_model(name)
+    model.set_attn_implementation("eager")
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in key for part in FROZEN[frozen]))
+    ids = torch.randint(model.config.vocab_size, (B, T))
+    with FlopCounterMode(display=False) as counter:
+        model(ids, shift_labels=ids).loss.backward()
+    counts = {str(operation): count / (B * T) for operation, count in counter.get_flop_counts()["Global"].items()}
+    flops = token_flops(model, T)
+    assert sum(counts.get(f"aten.{name}", 0) for name in ("mm", "addmm")) == flops.matrices + flops.head
+    scores = sum(counts.get(f"aten.{name}", 0) for name in ("bmm", "baddbmm"))
+    assert flops.attention == pytest.approx(scores / 2, rel=2e-3)
+
+
 def test_window_bounds_the_context():
     model = tiny_model("gemma3_text", {"sliding_window": 4, "query_pre_attn_scalar": 16})
     assert token_flops(model, T).attention == 6 * 2 * 32 * 4

@@ -31,6 +31,7 @@ from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
+from hfgolf.optim.layout import layout
 from hfgolf.tools.plan import Machine, make_plan, meta_model
 from hfgolf.train.build import build_model
 
@@ -241,6 +242,28 @@ def test_update_memory_matches_orthogonalization(options):
         golf, parameters=0, matrix_parameters=0, batch=1, sequence=1, optimizer="muon", device="cpu"
     ).update
     assert alive.peak <= predicted <= 1.6 * alive.peak
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "sgd"])
+@pytest.mark.parametrize("architecture", ["golf", "gpt2"])
+def test_frozen_weights_have_no_gradient_and_no_state(architecture, optimizer):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = RunConfig(
+        model=ModelSection(architecture=architecture, **shape),
+        optim=OptimConfig(name=optimizer),
+        train=TrainConfig(max_steps=1, mixed_precision="no"),
+    )
+    names = [name for name, _ in build_model(config, 300, "cpu").named_parameters()]
+    frozen = [name for name in names if "embed" in name or ".wte" in name or ".0." in name]
+    model = build_model(config, 300, "cpu", frozen)
+    whole, memory = (run_memory(config, each, 1, 1, "cpu") for each in (build_model(config, 300, "cpu"), model))
+    built = build_optimizer(model.named_parameters(), config.optim, **layout(model))
+    built.create_state()
+    assert sum(len(group["params"]) for group in built.param_groups) == len(names) - len(frozen)
+    state = sum(value.numel() for each in built.state.values() for value in each.values() if value.ndim)
+    assert memory.gradients == 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert memory.optimizer == 4 * state and memory.weights == whole.weights
+    assert memory.peak <= whole.peak - (whole.optimizer - memory.optimizer)
 
 
 def gpu_config(**options: Any) -> RunConfig:

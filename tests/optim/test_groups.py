@@ -75,6 +75,16 @@ def test_parameter_matched_twice_is_rejected(monkeypatch):
         parameter_kind("lm_head.weight")
 
 
+def test_frozen_parameters_are_in_no_group():
+    model = GolfForCausalLM(GolfConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    frozen = {name for name, _ in model.named_parameters() if "qkv" in name or "embed" in name}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    groups = parameter_groups(model.named_parameters(), OptimConfig(), model.fused_projections())
+    assert frozen and {name for group in groups for name, _ in group["params"]}.isdisjoint(frozen)
+    assert "embedding" not in [group["kind"] for group in groups]
+
+
 def test_unmatched_fused_entry_is_rejected():
     with pytest.raises(UserError, match="qkv"):
         parameter_groups(named_parameters().items(), OptimConfig(), {"model.layers.*.qkv.weight": ROWS})
@@ -96,17 +106,19 @@ def test_each_parameter_of_the_golf_switches_is_in_exactly_one_group(is_record):
         assert parameter_kind(name) == next((kind[end] for end in kind if name.endswith(end)), "vector"), name
 
 
-def test_embeddings_and_vectors_have_their_own_decay_and_rate():
-    groups = by_kind(OptimConfig(embedding_weight_decay=0.085, vector_weight_decay=0.02, vector_learning_rate=0.05))
+def test_embeddings_heads_and_vectors_have_their_own_decay_and_rate():
+    own = {"embedding_weight_decay": 0.085, "head_weight_decay": 0.03, "vector_weight_decay": 0.02}
+    groups = by_kind(OptimConfig(**own, vector_learning_rate=0.05))
     decays = {kind: (group["weight_decay"], group["initial_weight_decay"]) for kind, group in groups.items()}
-    assert decays == {"matrix": (0.1, 0.1), "embedding": (0.085, 0.085), "head": (0.0, 0.0), "vector": (0.02, 0.02)}
+    assert decays == {"matrix": (0.1, 0.1), "embedding": (0.085, 0.085), "head": (0.03, 0.03), "vector": (0.02, 0.02)}
     assert {kind: group["lr"] for kind, group in groups.items()} == {
         "matrix": 0.02,
         "embedding": 0.003,
         "head": 0.003,
         "vector": 0.05,
     }
-    for name in ("embedding_weight_decay", "vector_weight_decay"):
+    assert by_kind(OptimConfig())["head"]["weight_decay"] == 0.0
+    for name in own:
         with pytest.raises(UserError, match=rf"optim\.{name}: -1 is out of range"):
             OptimConfig(**{name: -1})
     with pytest.raises(UserError, match=r"optim\.vector_learning_rate: 0 is out of range"):

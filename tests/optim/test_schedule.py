@@ -368,7 +368,7 @@ def test_schedule_depends_only_on_the_step(shape):
     names = ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
 
     def settings(steps: range) -> list[dict]:
-        optimizer = build_optimizer([(name, torch.ones(2, 2)) for name in names], optim, {})
+        optimizer = build_optimizer([(name, torch.ones(2, 2, requires_grad=True)) for name in names], optim, {})
         for step in steps:
             apply_schedule(optimizer, step, 60, optim, schedule)
         numbers = ("lr", "initial_lr", "weight_decay", "initial_weight_decay", "momentum")

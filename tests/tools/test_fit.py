@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import signal
@@ -10,15 +11,29 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.modeling_outputs import CausalLMOutput
 
 import hfgolf
 from hfgolf.checkpoint.store import newest_first, verify
+from hfgolf.command_line import ResolvedConfig
+from hfgolf.config import TokenizerConfig
+from hfgolf.data.tokenizer import find_tokenizer
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import setup
 
@@ -38,6 +53,16 @@ def folder(tmp_path, monkeypatch, reset_accelerate):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     (tmp_path / "my.txt").write_text(TEXT * 200)
     return tmp_path
+
+
+@pytest.fixture
+def resolved(monkeypatch) -> list[ResolvedConfig]:
+    """What fit would train, instead of training it."""
+    from hfgolf.tools import fit as module
+
+    taken: list[ResolvedConfig] = []
+    monkeypatch.setattr(module, "train_once", lambda resolved, **_: taken.append(resolved))
+    return taken
 
 
 def fit(*arguments: Any, **options: Any) -> hfgolf.TrainedRun:
@@ -200,11 +225,94 @@ def test_dataset_or_strings_of_ones_own(folder):
     same = hfgolf.fit(data=documents, **options | {"name": "strings"}, **sections)
     assert same.summary["val_loss"] == run.summary["val_loss"]
     assert "is complete" not in repr(run) and hfgolf.fit(data=data, **options, **sections).folder == run.folder
-    with pytest.raises(hfgolf.UserError, match=r"the Dataset has no column text; .*: a"):
-        hfgolf.fit(data=Dataset.from_dict({"a": [1]}))
-    for wrong in ("a string", [1, 2], []):
-        with pytest.raises(hfgolf.UserError, match="data: must be a Dataset"):
-            hfgolf.fit(data=wrong)
+
+
+TEXTS = [TEXT, TEXT.upper()]
+TABLE = {"number": [1, 2], "text": TEXTS}
+HAVE_TEXT: dict[str, Any] = {
+    "Dataset": lambda: Dataset.from_dict(TABLE),
+    "Dataset in another format": lambda: Dataset.from_dict(TABLE).with_format("numpy"),
+    "its column": lambda: Dataset.from_dict(TABLE)["text"],
+    "DataFrame": lambda: pd.DataFrame(TABLE, index=[7, 9]),
+    "DataFrame with columns that are no table": lambda: pd.DataFrame({"a": [1, "b"], "text": TEXTS, "c": [{1}, int]}),
+    "rows that are no table": lambda: [{"text": text, "a": value} for text, value in zip(TEXTS, (1, "b"), strict=True)],
+    "Series": lambda: pd.Series(TEXTS, index=[7, 9]),
+    "Table": lambda: pa.table(TABLE),
+    "RecordBatch": lambda: pa.RecordBatch.from_pydict(TABLE),
+    "Arrow's array": lambda: pa.array(TEXTS),
+    "numpy's array": lambda: np.array(TEXTS),
+    "list": lambda: TEXTS,
+    "tuple": lambda: (*TEXTS,),
+    "generator": lambda: (text for text in TEXTS),
+    "rows": lambda: [{"text": text} for text in TEXTS],
+    "generator of rows": lambda: ({"text": text} for text in TEXTS),
+}
+HAVE_NONE: dict[str, Any] = {
+    "table of 61 columns": (pd.DataFrame({f"c{i}": ["a"] for i in range(61)}), r"no column text; .* \(c0, .*52 more\)"),
+    "table without text that Arrow refuses": (pd.DataFrame({"a": [1, "b"]}), "DataFrame cannot be read"),
+    "table with a lone surrogate": (pd.DataFrame({"text": ["a\udcff"]}, dtype=object), "surrogates not allowed"),
+    "DatasetDict": (DatasetDict(train=Dataset.from_dict(TABLE)), r"DatasetDict has train; pass one .* data\['train'\]"),
+    "dict of tables": ({"a": pd.DataFrame(TABLE), "b": pd.DataFrame(TABLE)}, "dict has a, b; pass one of them"),
+    "stream": (Dataset.from_dict(TABLE).to_iterable_dataset(), "IterableDataset has no order or no known end"),
+    "set": ({*TEXTS}, "set has no order"),
+    "messages": ([{"role": "user", "content": "Hi."}], r"no column text; .* \(role, content\)"),
+    "conversations": ([[{"role": "user", "content": "Hi."}]], r"item 0 is \[\{"),
+    "rows and texts": ([{"text": "a"}, "b"], "item 1 is 'b'"),
+    "a missing text": ([TEXT, None], "item 1 is None"),
+    "numbers": (np.arange(3), "ndarray cannot be read: item 0 is"),
+    "tensor": (torch.arange(3), "Tensor cannot be read: item 0 is"),
+    "bytes": (b"abc", "b'abc' is one bytes; pass paths as files"),
+    "list of bytes": ([b"abc"], "item 0 is b'abc'"),
+    "one text": (TEXT, "is one str; pass paths as files"),
+    "path": (Path("my.txt"), "is one .*Path; pass paths as files"),
+    "paths": ([Path("my.txt")], "item 0 is .*Path"),
+    "names of files": (["my.txt"], "'my.txt' is a file; pass paths as files"),
+    "handle": (io.StringIO(TEXT), "is one StringIO; pass paths"),
+    "number": (5, "int cannot be read"),
+    "function": (print, "builtin_function_or_method cannot be read"),
+    "nothing": ([], "there is nothing in it"),
+    "lone surrogate": (["a\udcff"], "is no text .*surrogates not allowed"),
+    "value of no type": (
+        {"max_documents": object()},
+        "data.max_documents: <object object .*> is not allowed; allowed:",
+    ),
+    "null": ({"files": None}, "data.files: null is not allowed; allowed: a list"),
+    "table in a section": ({"files": pd.DataFrame(TABLE)}, "dict has files; pass one of them"),
+}
+
+
+@pytest.mark.parametrize("kind", HAVE_TEXT)
+def test_any_object_with_text_is_read_by_its_text(folder, resolved, kind):
+    hfgolf.fit(data=HAVE_TEXT[kind](), max_steps=1)
+    assert Dataset.from_parquet(resolved[0].config.data.files)["text"][:] == TEXTS
+
+
+@pytest.mark.parametrize("kind", HAVE_NONE)
+def test_any_other_object_is_one_line(folder, resolved, kind):
+    data, line = HAVE_NONE[kind]
+    with pytest.raises(hfgolf.UserError, match=rf"^[^\n]*{line}[^\n]*$"):
+        hfgolf.fit(data=data, max_steps=1)
+    assert not resolved and not Path("runs").exists()
+
+
+def test_the_column_of_text_may_be_named_in_the_config(folder, resolved):
+    Path("own.yaml").write_text("data: {text_column: body, cache_dir: own}\ntrain: {max_steps: 1}")
+    hfgolf.fit(data=pd.DataFrame({"body": TEXTS}), config="own.yaml")
+    assert resolved[0].config.data.text_column == "body" and list(Path("own/passed").iterdir())
+
+
+@pytest.mark.parametrize("files", [pd.DataFrame(TABLE), b"my.txt", None, 5, [TEXTS], io.StringIO("my.txt"), {"a": 1}])
+def test_what_names_no_files_is_one_line(folder, resolved, files):
+    with pytest.raises(hfgolf.UserError, match=r"^files: [^\n]* tables or texts as data="):
+        hfgolf.fit(files)
+
+
+def test_values_of_numpy_and_paths_are_values(folder, resolved):
+    data = {"files": [Path("my.txt")], "cache_dir": Path("cache"), "max_documents": np.int64(5)}
+    hfgolf.fit(data=data, max_steps=np.int32(3), optim={"learning_rate": np.float32(0.5), "betas": (0.5, 0.75)})
+    config = resolved[0].config
+    assert (config.data.files, config.data.cache_dir, config.data.max_documents) == (["my.txt"], "cache", 5)
+    assert (config.train.max_steps, config.optim.learning_rate, config.optim.betas) == (3, 0.5, (0.5, 0.75))
 
 
 class OwnConfig(PreTrainedConfig):
@@ -245,9 +353,6 @@ class OwnModel(PreTrainedModel):
 
 @pytest.mark.slow
 def test_model_of_ones_own(folder):
-    from hfgolf.config import TokenizerConfig
-    from hfgolf.data.tokenizer import find_tokenizer
-
     tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     model = OwnModel(OwnConfig(vocab_size=len(tokenizer)))
@@ -257,6 +362,82 @@ def test_model_of_ones_own(folder):
     own = fit("my.txt", model=model, tokenizer=tokenizer, name="own")
     assert isinstance(own.model, OwnModel)
     assert own.summary["val_loss"] < own.summary["init_from"]["val_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["golf", "gpt2 in bf16", "untied llama"])
+def test_what_is_frozen_stays_so_also_in_a_resumed_run(folder, kind):
+    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
+    torch.manual_seed(0)
+    model: Any
+    if kind == "golf":
+        model = GolfForCausalLM(GolfConfig(vocab_size=257, **TINY["model"], max_position_embeddings=32))
+    else:
+        shape = {"vocab_size": 257, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+        shape |= {"max_position_embeddings": 32, "intermediate_size": 64, "tie_word_embeddings": "llama" not in kind}
+        config: Any = CONFIG_MAPPING["llama" if "llama" in kind else "gpt2"].from_dict(shape)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if "bf16" in kind else torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" not in name and "wte" not in name and ".0." not in name)
+    before = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+
+    def trained(name: str, *callbacks: Any) -> Any:
+        optim = {"name": "adamw", "weight_decay": 0.1, "embedding_weight_decay": 0.1}
+        return fit("my.txt", model=model, tokenizer=tokenizer, name=name, optim=optim, callbacks=callbacks)
+
+    straight = trained("straight")
+    trained("stopped", Interrupts())
+    resumed = trained("stopped")
+    moved = dict(resumed.model.named_parameters())
+    assert resumed.model.dtype == torch.float32 and moved.keys() == before.keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(moved[name], before[name]) != parameter.requires_grad, name
+    assert resumed.summary["val_loss"] == straight.summary["val_loss"]
+
+
+class Hooked(nn.Module):
+    def forward(self, states: Any) -> Any:
+        return states * 2
+
+
+def _hooked(model: Any) -> None:
+    model.head.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def _replaced(model: Any) -> None:
+    model.head = nn.Sequential(model.head, Hooked())
+
+
+def _frozen(model: Any) -> None:
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (_hooked, "model: saved and loaded again, its logits differ by"),
+        (_replaced, "model: (cannot load|/.* lacks weights)"),
+        (_frozen, "model: all of its parameters are frozen"),
+    ],
+)
+def test_what_a_passed_model_would_lose_is_refused(folder, resolved, change, line):
+    model = OwnModel(OwnConfig())
+    change(model)
+    model.train()
+    with pytest.raises(hfgolf.UserError, match=line):
+        hfgolf.fit("my.txt", model=model, tokenizer=find_tokenizer(TokenizerConfig(kind="byte"), {}, folder))
+    assert not resolved and model.training
+
+
+def test_a_tokenizer_of_ones_own_is_used(folder, resolved):
+    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
+    hfgolf.fit("my.txt", tokenizer=tokenizer)
+    tokenizer.add_special_tokens({"eos_token": "<|over|>"})
+    tokenizer.chat_template = "{{ messages }}"
+    hfgolf.fit("my.txt", tokenizer=tokenizer)
+    first, second = (find_tokenizer(each.config.tokenizer, {}, folder) for each in resolved)
+    assert (first.eos_token, second.eos_token) == ("<|endoftext|>", "<|over|>")
+    assert second.chat_template == "{{ messages }}"
 
 
 BAD = {
@@ -269,7 +450,10 @@ BAD = {
     "config": ({"config": "nowhere.yaml"}, "--config: there is no file nowhere.yaml"),
     "callback": ({"files": "my.txt", "callbacks": [print]}, "callbacks: .* is not one"),
     "model": ({"files": "my.txt", "model": nn.Linear(1, 1)}, "model: Linear is not a PreTrainedModel"),
-    "tokenizer": ({"files": "my.txt", "model": OwnModel(OwnConfig())}, "tokenizer: must be the model's own"),
+    "tokenizer": (
+        {"files": "my.txt", "model": OwnModel(OwnConfig())},
+        "tokenizer: must be a PreTrainedTokenizerFast, and the",
+    ),
 }
 
 
@@ -290,15 +474,27 @@ def test_config_by_path_name_or_object_is_the_same(tmp_path):
     assert hfgolf.load_config("small").config.run.name == "small"
 
 
-def test_one_limit_replaces_both_of_the_config(folder, monkeypatch):
-    from hfgolf.tools import fit as module
+@pytest.mark.parametrize("kind", ["path", "RunConfig", "ResolvedConfig"])
+def test_the_arguments_win_over_the_config(folder, resolved, kind):
+    Path("other.txt").write_text(TEXT)
+    Path("tiny.yaml").write_text("data: {files: my.txt}\ntrain: {max_steps: 3, log_every_steps: 5}\nrun: {seed: 2}")
+    loaded = hfgolf.load_config("tiny.yaml")
+    config = {"path": "tiny.yaml", "RunConfig": loaded.config, "ResolvedConfig": loaded}[kind]
+    hfgolf.fit("other.txt", config=config, seed=8)
+    train = resolved[0].config.train
+    assert resolved[0].config.data.files == ["other.txt"] and resolved[0].config.run.seed == 8
+    assert (train.max_steps, train.log_every_steps) == (3, 5)
+    sources = [resolved[0].sources[key] for key in ("data.files", "run.seed", "train.max_steps")]
+    assert sources == ["hfgolf.fit", "hfgolf.fit", "code" if kind == "RunConfig" else "file"]
+    hfgolf.fit(config=config)
+    assert resolved[1].config.data.files == ["my.txt"] and resolved[1].config.run.name == "tiny"
 
-    taken = []
-    monkeypatch.setattr(module, "train_once", lambda resolved, **_: taken.append(resolved.config.train))
+
+def test_one_limit_replaces_both_of_the_config(folder, resolved):
     hfgolf.fit(config="small", max_minutes=5)
     hfgolf.fit(config="small", max_steps=7)
     hfgolf.fit(config=hfgolf.load_config("small").config.replace(train__log_every_steps=9))
-    small = hfgolf.load_config("small").config.train
+    small, taken = hfgolf.load_config("small").config.train, [each.config.train for each in resolved]
     limits = [(train.max_minutes, train.max_steps) for train in taken]
     assert limits == [(5, None), (None, 7), (small.max_minutes, small.max_steps)]
     assert taken[2].log_every_steps == 9 and small.log_every_steps != 9

@@ -113,6 +113,22 @@ def test_the_weights_decide_the_architecture_and_the_run_its_dropout(exported):
     assert "  hidden_size: 24  # model.init_from\n" in resolved.to_yaml()
 
 
+@pytest.mark.parametrize("native", ["Llama", "GPT2"])
+def test_text_and_weights_are_enough(exported, tmp_path, native):
+    weights = exported(native=True, hidden_size=24, **NATIVE[native])
+    resolved = resolve(str(tmp_path / "my.txt"), f"--model.init_from={weights}")
+    config, finetune = resolved.config, load_config("finetune").config
+    assert (config.model.hidden_size, config.tokenizer.name_or_path) == (24, str(weights))
+    assert (config.optim, config.schedule) == (finetune.optim, finetune.schedule)
+    assert config.batch.sequence_length == (32 if native == "GPT2" else 256)  # its positions are learned
+    assert config.data.files == [str(tmp_path / "my.txt")] and not config.data.old_text
+    kind = f"--model.architecture={native.lower()}"
+    as_it_is = resolve(str(tmp_path / "my.txt"), f"--model.init_from={weights}", kind).config
+    assert as_it_is.batch.sequence_length == 32
+    with pytest.raises(UserError, match=r"than this config: model.num_hidden_layers 1 \(the weights: 2\); leave"):
+        resolve(str(tmp_path / "my.txt"), f"--model.init_from={weights}", "--model.num_hidden_layers=1")
+
+
 def test_a_stated_shape_that_agrees_is_accepted(exported, tmp_path):
     weights = exported(loop=[0, 1, 2], exclude_self_value=2)
     stated = "{init_from: %s, hidden_size: 32, intermediate_size: null, num_key_value_heads: null, loop: [0, 1, 2], "
