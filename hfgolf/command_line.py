@@ -235,12 +235,15 @@ def load_yaml(path: str | Path, where: str, loader: type[Any] = yaml.SafeLoader)
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a script's main(). A UserError becomes one line on stderr, once per machine, and exit status 2."""
+    # before torch is imported: when a process is gone, its store writes 30 lines of C++ frames for each call
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         status = main()
         if sys.stdout is not None:
             sys.stdout.flush()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # ranks.py tells it of the others
+        is_first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+        if is_first or error.by_any_rank:  # ranks.py tells the first of the others' errors
             with suppress(OSError):
                 print(f"error: {redact(str(error))}", file=sys.stderr)
         status = 2

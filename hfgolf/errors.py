@@ -7,6 +7,9 @@ class UserError(Exception):
     Scripts print the message without a traceback and exit with status 2.
     """
 
+    by_any_rank = False
+    """Whether each process prints it, not only the first one of each machine."""
+
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows instead of a traceback (IPython's protocol)."""
         return [f"error: {self}"]
