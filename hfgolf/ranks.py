@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import psutil
 from torch import distributed
 
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, explained
 from hfgolf.redact import redact, redact_values
 from hfgolf.wording import one_line
 
@@ -209,7 +209,10 @@ def together(num_ranks: int) -> Iterator[None]:
         ):
             _part(group, "")
             raise _reported(group) from None
-        _part(group, f"{type(error).__name__}: {one_line(error)[:300]}")
+        line = explained(error)
+        _part(group, str(line) if line else f"{type(error).__name__}: {one_line(error)[:300]}")
+        if line:
+            raise _reported(group) from error
         raise
     except (SystemExit, KeyboardInterrupt) as error:
         _part(group, _stop_line(error))
@@ -315,5 +318,5 @@ def _watch(group: _Group, pulse: _Pulse, ended: threading.Event) -> None:
             break
     if not ended.wait(STUCK_SECONDS):
         if _speaks_for_machine(group):
-            print(f"error: {redact(_report(group))}", file=sys.stderr, flush=True)
+            print(RankError(_report(group)).shown(redact), file=sys.stderr, flush=True)
         os._exit(2)

@@ -35,7 +35,7 @@ from hfgolf.data.stream_writer import write_streams
 from hfgolf.data.token_stream import TokenStream, open_stream
 from hfgolf.data.tokenizer import build_tokenizer, find_tokenizer, tokenizer_sha256
 from hfgolf.durable import replace_folder
-from hfgolf.errors import UserError
+from hfgolf.errors import writing
 from hfgolf.hardware import free_memory_bytes
 
 _log = logging.getLogger(__name__)
@@ -110,14 +110,8 @@ def load_tokens(
 @contextmanager
 def build_lock(cache_dir: Path) -> Iterator[None]:
     """Hold the lock under which one process builds. Raises UserError if the block cannot write to the folder."""
-    try:
-        with locked(cache_dir / "build.lock", "builds the token cache"):
-            yield
-    except OSError as error:
-        raise UserError(
-            f"data.cache_dir: cannot write the tokens of this corpus to {cache_dir} ({error.strerror or error});"
-            " free up space there, or set another folder."
-        ) from error
+    with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
+        yield
 
 
 def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCache:
