@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import itertools
 import math
 import os
@@ -25,7 +26,7 @@ from typing import Any, Literal, TextIO
 import yaml
 
 from hfgolf.config import RunConfig
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, explained
 from hfgolf.other_names import OTHER_NAMES
 from hfgolf.redact import redact, redact_values
 from hfgolf.wording import close_match, join_words, nearest, one_line, shortened
@@ -285,16 +286,21 @@ def load_yaml(path: str | Path, where: str, loader: type[Any] = yaml.SafeLoader)
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a script's main(). A UserError becomes one line on stderr, once per machine, and exit status 2."""
+    """Run a script's main(). A UserError becomes one line on stderr, once per machine, and exit status 2.
+
+    So does any error behind which is something that the machine refuses, such as space on a disk.
+    """
+    # before torch is imported: when a process is gone, its store writes 30 lines of C++ frames for each call
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a sample holds any character, an old locale's terminal does not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        _require_readable(sys.argv)
         status = main()
         if sys.stdout is not None:
             sys.stdout.flush()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":  # ranks.py tells it of the others
-            with suppress(OSError):
-                print(f"error: {redact(str(error))}", file=sys.stderr)
-        status = 2
+        status = _say(error)
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
@@ -302,16 +308,35 @@ def run_command(main: Callable[[], int | None]) -> None:
             raise
         status = 141  # 128 + SIGPIPE
     except OSError as error:
-        if error.filename is not None or (reason := _refusal_of(sys.stdout)) is None:
-            raise
-        with suppress(OSError):
-            print(f"error: the output could not be written: {reason}.", file=sys.stderr)
-        status = 1
+        if error.filename is None and (reason := _refusal_of(sys.stdout)):
+            with suppress(OSError):
+                print(f"error: the output could not be written: {reason}.", file=sys.stderr)
+            status = 1
+        else:
+            status = _say(explained(error) or error)
+    except Exception as error:
+        status = _say(explained(error) or error)
     finally:
         for stream in (sys.stdout, sys.stderr):
             if not silence_if_closed(stream):  # else Python's flush at exit fails, and the status becomes 120
                 _refusal_of(stream, "")
     sys.exit(status)
+
+
+def _require_readable(words: list[str]) -> None:
+    if sys.getfilesystemencoding() != "utf-8" and (odd := next((w for w in words if not w.isprintable()), None)):
+        raise UserError(f"the command line: this locale has no characters for {odd!r}; set LC_ALL=C.UTF-8.")
+
+
+def _say(error: Exception) -> int:
+    """Print a UserError, unless the first process of this machine does, and return the exit status; else raise it."""
+    if not isinstance(error, UserError):
+        raise error
+    is_first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+    if is_first or error.by_any_rank:  # ranks.py tells the first of the others' errors
+        with suppress(OSError):
+            print(error.shown(redact), file=sys.stderr)
+    return 2
 
 
 def _refusal_of(stream: TextIO | None, text: str = "\n") -> str | None:

@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import platform
+import signal
 import sys
 import threading
 import time
@@ -20,9 +21,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import psutil
 from torch import distributed
 
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, explained
 from hfgolf.redact import redact, redact_values
 from hfgolf.wording import one_line
 
@@ -44,7 +46,9 @@ GONE_SECONDS = 5.0
 """The same, if a collective has broken."""
 _exchanges = itertools.count()
 _failures: dict[int, tuple[str, str]] = {}
-"""{rank: (its name, its line)} of the ranks that have ended with an error, as far as this one knows; see _tell."""
+"""{rank: (its name, its line)} of the ranks that have ended with an error, as far as this one knows; see _part."""
+_silent: set[int] = set()
+"""The ranks that have given no sign of life for too long."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ class _Pulse:
     def beat(self) -> None:
         """Write a sign, and look for new ones."""
         with suppress(RuntimeError):  # the store has ended: all the others seem silent, rank 0 first
-            sign = json.dumps([f"rank {self._group.rank} ({platform.node()})", time.monotonic()])
+            sign = json.dumps(
+                [f"rank {self._group.rank} ({platform.node()})", _machine(), os.getpid(), time.monotonic()]
+            )
             self._store.set(f"hfgolf/alive/{self._group.rank}", sign)
             for rank, (last, _) in list(self._seen.items()):
                 key = f"hfgolf/alive/{rank}"
@@ -78,14 +84,38 @@ class _Pulse:
 
     def note_silent(self, seconds: float) -> bool:
         """Note each rank that has been silent for so long as failed, for all ranks; return whether there is one."""
-        silent = [(rank, sign) for rank, (sign, at) in self._seen.items() if time.monotonic() - at > seconds]
+        silent = [
+            (rank, sign) for rank, (sign, at) in self._seen.items() if time.monotonic() - at > seconds or _is_gone(sign)
+        ]
         for rank, sign in silent:
             who = json.loads(sign)[0] if sign else f"rank {rank}"
             line = "gives no sign of life; it was killed, ran out of memory, or its machine is gone"
             _failures.setdefault(rank, (who, line))
+            _silent.add(rank)
             with suppress(RuntimeError):
                 self._store.set(f"hfgolf/failed/{rank}", json.dumps(_failures[rank]))
         return bool(silent)
+
+
+def _machine() -> str | None:
+    """Return a name of the processes that this one can see by their numbers; None if that is unknown."""
+    try:
+        return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return None
+
+
+def _is_gone(sign: bytes) -> bool:
+    """Return whether the rank that wrote a sign of life was a process of this machine and has ended."""
+    if not sign:
+        return False
+    _, machine, process, _ = json.loads(sign)
+    if machine is None or machine != _machine():
+        return False
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 _group: _Group | None = None
@@ -171,15 +201,21 @@ def together(num_ranks: int) -> Iterator[None]:
         _leave(group, STUCK_SECONDS)  # all are well, so they only have to get to it
     except UserError as error:
         _part(group, "" if isinstance(error, _HeardError) else str(error))
-        raise RankError(_report(group)) from None
+        raise _reported(group) from None
     except Exception as error:
         # a collective that a failed or dead rank has left alone raises a RuntimeError of gloo or NCCL
         if isinstance(error, RuntimeError) and _wait_until(
             lambda: _listen(group) or pulse.note_silent(GONE_SECONDS), GONE_SECONDS + _WATCH_SECONDS
         ):
             _part(group, "")
-            raise RankError(_report(group)) from None
-        _part(group, f"{type(error).__name__}: {one_line(error)[:300]}")
+            raise _reported(group) from None
+        line = explained(error)
+        _part(group, str(line) if line else f"{type(error).__name__}: {one_line(error)[:300]}")
+        if line:
+            raise _reported(group) from error
+        raise
+    except (SystemExit, KeyboardInterrupt) as error:
+        _part(group, _stop_line(error))
         raise
     finally:
         ended.set()
@@ -251,14 +287,36 @@ def _report(group: _Group) -> str:
     return line if is_alike else f"{who}: {line}"
 
 
+def _reported(group: _Group) -> RankError:
+    error = RankError(_report(group))
+    error.by_any_rank = _speaks_for_machine(group)
+    return error
+
+
+def _speaks_for_machine(group: _Group) -> bool:
+    """Return whether this process says what has failed: the first of its machine, or the next if that is dead."""
+    own = int(os.environ.get("LOCAL_RANK", "0"))
+    return all(rank in _silent for rank in range(group.rank - own, group.rank))
+
+
+def _stop_line(error: BaseException) -> str:
+    """Return what the others say if a signal or a script has ended this rank."""
+    code = error.code if isinstance(error, SystemExit) else 130
+    try:
+        name = signal.Signals(int(code) - 128).name  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return f"ended with status {code}."
+    return f"stopped by {name}; run the same command to start again."
+
+
 def _watch(group: _Group, pulse: _Pulse, ended: threading.Event) -> None:
     """End this process if another rank has failed and this one does not notice, as in a collective of NCCL."""
     pulse.beat()
     while not ended.wait(_WATCH_SECONDS):
         pulse.beat()
-        if pulse.note_silent(SILENT_SECONDS) or _listen(group):
+        if _listen(group) or pulse.note_silent(SILENT_SECONDS):
             break
     if not ended.wait(STUCK_SECONDS):
-        if _is_first_of_machine():
-            print(f"error: {redact(_report(group))}", file=sys.stderr, flush=True)
+        if _speaks_for_machine(group):
+            print(RankError(_report(group)).shown(redact), file=sys.stderr, flush=True)
         os._exit(2)

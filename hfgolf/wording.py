@@ -47,8 +47,8 @@ def count_of(number: int, noun: str) -> str:
 
 
 def labeled(label: str, text: str, width: int = 8) -> str:
-    """Return one of several lines whose texts begin in the same column."""
-    return f"{label:<{width}} {text}"
+    """Return one of several lines whose texts begin in the same column. The text has one line, whatever is in it."""
+    return f"{label:<{width}} {' '.join(text.splitlines())}"
 
 
 def size(num_bytes: float) -> str:

@@ -91,7 +91,7 @@ def main() -> int:
             print(f"warning: report not written: {error}", file=sys.stderr)
     print(json.dumps(as_data(outcome)) if arguments.json else as_text(outcome))
     for problem in outcome.problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(UserError(problem).shown(), file=sys.stderr)
     return 1 if outcome.problems else 0
 
 

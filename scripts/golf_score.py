@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from hfgolf.command_line import run_command
+from hfgolf.errors import UserError
 from hfgolf.script_options import ScriptParser, within
 
 
@@ -32,7 +33,7 @@ def main() -> int:
         print(f"{'loss':<15}{figures['nats'] / figures['tokens']:.4f} nats per token")
         print(f"{'bits per byte':<15}{figures['bpb']:.4f}")
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(UserError(problem).shown(), file=sys.stderr)
     return 1 if problems else 0
 
 

@@ -23,8 +23,9 @@ def train_with(signals: Signals) -> None:
     if len(sys.argv) == 1:
         command = sys.argv[0] if sys.argv[0].startswith("hfgolf ") else f"python {sys.argv[0]}"
         raise UserError(
-            f"name your text, a config, or both, and any values:\n  {command} my.txt\n"
-            f"  {command} --config small --train.max_minutes 5"
+            "name your text, a config, or both, and any values:",
+            f"  {command} my.txt",
+            f"  {command} --config small --train.max_minutes 5",
         )
     arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
     resolved = load_config(arguments, _DESCRIPTION)  # before importing torch, so that --help and errors come at once

@@ -6,7 +6,6 @@ becomes tokens (stream_writer), nor batches.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import json
@@ -38,7 +37,7 @@ from hfgolf.data.stream_writer import write_streams
 from hfgolf.data.token_stream import TokenStream, open_stream
 from hfgolf.data.tokenizer import build_tokenizer, document_start, embedding_rows, find_tokenizer, tokenizer_sha256
 from hfgolf.durable import replace_folder
-from hfgolf.errors import UserError
+from hfgolf.errors import writing
 from hfgolf.hardware import free_memory_bytes
 from hfgolf.wording import describe_overlap
 
@@ -120,19 +119,8 @@ def load_tokens(
 @contextmanager
 def build_lock(cache_dir: Path) -> Iterator[None]:
     """Hold the lock under which one process builds. Raises UserError if the block cannot write to the folder."""
-    try:
-        with locked(cache_dir / "build.lock", "builds the token cache"):
-            yield
-    except OSError as error:
-        way_out = "set another folder"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            way_out = f"free up space there, or {way_out}"
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            way_out = f"its file system has no locks, so two runs might build at once: {way_out}, on another one"
-        raise UserError(
-            f"data.cache_dir: cannot write the tokens of this corpus to {cache_dir} ({error.strerror or error});"
-            f" {way_out}."
-        ) from error
+    with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
+        yield
 
 
 def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCache:

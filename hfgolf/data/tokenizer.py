@@ -104,9 +104,9 @@ def build_tokenizer(
         tokenizer.save_pretrained(partial)
         write_manifest(partial)
         replace_folder(partial, path)
-    except Exception as error:  # tokenizers raises a plain Exception if the disk is full
+    except Exception:
         shutil.rmtree(partial, ignore_errors=True)
-        raise error if isinstance(error, OSError) else OSError(str(error)) from error
+        raise
     return _load(path)  # from disk, like every later start
 
 

@@ -20,10 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from hfgolf.command_line import one_line
 from hfgolf.data.batches import Batch
 from hfgolf.durable import replace_folder, write_bytes, write_text
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, writing
 from hfgolf.evaluate.certificate import Certificate, certify
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.token_bytes import bytes_per_token
@@ -100,10 +99,8 @@ def export(
 
     Raises UserError if the budget is too small for the model, or a file can't be written.
     """
-    try:
+    with writing("--output", folder):
         return _Export(source, settings, folder, progress).run()
-    except OSError as error:
-        raise UserError(f"--output: cannot write to {folder} ({one_line(error)}); choose another folder.") from None
 
 
 class _Export:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, writing
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.publish.export import export_model
 from hfgolf.publish.gguf import gguf_fields
@@ -40,10 +40,8 @@ def convert_folder(model: str, output: Path, to: str, xielu: bool = False, locat
         was_golf=to == "native",
     )
     card = with_usage(card, usage)
-    try:
+    with writing("the model", output):
         export_model(result, tokenizer, output, card, pictures)
-    except OSError as error:
-        raise UserError(f"{output}: cannot write the model ({error}).") from None
     return sentence
 
 

@@ -20,8 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hfgolf.data.chat import stop_ids
 from hfgolf.data.tokenizer import text_start
 from hfgolf.durable import replace_folder
-from hfgolf.errors import UserError
-from hfgolf.wording import one_line
+from hfgolf.errors import writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,13 +55,9 @@ def supporting_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
     The same model and tokenizer give the same bytes. Raises UserError if temporary files cannot be written.
     """
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            _save_all_but_weights(model, tokenizer, Path(folder))
-            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-    except OSError as error:
-        reason = one_line(error)
-        raise UserError(f"TMPDIR: cannot write temporary files ({reason}); set it to a folder with space.") from None
+    with writing("TMPDIR", Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
+        _save_all_but_weights(model, tokenizer, Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def _save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

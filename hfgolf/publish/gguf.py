@@ -23,12 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfgolf.data.chat import stop_ids
 from hfgolf.durable import replace_file
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, writing
 from hfgolf.publish.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import read_card
 from hfgolf.publish.native import XIELU_OF_RELU2, converted
-from hfgolf.wording import join_words, one_line, size
+from hfgolf.wording import join_words, size
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -73,10 +73,9 @@ def export_gguf(model: str, output: Path, quantization: str) -> str:
     fields = gguf_fields(native, tokenizer)
     partial = output.with_name(f".partial-{output.name}")
     try:
-        _write(native, tokenizer, fields, partial, output.stem, quantization)
-        replace_file(partial, output)
-    except OSError as error:
-        raise UserError(f"--output: cannot write {output} ({one_line(error)}).") from None
+        with writing("--output", output):
+            _write(native, tokenizer, fields, partial, output.stem, quantization)
+            replace_file(partial, output)
     finally:
         partial.unlink(missing_ok=True)
     return f"{sentence}; {quantization}, {size(output.stat().st_size)}"

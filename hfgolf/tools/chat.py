@@ -57,7 +57,7 @@ def chat(name: str, settings: dict[str, Any]) -> None:
             except UserError as error:
                 if not is_terminal or (loading.done() and loading.exception()):
                     raise
-                print(f"error: {error}", file=sys.stderr)
+                print(error.shown(), file=sys.stderr)
             except KeyboardInterrupt:
                 if not is_terminal:
                     raise

@@ -17,7 +17,7 @@ from hfgolf.checkpoint.contents import EMA_NAME
 from hfgolf.checkpoint.identity import read_identity, saved_config
 from hfgolf.checkpoint.store import STATE_NAME, Rejected, find_checkpoint, newest_first, verify
 from hfgolf.config import RunConfig
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, writing
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
@@ -64,10 +64,8 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
         "init_from": identity.get("init_from"),
         **_figures(run, config, step),
     }
-    try:
+    with writing("--output", output):
         export_model(model, tokenizer, output, model_card(config, summary, model=model))
-    except OSError as error:
-        raise UserError(f"--output: cannot write to {output} ({one_line(error)}); choose another folder.") from None
     return step
 
 

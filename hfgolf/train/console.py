@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import sys
 import warnings
 from contextlib import ExitStack, nullcontext
@@ -18,6 +17,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from hfgolf.command_line import silence_if_closed
+from hfgolf.errors import escaped
 from hfgolf.redact import redact
 from hfgolf.wording import clock_time, duration, labeled, rounded
 
@@ -234,16 +234,13 @@ class _SafeFormatter(logging.Formatter):
     """Redacts each line and escapes its control characters, after the arguments are filled in."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return shown(redact(super().format(record)))
-
-
-# C0 and C1 except tab and newline, and characters that reverse text (bidirectional controls, Unicode TR 36)
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+        text = redact(super().format(record))
+        return shown(text) if record.levelno < logging.WARNING else escaped(text, "\t")  # a warning is one line
 
 
 def shown(text: str) -> str:
     """Return text with its control characters escaped: a sample could otherwise control the terminal."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return escaped(text, "\t\n")
 
 
 def quiet_libraries() -> None:

@@ -105,4 +105,8 @@ def halve_micro_batch(run: Run, reason: str) -> None:
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error means out of memory. On a CPU, torch raises no dedicated exception."""
     is_onednn_workspace = str(error) == "could not create a primitive"  # oneDNN could not allocate its workspace
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error) or is_onednn_workspace
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or should_reduce_batch_size(error)
+        or is_onednn_workspace
+    )

@@ -27,7 +27,7 @@ from hfgolf.checkpoint.store import (
     verified_file,
 )
 from hfgolf.durable import list_files, write_text
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, refusal
 from hfgolf.evaluate.compressors import compressor_scores
 from hfgolf.evaluate.context import undo_compilation
 from hfgolf.hardware import accelerator_name
@@ -123,10 +123,12 @@ def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
         write_text(run.folder.summary, json.dumps(summary, indent=1))
     except (OSError, SafetensorError) as error:
         saved = saved_step(run.folder.checkpoints)
+        found = refusal(error)
+        first = found[1] if found and "No space" not in found[0] else "free disk space"
         advice = (
-            "no checkpoint could be written either, so the weights are lost; free disk space and train again"
+            f"no checkpoint could be written either, so the weights are lost; {first} and train again"
             if saved is None
-            else f"checkpoints hold step {saved} of {run.state.step}; free disk space, then run the same command"
+            else f"checkpoints hold step {saved} of {run.state.step}; {first}, then run the same command"
             " with --train.resume auto"
         )
         raise UserError(

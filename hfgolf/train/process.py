@@ -9,7 +9,7 @@ import random
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -18,6 +18,7 @@ import torch
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.errors import UserError
 from hfgolf.hardware import accelerator_name, cpu_cores, fast_product_dtype, has_fast_fp16_only
+from hfgolf.rendezvous import find_launch, meet
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -78,26 +79,50 @@ def own_accelerator() -> Iterator[None]:
 def processes() -> PartialState:
     """Return this process's rank, the number of processes and the device, before there is an Accelerator.
 
-    Raises UserError if accelerate does not see the processes that the launcher started (each would train alone), or if
-    it was told to shard the model in a way that does not work here.
+    The first call waits for the other processes. Raises UserError if the launcher's variables do not fit together, if
+    accelerate does not see the processes that it started (each would train alone), or if it was told to shard the model
+    in a way that does not work here.
     """
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
     asked_for_fsdp2()
-    started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else None
-    if started and not torch.accelerator.is_available():
+    use_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    options: dict[str, Any] = {"timeout": _PATIENCE}
+    if use_cpu:
+        _take_from_mpi()
+    launch = find_launch()
+    if launch and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, accelerate ignores what torchrun says on a CPU
-    if started and started > 1 and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := gloo_interface()):
+        use_cpu = True
+    if launch and "GLOO_SOCKET_IFNAME" not in os.environ and (interface := gloo_interface()):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if launch and not PartialState._shared_state and not torch.distributed.is_mpi_available():
+        options |= {"store": meet(launch, _PATIENCE), "rank": launch.rank, "world_size": launch.size}
     # the first PartialState of a process decides for all later ones; `cpu` is as in Accelerator's own call
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=_PATIENCE)
-    if started and state.num_processes != started:
+    state = PartialState(cpu=use_cpu, **options)
+    if launch and state.num_processes != launch.size:
         raise UserError(
-            f"WORLD_SIZE: {started} processes were started, but accelerate can use only {state.num_processes} on"
+            f"WORLD_SIZE: {launch.size} processes were started, but accelerate can use only {state.num_processes} on"
             f" {state.device.type}; start one process, or set ACCELERATE_USE_CPU=true to train on the CPU."
         )
     return state
+
+
+def _take_from_mpi() -> None:
+    """Set the variables of torchrun from those of mpirun, as accelerate does on a CPU."""
+    from accelerate.utils import get_cpu_distributed_information, get_int_from_env
+
+    if (
+        "LOCAL_RANK" in os.environ
+        or get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1) < 2
+    ):
+        return
+    found = get_cpu_distributed_information()
+    stated = {"RANK": found.rank, "WORLD_SIZE": found.world_size, "LOCAL_RANK": found.local_rank}
+    os.environ |= {name: str(value) for name, value in stated.items()}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(found.local_world_size)}
+    os.environ.setdefault("MASTER_PORT", "29500")  # accelerate's default
 
 
 def gloo_interface() -> str | None:

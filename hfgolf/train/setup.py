@@ -39,7 +39,7 @@ from hfgolf.data.corpus import load_corpus, text_name
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import embedding_rows, keep_old_documents, text_start
 from hfgolf.doctor.monitor import Monitor
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, writing
 from hfgolf.hardware import (
     accelerator_name,
     cpu_cores,
@@ -76,7 +76,7 @@ from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
 from hfgolf.train.console import console
-from hfgolf.train.feed import start_batches
+from hfgolf.train.feed import is_out_of_memory, start_batches
 from hfgolf.train.init_from import frozen_names, keep_architecture, load_old_text, load_weights, take_architecture
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
@@ -92,7 +92,7 @@ from hfgolf.train.run import Run
 from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.trackers import Tracker, check_trackers
 from hfgolf.train.validation import describe_validation
-from hfgolf.wording import count_of, gigabytes, labeled, one_line
+from hfgolf.wording import count_of, gigabytes, labeled
 
 logger = logging.getLogger(__name__)
 
@@ -432,8 +432,17 @@ def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopw
             logger.info("changed since then: %s", ", ".join(origin.changes))
     elif learner.resolved.config.train.resume:
         logger.debug("no checkpoint to resume from; starting the run")
-    learner.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
-    learner.checkpoints.reserve()
+    try:
+        learner.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
+        learner.checkpoints.reserve()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        free = gigabytes(_free_bytes(learner.accelerator.device))
+        raise UserError(
+            f"memory: not enough for the optimizer's state, {free} are free; set train.low_memory or a smaller"
+            " model.hidden_size, or end other programs."
+        ) from None
 
 
 def _start(
@@ -460,13 +469,8 @@ def _start(
     if origin:
         run.tracker.event("resumed", state, changed=origin.changes, begins_data=not state.blocks)
     choose_compilation(run)
-    try:
+    with writing("run.output_dir", folder.path):
         write_description(run)
-    except OSError as error:
-        raise UserError(
-            f"run.output_dir: cannot write to {folder.path} ({one_line(error)}); free disk space or choose another"
-            " --run.output_dir."
-        ) from None
     logger.info("%s", labeled("evaluate", describe_validation(run)))
     logger.debug("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
     gather(None)  # as before `prepare`

@@ -1,14 +1,17 @@
 """Handle requests to stop or save (SIGTERM, SIGINT, SIGHUP, SIGUSR1) from the first line of a run to its last.
 
 In the training loop, a signal only sets a flag, which the loop reads after each step. Elsewhere there is nothing to
-save, so the process ends at once. Does not know how a run stops or saves. Imports nothing heavy, because the handlers
-must be installed before torch is imported.
+save, so the process ends at once. Python runs handlers between two lines of Python, so a call of a library that waits
+for long, such as a collective or a tokenizer's training, would keep a signal waiting: a thread hears it then. Does not
+know how a run stops or saves. Imports nothing heavy, because the handlers must be installed before torch is imported.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,6 +22,8 @@ from typing import Any
 
 # Ctrl-C reaches the launcher and its processes, and the launcher forwards it: two signals, one request.
 SAME_REQUEST_SECONDS = 1.0
+DEAF_SECONDS = 2.0
+"""How long a handler may wait for Python to run it before the thread acts."""
 _LAUNCHER_POLL_SECONDS = 1.0
 # Windows has neither of these.
 _SIGHUP = getattr(signal, "SIGHUP", None)
@@ -44,6 +49,10 @@ class Signals:
         self.stop_message = stop_message
         """Printed after "stopped by SIGTERM"."""
         self._stopped_at = 0.0
+        self._handled = 0
+        """How many signals the handler has handled."""
+        self._wakeup: tuple[socket.socket, int] | None = None
+        """What the interpreter writes the number of each signal to, and what it wrote to before."""
         self._is_deferring = False
         self._depth = 0
         self._before: dict[int, Any] = {}
@@ -58,6 +67,7 @@ class Signals:
             if _SIGUSR1:
                 handlers[_SIGUSR1] = self._on_save
             self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+            self._listen()
             follow_launcher(lambda: bool(self.stop))
         return self
 
@@ -70,9 +80,52 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-        if isinstance(error, Stopped) and os.environ.get("RANK", "0") == "0":
+        if self._wakeup:
+            writer, before = self._wakeup
+            signal.set_wakeup_fd(before)
+            writer.close()  # ends the thread
+            self._wakeup = None
+        if isinstance(error, Stopped):
+            self._print(f"stopped by {signal.Signals(self.stop).name} {self.stop_message}")
+
+    def _print(self, line: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):  # the terminal may be closed
-                print(f"stopped by {signal.Signals(self.stop).name} {self.stop_message}", file=sys.stderr)
+                print(line, file=sys.stderr, flush=True)
+
+    def _listen(self) -> None:
+        """Start the thread that hears signals while the main thread is in a call that lets no handler run."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        _forget_in_children()
+        self._wakeup = writer, signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=(reader,), daemon=True, name="signals").start()
+
+    def _hear(self, reader: socket.socket) -> None:
+        """Do what the handler would do, for each signal that it does not handle soon."""
+        handled, has_warned = self._handled, False
+        while numbers := reader.recv(64):
+            stopping = [number for number in numbers if number in self._before and number != _SIGUSR1]
+            until = time.monotonic() + DEAF_SECONDS
+            while stopping and self._handled == handled and time.monotonic() < until:
+                time.sleep(0.05)
+            is_deaf, handled = bool(stopping) and self._handled == handled, self._handled
+            reader.setblocking(False)
+            with suppress(BlockingIOError):
+                reader.recv(64)  # what came meanwhile is the same request
+            reader.setblocking(True)
+            if not (is_deaf and self._before):
+                continue
+            if self._is_deferring and not (self.stop or has_warned):
+                has_warned = True
+                self._print(
+                    f"{signal.Signals(stopping[0]).name}: waiting for the end of the step to save; a second one"
+                    " ends the process without"
+                )
+            elif not (self._is_deferring and stopping[0] == _SIGHUP):
+                self._print(f"stopped by {signal.Signals(stopping[0]).name} {self.stop_message}")
+                os._exit(128 + stopping[0])
+        reader.close()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -88,6 +141,7 @@ class Signals:
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # in a forked child, such as a pool worker
             os._exit(128 + number)
+        self._handled += 1
         now = time.monotonic()
         if not self.stop:
             self.stop, self._stopped_at = number, now
@@ -98,6 +152,18 @@ class Signals:
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self.save = 1
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    """In forked children, undo set_wakeup_fd: a signal to a child would count as one to this process."""
+
+    def forget() -> None:
+        with suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
 
 
 def follow_launcher(is_stopping: Callable[[], bool] = lambda: False) -> None:

@@ -338,12 +338,18 @@ def test_torchrun_on_a_cpu_starts_processes_of_one_run():
     assert done.stdout.count("2 processes") == 2
 
 
+LAUNCHED = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
 def test_processes_that_accelerate_cannot_join_are_refused(monkeypatch):
     """As on a Mac, whose GPU only one process can use."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for key, value in LAUNCHED.items():
+        monkeypatch.setenv(key, value)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr("accelerate.PartialState", lambda cpu, timeout: SimpleNamespace(num_processes=1, device=CPU))
+    monkeypatch.setattr(process, "meet", lambda launch, patience: None)
+    fake = lambda **_: SimpleNamespace(num_processes=1, device=CPU)  # noqa: E731
+    fake._shared_state = {}
+    monkeypatch.setattr("accelerate.PartialState", fake)
     with pytest.raises(UserError, match="WORLD_SIZE: 2 processes were started, but accelerate can use only 1 on"):
         process.processes()
 
@@ -431,13 +437,15 @@ def test_gloo_listens_where_the_other_processes_find_it(monkeypatch, environment
 @pytest.mark.parametrize("stated", [None, "eth7"])
 def test_gloo_interface_of_the_user_stays(monkeypatch, stated):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    for key, value in {"GLOO_SOCKET_IFNAME": stated, "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+    for key, value in ({"GLOO_SOCKET_IFNAME": stated} | LAUNCHED).items():
         if value:
             monkeypatch.setenv(key, value)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr(process, "gloo_interface", lambda: "eth0")
-    device = torch.device("cpu")
-    monkeypatch.setattr("accelerate.PartialState", lambda **_: SimpleNamespace(num_processes=2, device=device))
+    monkeypatch.setattr(process, "meet", lambda launch, patience: None)
+    fake = lambda **_: SimpleNamespace(num_processes=2, device=CPU)  # noqa: E731
+    fake._shared_state = {}
+    monkeypatch.setattr("accelerate.PartialState", fake)
     process.processes()
     assert os.environ.pop("GLOO_SOCKET_IFNAME") == (stated or "eth0")
 

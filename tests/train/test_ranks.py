@@ -264,6 +264,38 @@ def test_killed_rank_ends_the_others_with_one_line_that_names_it(tiny_run, tmp_p
     assert "Traceback" not in said
 
 
+def ends_itself(rank: str, phase: str, number: int) -> None:
+    if os.environ["RANK"] == rank:
+        setattr(*FAILING[phase], lambda *_, **__: signal.raise_signal(number))
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "number"),
+    [
+        ("1", "tokens", signal.SIGTERM),
+        ("1", "build", signal.SIGINT),
+        ("0", "start", signal.SIGTERM),
+        ("0", "tokens", signal.SIGKILL),
+        ("1", "start", signal.SIGKILL),
+    ],
+)
+def test_rank_that_ends_before_the_first_step_ends_the_other_on_its_machine(tiny_run, tmp_path, rank, phase, number):
+    """Neither waits for minutes, and the one that is left says what happened, whichever rank it has."""
+    processes = start_two(tiny_run(**SAME), tmp_path / "output", functools.partial(ends_itself, rank, phase, number))
+    began_at = time.monotonic()
+    for one in processes:
+        one.join(100)
+    assert time.monotonic() - began_at < 100
+    survivor = 1 - int(rank)
+    assert processes[survivor].exitcode == 2
+    name = signal.Signals(number).name
+    said = (tmp_path / f"output{survivor or ''}").read_text()
+    if number == signal.SIGKILL or survivor == 0:
+        what = "gives no sign of life; it was killed" if number == signal.SIGKILL else f"stopped by {name}"
+        assert re.search(rf"error: rank {rank}( \(\S+\))?: {what}", said), said
+    assert "Traceback" not in said and "frame #" not in said
+
+
 def machine_with_a_disk_of_its_own(folder: Path) -> None:
     claim._SHARED_SECONDS = 0.2
     own = folder / f"disk{os.environ['RANK']}"

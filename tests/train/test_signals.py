@@ -387,6 +387,68 @@ def test_burst_of_signals_counts_once_and_handlers_are_restored():
     assert {number: signal.getsignal(number) for number in ALL} == before
 
 
+DEAF = """
+import ctypes, sys
+from hfgolf.train import signals
+
+signals.DEAF_SECONDS, signals.SAME_REQUEST_SECONDS = 0.2, 0.0
+
+def wait_in_a_library():  # a mutex that this thread has already: no signal ends the call, so no handler runs
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        print("waiting", flush=True)
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+with signals.Signals() as entered:
+    if sys.argv[1] == "saving":
+        with entered.deferred():
+            wait_in_a_library()
+    wait_in_a_library()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other mutexes")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("place", ["setting up", "saving"])
+def test_signal_during_a_call_that_lets_no_handler_run_ends_the_process(number, place):
+    """As in a collective of C++, or while a tokenizer is trained. Where there is something to save, the second one."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEAF, place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    killer = threading.Timer(30, process.kill)  # ends each wait below
+    killer.start()
+    try:
+        assert [process.stdout.readline() for _ in range(2)] == ["waiting\n"] * 2
+        main_thread, asleep = Path(f"/proc/{process.pid}/task/{process.pid}/stat"), 0
+        while asleep < 5:
+            time.sleep(0.05)
+            asleep = asleep + 1 if ") S " in main_thread.read_text() else 0
+        process.send_signal(number)
+        line = process.stderr.readline()
+        if place == "saving":
+            assert line.startswith(f"{number.name}: waiting for the end of the step to save; a second one ends")
+            number = signal.SIGTERM  # nobody repeats SIGHUP on purpose
+            process.send_signal(number)
+            line = process.stderr.readline()
+        assert line.startswith(f"stopped by {number.name} before the first step")
+        assert process.wait(10) == 128 + number
+    finally:
+        killer.cancel()
+        process.kill()
+
+
+def test_signal_to_a_forked_child_does_not_count_as_one_to_the_parent(monkeypatch):
+    monkeypatch.setattr("hfgolf.train.signals.DEAF_SECONDS", 0.0)
+    with Signals():
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.2)  # the thread would end this process
+
+
 def test_nested_use_does_not_remove_handlers():
     with Signals() as signals:
         handlers = [signal.getsignal(number) for number in ALL]

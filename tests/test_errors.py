@@ -1,0 +1,151 @@
+"""What the machine refuses is one line with its cause, whichever library raised it; no text forges a second line."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from hfgolf import errors
+from hfgolf.command_line import run_command
+from hfgolf.errors import UserError, explained, writing
+from hfgolf.train.console import _SafeFormatter
+from hfgolf.wording import labeled
+
+ROOT = Path(__file__).parents[1]
+
+
+def behind(inner: Exception) -> Exception:
+    """Return an error that hides another one, as torch.save and datasets raise them."""
+    try:
+        try:
+            raise inner
+        except Exception:
+            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")  # noqa: B904
+    except RuntimeError as error:
+        return error
+
+
+FORMS = {
+    "python": lambda code: OSError(code, os.strerror(code), "runs/x/model"),
+    "descriptor": lambda code: OSError(code, os.strerror(code)),
+    "rust": lambda code: SafetensorError(f"Error: I/O error: {os.strerror(code)} (os error {code})"),
+    "tokenizers": lambda code: Exception(f"{os.strerror(code)} (os error {code})"),
+    "arrow": lambda code: pa.ArrowException(f"Error writing bytes. Detail: [errno {code}] {os.strerror(code)}"),
+    "text": lambda code: RuntimeError(f"unable to open file: {os.strerror(code)}"),
+    "hidden": lambda code: behind(OSError(code, os.strerror(code))),
+}
+
+
+# EIO's text is too general without its number
+@pytest.mark.parametrize(
+    ("form", "code"), [(f, c) for f in FORMS for c in sorted(errors._ADVICE) if (f, c) != ("text", errno.EIO)]
+)
+def test_refusal_of_the_machine_is_one_line_whichever_library_notices_it(form, code, capsys):
+    def main() -> None:
+        raise FORMS[form](code)
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(main)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
+    assert os.strerror(code) in said and errors._ADVICE[code] in said
+    assert form != "python" or "runs/x/model: " in said
+    with (
+        pytest.raises(UserError, match=r"^--output: cannot write to folder ") as raised,
+        writing("--output", Path("folder")),
+    ):
+        main()
+    assert os.strerror(code) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_memory_that_is_refused_is_one_line(error):
+    assert str(explained(error)).startswith(f"{os.strerror(errno.ENOMEM)}; free memory, or take a smaller model")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("3"), KeyError("x"), OSError("no code"), UserError("os error 28"), RuntimeError("shape mismatch")],
+)
+def test_a_bug_keeps_its_traceback(error):
+    assert explained(error) is None
+
+
+FORGED = [
+    "a\nerror: b",
+    "a\r\nerror: b",
+    "\x1b[2Ka",
+    "\x9b31m",
+    "\u2028error: b",
+    "\x85error: b",
+    "\u202eabc",
+    "a\x08\x00",
+]
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_no_text_in_a_message_forges_a_line_or_controls_the_terminal(text, capsys):
+    def main() -> None:
+        raise UserError(f"data.files: {text} is not UTF-8.")
+
+    with pytest.raises(SystemExit):
+        run_command(main)
+    said = capsys.readouterr().err
+    record = logging.LogRecord("hfgolf", logging.WARNING, "", 0, "the text of %s has changed", (text,), None)
+    for line in (said.removesuffix("\n"), _SafeFormatter("%(message)s").format(record), labeled("data", text)):
+        assert len(line.splitlines()) == 1
+    assert said.removesuffix("\n").isprintable()
+    assert UserError(text)._render_traceback_()[0].isprintable()
+
+
+def test_lines_that_are_meant_stay():
+    assert (
+        UserError("name your text:", "  hfgolf train my.txt").shown() == "error: name your text:\n  hfgolf train my.txt"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["prepare", "train", "export", "native", "golf export"])
+@pytest.mark.parametrize("blocks", [1, 24])
+def test_each_verb_that_writes_says_in_one_line_that_it_may_not(run, tiny_run, tmp_path, verb, blocks):
+    """With `ulimit -f`, as on a full disk: each larger file is refused, by whichever library writes it."""
+    arguments = tiny_run(run__name="new") if verb in ("prepare", "train") else []
+    if verb == "prepare":
+        arguments += [f"--data.cache_dir={tmp_path / 'cache'}", "--tokenizer.kind=bpe", "--tokenizer.vocab_size=300"]
+    if not arguments:
+        folder = run(tiny_run(train__max_steps=1))
+        source = ["--model", folder / "model", "--to", "native"] if verb == "native" else ["--run", folder]
+        arguments = [*map(str, source), "--output", str(tmp_path / "output")]
+    words = {"native": ["export"]}.get(verb, verb.split())
+    limited = [
+        "bash",
+        "-c",
+        f'ulimit -f {blocks}; exec "$@"',
+        "limited",
+        sys.executable,
+        "-m",
+        "hfgolf",
+        *words,
+        *arguments,
+    ]
+    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and os.strerror(errno.EFBIG) in lines[0], done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
