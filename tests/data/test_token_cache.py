@@ -167,9 +167,9 @@ def test_killed_build_leaves_no_files(data, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "way_out"),
     [
-        (errno.ENOSPC, "free up space there, or set another folder."),
-        (errno.ENOLCK, "its file system has no locks, so two runs might build at once: set another folder, on another"),
-        (errno.EROFS, "); set another folder."),
+        (errno.ENOSPC, "free up space there, or choose another folder."),
+        (errno.ENOLCK, "the file system there has no locks; choose a folder on another one."),
+        (errno.EROFS, "); choose another folder."),
     ],
 )
 def test_a_cache_that_cannot_be_written_names_its_own_cause(data, monkeypatch, number, way_out):

@@ -278,19 +278,20 @@ def test_a_run_killed_at_random_steps_is_a_straight_one(tiny_run, tmp_path, trou
 def test_new_state_outside_of_the_checkpoint_is_found(tiny_run, tmp_path, trace, monkeypatch):
     """In an object of the loop, deep in an object of the run, and in a module."""
     real = recovery.Recovery.review
-    monkeypatch.setattr(meter, "_LATEST", {}, raising=False)
+    latest: dict[int, float] = {}
+    monkeypatch.setattr(meter, "_LATEST", latest, raising=False)
 
     def review(self: Any, result: Any) -> Any:
         self.count = getattr(self, "count", 0) + 1
         deep = self._run.tracker._metrics
         deep.lowest = min(getattr(deep, "lowest", math.inf), result.loss)
-        meter._LATEST[self._run.state.step] = result.loss
+        latest[self._run.state.step] = result.loss
         return real(self, result)
 
     monkeypatch.setattr(recovery.Recovery, "review", review)
     options = {"train__max_steps": 8, "train__save_every_steps": 3, "train__eval_every_steps": 8}
     _, held = trace(tiny_run(**options, run__output_dir=tmp_path / "one" / "runs"), [])
-    meter._LATEST.clear()
-    _, held_again = trace(tiny_run(**options, run__output_dir=tmp_path / "two" / "runs"), [5], meter._LATEST.clear)
+    latest.clear()
+    _, held_again = trace(tiny_run(**options, run__output_dir=tmp_path / "two" / "runs"), [5], latest.clear)
     found = {re.sub(r"\[.*", "", path) for path in differences(held, held_again)}
     assert found == {"recovery.count", "run.tracker._metrics.lowest", "hfgolf.train.meter._LATEST"}
