@@ -250,7 +250,7 @@ def _read_ids(value: Any) -> list[int]:
         raise ValueError(f"holds {_described(value)}, not a list of token ids{_other_column(value)}")
     for number in value:
         if not (type(number) is int and 0 <= number < 2**32):
-            raise ValueError(f"holds a list with {shortened(number)}, not of token ids{_other_column(value)}")
+            raise ValueError(f"holds a list with {shortened(number)}, not of token ids")
     return value
 
 

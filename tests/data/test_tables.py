@@ -247,6 +247,7 @@ FORMATS = {
     "SQLite": b"SQLite format 3\0\x10\0",
     "a Parquet file": parquet(pa.table({"text": ["a"]})),
     "UTF-16": "text".encode("utf-16"),
+    "UTF-32": "text".encode("utf-32"),
     "UTF-16,": "plain text".encode("utf-16-le"),
     "a tar archive": b"a.txt".ljust(257, b"\0") + b"ustar\0",
 }
@@ -255,7 +256,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", ["a", "a.txt", "a.csv"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_not_text_is_named(read, name, kind):
-    line = read(name, FORMATS[kind] + b"" if kind.startswith("UTF-16") else FORMATS[kind].ljust(99, b"\0"))
+    line = read(name, FORMATS[kind] + b"" if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
     assert isinstance(line, str) and f"{name} is " in line and kind.rstrip(",") in line
 
 
