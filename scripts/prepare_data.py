@@ -42,6 +42,9 @@ def main() -> None:
     if arguments.executor == "datatrove" and find_spec("datatrove") is None:
         raise UserError("--executor datatrove needs the package datatrove; run `pip install datatrove`.")
     resolved = load_config(run_options, needs_limit=False)
+    from hfgolf.data.files import require_paths
+
+    require_paths(resolved.config.data)  # before loading torch
     from hfgolf.data.token_cache import load_tokens
     from hfgolf.train.console import show_log
 

@@ -136,14 +136,16 @@ def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
     A byte order mark at its start is no text. Raises UserError for other encodings and for formats that are not text.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    num_bytes, block = 0, b""
+    num_bytes, is_empty = 0, True
     try:
         with opener() as raw, _decompressed(raw, file.endings[1]) as stream:
             while block := stream.read(BLOCK_BYTES):
                 if not num_bytes and (problem := not_text(block, file.path)):
                     raise UserError(f"{file.path} {problem}.")
                 pending = len(decoder.getstate()[0])
-                yield decoder.decode(block)
+                text = decoder.decode(block)
+                is_empty &= not text
+                yield text
                 num_bytes += len(block)
             pending = len(decoder.getstate()[0])
             decoder.decode(b"", final=True)
@@ -156,8 +158,8 @@ def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
         ) from error
     except Exception as error:  # each compression library has its own exceptions for a damaged file
         raise _unreadable(file, error) from error
-    if not num_bytes:
-        raise UserError(f"{file.path} is empty once decompressed; remove it or add text to it.")
+    if is_empty:
+        raise UserError(f"{file.path} has no text in it; remove it or add text to it.")
 
 
 def _utf8_text(path: Path) -> str:
@@ -250,7 +252,7 @@ def _read_ids(value: Any) -> list[int]:
         raise ValueError(f"holds {_described(value)}, not a list of token ids{_other_column(value)}")
     for number in value:
         if not (type(number) is int and 0 <= number < 2**32):
-            raise ValueError(f"holds a list with {shortened(number)}, not of token ids{_other_column(value)}")
+            raise ValueError(f"holds a list with {shortened(number)}, not of token ids")
     return value
 
 

@@ -162,10 +162,14 @@ def require_paths(data: DataConfig) -> None:
                 continue
             if not (paths := find_paths(name)):
                 raise _no_match(f"data.{field}", name)
+            if os.path.isdir(paths[0]) or paths[0] not in (name, os.path.expanduser(name)):
+                continue
+            _require_file(paths[0], f"data.{field}")
             path = Path(paths[0])
             file = SourceFile(name, path)
-            is_plain = path.is_file() and not file.endings[1] and TABLES.get(file.endings[0], "json") in TEXT_TABLES
-            if data.source != "shards" and len(paths) == 1 and is_plain and file.endings[0] != ".zip":
+            ending, compression = file.endings
+            is_packed = compression or ending == ".zip" or TABLES.get(ending) in ("parquet", "arrow")
+            if data.source != "shards" and not is_packed:
                 require_text(file, f"data.{field}")
                 with suppress(OSError), open(path, "rb") as content:  # match_files says why
                     if problem := not_text(content.read(1 << 12), path):
@@ -188,11 +192,15 @@ def _match(name: str, key: str, data: DataConfig) -> list[str]:
     if os.path.isdir(paths[0]):
         kinds = SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip")
         return _folder_files(paths[0], key, cache_folder(data), kinds)
-    if not os.path.exists(paths[0]):
-        raise UserError(f"{key}: {name!r} is a link to {os.readlink(paths[0])!r}, which does not exist; mend it.")
-    if not os.path.isfile(paths[0]):
-        raise UserError(f"{key}: {name!r} is a pipe, socket or device, and text is read twice; write it to a file.")
+    _require_file(paths[0], key)
     return paths
+
+
+def _require_file(path: str, key: str) -> None:
+    if not os.path.exists(path):
+        raise UserError(f"{key}: {path!r} is a link to {os.readlink(path)!r}, which does not exist; mend it.")
+    if not os.path.isfile(path):
+        raise UserError(f"{key}: {path!r} is a pipe, socket or device, and text is read twice; write it to a file.")
 
 
 def _no_match(key: str, pattern: str) -> UserError:

@@ -50,6 +50,8 @@ def not_text(start: bytes, path: Path) -> str | None:
     for pattern, problem in _FORMATS:
         if re.match(pattern, start):
             return problem
+    if start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        return "is UTF-32, not UTF-8; convert it with `iconv -f UTF-32 -t UTF-8 OLD > NEW`"
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or _is_utf16(start[:1000]):
         return "is UTF-16, not UTF-8; convert it with `iconv -f UTF-16 -t UTF-8 OLD > NEW`"
     return None

@@ -177,7 +177,7 @@ class _JsonObjects:
                 lines_before = self._text.count("\n", self._at, error.pos)
                 if not is_cut or not self._read_more():
                     self._line += lines_before
-                    raise self._error(error.msg) from None
+                    raise self._error(error.msg.removesuffix(" at")) from None
             except ValueError:
                 decode = self._decode_digits
         if not isinstance(value, dict):
@@ -299,7 +299,9 @@ def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return join_words((name if name.isprintable() and name else shortened(name) for name in names), maximum=8)
+    return join_words(
+        (name if name.isprintable() and name.strip() == name != "" else shortened(name) for name in names), maximum=8
+    )
 
 
 def _other_keys(names: Iterable[str]) -> str:

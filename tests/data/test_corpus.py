@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +27,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from dataset_hub import serving_dataset
-from packaging.version import Version
 
 from hfgolf.config import DataConfig, TokenizerConfig
 from hfgolf.data import corpus as corpus_module
@@ -85,8 +83,6 @@ def test_text_files_are_read_byte_for_byte(tmp_path, write, files_config, ending
 @pytest.mark.parametrize("ending", CODECS)
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_rows_are_documents(tmp_path, write, files_config, kind, ending, awkward):
-    if kind == "csv" and Version(version("pandas")) < Version("3.1"):
-        awkward = awkward.replace("\0", "")  # it would end the field
     texts = [awkward, "", 'a "quoted", text', None, "last"]
     if kind == "jsonl":
         content = "".join(json.dumps({"body": text, "other": 1}) + "\n" for text in texts).encode()
@@ -103,13 +99,6 @@ def test_rows_are_documents(tmp_path, write, files_config, kind, ending, awkward
     assert documents == {"train": [awkward, 'a "quoted", text', "last"], "val": ["validation"]}
     message = fails(files_config(rows, val_files=[val]), tmp_path)
     assert "'text'" in message and "body" in message and "data.text_column" in message
-
-
-def test_no_text_of_a_csv_file_counts_as_missing(tmp_path, write, files_config):
-    """pandas would drop NA, null, nan and a dozen others."""
-    rows = write("rows.csv", "text\nNA\nnull\nnan\n\nlast\n")
-    documents = read(files_config(rows, val_files=[write("val.txt", "validation")]), tmp_path)
-    assert documents["train"] == ["NA", "null", "nan", "last"]
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def test_folders_that_exist_are_literal_in_a_glob(here):
 def test_what_cannot_be_read_is_named_before_torch_is_loaded(here, make, problem):
     make()
     with pytest.raises(UserError) as caught:
-        require_paths(DataConfig(source="files", files=["a"])) or here("a")
+        require_paths(DataConfig(source="files", files=["a"]))
     assert problem in str(caught.value)
 
 

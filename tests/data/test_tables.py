@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import hfgolf.data.documents as documents_module
-from hfgolf.config import DataConfig
-from hfgolf.data.corpus import load_corpus
+from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.data.corpus import Corpus, load_corpus
+from hfgolf.data.token_cache import load_tokens
 from hfgolf.errors import UserError
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -123,7 +124,7 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
             '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n',
             "row 1 (line 3) cannot be read: Expecting ',' delimiter",
         ),
-        ("t.jsonl", '{"text": "a"}\n{"text": "b\n"}\n', "row 1 (line 2) cannot be read: Invalid control character at"),
+        ("t.jsonl", '{"text": "a"}\n{"text": "b\n"}\n', "row 1 (line 2) cannot be read: Invalid control character."),
         ("t.jsonl", '{"text": "a"}\n{"text": "b', "row 1 (line 2) cannot be read: Unterminated string"),
         ("t.jsonl", '{"text": "a"}\nnot json\n', "row 1 (line 2) cannot be read: Expecting value"),
         ("t.jsonl", '{"text": "a"}\n"b"\n', "row 1 (line 2) cannot be read: it is 'b', not an object with columns"),
@@ -247,6 +248,7 @@ FORMATS = {
     "SQLite": b"SQLite format 3\0\x10\0",
     "a Parquet file": parquet(pa.table({"text": ["a"]})),
     "UTF-16": "text".encode("utf-16"),
+    "UTF-32": "text".encode("utf-32"),
     "UTF-16,": "plain text".encode("utf-16-le"),
     "a tar archive": b"a.txt".ljust(257, b"\0") + b"ustar\0",
 }
@@ -255,7 +257,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", ["a", "a.txt", "a.csv"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_not_text_is_named(read, name, kind):
-    line = read(name, FORMATS[kind] + b"" if kind.startswith("UTF-16") else FORMATS[kind].ljust(99, b"\0"))
+    line = read(name, FORMATS[kind] + b"" if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
     assert isinstance(line, str) and f"{name} is " in line and kind.rstrip(",") in line
 
 
@@ -296,7 +298,9 @@ def test_a_damaged_byte_of_utf8_is_told_from_another_encoding(read):
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_byte_order_mark_is_no_text(read, name):
     content = "\ufefftext \ufeff inside".encode()
-    assert read(name, gzip.compress(content) if name.endswith("gz") else content) == ["text \ufeff inside"]
+    pack = gzip.compress if name.endswith("gz") else bytes
+    assert read(name, pack(content)) == ["text \ufeff inside"]
+    assert f"{name} has no text in it" in read(name, pack(b"\xef\xbb\xbf"))
 
 
 @pytest.mark.parametrize(
@@ -352,3 +356,15 @@ def test_a_row_group_is_read_in_bounded_memory(tmp_path):
     command = [sys.executable, "-c", _READ_MEMORY, str(tmp_path / "a.parquet")]
     added = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert added * (1 if sys.platform == "darwin" else 1024) < 30e6
+
+
+def test_tokens_of_an_earlier_reader_are_not_reused_and_its_runs_go_on(tmp_path, monkeypatch):
+    """The key of the cache changes, what a checkpoint compares does not."""
+    (tmp_path / "a.csv").write_text("text\n" + "some text\n" * 40)
+    data = DataConfig(source="files", files=[str(tmp_path / "a.csv")], cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(Corpus, "reader", None)
+    before = load_tokens(data, TokenizerConfig(kind="byte"))
+    monkeypatch.undo()
+    now = load_tokens(data, TokenizerConfig(kind="byte"))
+    assert not now.is_hit and now.identity == before.identity
+    assert load_tokens(data, TokenizerConfig(kind="byte")).is_hit
