@@ -72,8 +72,11 @@ def kind(name: str) -> str | None:
     return "part" if name.startswith(tuple(_PARTS)) else None
 
 
-def check_settings(environment: Mapping[str, str]) -> None:
-    """Raise UserError for a setting of accelerate's that hfgolf neither honors nor may ignore, before any work."""
+def check_settings(environment: Mapping[str, str]) -> bool:
+    """Return whether accelerate was told to shard the model over the processes, by FSDP2.
+
+    Raises UserError for a setting that hfgolf neither honors nor may ignore, before any work.
+    """
     has_fsdp = environment.get("ACCELERATE_USE_FSDP", "").lower() not in _OFF
     names = [name for name in environment if name.startswith("ACCELERATE_") or (has_fsdp and name.startswith("FSDP_"))]
     for name in sorted(names):
@@ -91,3 +94,4 @@ def check_settings(environment: Mapping[str, str]) -> None:
             f"accelerate: FSDP2 needs torch {FSDP2_TORCH} or newer, this is {torch.__version__}; start without it for a"
             " full copy on each GPU."
         )
+    return has_fsdp
