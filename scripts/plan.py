@@ -205,14 +205,15 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     """Return the config with its precision decided, and the machine to plan for, sharded as accelerate was told."""
     from hfgolf.hardware import DEVICES, find_device
     from hfgolf.tools.plan import machine_with, this_machine
-    from hfgolf.train.process import asked_for_fsdp2, resolve_precision, set_cpu_threads, tune_memory
+    from hfgolf.train.launched import check_settings
+    from hfgolf.train.process import resolve_precision, set_cpu_threads, tune_memory
 
     if name is None:
         config = resolve_precision(resolved).config
         set_cpu_threads(config.train.cpu_threads, processes)  # same as the run, before anything is measured
         tune_memory(config)
         machine = this_machine(str(config.train.mixed_precision), processes)
-        return config, dataclasses.replace(machine, is_sharded=asked_for_fsdp2())
+        return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
     device = find_device(name)
     if device is None:
         known = ", ".join(device.name for device in DEVICES)
@@ -221,7 +222,7 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     if config.train.mixed_precision is None:
         config = config.replace(train__mixed_precision="bf16" if device.has_bf16 else "fp16")
     machine = machine_with(device, str(config.train.mixed_precision), processes)
-    return config, dataclasses.replace(machine, is_sharded=asked_for_fsdp2())
+    return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
 
 
 def find_speed(

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 
 from hfgolf.optim.shards import is_sharded
 from hfgolf.train import loop
-from hfgolf.train.process import FSDP2_TORCH
+from hfgolf.train.launched import FSDP2_TORCH
 
 needs_fsdp2 = pytest.mark.skipif(torch.__version__ < FSDP2_TORCH, reason=f"FSDP2 needs torch {FSDP2_TORCH}")
 LAUNCHED = {  # by `accelerate launch --config_file configs/accelerate/fsdp2.yaml`

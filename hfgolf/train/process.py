@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -19,6 +20,7 @@ from hfgolf.command_line import ResolvedConfig
 from hfgolf.errors import UserError
 from hfgolf.hardware import accelerator_name, cpu_cores, fast_product_dtype, has_fast_fp16_only
 from hfgolf.rendezvous import find_launch, meet
+from hfgolf.train.launched import check_settings
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
 # NCCL's 10 minutes are too short for what only rank 0 does while the others wait, such as forecasting an export
 _PATIENCE = timedelta(hours=2)
 _ELSEWHERE = "192.0.2.1"  # for documentation (RFC 5737): no machine has it, so the way there is the default route
-# accelerate shards the embedding, the last norm and the head as one unit. The loss takes the head's weight and does not
-# call the head; before 2.13, FSDP2 then takes the unit's pass for unfinished and never shards it again
-FSDP2_TORCH = "2.13"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _DEFAULT_MMAP_MAX = -1, -3, -4, 65_536  # from malloc.h and glibc
 # Large pages make a step of 25 M parameters 1.04 to 1.10 times as fast, and one of 49 M 0.90 to 0.94 times.
 LARGE_PAGES_PARAMETERS = 30_000_000
@@ -86,7 +85,12 @@ def processes() -> PartialState:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    asked_for_fsdp2()
+    if arguments := _launch_arguments():  # of these, accelerate tells only DeepSpeed
+        only_stated = {name: getattr(arguments, name) for name in ("gradient_accumulation_steps", "gradient_clipping")}
+        stated = {f"ACCELERATE_{name.upper()}": str(value) for name, value in only_stated.items() if value is not None}
+    else:
+        stated = {}
+    check_settings(os.environ | stated)
     use_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     options: dict[str, Any] = {"timeout": _PATIENCE}
     if use_cpu:
@@ -160,44 +164,30 @@ def _own_address_towards(host: str) -> str | None:
         return None
 
 
-def asked_for_fsdp2() -> bool:
-    """Return whether accelerate was told to shard the model over the processes.
-
-    Raises UserError for DeepSpeed, FSDP1 and FSDP2 with an older torch, which would all fail with a traceback.
-    """
-    from accelerate.utils import parse_flag_from_env
-
-    instead = "start with `accelerate launch --use_fsdp --fsdp_version 2`, or with neither for a full copy on each GPU"
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise UserError(f"accelerate: hfgolf does not train with DeepSpeed; {instead}.")
-    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return False
-    if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UserError(f"accelerate: FSDP version 1, its default, flattens the matrices that Muon needs; {instead}.")
-    if torch.__version__ < FSDP2_TORCH:  # by version, not as strings: it is a TorchVersion
-        raise UserError(
-            f"accelerate: FSDP2 needs torch {FSDP2_TORCH} or newer, this is {torch.__version__}; start without it for a"
-            " full copy on each GPU."
-        )
-    return True
-
-
 def processes_asked_of_accelerate() -> int | None:
     """Return how many processes `accelerate launch` was told to start, None if it did not start this one.
 
     On a CPU it starts one, whatever it was told.
     """
+    arguments = _launch_arguments()
+    if arguments is None:
+        return None
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    if arguments.num_processes is not None or not (arguments.config_file or os.path.isfile(default_config_file)):
+        return arguments.num_processes
+    return int(load_config_from_file(arguments.config_file).num_processes)
+
+
+def _launch_arguments() -> argparse.Namespace | None:
+    """Return the arguments of the `accelerate launch` that started this process, None if none did."""
     words = _launcher_words()
     launch = next((word for word in words if word in ("launch", "accelerate.commands.launch")), None)
     if launch is None:
         return None
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    arguments = launch_command_parser().parse_args(words[words.index(launch) + 1 :])
-    if arguments.num_processes is not None or not (arguments.config_file or os.path.isfile(default_config_file)):
-        return arguments.num_processes
-    return int(load_config_from_file(arguments.config_file).num_processes)
+    return launch_command_parser().parse_args(words[words.index(launch) + 1 :])
 
 
 def _launcher_words() -> list[str]:

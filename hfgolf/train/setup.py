@@ -254,6 +254,11 @@ def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None
             " `torchrun --nproc_per_node %d scripts/train.py`",
             *[asked] * 3,
         )
+    if (precision, source) == ("no", "accelerate") and fast_product_dtype(accelerator.device) == torch.bfloat16:
+        logger.warning(
+            "precision: accelerate's mixed_precision no means fp32; bf16 is fast on this machine:"
+            " --train.mixed_precision bf16"
+        )
     if precision == "bf16" and has_fast_fp16_only(accelerator.device):
         logger.warning("precision: this GPU only emulates bf16; --train.mixed_precision fp16 is several times faster")
 

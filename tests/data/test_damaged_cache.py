@@ -192,7 +192,7 @@ def test_full_disk_is_one_line_and_leaves_no_files(write, files_config):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
     try:
-        with pytest.raises(UserError, match=r"data.cache_dir: .* File too large") as caught:
+        with pytest.raises(UserError, match=r"data.cache_dir: .*File too large") as caught:
             load_tokens(data, BYTE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -210,7 +210,7 @@ def test_read_only_cache_can_be_read(data, monkeypatch):
     monkeypatch.setattr("hfgolf.durable.write_bytes", refuse)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert load_tokens(data, BYTE).is_hit
-    with pytest.raises(UserError, match=r"data.cache_dir: cannot write the tokens .*Permission denied"):
+    with pytest.raises(UserError, match=r"data.cache_dir: cannot write to .*Permission denied"):
         load_tokens(data, TokenizerConfig(kind="char"))
 
 

@@ -52,7 +52,8 @@ def launched_by(monkeypatch, tmp_path):
                 return self
 
             def cmdline(self):
-                return ["accelerate", "launch", *words]
+                script = [] if "train.py" in words else ["train.py"]
+                return ["accelerate", "launch", *words, *script]
 
         monkeypatch.setattr(process.psutil, "Process", Parent)
         monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))

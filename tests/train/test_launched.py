@@ -1,0 +1,65 @@
+"""Every setting that `accelerate launch` hands to its processes is honored, harmless, or refused in one line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from accelerate.utils import launch
+
+from hfgolf.command_line import load_config
+from hfgolf.errors import UserError
+from hfgolf.train import launched, process
+
+SWITCHES = {"MEGATRON_LM_": "ACCELERATE_USE_MEGATRON_LM", "PARALLELISM_CONFIG_": "ACCELERATE_USE_PARALLELISM_CONFIG"}
+
+
+def exported() -> set[str]:
+    """Return the variables that accelerate's own source sets for its processes."""
+    source = inspect.getsource(launch)
+    return set(re.findall(r'current_env\["((?:ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG)_\w+)"\]', source))
+
+
+def test_each_setting_that_accelerate_exports_is_known():
+    assert len(exported()) > 35
+    assert {
+        name for name in exported() if launched.kind(name) is None and not name.startswith(tuple(SWITCHES))
+    } == set()
+
+
+@pytest.mark.parametrize("switch", [*SWITCHES.values(), "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_SAGEMAKER"])
+def test_what_has_settings_of_its_own_is_refused_as_a_whole(monkeypatch, switch):
+    monkeypatch.setenv(switch, "true")
+    with pytest.raises(UserError, match=rf"^accelerate: {switch}=true \(its config.*\): hfgolf .*; start "):
+        process.processes()
+
+
+@pytest.mark.parametrize("name", launched.REFUSED)
+@pytest.mark.parametrize("value", ["7", "True", "INDUCTOR"])
+def test_each_refused_setting_is_one_line_that_says_what_to_do(name, value):
+    environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", name: value}
+    with pytest.raises(UserError, match=rf"^accelerate: {name}={value} \(.*\): .*(; start |leave it out)") as raised:
+        launched.check_settings(environment)
+    keys = re.findall(r"(?:train|batch|model|optim)\.\w+", str(raised.value))
+    assert set(keys) <= set(load_config(["--train.max_steps=1"]).config.flat())
+
+
+@pytest.mark.parametrize("name", [*launched.REFUSED, *launched.HARMLESS])
+def test_settings_without_effect_pass(name):
+    for value in ("no", "NO", "false", "0", "None") if name in launched.REFUSED else ("1", "whatever"):
+        launched.check_settings({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", name: value})
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_TELEPORT", "ACCELERATE_USE_SOMETHING_NEW", "FSDP_NEW"])
+def test_an_unknown_setting_is_refused(name):
+    with pytest.raises(UserError, match=rf"^accelerate: {name}=1: hfgolf does not know this setting; unset it"):
+        launched.check_settings({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", name: "1"})
+
+
+@pytest.mark.parametrize("option", ["--gradient_accumulation_steps", "--gradient_clipping"])
+def test_options_that_accelerate_tells_only_deepspeed_are_refused(monkeypatch, option):
+    words = ["accelerate", "launch", option, "7", "scripts/train.py"]
+    monkeypatch.setattr(process, "_launcher_words", lambda: words)
+    with pytest.raises(UserError, match=rf"^accelerate: ACCELERATE_{option[2:].upper()}=7\S* .*leave it out"):
+        process.processes()
