@@ -144,10 +144,13 @@ def load_config(
     for key, value in objects.items():  # jsonargparse accepts null for any type
         if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
             raise _not_allowed(where if key in stated else path, key, None)
-    config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
+    sources = sources | dict.fromkeys(implied, "auto") | dict.fromkeys(stated, where.removeprefix("the "))
+    try:
+        config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
+    except UserError as error:
+        raise _with_origin(error, sources) from None
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
-    sources = sources | dict.fromkeys(implied, "auto") | dict.fromkeys(stated, where.removeprefix("the "))
     return ResolvedConfig(config, sources).with_low_memory()
 
 
@@ -451,7 +454,7 @@ def _one_token_per_option(arguments: Sequence[str], others: list[str] | None = N
     arguments = list(arguments)
     while arguments:
         key, equals, value = (argument := arguments.pop(0)).partition("=")
-        if argument == "--":  # what follows are texts
+        if argument == "--" and others is None:  # what follows are texts
             return [*tokens, *(f"./{text}" if text.startswith("-") else text for text in arguments)]
         if others is not None and not (key.startswith("--") and "." in key):
             others.append(argument)
@@ -503,6 +506,14 @@ def _explain(
     key = match[1]
     value = from_command_line.get(key, from_file.get(key))
     return _not_allowed(where if key in from_command_line else path, key, value)
+
+
+def _with_origin(error: UserError, sources: dict[str, str]) -> UserError:
+    """Return an error that also says where the value that it blames is from, if nobody wrote it."""
+    key = str(error).partition(": ")[0]
+    origin = sources.get(key, "the defaults")
+    is_written = key not in KEY_TYPES or origin not in ("the defaults", "small", "finetune", "auto")
+    return error if is_written else UserError(f"{error} It is from {origin}.")
 
 
 def _not_allowed(where: str | None, key: str, value: object) -> UserError:

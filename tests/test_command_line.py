@@ -75,6 +75,22 @@ def test_the_command_line_wins_wherever_the_config_stands(config_file, stated, k
         assert resolved.sources["train.max_minutes"] == "file"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "origin"),
+    [
+        (["a.txt", "--batch.sequence_length=300"], " It is from small."),
+        ([*ENDS, "--batch.sequence_length=300"], " It is from the defaults."),
+        (["a.txt", "--batch.sequence_length=300", "--batch.segment_length=7"], ""),
+        (["a.txt", "--model.num_attention_heads=3"], " It is from small."),
+        (["a.txt", "--model.hidden_size=250"], ""),
+    ],
+)
+def test_a_value_that_nobody_wrote_is_blamed_with_its_origin(arguments, origin):
+    with pytest.raises(UserError, match=r"^(batch|model)\.") as error:
+        load_config(arguments)
+    assert str(error.value).endswith(origin) and (origin or "from" not in str(error.value))
+
+
 def test_after_two_dashes_all_are_texts():
     config = load_config(["--train.max_steps", "3", "--", "-a.txt", "--train.max_steps"]).config
     assert config.data.files == ["./-a.txt", "./--train.max_steps"] and config.train.max_steps == 3

@@ -42,7 +42,9 @@ def resolve_precision(resolved: ResolvedConfig, before: str | None = None) -> Re
     before: the precision of the run that this one resumes; accelerate's setting takes precedence over it.
     Raises UserError for a precision that accelerate would silently ignore (fp16 on a CPU) or that does not exist here.
     """
-    if resolved.config.train.mixed_precision is None:
+    precision: str | None = resolved.config.train.mixed_precision
+    source = resolved.sources.get("train.mixed_precision")
+    if precision is None:
         device = processes().device
         halves = "fp16" if has_fast_fp16_only(device) else "no"
         choices = {
@@ -50,16 +52,15 @@ def resolve_precision(resolved: ResolvedConfig, before: str | None = None) -> Re
             "the run so far": before,
             "auto": "bf16" if fast_product_dtype(device) == torch.bfloat16 else halves,
         }
-        source, choice = next((source, choice) for source, choice in choices.items() if choice)
-        resolved = resolved.resolve(source, train__mixed_precision=choice)
-    precision = resolved.config.train.mixed_precision
+        source, precision = next((source, choice) for source, choice in choices.items() if choice)
     if precision not in ("no", "bf16", "fp16") or (precision == "fp16" and _device_type() == "cpu"):
-        where = resolved.sources["train.mixed_precision"]
         raise UserError(
-            f"train.mixed_precision: {precision} (from {where}) does not run on this device, {accelerator_name()};"
+            f"train.mixed_precision: {precision} (from {source}) does not run on this device, {accelerator_name()};"
             f" allowed: no, bf16{'' if _device_type() == 'cpu' else ', fp16'}."
         )
-    return resolved
+    if resolved.config.train.mixed_precision is not None:
+        return resolved
+    return resolved.resolve(str(source), train__mixed_precision=precision)
 
 
 @contextlib.contextmanager
