@@ -74,7 +74,7 @@ from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
 from hfgolf.train.console import console
-from hfgolf.train.feed import start_batches
+from hfgolf.train.feed import is_out_of_memory, start_batches
 from hfgolf.train.init_from import keep_architecture, load_old_text, load_weights, take_architecture
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
@@ -415,7 +415,15 @@ def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopw
             logger.info("changed since then: %s", ", ".join(origin.changes))
     elif learner.resolved.config.train.resume:
         logger.debug("no checkpoint to resume from; starting the run")
-    learner.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
+    try:
+        learner.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"train: out of memory for the optimizer's state ({one_line(error)[:120]}); set train.low_memory, or use a"
+            " smaller model."
+        ) from None
     learner.checkpoints.reserve()
 
 
