@@ -41,7 +41,8 @@ def list_urls(pattern: str, key: str, folder: Path) -> list[str]:
     if is_http(pattern) or not glob.has_magic(pattern):
         return [pattern]
     listing = _download_folder(pattern, folder) / "listing.json"
-    if not listing.exists():
+    urls = _read_listing(listing)
+    if urls is None:
         files, path = _file_system(pattern, key)
         try:
             matches = [path] if files.isfile(path) else filter(files.isfile, files.glob(path))  # literal first
@@ -52,7 +53,16 @@ def list_urls(pattern: str, key: str, folder: Path) -> list[str]:
             raise UserError(f"{key}: no file matches {redact(pattern)}; check the address.")
         listing.parent.mkdir(parents=True, exist_ok=True)
         write_text(listing, json.dumps(urls))
-    return [str(url) for url in json.loads(listing.read_text(encoding="utf-8"))]
+    return urls
+
+
+def _read_listing(path: Path) -> list[str] | None:
+    """Return the addresses in a listing; None if there is none, or if it is damaged and must be made again."""
+    try:
+        urls = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return urls if urls and isinstance(urls, list) and all(isinstance(url, str) for url in urls) else None
 
 
 def _file_system(url: str, key: str) -> tuple[Any, str]:

@@ -123,6 +123,36 @@ def test_tokens_of_another_text_get_no_certificate(parts, texts):
     assert certificate.problems[0] == "the tokens were made from another text; build the token cache again"
 
 
+def test_tokens_of_more_text_get_no_certificate(parts):
+    """A document in two pieces, of which the text has one: as many separators."""
+    tokens, _ = parts
+    ids = np.concatenate([tokens.val.tokens[:4], tokens.val.tokens[5:]])
+    stream = dataclasses.replace(tokens.val, tokens=ids, piece_tokens=np.array([4, 3]), piece_bytes=np.array([3, 3]))
+    certificate = certify_text(rows("one"), None, stream, tokens.tokenizer, plan_windows("flat", 7, 4))
+    assert certificate.problems == ("the tokens were made from another text; build the token cache again",)
+
+
+def test_a_separator_within_a_document_gets_no_certificate(parts):
+    tokens, plan = parts
+    ids = tokens.val.tokens.copy()
+    ids[2] = ids[0]
+    stream = dataclasses.replace(tokens.val, tokens=ids)
+    certificate = certify_text(rows("one", "two"), None, stream, tokens.tokenizer, plan)
+    assert certificate.problems[0] == "the tokens were made from another text; build the token cache again"
+
+
+def test_a_loop_that_scores_other_tokens_gets_no_certificate(parts, monkeypatch):
+    """The uniform model's score follows from the tokens and bytes alone, to nine digits."""
+    from hfgolf.evaluate import certificate as module
+
+    tokens, plan = parts
+    real = module.score
+    for factor in (1 + 1e-8, 1 - 1e-8, 2.0):
+        monkeypatch.setattr(module, "score", lambda *arguments, factor=factor: factor * real(*arguments))
+        certificate = certify_text(rows("one", "two"), None, tokens.val, tokens.tokenizer, plan)
+        assert len(certificate.problems) == 1 and certificate.problems[0].startswith("a uniform model costs ")
+
+
 def test_changed_tokens_get_no_certificate(parts):
     tokens, plan = parts
     ids = tokens.val.tokens.copy()

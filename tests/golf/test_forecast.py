@@ -43,6 +43,20 @@ def test_export_takes_the_forecast_bytes_at_the_forecast_loss(model_and_curvatur
     assert again.scale == pytest.approx(exported.scale, rel=0.03)
 
 
+@pytest.mark.parametrize("share", [0.8, 1.25])
+def test_the_step_at_the_budget_is_that_of_an_export_whatever_the_coder_takes(model_and_curvature, share):
+    """The first attempt aims at predicted bytes; the rest of the way to the real ones is by a rule."""
+    model, curvature = model_and_curvature
+    weights, options = matrices(model), {"method": "nearest", "allocation": "curvature"}
+    budget, coder = 30_000, lambda tensors: round(share * size_of(tensors))
+    seen = forecast(weights, curvature, GolfSection(budget_bytes=budget, **options), overhead_bytes=0, size_of=coder)
+    exported = quantize_model(model, curvature, budget_bytes=budget, overhead_bytes=0, size_of=coder, **options)
+    assert seen.scale == pytest.approx(exported.scale, rel=0.15)
+    plain = forecast(weights, curvature, GolfSection(budget_bytes=budget, **options), overhead_bytes=0, size_of=size_of)
+    # half the step is a quarter of the price
+    assert seen.loss / plain.loss == pytest.approx((seen.scale / plain.scale) ** 2)
+
+
 def test_smaller_budget_has_a_higher_forecast_loss(model_and_curvature):
     model, curvature = model_and_curvature
     weights = matrices(model)

@@ -230,3 +230,15 @@ def test_matrices_are_all_two_dimensional_parameters(small_model):
     names = set(matrices(model))
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     assert names == {name for name, parameter in model.named_parameters() if parameter.ndim == 2}
+
+
+def test_error_variances_are_those_of_rounding():
+    """Of uniform weights, by rounding them: step^2 / 12 while steps are fine, then all of the weight."""
+    weight = np.random.default_rng(0).uniform(-1, 1, (4, 50_000)).astype(np.float32)
+    weight *= np.array([[1], [2], [4], [8]], np.float32)
+    unit = allocate({"w": weight}, "uniform", {}, None)["w"]
+    for scale, is_fine in ((0.01, True), (0.05, True), (100.0, False)):
+        steps = steps_of(unit.row_codes(scale))[:, None]
+        errors = weight - np.rint(weight / steps) * steps
+        np.testing.assert_allclose(unit.error_variances(scale), np.square(errors).mean(axis=1), rtol=0.03)
+        assert (unit.error_variances(scale) < 0.01 * unit.row_rms**2).all() == is_fine

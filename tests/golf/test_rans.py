@@ -89,6 +89,18 @@ def test_extreme_integers_survive_a_round_trip(integers, num_lanes):
     assert len(coded.stream) >= 4 * num_lanes
 
 
+def test_the_bits_of_the_chunks_are_those_of_the_code():
+    """With raw bits, which only integers from 64 have, and without."""
+    encoder = Encoder(2)
+    chunks = [(0, RANDOM.normal(0, 3, 20_000)), (1, RANDOM.normal(0, 3000, 20_000)), (0, RANDOM.normal(0, 3, 100))]
+    for context, draws in chunks:
+        encoder.add(context, np.rint(draws).astype(np.int32))
+    coded, bits = encoder.encode(), encoder.chunk_bits(encoder.tables())
+    assert sum(bits) / 8 == pytest.approx(len(coded.stream) - 4 * coded.num_lanes + len(coded.raw), rel=1e-3)
+    assert bits[1] / 20_000 == pytest.approx(2.0471 + np.log2(3000), abs=0.05)
+    assert bits[0] / 20_000 == pytest.approx(2.0471 + np.log2(3), abs=0.05)
+
+
 def test_constant_integers_cost_nothing():
     coded = round_trip([(0, np.full(10**5, -3, np.int32))], num_lanes=8)
     assert len(coded.stream) == 4 * 8

@@ -349,7 +349,7 @@ def test_processes_that_accelerate_cannot_join_are_refused(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(process, "meet", lambda launch, patience: None)
     fake = lambda **_: SimpleNamespace(num_processes=1, device=CPU)  # noqa: E731
-    fake._shared_state = {}
+    fake._shared_state = {}  # type: ignore[attr-defined]  # a function stands in for a class
     monkeypatch.setattr("accelerate.PartialState", fake)
     with pytest.raises(UserError, match="WORLD_SIZE: 2 processes were started, but accelerate can use only 1 on"):
         process.processes()
@@ -445,7 +445,7 @@ def test_gloo_interface_of_the_user_stays(monkeypatch, stated):
     monkeypatch.setattr(process, "gloo_interface", lambda: "eth0")
     monkeypatch.setattr(process, "meet", lambda launch, patience: None)
     fake = lambda **_: SimpleNamespace(num_processes=2, device=CPU)  # noqa: E731
-    fake._shared_state = {}
+    fake._shared_state = {}  # type: ignore[attr-defined]  # a function stands in for a class
     monkeypatch.setattr("accelerate.PartialState", fake)
     process.processes()
     assert os.environ.pop("GLOO_SOCKET_IFNAME") == (stated or "eth0")

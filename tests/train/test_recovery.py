@@ -604,6 +604,15 @@ def test_out_of_memory_with_one_sequence_is_one_line(run, tiny_run, lack_memory)
         run(tiny_run(batch__micro_batch_size=2))
 
 
+def test_out_of_memory_for_the_optimizer_is_one_line(run, tiny_run, monkeypatch):
+    def create_state(self: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(muon.Muon, "create_state", create_state)
+    with pytest.raises(UserError, match=r"^train: out of memory for the optimizer's state \(CUDA out .*low_memory"):
+        run(tiny_run())
+
+
 def test_out_of_memory_on_one_rank_ends_with_the_setting_to_resume(run, tiny_run, edit_run):
     """The other process waits with micro-batches of the old size."""
     runs: list[Any] = []
