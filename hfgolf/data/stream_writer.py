@@ -12,10 +12,11 @@ evaluation on some of the pieces knows their exact bytes.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 10
+_PATIENCE_SECONDS = 60  # with a table of at most 2 MB, which takes a second or two
 _ROUND_TRIP_BYTES = 2**18  # evenly sampled validation text to decode once, in about a tenth of a second
 MAX_TABLES_IN_FLIGHT = 2
 
@@ -148,14 +150,45 @@ def encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, E
     """Yield tables of pieces with their encodings, in order, while the next tables are being encoded."""
     waiting: deque[tuple[pa.Table, Future[Encoded]]] = deque()
     # Two at once: while one table keeps the cores busy, the ids of the other are extracted, which holds the GIL.
-    with ThreadPoolExecutor(MAX_TABLES_IN_FLIGHT) as threads:
-        for table in pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
-            waiting.append((table, threads.submit(encode, table["text"].to_pylist())))
-            if len(waiting) > MAX_TABLES_IN_FLIGHT:  # bounds the memory
-                done, encoded = waiting.popleft()
-                yield done, encoded.result()
-        for done, encoded in waiting:
-            yield done, encoded.result()
+    may_run = threading.Semaphore(MAX_TABLES_IN_FLIGHT)
+    for table in pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
+        waiting.append((table, _encode_in_thread(encode, table["text"].to_pylist(), may_run)))
+        if len(waiting) > MAX_TABLES_IN_FLIGHT:  # bounds the memory
+            yield _encoded(*waiting.popleft())
+    for done, encoded in waiting:
+        yield _encoded(done, encoded)
+
+
+def _encode_in_thread(encode: Encoder, texts: list[str], may_run: threading.Semaphore) -> Future[Encoded]:
+    """Start to encode texts in a thread that no process waits for when it ends, as it would for an executor's.
+
+    A tokenizer's regular expression may never end.
+    """
+    future: Future[Encoded] = Future()
+
+    def work() -> None:
+        with may_run:
+            try:
+                future.set_result(encode(texts))
+            except BaseException as error:
+                future.set_exception(error)
+
+    threading.Thread(target=work, name="tokenize", daemon=True).start()
+    return future
+
+
+def _encoded(table: pa.Table, future: Future[Encoded]) -> tuple[pa.Table, Encoded]:
+    """Return a table and its encoding. Warns if that takes very long."""
+    done, _ = wait([future], _PATIENCE_SECONDS)
+    if not done:
+        _log.warning(
+            "tokenizing: no progress for %s s in %s pieces of text, of which the first begins %s; the tokenizer's"
+            " regular expressions may take forever on them. Ctrl-C ends this.",
+            _PATIENCE_SECONDS,
+            len(table),
+            ascii(table["text"][0].as_py()[:40]),
+        )
+    return table, future.result()
 
 
 class _Progress:

@@ -294,7 +294,8 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
         _log.info("targets: the assistant's tokens, %.1f %% of the train tokens; the rest is only context", 100 * share)
     verification = Verification(manifest, lambda: itertools.chain(val.hashes(), train.hashes()))
     sha256, tokenizer_loss = manifest["key"]["tokenizer_sha256"], manifest.get("tokenizer_loss")
-    overlap = manifest.get("overlap", {})
+    counted = manifest.get("overlap")
+    overlap = {k: v for k, v in counted.items() if isinstance(v, int | float)} if isinstance(counted, dict) else {}
     for warning in filter(None, (tokenizer_loss, describe_overlap(overlap))):
         _log.warning("%s", warning)
     return TokenCache(

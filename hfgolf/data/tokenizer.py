@@ -402,12 +402,18 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
         raise UserError(f"{where} has no tokenizer.json; hfgolf needs a fast tokenizer.")
     front, back = added_around(tokenizer)
     if tokenizer.eos_token_id is None:
-        known = [*tokenizer.convert_ids_to_tokens(back[-1:]), *(n for n in _KNOWN_ENDS if n in tokenizer.get_vocab())]
+        known = [n for n in (*tokenizer.convert_ids_to_tokens(back[-1:]), *_KNOWN_ENDS) if n in tokenizer.get_vocab()]
         tokenizer.add_special_tokens({"eos_token": known[0] if known else END_OF_TEXT})
         added = f"{tokenizer.eos_token} of its vocabulary" if known else f"{END_OF_TEXT}, added to its vocabulary"
         size = f"id {tokenizer.eos_token_id}, {embedding_rows(tokenizer)} entries"
         _log.info("%s has no eos_token; documents are separated by %s (%s)", where, added, size)
-    entries, taken = tokenizer.get_vocab(), Counter(tokenizer.get_vocab().values())
+    entries = tokenizer.get_vocab()
+    taken = Counter(entries.values())
+    if unknown := [number for number in front + back if number not in taken]:
+        raise UserError(
+            f"{where} puts id {unknown[0]} around a text, which no entry of its vocabulary has: its files are"
+            " inconsistent; load another tokenizer."
+        )
     if twice := sorted((number, entry) for entry, number in entries.items() if taken[number] > 1):
         both = join_words((repr(entry) for number, entry in twice if number == twice[0][0]), maximum=2)
         raise UserError(

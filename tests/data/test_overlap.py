@@ -84,6 +84,16 @@ def test_rows_of_validation_files_that_train_are_told_at_each_start(write, files
         assert [message for message in caplog.messages if message.startswith(line)] == caplog.messages[-1:] != []
 
 
+@pytest.mark.parametrize("damaged", [None, [], "many", {"val_documents_in_train": "many", "val_documents": None}])
+def test_a_damaged_or_absent_count_says_nothing(write, files_config, caplog, damaged):
+    data = files_config(write("a.txt", "one"), val_files=[write("v.txt", "one")])
+    manifest = load_tokens(data, BYTE).path / "cache.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"overlap": damaged}))
+    caplog.clear()
+    tokens = load_tokens(data, BYTE)
+    assert tokens.is_hit and tokens.overlap == {} and caplog.messages == []
+
+
 @pytest.mark.parametrize(
     ("texts", "settings", "told"),
     [

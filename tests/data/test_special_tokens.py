@@ -207,6 +207,13 @@ def test_unused_ids_are_rows_of_the_embedding(write, files_config, tmp_path):
         load_tokens(files_config(write("c.txt", "a"), val_files=[write("v.txt", "b")]), config)
 
 
+def test_a_template_with_an_id_of_no_entry_is_one_line(tmp_path, write, files_config):
+    backend = byte_level_bpe()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 9999)])
+    with pytest.raises(UserError, match="puts id 9999 around a text, which no entry of its vocabulary has"):
+        tokens_of(write, files_config, saved(tmp_path / "saved", backend))
+
+
 def never_ending(pattern: str) -> Tokenizer:
     backend = byte_level_tokenizer([])
     backend.pre_tokenizer = pre_tokenizers.Sequence(

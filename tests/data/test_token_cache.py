@@ -106,6 +106,34 @@ def test_batches_are_written_in_order_with_bounded_memory(write, files_config, m
     batches.close()
 
 
+def test_a_tokenizer_that_takes_very_long_is_told(data, monkeypatch, caplog):
+    monkeypatch.setattr(stream_writer, "_PATIENCE_SECONDS", 0.01)
+    build_encoder = stream_writer.build_encoder
+
+    def slow(tokenizer, kind):
+        return lambda texts: time.sleep(0.1) or build_encoder(tokenizer, kind)(texts)
+
+    monkeypatch.setattr(stream_writer, "build_encoder", slow)
+    load_tokens(data, BYTE)
+    assert "pieces of text, of which the first begins 'first na" in caplog.text
+
+
+_NEVER_ENDS = """
+import signal, time
+from datasets import Dataset
+from hfgolf.data.stream_writer import encode_ahead
+signal.alarm(1)  # its default ends the process without Python, as SIGTERM's; Ctrl-C is an exception in Python
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+next(encode_ahead(Dataset.from_dict({"text": ["a"] * 2000}), lambda texts: time.sleep(10**6)))
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_process_whose_tokenizer_never_ends():
+    ended = subprocess.run([sys.executable, "-c", _NEVER_ENDS], cwd=REPOSITORY, timeout=60, stderr=subprocess.PIPE)
+    assert ended.returncode != 0 and b"KeyboardInterrupt" in ended.stderr
+
+
 def test_second_start_reuses_the_cache(data, caplog, monkeypatch):
     caplog.set_level("DEBUG", logger="hfgolf")
     first = load_tokens(data, bpe())

@@ -455,17 +455,19 @@ def test_documents_begin_as_the_weights_know_them(weights_with_bos, from_weights
     assert load_tokens(config.data, config.tokenizer).val.tokens.tolist() == [256, 257, *b"Another."]
 
 
-def test_a_run_of_an_older_version_resumes_with_its_tokens(weights_with_bos, from_weights, run, monkeypatch):
+@pytest.mark.parametrize("is_old", [True, False])
+def test_a_run_from_weights_with_bos_resumes_with_its_tokens(weights_with_bos, from_weights, run, monkeypatch, is_old):
     constant = {"schedule__name": "constant"}
-    with monkeypatch.context() as patch:  # older versions did not look for <s>
-        patch.setattr(tokenizer_module, "added_around", lambda _: ([], []))
+    with monkeypatch.context() as patch:
+        if is_old:  # older versions did not look for <s>
+            patch.setattr(tokenizer_module, "added_around", lambda _: ([], []))
         straight = read_rows(run(from_weights(weights_with_bos, run__name="straight", **constant)) / "metrics.jsonl")
         run(from_weights(weights_with_bos, **constant, train__max_steps=3))
     folder = run(from_weights(weights_with_bos, **constant, train__resume="latest"))
     resumed = read_rows(folder / "metrics.jsonl")
     for column in ("step", "train_losses", "sample_hashes", "val_loss"):
         assert [row.get(column) for row in resumed] == [row.get(column) for row in straight], column
-    assert load_exported(str(folder / "model"))[0].config.bos_token_id == 256
+    assert load_exported(str(folder / "model"))[0].config.bos_token_id == (256 if is_old else 257)
 
 
 def test_a_stated_tokenizer_that_begins_documents_otherwise_is_refused(weights_with_bos, tmp_path):
