@@ -209,6 +209,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_straight_one(run, tiny_run, r
     with pytest.raises(SystemExit) as ended:
         loop.train(hfgolf.load_config(arguments), callbacks=[StopAt(2)])
     assert ended.value.code == 143
+    assert (straight.with_name("stopped") / "checkpoints" / "step-000002").is_dir()
     stopped = run(arguments)
     assert losses(stopped) == losses(straight)
     before, after = (weights(folder / "checkpoints" / "latest") for folder in (straight, stopped))
