@@ -132,7 +132,7 @@ def step_operations(
         product("MLP down", inner, width),
         product("head", width, config.vocab_size),
         _norm(tokens, width, precision, device),
-        _gram(config.num_hidden_layers, min(width, inner), max(width, inner), device),
+        _gram(config.num_hidden_layers, min(width, inner), max(width, inner), precision, device),
         _adamw(config.vocab_size * width, device),
     ]
 
@@ -162,10 +162,11 @@ def _norm(tokens: int, width: int, precision: str, device: torch.device) -> Oper
     )
 
 
-def _gram(layers: int, short: int, long: int, device: torch.device) -> Operation:
-    """X X^T of the MLP's matrices, the first product of a Newton-Schulz iteration."""
-    dtype = fast_product_dtype(device)
-    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+def _gram(layers: int, short: int, long: int, of_run: str, device: torch.device) -> Operation:
+    """X X^T of the MLP's matrices, the first product of a Newton-Schulz iteration. of_run: the run's precision."""
+    is_bf16 = of_run != "fp32" and fast_product_dtype(device) == torch.bfloat16
+    precision = "bf16" if is_bf16 else "fp32"
+    dtype = DTYPES[precision]
     x = _random((layers, short, long), dtype, device)
     num_bytes = dtype.itemsize * layers * (short * long + short**2)
     return Operation(

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.tools import roofline
 from hfgolf.tools import roofline as roofline_module
 from hfgolf.tools.roofline import Operation, Roofline, measure_roofline, measured_bandwidth, place, step_operations
 
@@ -34,6 +35,12 @@ def test_matmul_flops_match_torch(precision):
         with FlopCounterMode(display=False) as counter:
             found[name].run()
         assert found[name].flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("precision", "products"), [("fp32", "fp32"), ("bf16", "bf16")])
+def test_newton_schulz_is_in_the_precision_of_a_run(monkeypatch, precision, products):
+    monkeypatch.setattr(roofline, "fast_product_dtype", lambda device: torch.bfloat16)
+    assert operations(precision)["Newton-Schulz product"].precision == products
 
 
 def test_intensities_in_closed_form():

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import platform
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +185,35 @@ def test_a_step_without_a_finite_gradient_changes_nothing_and_others_move_the_av
         return result
 
     monkeypatch.setattr(loop, "train_step", watched_step)
-    run(tiny_run(train__max_steps=3, optim__ema_decay=0.9))
+    folder = run(tiny_run(train__max_steps=3, optim__ema_decay=0.9))
     assert changed == [True, False, True]
+    assert [row["skipped_steps"] for row in rows(folder)] == [0, 1, 1]
+
+
+class StopAt(hfgolf.Callback):
+    """Signals the process, as a cluster does before it takes the machine."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, moment: Any) -> None:
+        if moment.step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_saves_and_the_resumed_run_is_the_straight_one(run, tiny_run, reset_accelerate):
+    options = {"train__max_steps": 4, "train__eval_every_steps": 4, "train__save_every_steps": 100}
+    straight = run(tiny_run(run__name="straight", **options))
+    reset_accelerate()
+    arguments = tiny_run(run__name="stopped", **options, train__resume="auto")
+    with pytest.raises(SystemExit) as ended:
+        loop.train(hfgolf.load_config(arguments), callbacks=[StopAt(2)])
+    assert ended.value.code == 143
+    assert (straight.with_name("stopped") / "checkpoints" / "step-000002").is_dir()
+    stopped = run(arguments)
+    assert losses(stopped) == losses(straight)
+    before, after = (weights(folder / "checkpoints" / "latest") for folder in (straight, stopped))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
 from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import finish, setup, validation
-from hfgolf.train.feed import blocks_per_epoch
+from hfgolf.train.feed import blocks_per_epoch, epoch, halve_until_it_fits, start_batches
 from hfgolf.train.run import Run
 
 
@@ -75,6 +75,35 @@ def test_run_seed_sets_the_data_order(build, seed):
     run = build(run__seed=seed)
     starts = block_starts(seed, np.arange(8), blocks_per_epoch(run), 32)
     assert next(run.batches)["sample_hash"] == sample_hash(starts)
+
+
+def test_the_loader_goes_on_after_what_was_read_without_what_is_excluded(build):
+    run = build(batch__micro_batch_size=4)
+    run.state.blocks, run.state.excluded_blocks = 16, [[18, 21]]
+    start_batches(run)
+    positions = np.array([16, 17, *range(21, 27)])
+    starts = block_starts(run.config.order_seed, positions, blocks_per_epoch(run), 32)
+    assert [next(run.batches)["sample_hash"] for _ in range(2)] == [sample_hash(starts[:4]), sample_hash(starts[4:])]
+    run.state.blocks = 24
+    assert epoch(run) == 27 / blocks_per_epoch(run), "excluded blocks count as read"
+
+
+def test_memory_that_runs_out_halves_the_micro_batch_and_repeats_the_step_from_its_beginning(build):
+    run = build()
+    sizes = []
+
+    def work() -> str:
+        assert all(parameter.grad is None for parameter in run.raw_model.parameters())
+        batch = next(run.batches)
+        sizes.append(len(batch["input_ids"]))
+        with run.accelerator.accumulate(run.model):
+            run.accelerator.backward(run.model(**{k: v for k, v in batch.items() if k != "sample_hash"}).loss)
+        if len(sizes) < 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return "done"
+
+    assert halve_until_it_fits(run, work) == "done"
+    assert sizes == [8, 4, 2] and run.accumulation_steps == 4 and run.accelerator.step == 1
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [("96", 3), ("97", 4), ("null", None)])
