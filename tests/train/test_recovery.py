@@ -28,6 +28,7 @@ from hfgolf.checkpoint.state import TrainState
 from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.muon import Muon
 from hfgolf.optim.shards import local_shards
 from hfgolf.train import loop
 from hfgolf.train.feed import blocks_per_epoch, halve_micro_batch
@@ -608,8 +609,8 @@ def test_out_of_memory_for_the_optimizer_is_one_line(run, tiny_run, monkeypatch)
     def create_state(self: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(muon.Muon, "create_state", create_state)
-    with pytest.raises(UserError, match=r"^train: out of memory for the optimizer's state \(CUDA out .*low_memory"):
+    monkeypatch.setattr(Muon, "create_state", create_state)
+    with pytest.raises(UserError, match=r"^memory: not enough for the optimizer's state, .*train\.low_memory"):
         run(tiny_run())
 
 
