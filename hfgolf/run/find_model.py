@@ -32,7 +32,8 @@ def find_model(name: str, key: str = "--model", *, is_final: bool = False) -> st
         return str(folder)
     if folder.is_dir():
         return str(_model_of_run(RunFolder(folder), key, is_final))
-    if _HUB_NAME.fullmatch(name) and not ("/" in name and folder.parent.is_dir()):
+    is_path = "/" in name and (folder.parent.is_dir() or name.startswith("runs/"))  # the default run.output_dir
+    if _HUB_NAME.fullmatch(name) and not is_path:
         return name
     raise UserError(f"{key}: there is no model {name}; {models_here(name)}")
 

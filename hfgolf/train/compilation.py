@@ -22,7 +22,7 @@ from hfgolf.ranks import gather
 from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.recurrence import each_loop_state
 from hfgolf.train.run import Run
-from hfgolf.wording import one_line
+from hfgolf.wording import first_line
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -45,18 +45,19 @@ def choose_compilation(run: Run) -> None:
     """Decide train.compile if it is auto, and log the reason."""
     train, device = run.config.train, run.accelerator.device
     if train.compile != "auto":
-        reason = f"{run.resolved.sources.get('train.compile', 'train.compile')} says so"
+        reason = f"the {run.resolved.sources.get('train.compile', 'config')} says so"
         logger.debug("compile: %s, because %s", "yes" if train.compile else "no", reason)
         return
-    compiling, reason = False, "there is no compiler for this device"
-    if all(gather(has_compiler(device))):
+    missing = next(filter(None, gather(missing_compiler(device))), None)
+    compiling, reason = False, missing or ""
+    if missing is None:
         max_seconds = 60 * (train.max_minutes or math.inf)
         compiling, reason = should_compile(device, str(train.mixed_precision), uncompiled_seconds(run), max_seconds)
     by_rank = gather((compiling, reason))  # on a CPU, each measures its own peak
     if not all(yes for yes, _ in by_rank):
         compiling, reason = next(answer for answer in by_rank if not answer[0])
     run.decide("auto", train__compile=compiling)
-    level = logging.INFO if compiling else logging.DEBUG
+    level = logging.INFO if compiling or missing else logging.DEBUG
     logger.log(level, "compile: %s, because %s", "yes" if compiling else "no", reason)
 
 
@@ -101,17 +102,29 @@ def timed_pass(run: Run) -> float:
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Return whether torch.compile works on this device: it needs a C++ compiler for a CPU, Triton for a GPU."""
+    """Return whether torch.compile works on this device."""
+    return missing_compiler(device) is None
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Return what torch.compile lacks on this device, None if nothing: a C++ compiler for a CPU, Triton for a GPU."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
-        return has_triton()
-    return device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is not None
+        return None if has_triton() else "Triton, which torch.compile needs on a GPU, does not work here"
+    if device.type != "cpu":
+        return "there is no compiler for this device"
+    name = os.environ.get("CXX", "g++")
+    return None if shutil.which(name) else f"there is no C++ compiler {name}; install one, or name one in CXX"
 
 
 def warm_up(run: Run) -> None:
     """Run a forward and backward pass before the first step, to compile and, on a GPU, to test the micro-batch."""
-    compiling = bool(run.config.train.compile)
+    compiling, device = bool(run.config.train.compile), run.accelerator.device
+    missing = next(filter(None, gather(missing_compiler(device))), None) if compiling else None
+    if missing and device.type in ("cpu", "cuda"):  # elsewhere, who states it may try
+        compiling = False
+        logger.warning("compile: no, in spite of train.compile true, because %s", missing)
 
     def run_once() -> None:
         for _ in each_loop_state(run):
@@ -190,5 +203,5 @@ def compile_in_place(model: nn.Module, run_once: Callable[[], None]) -> None:
         if is_out_of_memory(error):
             raise
         torch._dynamo.reset()
-        logger.warning("compile: failed, continuing without it: %s", one_line(error)[:200])
+        logger.warning("compile: failed, continuing without it: %s", first_line(error)[:200])
         run_once()

@@ -123,7 +123,8 @@ class Signals:
                     " ends the process without"
                 )
             elif not (self._is_deferring and stopping[0] == _SIGHUP):
-                self._print(f"stopped by {signal.Signals(stopping[0]).name} {self.stop_message}")
+                where = "in the middle of a step, without a save" if self._is_deferring else self.stop_message
+                self._print(f"stopped by {signal.Signals(stopping[0]).name} {where}")
                 os._exit(128 + stopping[0])
         reader.close()
 

@@ -138,6 +138,12 @@ def test_a_path_that_does_not_exist_never_reaches_the_hub(small, name, says):
     assert str(caught.value) == f"--model: there is no model {name}; {says}"
 
 
+def test_a_name_below_runs_is_a_path_even_where_no_run_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^--model: there is no model runs/smal; runs here: none\.$"):
+        find_model("runs/smal")
+
+
 def test_looking_for_a_model_imports_nothing_heavy():
     program = "import sys, hfgolf.run.find_model, hfgolf.tools.chat; print({'torch', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

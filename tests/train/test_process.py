@@ -203,7 +203,7 @@ def test_a_gpu_compiles_by_the_time_of_a_pass(monkeypatch, pass_seconds, steps, 
     monkeypatch.setattr(compilation, "_run_pass", pass_)
     monkeypatch.setattr(compilation.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(compilation, "synchronize", lambda device: None)
-    monkeypatch.setattr(compilation, "has_compiler", lambda device: True)
+    monkeypatch.setattr(compilation, "missing_compiler", lambda device: None)
     monkeypatch.setattr(compilation, "_on_all_processes", lambda run, work: work())
     monkeypatch.setattr(compilation, "gather", lambda value: [value, slowest if isinstance(value, float) else value])
     run = SimpleNamespace(
@@ -316,6 +316,18 @@ def test_broken_compiler_falls_back_with_one_line(run, tiny_run, caplog):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(("stated", "level"), [("auto", "INFO"), ("true", "WARNING")])
+def test_a_machine_without_a_compiler_is_told_in_one_line(run, tiny_run, monkeypatch, caplog, stated, level):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        run(tiny_run(train__max_steps=1, train__compile=stated))
+    (record,) = [record for record in caplog.records if record.getMessage().startswith("compile: ")]
+    assert record.levelname == level
+    assert record.getMessage().endswith(
+        "because there is no C++ compiler no-such-compiler; install one, or name one in CXX"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="two processes would need two GPUs")
@@ -349,7 +361,7 @@ def test_processes_that_accelerate_cannot_join_are_refused(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(process, "meet", lambda launch, patience: None)
     fake = lambda **_: SimpleNamespace(num_processes=1, device=CPU)  # noqa: E731
-    fake._shared_state = {}  # type: ignore[attr-defined]  # a function stands in for a class
+    fake._shared_state = {}  # type: ignore[attr-defined]
     monkeypatch.setattr("accelerate.PartialState", fake)
     with pytest.raises(UserError, match="WORLD_SIZE: 2 processes were started, but accelerate can use only 1 on"):
         process.processes()
@@ -445,7 +457,7 @@ def test_gloo_interface_of_the_user_stays(monkeypatch, stated):
     monkeypatch.setattr(process, "gloo_interface", lambda: "eth0")
     monkeypatch.setattr(process, "meet", lambda launch, patience: None)
     fake = lambda **_: SimpleNamespace(num_processes=2, device=CPU)  # noqa: E731
-    fake._shared_state = {}  # type: ignore[attr-defined]  # a function stands in for a class
+    fake._shared_state = {}  # type: ignore[attr-defined]
     monkeypatch.setattr("accelerate.PartialState", fake)
     process.processes()
     assert os.environ.pop("GLOO_SOCKET_IFNAME") == (stated or "eth0")

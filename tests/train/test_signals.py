@@ -430,7 +430,8 @@ def test_signal_during_a_call_that_lets_no_handler_run_ends_the_process(number, 
             number = signal.SIGTERM  # nobody repeats SIGHUP on purpose
             process.send_signal(number)
             line = process.stderr.readline()
-        assert line.startswith(f"stopped by {number.name} before the first step")
+        where = "in the middle of a step" if place == "saving" else "before the first step"
+        assert line.startswith(f"stopped by {number.name} {where}")
         assert process.wait(10) == 128 + number
     finally:
         killer.cancel()
