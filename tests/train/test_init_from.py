@@ -19,6 +19,7 @@ from faults import train_on_two
 from hub_server import Repository, serving_here
 from safetensors.torch import load_file
 from tiny_export import build_tiny
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.config import RunConfig
@@ -106,6 +107,14 @@ def test_the_weights_decide_the_architecture_and_the_run_its_dropout(exported):
     assert resolved.config.tokenizer.kind == "pretrained" and resolved.config.tokenizer.name_or_path == str(weights)
     assert resolved.sources["model.hidden_size"] == resolved.sources["tokenizer.kind"] == "model.init_from"
     assert "  hidden_size: 24  # model.init_from\n" in resolved.to_yaml()
+
+
+def test_a_head_of_its_own_that_the_config_ties_is_refused():
+    config = GPT2Config(vocab_size=31, n_embd=8, n_layer=1, n_head=1)
+    original, model = GPT2LMHeadModel(config), GPT2LMHeadModel(config)
+    original.lm_head.weight = torch.nn.Parameter(torch.ones(31, 8))
+    with pytest.raises(UserError, match=r"the weights have a \S+ of its own, which their config.json ties"):
+        init_from._load_other(original, model)
 
 
 @pytest.mark.parametrize("native", ["Llama", "GPT2"])
