@@ -19,7 +19,6 @@ from faults import train_on_two
 from hub_server import Repository, serving_here
 from safetensors.torch import load_file
 from tiny_export import build_tiny
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.config import RunConfig
@@ -110,6 +109,8 @@ def test_the_weights_decide_the_architecture_and_the_run_its_dropout(exported):
 
 
 def test_a_head_of_its_own_that_the_config_ties_is_refused():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(vocab_size=31, n_embd=8, n_layer=1, n_head=1)
     original, model = GPT2LMHeadModel(config), GPT2LMHeadModel(config)
     original.lm_head.weight = torch.nn.Parameter(torch.ones(31, 8))
