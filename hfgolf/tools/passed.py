@@ -115,6 +115,8 @@ def weights_folder(model: Any, tokenizer: Any, stated: Mapping[str, Any]) -> dic
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if len(frozen) == len([*model.parameters()]):
         raise UserError("model: all of its parameters are frozen (requires_grad is False); set it for those to train.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UserError("model: it is on the meta device, without weights; pass one that has some.")
     if getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
         raise UserError("model: it is quantized or has adapters; pass a plain model, with its adapters merged.")
     _require_tokenizer(tokenizer)
@@ -143,6 +145,9 @@ def _require_same(model: Any, again: Any) -> None:
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
     try:
         logits = model.eval()(input_ids=ids).logits.float().cpu()
+    except Exception as error:  # whatever a model raises that is no causal language model
+        reason = f"{type(error).__name__}: {one_line(error)[:200]}"
+        raise UserError(f"model: {type(model).__name__} computes no logits from input_ids ({reason}).") from None
     finally:
         for module in was_training:
             module.training = True

@@ -148,6 +148,9 @@ def _load_other(original: Any, model: PreTrainedModel) -> None:
         if name in weights and weights[name].shape != initial.shape:  # new rows for the tokens of a chat template
             weights[name] = torch.cat([weights[name], initial[len(weights[name]) :]])
     model.load_state_dict(weights)
+    for name, loaded in model.state_dict().items():
+        if name in weights and not torch.equal(loaded, weights[name]):
+            raise UserError(f"model.init_from: the weights have a {name} of its own, which their config.json ties.")
 
 
 def _load_golf(original: Any, model: GolfForCausalLM, tokens: TokenCache, length: int) -> str:

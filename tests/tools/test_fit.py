@@ -412,12 +412,18 @@ def _frozen(model: Any) -> None:
     model.requires_grad_(False)
 
 
+def _headless(model: Any) -> None:
+    model.forward = lambda input_ids: input_ids
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         (_hooked, "model: saved and loaded again, its logits differ by"),
         (_replaced, "model: (cannot load|/.* lacks weights)"),
         (_frozen, "model: all of its parameters are frozen"),
+        (_headless, "model: OwnModel computes no logits from input_ids"),
+        (lambda model: model.to("meta"), "model: it is on the meta device"),
     ],
 )
 def test_what_a_passed_model_would_lose_is_refused(folder, resolved, change, line):

@@ -113,6 +113,16 @@ def test_the_weights_decide_the_architecture_and_the_run_its_dropout(exported):
     assert "  hidden_size: 24  # model.init_from\n" in resolved.to_yaml()
 
 
+def test_a_head_of_its_own_that_the_config_ties_is_refused():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=31, n_embd=8, n_layer=1, n_head=1)
+    original, model = GPT2LMHeadModel(config), GPT2LMHeadModel(config)
+    original.lm_head.weight = torch.nn.Parameter(torch.ones(31, 8))
+    with pytest.raises(UserError, match=r"the weights have a \S+ of its own, which their config.json ties"):
+        init_from._load_other(original, model)
+
+
 @pytest.mark.parametrize("native", ["Llama", "GPT2"])
 def test_text_and_weights_are_enough(exported, tmp_path, native):
     weights = exported(native=True, hidden_size=24, **NATIVE[native])
