@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -227,11 +228,15 @@ def _lock_file(descriptor: int) -> None:
     The lock belongs to the open file: one of the process would end once it closes any descriptor of the file, as a copy
     of the folder does. Linux's also exclude those of the process, which older versions take, and work over NFS.
     """
-    if hasattr(fcntl, "F_OFD_SETLK"):
+    if sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK"):
         whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # struct flock
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file)
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel without them
+                raise
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _close_lock(descriptor: int) -> None:

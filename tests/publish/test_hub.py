@@ -11,6 +11,7 @@ import pytest
 from hub_server import TOKEN, serving_here
 from tiny_export import ROOT, SUMMARY, build_tiny, contents, push
 
+from hfgolf.durable import list_files
 from hfgolf.errors import UserError
 from hfgolf.publish import hub as hub_module
 from hfgolf.publish.export import export_model
@@ -176,6 +177,23 @@ def test_only_exported_files_are_pushed(exported, our_hub, tmp_path, caplog):
     with pytest.raises(UserError, match=r"vocab.json is not a file that an export wrote, so nothing was pushed"):
         push_folder(exported, "user/other", private=False, message="m")
     assert "user/other" not in our_hub.repositories
+
+
+def test_a_model_that_changed_since_its_run_is_not_pushed(run_script, tmp_path):
+    """The card has the scores of the weights that the run ended with."""
+    weights = tmp_path / "tiny" / "model" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"trained")
+    (weights.parent / "config.json").write_text("{}")
+    files = list_files(weights.parent, [weights])
+    (tmp_path / "tiny" / "summary.json").write_text(json.dumps({"val_loss": 1.0, "weights": "raw", "files": files}))
+    weights.write_bytes(b"others!")
+    said = run_script("push_to_hub.py", "--run", tmp_path / "tiny", "--repo", "user/name")
+    assert (said.status, said.out) == (2, "")
+    assert said.err == (
+        "error: --run: model/model.safetensors does not match its sha256, so the card says nothing of these files;"
+        " restore them.\n"
+    )
 
 
 def test_parts_of_weights_are_pushed_as_the_index_names_them(tmp_path):

@@ -145,7 +145,7 @@ def test_plot_shows_the_best_of_a_grid_with_its_band(experiment, outcomes, tmp_p
     from matplotlib.figure import Figure
 
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: drawn.append(figure))
     draw(compare_experiment(experiment, "", outcomes, no_failures(outcomes)), outcomes, tmp_path / "x.png", experiment)
     by_steps, by_seconds, grid = drawn[0].axes
     assert [line.get_label() for line in by_steps.lines] == ["adamw", "muon[learning_rate=0.04]"]
