@@ -28,7 +28,7 @@ _HEADERS = {20240520: (1, 2), 20240801: (7, 4)}
 """{magic number: (version, bytes per id)}: llm.c's for GPT-2, which the golf challenge has, and for Llama 3."""
 _SAMPLE_BYTES = 2**21  # of each part of a file that tells the width of its ids
 _MIN_EVIDENCE = 16  # values
-_PROVEN, _DOUBTFUL = 0.99, 0.5  # shares of values; a few ids may be wrong, which is an error when they are read
+_PROVEN, _DOUBTFUL = 0.99, 0.25  # shares of values; a few ids may be wrong, which is an error when they are read
 
 
 @dataclass(frozen=True, eq=False)

@@ -230,6 +230,12 @@ def test_ids_are_read_by_the_width_that_the_file_states_or_proves(tmp_path, name
             "<i4",
             "read as 32 bits, 67% of 5,000 values are in the vocabulary",
         ),
+        (
+            np.where(np.arange(5000) % 2, TEXT_IDS, -100),
+            50_257,
+            "<i4",
+            "read as 32 bits, 50% of 5,000 values are in the vocabulary",
+        ),
         (TEXT_IDS, 50_257, ">u2", "its 16-bit ids are big-endian"),
         (TEXT_IDS, 50_257, ">u4", "every second 16-bit value is 0, but they are no little-endian ids"),
         (TEXT_IDS, 50_257, ">i8", "every second 16-bit value is 0, but they are no little-endian ids"),

@@ -11,9 +11,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf.config import TokenizerConfig
+from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import byte_level_tokenizer, document_start, keep_old_documents, text_start
 from hfgolf.errors import UserError
+from hfgolf.evaluate.certificate import certify
+from hfgolf.evaluate.compressors import compressor_scores
 from hfgolf.evaluate.loss import plan_documents, plan_evaluation
 from hfgolf.evaluate.sample import text_ids
 from hfgolf.evaluate.token_bytes import bytes_per_token
@@ -166,6 +169,19 @@ def test_each_document_is_scored_after_what_begins_it(write, files_config, tmp_p
         assert scored == ["c", "c", "d"]
     plan, num_bytes = plan_evaluation(tokens.val, tokens.tokenizer, "documents", 8)
     assert plan.num_scored == len(stream) - 1 and num_bytes == 3
+
+
+@pytest.mark.parametrize("form", ["Llama", "two tokens", "bare"])
+def test_what_begins_documents_is_no_text_for_proofs_and_compressors(write, files_config, tmp_path, form):
+    config = saved(tmp_path / "saved", template(byte_level_bpe(), FORMS[form][0]))
+    data = files_config(write("a.txt", "other"), val_files=[write("v.txt", "one text " * 2000), write("w.txt", "two")])
+    tokens = load_tokens(data, config)
+    for mode, options in (("flat", {}), ("documents", {}), ("documents", {"skip_separators": True})):
+        plan, num_bytes = plan_evaluation(tokens.val, tokens.tokenizer, mode, 64, **options)
+        certificate = certify(load_corpus(data), tokens, plan)
+        assert certificate.problems == () and certificate.facts["scored_bytes"] == num_bytes == 18_003
+        assert certificate.facts["decoded_bytes"] == 18_003
+    assert compressor_scores(tokens.val, tokens.tokenizer)["compressed_bytes"] == 18_003
 
 
 def test_a_resumed_run_of_an_older_version_keeps_its_tokens(write, files_config, tmp_path):
