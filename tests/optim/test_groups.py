@@ -1,6 +1,7 @@
 """The table of groups has each parameter once, with the rule and rates from the config."""
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hfgolf.config import OptimConfig
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim import groups
 from hfgolf.optim.groups import build_optimizer, group_table, parameter_groups, parameter_kind
 
 WIDTH, ROWS = 8, (8, 4, 4)
@@ -202,3 +204,12 @@ def test_table_counts_every_parameter():
     assert cells["model.layers.*.self_attn.qkv_proj.weight"] == ["3", "384", "muon", "in", "3", "parts", "0.02", "0.1"]
     assert cells["model.embed_tokens.weight"] == ["1", "256", "adamw", "0.25", "0"]
     assert len({len(line) for line in table.splitlines()[:-1]}) == 1  # aligned
+
+
+@pytest.mark.parametrize("is_initialized", [False, True])
+def test_the_processes_of_a_run_share_the_work_of_muon(monkeypatch, is_initialized):
+    world = object()
+    monkeypatch.setattr(groups.dist, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(groups.dist, "group", SimpleNamespace(WORLD=world))
+    optimizer = build_optimizer(named_parameters().items(), OptimConfig(), FUSED)
+    assert optimizer._process_group is (world if is_initialized else None)

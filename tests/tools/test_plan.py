@@ -23,6 +23,7 @@ from hfgolf.measure.flops import token_flops
 from hfgolf.publish.export import export_model
 from hfgolf.tools import plan
 from hfgolf.tools.plan import (
+    ASSUMED_MFU,
     Machine,
     Speed,
     TokenCounts,
@@ -111,6 +112,7 @@ def test_assumed_speed_is_a_share_of_the_peak():
     slower = assumed_speed(flops, CPU, 0.5, recomputes=True)
     assert slower.tokens_per_second * (flops.useful + flops.recomputation) == pytest.approx(0.5e12)
     assert "50%" in speed.source and "a CPU" in speed.source
+    assert ASSUMED_MFU == 0.4, "what docs/choosing.md promises without --mfu"
 
 
 def test_processes_share_the_step():
