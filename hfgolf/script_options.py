@@ -100,6 +100,8 @@ def read_utf8(where: str, text: str | bytes) -> str:
 
 
 MARK = "<!-- written by hfgolf -->"
+_MARKS = {".md": MARK.encode(), ".html": MARK.encode()}  # other files that name hfgolf are hfgolf's
+_MARKED_BYTES = 1 << 20  # at either end of a file
 
 
 def check_output(option: str, path: Path, kinds: Collection[str] = (), besides: Collection[Path] = ()) -> Path:
@@ -125,12 +127,16 @@ def check_output(option: str, path: Path, kinds: Collection[str] = (), besides: 
 
 
 def _is_foreign(path: Path) -> bool:
-    """Return whether a file has content, and no trace of hfgolf in it: what hfgolf writes for people names it."""
+    """Return whether a file has content, and not the mark of what hfgolf writes."""
     try:
-        content = path.read_bytes() if path.is_file() else b""
+        if not path.is_file() or not (size := path.stat().st_size):
+            return False
+        with path.open("rb") as file:
+            content = file.read(_MARKED_BYTES)
+            file.seek(max(0, size - _MARKED_BYTES))
+            return _MARKS.get(path.suffix, b"hfgolf") not in content + file.read()
     except OSError:
         return True
-    return bool(content) and b"hfgolf" not in content
 
 
 def check_picture(option: str, path: Path, besides: Collection[Path] = ()) -> Path:

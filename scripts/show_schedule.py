@@ -131,7 +131,8 @@ def values(
     from hfgolf.optim.schedule import apply_schedule
 
     kinds = [kind for kind in STAND_INS if kind != "head" or not config.model.tie_word_embeddings]
-    optimizer = build_optimizer([(STAND_INS[kind], torch.zeros(1, 1)) for kind in kinds], config.optim, {})
+    stand_ins = [(STAND_INS[kind], torch.nn.Parameter(torch.zeros(1, 1))) for kind in kinds]
+    optimizer = build_optimizer(stand_ins, config.optim, {})
     by_kind: dict[str, list[float]] = defaultdict(list)
     others: dict[str, list[float]] = defaultdict(list)
     for step in steps:

@@ -55,11 +55,14 @@ def test_every_script_with_an_output_checks_it_before_any_work():
 def test_what_hfgolf_wrote_is_replaced(tmp_path):
     page, numbers = tmp_path / "page.md", tmp_path / "page.json"
     page.write_text(f"# A page\n\n{MARK}\n")
-    numbers.touch()
+    numbers.write_text('{"written_by": "hfgolf"}')
     assert check_output("--output", page, ["md"], [numbers]) == page
     numbers.write_text("{}")
     with pytest.raises(UserError, match=r"page\.json exists"):
         check_output("--output", page, ["md"], [numbers])
+    page.write_text("# What I think of hfgolf\n")
+    with pytest.raises(UserError, match=r"page\.md exists"):
+        check_output("--output", page, ["md"])
 
 
 def test_pictures_say_who_drew_them(tmp_path):

@@ -83,7 +83,12 @@ class Certificate:
 
     def write(self, path: Path) -> None:
         """Write certificate.json."""
-        content = {"holds": self.holds, "problems": list(self.problems), "unit": self.unit} | self.facts
+        content = {
+            "written_by": "hfgolf",
+            "holds": self.holds,
+            "problems": list(self.problems),
+            "unit": self.unit,
+        } | self.facts
         write_text(path, json.dumps(content, indent=1) + "\n")
 
 

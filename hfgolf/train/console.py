@@ -233,9 +233,12 @@ class _LogHandler(logging.StreamHandler[TextIO]):
 class _SafeFormatter(logging.Formatter):
     """Redacts each line and escapes its control characters, after the arguments are filled in."""
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        text = super().formatMessage(record)
+        return text if record.levelno < logging.WARNING else escaped(text, "\t")  # a warning is one line
+
     def format(self, record: logging.LogRecord) -> str:
-        text = redact(super().format(record))
-        return shown(text) if record.levelno < logging.WARNING else escaped(text, "\t")  # a warning is one line
+        return shown(redact(super().format(record)))
 
 
 def shown(text: str) -> str:

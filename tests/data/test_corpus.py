@@ -415,9 +415,9 @@ def test_text_files_too_few_to_divide_by_name_are_cut(tmp_path, names):
     ("train", "val", "options", "reason"),
     [
         ("a.jsonl", "a.jsonl", {}, "The train split .* empty: every file in data.files is also in data.val_files"),
-        ("empty.jsonl", "a.jsonl", {}, r"The train split .* empty: its files hold no text; .* in data\.files"),
-        ("a.jsonl", "empty.jsonl", {}, r"The validation split .* empty: its files hold no text; .* in data\.val_files"),
-        ("a.jsonl", "b.jsonl", {"max_documents": 1}, "The validation split .* empty: data.max_documents 1 leaves"),
+        ("empty.jsonl", "a.jsonl", {}, r"The train split .* empty: no row .* has text in .*; .* in data\.files"),
+        ("a.jsonl", "empty.jsonl", {}, r"The validation split .* no row .* has text in .*; .* data\.val_files"),
+        ("a.jsonl", "b.jsonl", {"max_documents": 1}, "The validation split .* or data.max_documents 1 ends before one"),
     ],
 )
 def test_empty_split_names_the_cause_that_was_checked(write, files_config, tmp_path, train, val, options, reason):

@@ -55,7 +55,7 @@ def test_certificate_holds_on_text_of_every_kind(certified, sentencepiece_like, 
     certificate.require()
     certificate.write(tmp_path / "certificate.json")
     assert json.loads((tmp_path / "certificate.json").read_text()) == {
-        "holds": True, "problems": [], "unit": "bits per byte", **facts,
+        "written_by": "hfgolf", "holds": True, "problems": [], "unit": "bits per byte", **facts,
     }  # fmt: skip
     assert certificate.line.startswith(f"Certificate holds: 4 documents, {sum(map(len, raw)):,} bytes (sha256 ")
 

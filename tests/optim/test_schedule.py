@@ -290,17 +290,6 @@ def test_the_lower_of_warmup_and_decay_applies_if_they_overlap(name):
     assert values == pytest.approx([min((step + 1) / 8, decay[step], 1) for step in range(10)])
 
 
-@pytest.mark.parametrize("key", ["name", "warmdown_shape", "weight_decay"])
-def test_a_shape_that_the_schedule_does_not_know_is_an_error(key):
-    """A name that is added to the config and forgotten here must not become another schedule."""
-    schedule = ScheduleConfig(name="wsd")
-    object.__setattr__(schedule, key, "sqrt")
-    optimizer = Muon([torch.nn.Parameter(torch.ones(2, 2))])
-    optimizer.param_groups[0] |= {"initial_lr": 0.1, "initial_weight_decay": 0.1}
-    with pytest.raises(ValueError, match="'sqrt'"):
-        apply_schedule(optimizer, 5, 10, OptimConfig(), schedule)
-
-
 def test_momentum_warmup_may_overlap_the_warmdown():
     optim = OptimConfig(momentum_warmup_steps=300, momentum_end=0.8)
     values = [momentum(step, 100, optim, ScheduleConfig(warmdown_fraction=0.5)) for step in range(101)]
