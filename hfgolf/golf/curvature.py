@@ -80,7 +80,9 @@ def calibration_batches(
     blocks = MicroBatches(stream, sequence_length, seed)
     positions = stream_positions(blocks_read, max(1, num_tokens // sequence_length))
     for start in range(0, len(positions), batch_size):
-        yield blocks[positions[start : start + batch_size]]
+        batch = blocks[positions[start : start + batch_size]]
+        del batch["sample_hash"]  # of the loop's order, and no argument of a model
+        yield batch
 
 
 def token_counts(stream: Stream, vocab_size: int) -> NDArray[np.int64]:

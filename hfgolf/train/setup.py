@@ -161,6 +161,7 @@ def _resolve(resolved: ResolvedConfig, origin: _Origin | None) -> tuple[Resolved
     agree_on_config(resolved.config)
     agree({"the checkpoint": origin.identity if origin else None}, "all ranks must resume from the same one")
     resolved = resolve_precision(resolved, before.get("train.mixed_precision"))
+    agree_on_config(resolved.config)  # now, because other decisions follow from the precision
     resolved = keep_decisions(resolved, before, partial(_is_possible, resolved, before))
     resolved = keep_architecture(resolved, before) if origin else take_architecture(resolved)
     if resolved.config.train.eval_tokens == "auto":
