@@ -51,9 +51,9 @@ IGNORE_INDEX = -100
 # The KV cache in arguments and outputs: transformers 5.24 renamed past_key_values to cache.
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 # What reaches attention kernels and paged caches through **kwargs, and what a classifier's loss or the recorder of
-# outputs reads on the way. attention_instances are vLLM's.
+# outputs reads on the way. max_seqlen_* is what max_length_* was until 5.18; attention_instances are vLLM's.
 PASSED_ON = {
-    *("cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "max_length_k", "max_length_q"),
+    *("cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "max_length_k", "max_length_q", "max_seqlen_k", "max_seqlen_q"),
     *("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index"),
     *("attention_instances", "num_items_in_batch", "output_attentions", "output_hidden_states"),
 }

@@ -32,6 +32,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "ACCELERATE_GRADIENT_CLIPPING": ((*_OFF, "auto"), "leave it out, and set train.max_grad_norm"),
     "ACCELERATE_DYNAMO_BACKEND": (_OFF, "hfgolf compiles by itself; leave it out, and set train.compile"),
+    "ACCELERATE_USE_IPEX": (_OFF, "hfgolf does not use Intel's extension; leave it out"),  # until accelerate 1.13
     "ACCELERATE_DOWNCAST_BF16": (_OFF, "hfgolf keeps fp32 weights; leave it out, and set train.mixed_precision bf16"),
     "FSDP_OFFLOAD_PARAMS": (_OFF, "hfgolf's optimizer needs the shards on the GPU; leave it out"),
     "FSDP_ACTIVATION_CHECKPOINTING": (_OFF, "leave it out, and set model.gradient_checkpointing"),
