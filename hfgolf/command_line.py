@@ -131,9 +131,8 @@ def load_config(
     implied = _implied(below, stated)
     below = ({} if needs_limit else {"train.max_steps": RunConfig().train.max_steps}) | below | implied
     for key, value in stated.items():
-        if (
-            isinstance(value, str) and ":" in value and {int, float} & set(_parts(KEY_TYPES[key]))
-        ):  # YAML 1.1 reads 1:30 as 90
+        # YAML 1.1 reads 1:30 as 90
+        if isinstance(value, str) and ":" in value and {int, float} & set(_parts(KEY_TYPES[key])):
             raise _not_allowed(where, key, value)
     parser = _build_parser(description, Path(sys.argv[0]).name)
     try:

@@ -49,6 +49,7 @@ def _text(stream: Stream, tokenizer: PreTrainedTokenizerFast, max_bytes: int) ->
         return b""
     ends = np.cumsum(stream.piece_tokens[:num_pieces], dtype=np.int64)
     ids = np.split(stream.read(np.arange(ends[-1])), ends[:-1])
-    pieces = [piece[~np.isin(piece, document_start(tokenizer))] for piece in ids]
+    start = document_start(tokenizer)
+    pieces = [piece[~np.isin(piece, start)] for piece in ids]
     text = "".join(decode_texts(tokenizer, (np.concatenate(pieces), list(map(len, pieces))))).encode()
     return text if len(text) == stream.piece_bytes[:num_pieces].sum(dtype=np.int64) else b""

@@ -48,7 +48,7 @@ def choose_compilation(run: Run) -> None:
         reason = f"the {run.resolved.sources.get('train.compile', 'config')} says so"
         logger.debug("compile: %s, because %s", "yes" if train.compile else "no", reason)
         return
-    missing = next(filter(None, gather(missing_compiler(device))), None)
+    missing = _missing_on_a_rank(device)
     compiling, reason = False, missing or ""
     if missing is None:
         max_seconds = 60 * (train.max_minutes or math.inf)
@@ -118,10 +118,15 @@ def missing_compiler(device: torch.device) -> str | None:
     return None if shutil.which(name) else f"there is no C++ compiler {name}; install one, or name one in CXX"
 
 
+def _missing_on_a_rank(device: torch.device) -> str | None:
+    """Return what the first rank that cannot compile lacks, None if all can. All ranks must call it."""
+    return next(filter(None, gather(missing_compiler(device))), None)
+
+
 def warm_up(run: Run) -> None:
     """Run a forward and backward pass before the first step, to compile and, on a GPU, to test the micro-batch."""
     compiling, device = bool(run.config.train.compile), run.accelerator.device
-    missing = next(filter(None, gather(missing_compiler(device))), None) if compiling else None
+    missing = _missing_on_a_rank(device) if compiling else None
     if missing and device.type in ("cpu", "cuda"):  # elsewhere, who states it may try
         compiling = False
         logger.warning("compile: no, in spite of train.compile true, because %s", missing)
