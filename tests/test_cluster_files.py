@@ -34,7 +34,7 @@ wait $(cat second.pid); two=$?
 exit $((one > two ? one : two))
 """
 SCONTROL = """#!/bin/bash
-case $1 in show) printf '127.0.0.1\\nelsewhere\\n';; requeue) echo "$2" > requeued;; esac
+case $1 in show) echo 127.0.0.1; sleep 0.2; echo elsewhere;; requeue) echo "$2" > requeued;; esac
 """
 SCANCEL = """#!/bin/bash
 kill -TERM $(cat first.pid) $(cat second.pid)

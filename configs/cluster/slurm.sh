@@ -18,7 +18,8 @@ set -euo pipefail
 is_stopped=
 trap 'is_stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${hosts%%$'\n'*}  # not by | head, which ends scontrol by SIGPIPE, and with pipefail the job
 srun --kill-on-bad-exit torchrun \
     --nnodes "$SLURM_NNODES" --nproc_per_node "${PROCESSES:-gpu}" \
     --rdzv_backend c10d --rdzv_id "$SLURM_JOB_ID" --rdzv_endpoint "$head:$((20000 + SLURM_JOB_ID % 10000))" \

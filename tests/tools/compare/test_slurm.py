@@ -27,7 +27,7 @@ submitit = pytest.importorskip("submitit", reason="needs submitit, of the dev ex
 
 OPTIONS = ["partition=gpu", "gpus=1", "time=30", "exclusive", "setup=export OF_SETUP=yes"]
 # Stand-ins for SLURM's commands. A job is its script in the background, started again if it is put back into the queue;
-# the folder of a job, jobs/ID, has its script, its state and its submissions.
+# the folder of a job, jobs/ID, has its script (a copy: submitit moves its own), its state and its submissions.
 SBATCH = """#!/bin/bash
 [ ! -e {jobs}/refuse ] || {{ echo "sbatch: error: invalid partition specified" >&2; exit 1; }}
 id=$((100 + $(ls {jobs} | wc -l)))
@@ -37,7 +37,7 @@ echo RUNNING > {jobs}/$id/state
 export SLURM_JOB_ID=$id
 (
     while true; do
-        bash "$1" >> {jobs}/$id/output 2>&1
+        bash {jobs}/$id/script >> {jobs}/$id/output 2>&1
         [ -e {jobs}/$id/requeue ] || break
         rm {jobs}/$id/requeue
     done
