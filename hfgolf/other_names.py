@@ -1,9 +1,14 @@
-"""What other trainers call a key: nanoGPT's train.py, transformers' TrainingArguments, their models' configs.
+"""What other trainers call a key, and what hfgolf called it before.
 
-Only answers in error messages: no key has two names. Imports nothing of hfgolf.
+Owns three tables: the names in nanoGPT's train.py, transformers' TrainingArguments and their models' configs, which
+only error messages answer; the keys of the section model that moved to model.overrides; the keys that are gone. No key
+has two names. Imports nothing of hfgolf.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
 
 _ACCUMULATION = "it follows from batch.tokens_per_step, batch.micro_batch_size and the number of processes"
 _MIXED = "train.mixed_precision: no, bf16 or fp16; by default what the hardware is fast at"
@@ -92,3 +97,75 @@ OTHER_NAMES: dict[str, str] = {
     "device": "accelerate chooses it; `accelerate config` or CUDA_VISIBLE_DEVICES",
 }
 """{name elsewhere: the key here, and how it differs}."""
+
+MOVED_TO_OVERRIDES: dict[str, Any] = {
+    "rope_theta": 10_000.0,
+    "activation_slope": 0.5,
+    "logit_soft_cap": None,
+    "norm_eps": 1e-6,
+    "norm_weight": True,
+    "query_gain": None,
+    "branch_scale": False,
+    "embedding_residual": False,
+    "unet_skips": None,
+    "tied_embedding_std": None,
+    "matrix_init": "normal",
+    "rope_dims": None,
+    "norm_depth_scale": False,
+    "exclude_self_value": 0,
+    "parallel_from": None,
+    "lanes": False,
+    "loop": None,
+    "head_gate": None,
+    "head_gate_scale": 1.0,
+    "head_gate_peak": 1.0,
+    "smear_gate": None,
+    "attention_span": "stream",
+    "bigram_buckets": None,
+    "bigram_size": 112,
+    "value_embedding_layers": 0,
+    "value_embedding_size": 128,
+    "embedding_size": None,
+    "soft_cap_form": "tanh",
+    "logit_soft_cap_negative": None,
+}
+"""{field of golf that was a key of the section model: its default, which files of earlier versions list}."""
+
+GONE: dict[str, tuple[Any, str]] = {}
+"""{key that is gone: (its default, what to do if another value was set)}."""
+
+
+def is_earlier(key: str) -> bool:
+    """Return whether "section.key" was a key of an earlier version and is none now."""
+    return key in GONE or (key.startswith("model.") and key.removeprefix("model.") in MOVED_TO_OVERRIDES)
+
+
+def by_current_names(values: Mapping[str, Any], overrides: Collection[str] = ()) -> dict[str, Any]:
+    """Return {"section.key": value} of an earlier version by the keys of this one.
+
+    What moved has a key of three parts, "model.overrides.head_gate". What has its default is left out, unless it is
+    among `overrides`, the names that are set already. A key that is gone stays if its value is not the default.
+    """
+    current: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.removeprefix("model.")
+        if key in GONE:
+            current |= {} if _is(value, GONE[key][0]) else {key: value}
+        elif not is_earlier(key):
+            current[key] = value
+        elif name in overrides or not _is(value, MOVED_TO_OVERRIDES[name]):
+            current[f"model.overrides.{name}"] = list(value) if isinstance(value, tuple) else value
+    return current
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def with_overrides(values: Mapping[str, Any], below: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return {"section.key": value} over `below`, with "model.overrides.NAME" put into the mapping model.overrides."""
+    prefix = "model.overrides."
+    fields = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    merged = dict(below or {}) | {key: value for key, value in values.items() if not key.startswith(prefix)}
+    mapping = merged.get("model.overrides", {})
+    return merged | ({"model.overrides": {**mapping, **fields}} if fields and isinstance(mapping, dict) else {})

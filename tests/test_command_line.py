@@ -13,9 +13,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfgolf.command_line import KEY_TYPES, SECTIONS, ResolvedConfig, load_config, run_command
+from hfgolf.command_line import (
+    KEY_TYPES,
+    SECTIONS,
+    ResolvedConfig,
+    as_yaml,
+    load_config,
+    read_settings,
+    run_command,
+)
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
+from hfgolf.model.configuration_golf import MODEL_FIELDS
+from hfgolf.other_names import GONE, MOVED_TO_OVERRIDES
 from hfgolf.run.folder import run_folder
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +104,57 @@ def test_a_value_that_nobody_wrote_is_blamed_with_its_origin(arguments, origin):
 def test_after_two_dashes_all_are_texts():
     config = load_config(["--train.max_steps", "3", "--", "-a.txt", "--train.max_steps"]).config
     assert config.data.files == ["./-a.txt", "./--train.max_steps"] and config.train.max_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("stated", "overrides"),
+    [
+        ([], {"loop": [0, 1, 2], "norm_eps": 1e-5}),
+        (["--model.overrides.smear_gate", "8"], {"loop": [0, 1, 2], "norm_eps": 1e-5, "smear_gate": 8}),
+        (
+            ["--model.overrides.loop=null", "--model.overrides.lanes=true"],
+            {"loop": None, "norm_eps": 1e-5, "lanes": True},
+        ),
+        (["--model.overrides={lanes: true}"], {"lanes": True}),
+        (["--model.overrides={}", "--model.overrides.norm_eps=1e-7"], {"norm_eps": 1e-7}),
+        (["--model.loop=[1, 2, 3]"], {"loop": [1, 2, 3], "norm_eps": 1e-5}),  # its name in earlier versions
+        (["--model.loop=null"], {"loop": None, "norm_eps": 1e-5}),
+        (["--model.head_gate=null"], {"loop": [0, 1, 2], "norm_eps": 1e-5}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "file", ["{overrides: {loop: [0, 1, 2], norm_eps: 1e-5}}", "{loop: [0, 1, 2], norm_eps: 1e-5}"]
+)
+def test_the_command_line_wins_for_each_field_of_overrides(config_file, file, stated, overrides):
+    path = config_file(f"model: {file}\ntrain: {{max_steps: 3}}")
+    for arguments in ([*stated, "--config", path], ["--config", path, *stated]):
+        resolved = load_config(arguments)
+        assert resolved.config.model.overrides == overrides
+        is_of_file = not stated or stated == ["--model.head_gate=null"]  # its default, which changes nothing
+        assert resolved.sources["model.overrides"] == ("file" if is_of_file else "command line")
+    Path(path).write_text(resolved.to_yaml())
+    assert load_config(["--config", path]).config == resolved.config
+
+
+def test_what_moved_or_is_gone_is_no_key_and_has_its_default():
+    assert {name: MODEL_FIELDS[name] for name in MOVED_TO_OVERRIDES} == MOVED_TO_OVERRIDES
+    assert (
+        not {f"model.{name}" for name in MOVED_TO_OVERRIDES} & KEY_TYPES.keys() and not GONE.keys() & KEY_TYPES.keys()
+    )
+
+
+def test_a_key_that_moved_is_said_once_and_defaults_move_in_silence(config_file, caplog):
+    listed = ", ".join(f"{name}: {as_yaml(value)}" for name, value in MOVED_TO_OVERRIDES.items())
+    path = config_file(f"model: {{{listed}}}\ntrain: {{max_steps: 3}}")
+    assert load_config(["--config", path]).config.model.overrides == {} and not caplog.messages
+    path = config_file("model: {unet_skips: gated, head_gate: 12, lanes: false}\ntrain: {max_steps: 3}")
+    for _ in range(2):
+        assert load_config(["--config", path]).config.model.overrides == {"unet_skips": "gated", "head_gate": 12}
+    moved = "model.unet_skips, model.head_gate moved; now model.overrides: {head_gate: 12, unet_skips: gated}"
+    assert caplog.messages == [f"{path}: {moved}"]
+    read = read_settings(path)
+    assert read["model.overrides"] == {"unet_skips": "gated", "head_gate": 12} and "model.lanes" not in read
 
 
 def test_a_second_config_is_refused(config_file):
@@ -183,42 +244,10 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             "model.hidden_size: 255 is not divisible by model.num_attention_heads 4; try 252 or 256.",
         ),
         (
-            ["--model.loop", "[1, 5, 2]"],
-            "model.loop: (1, 5, 2) is out of range; allowed: null, or [first, last, times] with layers from 0 to 4, and"
-            " 2 times or more.",
-        ),
-        (
-            ["--model.loop", "[1, 3, 2]", "--model.lanes", "true", "--model.parallel_from", "3"],
-            "model.loop: (1, 3, 2) is out of range; allowed: null, or [first, last, times] with layers from 0 to 2, and"
-            " 2 times or more.",
-        ),
-        (
             ["--schedule.loop_start", "0.5"],
-            "schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.",
+            "schedule.loop_start: it needs model.overrides.loop; set that, or leave it 0.",
         ),
         (["--schedule.loop_start", "1"], "schedule.loop_start: 1.0 is out of range; allowed: from 0 to below 1."),
-        (
-            ["--model.exclude_self_value", "6"],
-            "model.exclude_self_value: 6 is out of range; allowed: 0 to 5, the layers.",
-        ),
-        (
-            ["--model.rope_dims", "7"],
-            "model.rope_dims: 7 is out of range; allowed: even numbers from 2 to 64, with position_embedding rope.",
-        ),
-        (["--model.parallel_from", "5"], "model.parallel_from: 5 is out of range; allowed: null, or 0 to 4."),
-        (["--model.lanes", "true"], "model.lanes: True is out of range; allowed: false without model.parallel_from."),
-        (["--model.bigram_buckets", "1"], "model.bigram_buckets: 1 is out of range; allowed: null, or 2 and more."),
-        (["--model.head_gate", "500"], "model.head_gate: 500 is out of range; allowed: a number above 0, up to 256."),
-        (["--model.query_gain", "0"], "model.query_gain: 0.0 is out of range; allowed: a number above 0."),
-        (["--model.activation_slope", "2"], "model.activation_slope: 2.0 is out of range; allowed: 0 to 1."),
-        (
-            ["--model.soft_cap_form", "poly5"],
-            "model.logit_soft_cap is null, but model.logit_soft_cap_negative or model.soft_cap_form is set; set it.",
-        ),
-        (
-            ["--model.tied_embedding_std", "0.005", "--model.tie_word_embeddings", "false"],
-            "model.tied_embedding_std requires model.tie_word_embeddings true; leave it null.",
-        ),
         (
             ["--model.num_key_value_heads", "3"],
             "model.num_key_value_heads: 3 does not divide model.num_attention_heads 4; allowed: 1, 2, 4.",

@@ -292,7 +292,16 @@ class GolfConfig(PreTrainedConfig):
 
     def _require(self, name: str, condition: bool, allowed: str) -> None:
         if not condition:
-            raise ValueError(f"GolfConfig: {name}={getattr(self, name)!r} is not allowed; it must be {allowed}.")
+            raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: {allowed}.")
+
+
+MODEL_FIELDS: dict[str, Any] = {
+    name: getattr(GolfConfig, name)
+    for name, kind in GolfConfig.__annotations__.items()
+    if "ClassVar" not in str(kind)
+    and name not in ("use_cache", "loop_active", "bos_token_id", "eos_token_id", "pad_token_id")
+}
+"""{field that says which model it is: its default}. The other fields are of a run or a tokenizer."""
 
 
 def _is_integer(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""When the layers of model.loop run several times: from schedule.loop_start of the run on.
+"""When the layers of a loop (model.overrides.loop) run several times: from schedule.loop_start of the run on.
 
 The flag is in the model's config, which each pass reads, so a compiled graph is compiled again and cannot fold it. It
 is also in TrainState: a resume and a rollback continue as it was, and an exported model is the one that was trained.
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def update_loop(run: Run, expected_steps: float) -> None:
     """Begin the loop if it is due before the next step, and record that as an event. expected_steps: of the run."""
-    if run.config.model.loop is None:
+    if run.config.model.overrides.get("loop") is None:
         return
     start = run.config.schedule.loop_start
     is_due = not start or run.state.step >= start * expected_steps
@@ -38,7 +38,7 @@ def update_loop(run: Run, expected_steps: float) -> None:
 
 def each_loop_state(run: Run) -> Iterator[None]:
     """Put the model into each state that its loop will have in this run, the longer pass first; then back."""
-    if run.config.model.loop is None:
+    if run.config.model.overrides.get("loop") is None:
         yield
         return
     config = run.raw_model.config

@@ -71,7 +71,7 @@ from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.train.architectures import other_config
 from hfgolf.train.attention_probe import describe_attention
-from hfgolf.train.build import build_model
+from hfgolf.train.build import build_model, check_golf
 from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
@@ -102,6 +102,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
 
     Raises UserError for a problem that the user can fix; an earlier run in the folder is not harmed.
     """
+    check_golf(resolved.config)
     stopwatch = Stopwatch(console.switch)
     folder, origin = _claim(resolved)
     resolved, accelerator = _resolve(resolved, origin)
