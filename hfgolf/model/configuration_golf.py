@@ -1,7 +1,7 @@
 """The architecture of a Golf model: one validated config field per choice.
 
 Owns the names, defaults and allowed values. Knows nothing about weights or computation. Saving a model copies this
-file next to the weights, so it imports only transformers.
+file and layers_golf.py next to the weights, so it imports only transformers and that.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from .layers_golf import ACTIVATIONS
+
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "position_embedding": ("rope", "learned", "none"),
-    "activation": ("relu2", "leaky_relu2", "gelu", "gelu_new", "silu", "swiglu"),
+    "activation": tuple(ACTIVATIONS),
     "matrix_init": ("normal", "uniform", "orthogonal"),
     "unet_skips": (None, "add", "gated"),
     "attention_span": ("stream", "document"),

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import MODEL_FIELDS, SWITCHES, GolfConfig
+from hfgolf.model.layers_golf import ACTIVATIONS
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.native import (
     ARCHITECTURES,
@@ -139,6 +140,13 @@ def test_each_architecture_of_the_table_is_tested():
     assert {row.name for row in ARCHITECTURES} == {name for name, _ in PAIRS}
     for name, options in PAIRS:
         assert find_architecture(GolfConfig(**SHAPE | options)).name == name
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_is_compared_with_its_architecture_or_refused(activation):
+    if all(options.get("activation", "relu2") != activation for _, options in PAIRS):
+        with pytest.raises(UserError, match=rf"model\.activation .* \(now {activation}\)"):
+            find_architecture(GolfConfig(activation=activation))
 
 
 @pytest.mark.parametrize(
