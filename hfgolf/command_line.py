@@ -28,7 +28,16 @@ import yaml
 
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError, explained
-from hfgolf.other_names import GONE, OTHER_NAMES, by_current_names, is_earlier, with_overrides
+from hfgolf.other_names import (
+    GONE,
+    OTHER_NAMES,
+    by_current_names,
+    in_current_names,
+    is_earlier,
+    key_for,
+    with_ema_decay,
+    with_overrides,
+)
 from hfgolf.redact import redact, redact_values
 from hfgolf.wording import close_match, join_words, nearest, one_line, shortened
 
@@ -136,7 +145,8 @@ def load_config(
         for key in from_file:
             _check_key(key, path)
         from_file = _by_current_names(from_file, path, below)
-        below, sources = with_overrides(from_file, below), sources | dict.fromkeys(map(_key, from_file), "file")
+        below, sources = with_overrides(from_file, below), sources | dict.fromkeys(map(key_for, from_file), "file")
+    below = {key: value for key, value in below.items() if key not in stated.keys() & GONE.keys()}
     stated = _by_current_names(stated, where, below)
     objects = {key: value for key, value in stated.items() if key in objects or key not in KEY_TYPES}
     implied = _implied(below, stated)
@@ -148,13 +158,15 @@ def load_config(
     parser = _build_parser(description, Path(sys.argv[0]).name)
     try:
         objects = _with_numbers(with_overrides(objects, below))
+        tokens_per_step = str(stated.get("batch.tokens_per_step", objects.get("batch.tokens_per_step", 4096)))
+        objects = _with_ema_decay(objects, int(tokens_per_step) if tokens_per_step.isdigit() else 1)
         sections = parser.parse_args(options, namespace=parser.parse_object(_nested(objects), defaults=False))
     except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
         raise _explain(error, stated, below, path, where) from None
     for key, value in objects.items():  # jsonargparse accepts null for any type
         if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
             raise _not_allowed(where if key in stated else path, key, None)
-    sources |= dict.fromkeys(implied, "auto") | dict.fromkeys(map(_key, stated), where.removeprefix("the "))
+    sources |= dict.fromkeys(implied, "auto") | dict.fromkeys(map(key_for, stated), where.removeprefix("the "))
     try:
         config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
     except UserError as error:
@@ -164,11 +176,6 @@ def load_config(
     return ResolvedConfig(config, sources).with_low_memory()
 
 
-def _key(key: str) -> str:
-    """Return "section.key" of a key that may name a field of model.overrides."""
-    return ".".join(key.split(".")[:2])
-
-
 def _by_current_names(values: Mapping[str, Any], where: str, below: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values by the keys of this version, and say where those went that moved.
 
@@ -176,12 +183,19 @@ def _by_current_names(values: Mapping[str, Any], where: str, below: Mapping[str,
     be set any more.
     """
     current = by_current_names(values, below.get("model.overrides", ()))
-    for key in current.keys() & GONE.keys():
+    for key in with_ema_decay(current, 1).keys() & GONE.keys():
         raise UserError(f"{where}: {key}: {shortened(current[key])} can't be set any more; {GONE[key][1]}.")
     moved = {key.removeprefix("model.overrides."): _number(current[key]) for key in current if key not in values}
     if moved:
         names = join_words(f"model.{name}" for name in moved)
         _say_once(f"{where}: {names} moved; now model.overrides: {as_yaml(moved)}")
+    return current
+
+
+def _with_ema_decay(values: dict[str, Any], tokens_per_step: int) -> dict[str, Any]:
+    current = with_ema_decay(values, tokens_per_step)
+    for key in values.keys() - current.keys():
+        _say_once(f"{key} {values[key]} is now optim.ema_decay {current['optim.ema_decay']}")
     return current
 
 
@@ -321,7 +335,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """Return what `read_yaml` does, without keys that this version does not know and values of the wrong type."""
     return {
         key: value
-        for key, value in _with_numbers(with_overrides(by_current_names(read_yaml(path)))).items()
+        for key, value in _with_numbers(in_current_names(read_yaml(path))).items()
         if key in KEY_TYPES and has_type(value, KEY_TYPES[key], 2**64)
     }
 

@@ -432,15 +432,11 @@ class OptimConfig:
     vector_learning_rate: float | None = None
     """Peak learning rate of norms, biases, gains and gates; null: same as the other AdamW parameters."""
     momentum: float = 0.95
-    """Momentum of Muon and of SGD."""
-    nesterov: bool = True
-    """Use Nesterov momentum in Muon and SGD."""
+    """Momentum of Muon and of SGD, in Nesterov's form."""
     momentum_warmup_steps: int = 300
     """Steps over which Muon's momentum rises from optim.momentum_start to optim.momentum; SGD's is constant."""
     momentum_start: float = 0.85
     """Muon's momentum at the first step; optim.momentum if that is lower."""
-    momentum_end: float | None = None
-    """Muon's final momentum, reached linearly over the last schedule.warmdown_fraction of the run; null: no change."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates for the first and second moments."""
     eps: float = 1e-8
@@ -449,8 +445,6 @@ class OptimConfig:
     """Decoupled weight decay of the matrices; multiplied by the group's learning rate."""
     embedding_weight_decay: float = 0.0
     """The same for the embeddings, and with them a tied head."""
-    head_weight_decay: float = 0.0
-    """The same for an untied head."""
     vector_weight_decay: float = 0.0
     """The same for norms, biases, gains and gates."""
     newton_schulz_coefficients: Literal["classic", "polar_express"] = "polar_express"
@@ -467,8 +461,6 @@ class OptimConfig:
     update_scale: Literal["original", "match_rms_adamw"] = "original"
     """Scale of Muon's update. original: sqrt(max(1, rows/columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns)),
     which works with AdamW's learning rates."""
-    split_qkv: bool = True
-    """Orthogonalize the query, key and value parts of the fused projection separately."""
     row_equilibration: bool = False
     """Divide each row by its norm before orthogonalization (MuonEq-R)."""
     normuon_beta2: float | None = None
@@ -479,20 +471,19 @@ class OptimConfig:
     cautious_weight_decay: bool = False
     """Apply weight decay only to weights that the update moves toward 0."""
     ema_decay: float | None = None
-    """Decay per step of the exponential moving average (EMA) of the weights; null: see optim.ema_half_life_tokens."""
-    ema_half_life_tokens: int | None = None
-    """The same decay, stated as the half-life of a weight's share in training tokens; both null: no EMA."""
+    """Decay per step of the exponential moving average (EMA) of the weights, 0.5 ** (batch.tokens_per_step / its
+    half-life in tokens); null: no EMA."""
     ema_export: bool = False
     """Use the averaged weights instead of the raw ones to choose the best step, stop early and export."""
 
     def __post_init__(self) -> None:
         rates = ("learning_rate", "adamw_learning_rate", "embedding_learning_rate", "vector_learning_rate")
         _require_positive("optim", self, *rates, "eps", "muon_every_steps")
-        decays = ("weight_decay", "embedding_weight_decay", "head_weight_decay", "vector_weight_decay")
+        decays = ("weight_decay", "embedding_weight_decay", "vector_weight_decay")
         _require_not_negative("optim", self, *decays, "momentum_warmup_steps")
-        for name in ("momentum", "momentum_start", "momentum_end"):
+        for name in ("momentum", "momentum_start"):
             value = getattr(self, name)
-            _require(f"optim.{name}", value, value is None or 0 <= value < 1, "from 0 to below 1")
+            _require(f"optim.{name}", value, 0 <= value < 1, "from 0 to below 1")
         _require("optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1")
         steps = self.newton_schulz_steps
         maximum = 5 if self.newton_schulz_coefficients == "polar_express" else 20
@@ -504,21 +495,13 @@ class OptimConfig:
         _require("optim.normuon_beta2", beta2, beta2 is None or 0 <= beta2 < 1, "null, or a number from 0 to below 1")
         decay = self.ema_decay
         _require("optim.ema_decay", decay, decay is None or 0 < decay < 1, "a number between 0 and 1")
-        _require_positive("optim", self, "ema_half_life_tokens")
-        if decay is not None and self.ema_half_life_tokens is not None:
-            raise UserError(
-                f"optim.ema_decay: {decay} and optim.ema_half_life_tokens {self.ema_half_life_tokens} set the same"
-                " thing; set one and leave the other null."
-            )
         if self.ema_export and not self.has_ema:
-            raise UserError(
-                "optim.ema_export is true, but there is no EMA; set optim.ema_decay or optim.ema_half_life_tokens."
-            )
+            raise UserError("optim.ema_export is true, but there is no EMA; set optim.ema_decay.")
 
     @property
     def has_ema(self) -> bool:
-        """Return whether the run keeps a moving average of the weights; ema.py computes its decay."""
-        return self.ema_decay is not None or self.ema_half_life_tokens is not None
+        """Return whether the run keeps a moving average of the weights."""
+        return self.ema_decay is not None
 
 
 @dataclass(frozen=True)
@@ -532,8 +515,6 @@ class ScheduleConfig:
     """Steps over which the learning rate rises linearly to its peak."""
     warmdown_fraction: float = 0.4
     """Last fraction of the run, in which wsd decays to the floor and cosine_warmdown to 0."""
-    warmdown_shape: Literal["linear", "1-sqrt"] = "linear"
-    """Shape of the warmdown; 1-sqrt: 1 - sqrt(fraction of the warmdown done), steep at first."""
     floor: float = 0.0
     """Final learning rate as a fraction of the peak; for cosine_warmdown, the floor of its cosine."""
     weight_decay: Literal["constant", "linear", "learning_rate"] = "constant"

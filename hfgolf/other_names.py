@@ -131,7 +131,15 @@ MOVED_TO_OVERRIDES: dict[str, Any] = {
 }
 """{field of golf that was a key of the section model: its default, which files of earlier versions list}."""
 
-GONE: dict[str, tuple[Any, str]] = {}
+_HALF_LIFE = "optim.ema_half_life_tokens"
+GONE: dict[str, tuple[Any, str]] = {
+    _HALF_LIFE: (None, "set optim.ema_decay to 0.5 ** (batch.tokens_per_step / the half-life)"),
+    "optim.head_weight_decay": (0.0, "leave it out: an untied head is not decayed"),
+    "optim.nesterov": (True, "leave it out: the momentum of Muon and SGD is Nesterov's"),
+    "optim.momentum_end": (None, "leave it out: momentum stays at optim.momentum"),
+    "optim.split_qkv": (True, "leave it out: Muon takes queries, keys and values apart"),
+    "schedule.warmdown_shape": ("linear", "leave it out: the warmdown is linear"),
+}
 """{key that is gone: (its default, what to do if another value was set)}."""
 
 
@@ -160,6 +168,25 @@ def by_current_names(values: Mapping[str, Any], overrides: Collection[str] = ())
 
 def _is(value: Any, default: Any) -> bool:
     return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def key_for(key: str) -> str:
+    """Return the key of this version, "section.key", that a value stated as `key` ends up in."""
+    return "optim.ema_decay" if key == _HALF_LIFE else ".".join(key.split(".")[:2])
+
+
+def with_ema_decay(values: Mapping[str, Any], tokens_per_step: Any) -> dict[str, Any]:
+    """Return the values with optim.ema_decay in place of the half-life that earlier versions took as well."""
+    half_life = values.get(_HALF_LIFE)
+    if not isinstance(half_life, int | float) or not isinstance(tokens_per_step, int) or half_life <= 0:
+        return dict(values)
+    decay = float(0.5 ** (tokens_per_step / half_life))
+    return {key: value for key, value in values.items() if key != _HALF_LIFE} | {"optim.ema_decay": decay}
+
+
+def in_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole config of an earlier version, {"section.key": value}, by the keys of this one."""
+    return with_ema_decay(with_overrides(by_current_names(values)), values.get("batch.tokens_per_step", 4096))
 
 
 def with_overrides(values: Mapping[str, Any], below: Mapping[str, Any] | None = None) -> dict[str, Any]:

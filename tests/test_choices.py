@@ -92,7 +92,6 @@ def quantized(key: str) -> Callable[[str], Any]:
 
 OUTCOMES: dict[str, Callable[[Any], Any]] = {
     "schedule.name": scheduled("name"),
-    "schedule.warmdown_shape": scheduled("warmdown_shape"),
     "schedule.weight_decay": scheduled("weight_decay"),
     "optim.name": rules,
     "optim.update_scale": lambda name: update_scale(name, 4, 9),

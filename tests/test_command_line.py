@@ -25,7 +25,7 @@ from hfgolf.command_line import (
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import MODEL_FIELDS
-from hfgolf.other_names import GONE, MOVED_TO_OVERRIDES
+from hfgolf.other_names import GONE, MOVED_TO_OVERRIDES, in_current_names
 from hfgolf.run.folder import run_folder
 
 ROOT = Path(__file__).parents[1]
@@ -157,6 +157,36 @@ def test_a_key_that_moved_is_said_once_and_defaults_move_in_silence(config_file,
     assert read["model.overrides"] == {"unet_skips": "gated", "head_gate": 12} and "model.lanes" not in read
 
 
+@pytest.mark.parametrize("arguments", [[], ["--batch.tokens_per_step", "2048"]])
+def test_a_half_life_of_earlier_versions_is_the_decay_that_it_was(config_file, caplog, arguments):
+    path = config_file("optim: {ema_half_life_tokens: 280000}\ntrain: {max_steps: 3}")
+    resolved = load_config(["--config", path, *arguments])
+    decay = 0.5 ** (resolved.config.batch.tokens_per_step / 280000)
+    assert resolved.config.optim.ema_decay == decay and resolved.sources["optim.ema_decay"] == "file"
+    assert caplog.messages == [f"optim.ema_half_life_tokens 280000 is now optim.ema_decay {decay}"]
+    assert load_config(["--config", path, "--optim.ema_half_life_tokens=null"]).config.optim.ema_decay is None
+    assert load_config(["--config", path, "--optim.ema_decay=0.9"]).config.optim.ema_decay == 0.9
+    assert in_current_names({"optim.ema_half_life_tokens": 280000})["optim.ema_decay"] == 0.5 ** (4096 / 280000)
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_key_that_is_gone_keeps_its_default_and_says_what_to_do(config_file, key):
+    default, advice = GONE[key]
+    section, _, name = key.partition(".")
+    ends = "" if section == "train" else "train: {max_steps: 3}\n"
+    is_ended = {"train": "max_steps: 3, "}.get(section, "")
+    path = config_file(f"{ends}{section}: {{{is_ended}{name}: {as_yaml(default)}}}")
+    assert (
+        load_config(["--config", path]).config == load_config(["--config", path, f"--{key}", as_yaml(default)]).config
+    )
+    other = -1 if default is None else "other"
+    path = config_file(f"{ends}{section}: {{{is_ended}{name}: {other}}}")
+    for where, arguments in ((path, ["--config", path]), ("the command line", [*ENDS, f"--{key}={other}"])):
+        with pytest.raises(UserError) as error:
+            load_config(arguments)
+        assert str(error.value) == f"{where}: {key}: {other!r} can't be set any more; {advice}."
+
+
 def test_a_second_config_is_refused(config_file):
     with pytest.raises(UserError, match=r"^--config: named more than once \(small, .*my_run.yaml\); name one, and"):
         load_config(["--config", "small", "a.txt", "--config", config_file("run: {seed: 1}")])
@@ -282,17 +312,8 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
         ),
         (["--optim.ema_decay", "1"], "optim.ema_decay: 1.0 is out of range; allowed: a number between 0 and 1."),
         (
-            ["--optim.ema_half_life_tokens", "0"],
-            "optim.ema_half_life_tokens: 0 is out of range; allowed: a number above 0.",
-        ),
-        (
-            ["--optim.ema_decay", "0.9", "--optim.ema_half_life_tokens", "5000"],
-            "optim.ema_decay: 0.9 and optim.ema_half_life_tokens 5000 set the same thing;"
-            " set one and leave the other null.",
-        ),
-        (
             ["--optim.ema_export", "true"],
-            "optim.ema_export is true, but there is no EMA; set optim.ema_decay or optim.ema_half_life_tokens.",
+            "optim.ema_export is true, but there is no EMA; set optim.ema_decay.",
         ),
         (["--run.name", "../up"], "run.name: '../up' is out of range; allowed: letters, digits, . _ -."),
         (["-stray"], "unrecognized arguments: -stray."),

@@ -81,5 +81,5 @@ def test_training_a_complete_run_again_says_so(reset_accelerate, tiny_run, run_s
         assert line in first and line in second
     assert re.search(r"^compile: no, because \w+", first, re.MULTILINE), "what auto decided, and why"
     config = (tmp_path / "runs" / "tiny" / "config.yaml").read_text()
-    for line in ("compile: false  # auto", "max_steps: 6  # command line", "nesterov: true  # default"):
+    for line in ("compile: false  # auto", "max_steps: 6  # command line", "eps: 1.0e-08  # default"):
         assert f"  {line}\n" in config

@@ -19,7 +19,7 @@ from hfgolf.config import RunConfig, model_key
 from hfgolf.data.corpus import identity_changes
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import MODEL_FIELDS
-from hfgolf.other_names import GONE, by_current_names, with_overrides
+from hfgolf.other_names import GONE, in_current_names
 from hfgolf.redact import redact_values
 from hfgolf.wording import one_line
 
@@ -125,7 +125,7 @@ def read_identity(checkpoint: Path) -> dict[str, Any]:
     try:
         identity = json.loads((checkpoint / RUN_NAME).read_bytes())
         if all(isinstance(identity[key], kind) for key, kind in (("config", dict), ("corpus", dict))):
-            return identity | {"config": with_overrides(by_current_names(identity["config"]))}
+            return identity | {"config": in_current_names(identity["config"])}
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         pass
     raise UserError(f"train.resume: {RUN_NAME} in {checkpoint} is missing or not valid; choose another checkpoint.")

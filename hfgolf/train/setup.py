@@ -60,7 +60,7 @@ from hfgolf.measure.memory import (
     run_memory,
 )
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.optim.ema import Ema, ema_decay
+from hfgolf.optim.ema import Ema
 from hfgolf.optim.groups import build_optimizer, group_rows, group_table
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
@@ -323,7 +323,7 @@ def _build(
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     torch.manual_seed(config.run.seed + accelerator.process_index)  # dropout must differ between ranks
     state = TrainState(loop_active=getattr(raw_model.config, "loop_active", True))
-    decay = ema_decay(config.optim, config.batch.tokens_per_step)
+    decay = config.optim.ema_decay
     ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
     checkpoints = Checkpointer(
         accelerator,

@@ -724,7 +724,7 @@ def test_without_ema_export_raw_weights_are_selected_and_exported(run, tiny_run)
 
 def test_half_life_shorter_than_a_step_still_averages(run, tiny_run):
     """0.5^2048 is 0 in floating point, a valid decay: the average equals the weights."""
-    folder = run(tiny_run(batch__tokens_per_step=2048, optim__ema_half_life_tokens=1, optim__ema_export="true"))
+    folder = run(tiny_run(batch__tokens_per_step=2048, optim__ema_decay=1e-9, optim__ema_export="true"))
     evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
     assert [row["val_loss_ema"] for row in evaluated] == [row["val_loss"] for row in evaluated]
     assert (folder / "checkpoints" / "latest" / "ema.safetensors").is_file()
