@@ -673,12 +673,8 @@ class GolfSection:
     allocation: Literal["curvature", "sdclip", "uniform"] = "curvature"
     """Steps of the grid. curvature: finer if the loss is more sensitive; sdclip: proportional to the row's standard
     deviation; uniform: the same for all weights."""
-    column_steps: bool = False
-    """With curvature: a step per column as well as per row. It can help below 3 bits per weight."""
     calibration_tokens: int = 32768
     """Training tokens from which the curvature is measured."""
-    damping: float = 0.01
-    """Added to the diagonal of a matrix's input Hessian in gptq, as a share of its mean."""
     forecast_every_steps: int | None = None
     """Forecast every N steps of a run, and at the last one, what an export would take; null: never."""
     qat_fraction: float = 0.0
@@ -686,12 +682,9 @@ class GolfSection:
 
     def __post_init__(self) -> None:
         _require_positive("golf", self, "budget_bytes", "calibration_tokens", "forecast_every_steps")
-        _require("golf.damping", self.damping, 1e-4 <= self.damping <= 1, "0.0001 to 1")
         _require("golf.qat_fraction", self.qat_fraction, 0 <= self.qat_fraction <= 1, "0 to 1")
         if self.qat_fraction and self.budget_bytes is None:
             raise UserError("golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for.")
-        if self.column_steps and self.allocation != "curvature":
-            raise UserError(f"golf.column_steps: true needs golf.allocation curvature, not {self.allocation}.")
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,8 @@ GONE: dict[str, tuple[Any, str]] = {
     "optim.nesterov": (True, "leave it out: the momentum of Muon and SGD is Nesterov's"),
     "optim.momentum_end": (None, "leave it out: momentum stays at optim.momentum"),
     "optim.split_qkv": (True, "leave it out: Muon takes queries, keys and values apart"),
+    "golf.column_steps": (False, "use `golf_export.py --column_steps`"),
+    "golf.damping": (0.01, "leave it out: it is 0.01"),
     "schedule.warmdown_shape": ("linear", "leave it out: the warmdown is linear"),
 }
 """{key that is gone: (its default, what to do if another value was set)}."""

@@ -85,7 +85,7 @@ def quantized(key: str) -> Callable[[str], Any]:
         curvature: Any = {"a": SimpleNamespace(hessian=np.diag(np.arange(1.0, 9.0)), row_weights=np.arange(1.0, 5.0))}
         if key == "allocation":
             return allocate(weights, name, curvature, None, False)["a"].row_steps.tolist()
-        return plan_steps(weights, curvature, 40, name, "curvature", False, 0.01)[1] is None
+        return plan_steps(weights, curvature, 40, name, "curvature")[1] is None
 
     return outcome
 

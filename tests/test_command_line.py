@@ -286,7 +286,6 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             ["--data.source", "files"],
             "data.files is empty, but data.source is files; name at least one path, folder, glob or URL.",
         ),
-        (["--golf.damping", "0"], "golf.damping: 0.0 is out of range; allowed: 0.0001 to 1."),
         (
             ["--golf.qat_fraction", "0.1"],
             "golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for.",
@@ -296,10 +295,6 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one.",
         ),
         (["--golf.budget_bytes", "0"], "golf.budget_bytes: 0 is out of range; allowed: a number above 0."),
-        (
-            ["--golf.column_steps", "true", "--golf.allocation", "sdclip"],
-            "golf.column_steps: true needs golf.allocation curvature, not sdclip.",
-        ),
         (["--hub.push", "true"], "hub.repo_id is null, but hub.push is true; name the repository, as user/name."),
         (
             ["--hub.license", "Apache 2.0"],
