@@ -174,8 +174,6 @@ class DataConfig:
     """true: copy the tokens into RAM; false: memory-map them; auto: decide by their size and the free memory."""
     num_workers: int = 0
     """DataLoader worker processes; 0: load batches in the training process."""
-    prefetch_factor: int | None = None
-    """Batches each worker prefetches; null: torch's default, 2. Requires data.num_workers above 0."""
 
     def __post_init__(self) -> None:
         for name in ("files", "val_files", "old_text", "val_bytes_files"):
@@ -184,13 +182,6 @@ class DataConfig:
         _require("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "a number between 0 and 1")
         _require_positive("data", self, "max_documents")
         _require("data.num_workers", self.num_workers, 0 <= self.num_workers <= 1024, "0 to 1024")
-        factor = self.prefetch_factor
-        _require("data.prefetch_factor", factor, factor is None or 1 <= factor <= 1024, "null, or 1 to 1024")
-        if factor is not None and not self.num_workers:
-            raise UserError(
-                f"data.prefetch_factor: {factor} needs worker processes; set data.num_workers to 1 or more, or leave"
-                " data.prefetch_factor null."
-            )
         if self.source in ("files", "shards") and not self.files:
             raise UserError(
                 f"data.files is empty, but data.source is {self.source}; name at least one path, folder, glob or URL."
@@ -579,8 +570,6 @@ class TrainConfig:
     """data: allow a resume to change the text, split, seed or sequence length; null: refuse."""
     patience_evals: int | None = None
     """Stop after N evaluations without improvement; null: never. The best weights are exported either way."""
-    min_improvement: float = 0.0
-    """Nats per token by which the validation loss must fall to count as an improvement."""
     max_skipped_steps: int = 5
     """Consecutive steps with a nonfinite gradient to skip before rolling back to the last checkpoint; overflows of
     fp16's loss scaling do not count."""
@@ -588,9 +577,8 @@ class TrainConfig:
     """What triggers a rollback, as a list: nonfinite gradients; a loss spike (20 % or more above the usual loss, for
     train.max_skipped_steps steps); divergence (the median of 50 losses is 20 % above its lowest value)."""
     max_rollbacks: int = 3
-    """Rollbacks allowed; after that the run stops with a diagnosis."""
-    rollback_learning_rate_factor: float = 0.5
-    """Factor applied to all learning rates at each rollback; the bad batches are excluded in any case."""
+    """Rollbacks allowed; after that the run stops with a diagnosis. Each excludes the bad batches and halves all
+    learning rates."""
     deterministic: bool = False
     """Use deterministic GPU kernels (slower); a run on one CPU process is always reproducible."""
 
@@ -603,9 +591,7 @@ class TrainConfig:
             _require_positive("train", self, "eval_tokens")
         _require_positive("train", self, "save_every_steps", "save_every_minutes")
         _require_positive("train", self, "keep_last", "patience_evals", "max_skipped_steps")
-        _require_not_negative("train", self, "min_improvement", "max_rollbacks")
-        factor = self.rollback_learning_rate_factor
-        _require("train.rollback_learning_rate_factor", factor, 0 < factor <= 1, "above 0, up to 1")
+        _require_not_negative("train", self, "max_rollbacks")
         if self.cpu_threads != "auto":
             _require_positive("train", self, "cpu_threads", maximum=1024)
         if all(limit is None for limit in (self.max_steps, self.max_tokens, self.max_epochs, self.max_minutes)):
@@ -623,8 +609,6 @@ class TrackConfig:
     """Trackers that Accelerate supports: trackio, wandb, tensorboard, ...; see docs/trackers.md."""
     project: str = "hfgolf"
     """Project name in the tracker."""
-    run_name: str | None = None
-    """Run name in the tracker; null: run.name."""
     offline: bool = False
     """Keep trackers with an account offline, to upload later (with `wandb sync`, for example)."""
 

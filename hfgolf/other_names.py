@@ -68,7 +68,7 @@ OTHER_NAMES: dict[str, str] = {
     "data_seed": "run.seed, which is also that of the order of the data",
     "out_dir": "run.output_dir, which holds the folders of runs, and run.name",
     "output_dir": "run.output_dir, which holds the folders of runs, and run.name",
-    "run_name": "run.name; track.run_name for trackers only",
+    "run_name": "run.name, also in trackers",
     "logging_steps": "train.log_every_steps",
     "log_interval": "train.log_every_steps",
     "eval_steps": "train.eval_every_steps",
@@ -84,7 +84,7 @@ OTHER_NAMES: dict[str, str] = {
     "wandb": _TRACKERS,
     "wandb_log": _TRACKERS,
     "wandb_project": "track.project",
-    "wandb_run_name": "track.run_name",
+    "wandb_run_name": "run.name",
     "dataset": "data.files for text of yours, data.hub_name for a dataset of the Hub, as user/name",
     "dataset_name": "data.hub_name, with data.source hub",
     "train_file": "data.files, a list",
@@ -138,9 +138,13 @@ GONE: dict[str, tuple[Any, str]] = {
     "optim.nesterov": (True, "leave it out: the momentum of Muon and SGD is Nesterov's"),
     "optim.momentum_end": (None, "leave it out: momentum stays at optim.momentum"),
     "optim.split_qkv": (True, "leave it out: Muon takes queries, keys and values apart"),
+    "data.prefetch_factor": (None, "leave it out: each worker prefetches two batches"),
     "golf.column_steps": (False, "use `golf_export.py --column_steps`"),
     "golf.damping": (0.01, "leave it out: it is 0.01"),
     "schedule.warmdown_shape": ("linear", "leave it out: the warmdown is linear"),
+    "track.run_name": (None, "set run.name, which trackers take"),
+    "train.min_improvement": (0.0, "leave it out: any lower validation loss is an improvement"),
+    "train.rollback_learning_rate_factor": (0.5, "leave it out: a rollback halves the learning rates"),
 }
 """{key that is gone: (its default, what to do if another value was set)}."""
 

@@ -64,7 +64,7 @@ def test_command_line_overrides_file_and_file_overrides_default(config_file):
         (["--train.max_steps", "77"], "train.max_steps", 77),
         (["--model.overrides={a: 1}"], "model.overrides", {"a": 1}),
         (["--optim.betas=[0.5, 0.6]"], "optim.betas", (0.5, 0.6)),
-        (["--track.run_name=null"], "track.run_name", None),
+        (["--tokenizer.name_or_path=null"], "tokenizer.name_or_path", None),
         (["--train.max_steps=5", "--train.max_steps", "77"], "train.max_steps", 77),
         (["--data.files=1e3"], "data.files", ["1e3"]),
         (["[draft] notes.txt"], "data.files", ["[draft] notes.txt"]),
@@ -75,7 +75,7 @@ def test_command_line_overrides_file_and_file_overrides_default(config_file):
 def test_the_command_line_wins_wherever_the_config_stands(config_file, stated, key, value):
     path = config_file(
         "data: {files: s.txt}\ntrain: {max_steps: 3, max_minutes: 5}\noptim: {betas: [0.8, 0.9]}\n"
-        "model: {architecture: llama, overrides: {b: 2}}\ntrack: {run_name: own}\nrun: {seed: 7}"
+        "model: {architecture: llama, overrides: {b: 2}}\ntokenizer: {name_or_path: own}\nrun: {seed: 7}"
     )
     for order in itertools.permutations([stated, ["--config", path], ["--run.seed=8"]]):
         resolved = load_config([*itertools.chain(*order)])

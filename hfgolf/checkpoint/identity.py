@@ -50,7 +50,7 @@ _RULES = {
     "data.streaming": Change.FREE,
     "data.in_memory": Change.FREE,
     "data.num_workers": Change.FREE,
-    "data.prefetch_factor": Change.FREE,
+    "data.prefetch_factor": Change.FREE,  # of earlier versions
     "tokenizer.": Change.FIXED,
     "model.": Change.FIXED,
     "model.dropout": Change.REPORTED,
@@ -200,7 +200,7 @@ def check_config(checkpoint: str, before: Mapping[str, Any], resolved: ResolvedC
 
     checkpoint: its name; before: its config. check_text compares the text.
     """
-    for key in before.keys() & GONE.keys():
+    for key in sorted(key for key in before.keys() & GONE.keys() if rule(key) is not Change.FREE):
         raise UserError(
             f"train.resume: {checkpoint} is of a run with {key} {before[key]}, which this version does not have; start"
             f" a new run with another --run.name, and {GONE[key][1]}."

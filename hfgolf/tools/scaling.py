@@ -242,7 +242,6 @@ def measured_loader(config: RunConfig, vocabulary: int, micro_batch_size: int) -
                 seed=0,
                 num_steps=10**9,
                 num_workers=config.data.num_workers,
-                prefetch_factor=config.data.prefetch_factor,
             )
         )
         threads = torch.get_num_threads()
