@@ -47,10 +47,11 @@ def train_with(signals: Signals) -> None:
         console.open()
     console.now("loading torch")
 
+    from hfgolf.hooks import standard_hooks
     from hfgolf.train.once import train_once
 
     quiet_libraries()
-    train_once(resolved, signals)
+    train_once(resolved, signals, standard_hooks(resolved.config))
 
 
 if __name__ == "__main__":

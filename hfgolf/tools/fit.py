@@ -19,12 +19,13 @@ from hfgolf.command_line import ResolvedConfig, as_resolved, find_config, load_c
 from hfgolf.config import RunConfig
 from hfgolf.data.files import require_paths
 from hfgolf.errors import UserError
+from hfgolf.hooks import standard_hooks
 from hfgolf.run.folder import run_folder
 from hfgolf.tools.passed import is_splits, text_file, tokenizer_folder, weights_folder
 from hfgolf.tools.trained_run import TrainedRun
-from hfgolf.train.callbacks import Callback
 from hfgolf.train.claim import changed_text, changes
 from hfgolf.train.console import show_log
+from hfgolf.train.hooks import Hook
 from hfgolf.train.once import train_once
 from hfgolf.train.process import resolve_precision
 from hfgolf.wording import shortened
@@ -48,7 +49,7 @@ def fit(
     data: Mapping[str, Any] | Dataset | pd.DataFrame | Iterable[str] | None = None,
     model: Mapping[str, Any] | PreTrainedModel | None = None,
     tokenizer: Mapping[str, Any] | PreTrainedTokenizerBase | None = None,
-    callbacks: Sequence[Callback] = (),
+    hooks: Sequence[Hook] = (),
     **sections: Any,
 ) -> TrainedRun:
     """Train a model on text, and return the run: its curve, its model, its samples.
@@ -69,7 +70,7 @@ def fit(
     or one string per document; a PreTrainedModel, whose weights training starts from, with its tokenizer; then the
     rates and sizes are those of the shipped config finetune. They are copied to data.cache_dir, where resuming finds
     them.
-    callbacks: see `hfgolf.Callback`.
+    hooks: see `hfgolf.Hook`.
 
     If SIGINT (a notebook's stop button) ends the run, it is saved and returned as it is. Raises UserError for a problem
     that the user can fix, and KeyboardInterrupt if the run is stopped before its first step.
@@ -99,7 +100,7 @@ def fit(
         if not folder.path.exists():
             require_paths(resolved.config.data)  # before there is a folder
         try:
-            train_once(resolved, callbacks=callbacks)
+            train_once(resolved, hooks=[*standard_hooks(resolved.config), *hooks])
         except SystemExit as stopped:
             if stopped.code != 128 + signal.SIGINT:
                 raise

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.hooks import model_hooks
 from hfgolf.ranks import together
 from hfgolf.train.feed import start_batches
+from hfgolf.train.hooks import Hooks
 from hfgolf.train.process import processes
 from hfgolf.train.run import Run
 from hfgolf.train.setup import set_up
@@ -31,7 +33,7 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
         together(processes().num_processes),
     ):
         resolved = resolved.resolve(source, train__resume=None, track__trackers=[], hub__push=False, **values)
-        run = set_up(resolved.resolve(source, run__output_dir=folder))
+        run = set_up(resolved.resolve(source, run__output_dir=folder), Hooks(model_hooks(resolved.config)))
         run.checkpoints.wait()
         run.folder.path.mkdir(exist_ok=True)  # on other processes: only the main one has made its folder
         stated = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for reports

@@ -102,6 +102,11 @@ class Clock:
         """Let this step be the last, on all processes, once they synchronize."""
         self._end_is_asked = True
 
+    def agree_on_end(self) -> None:
+        """Agree with all processes on whether `end` was called on one of them."""
+        (is_ended,) = self._maximum(self._end_is_asked)
+        self._is_ended = bool(is_ended)
+
     def note_save(self) -> None:
         """Restart the minutes to the next save, and clear a pending request."""
         self._saved_at, self.signals.save = time.perf_counter(), 0

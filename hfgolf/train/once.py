@@ -9,9 +9,9 @@ from typing import Any
 from hfgolf.command_line import ResolvedConfig
 from hfgolf.ranks import decide, together
 from hfgolf.run.folder import run_folder
-from hfgolf.train.callbacks import Callback
 from hfgolf.train.claim import changed_text, completed, damage
 from hfgolf.train.finish import show_summary
+from hfgolf.train.hooks import Hook
 from hfgolf.train.loop import train
 from hfgolf.train.process import processes, resolve_precision
 from hfgolf.train.signals import Signals
@@ -19,9 +19,7 @@ from hfgolf.train.signals import Signals
 logger = logging.getLogger(__name__)
 
 
-def train_once(
-    resolved: ResolvedConfig, signals: Signals | None = None, callbacks: Sequence[Callback] = ()
-) -> dict[str, Any]:
+def train_once(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
 
     A complete run whose model or summary is damaged is rebuilt from its checkpoints.
@@ -41,4 +39,4 @@ def train_once(
         if damaged:
             logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
             resolved = resolved.resolve("auto", train__resume="auto")
-        return train(resolved, signals, callbacks)
+        return train(resolved, signals, hooks)

@@ -33,12 +33,11 @@ from hfgolf.checkpoint.identity import (
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import HubConfig, RunConfig
+from hfgolf.config import RunConfig
 from hfgolf.data.batches import num_blocks
 from hfgolf.data.corpus import load_corpus, text_name
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import embedding_rows, keep_old_documents, text_start
-from hfgolf.doctor.monitor import Monitor
 from hfgolf.errors import UserError, writing
 from hfgolf.hardware import (
     accelerator_name,
@@ -64,19 +63,20 @@ from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_rows, group_table
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
-from hfgolf.publish.hub import HubPusher
 from hfgolf.publish.load import load_config
 from hfgolf.ranks import agree, first_of_machine, gather
 from hfgolf.run.folder import RunFolder, run_folder
+from hfgolf.run.metrics import MetricsFile
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.train.architectures import other_config
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.build import build_model
 from hfgolf.train.claim import agree_on_config, claim
-from hfgolf.train.clock import step_limit
+from hfgolf.train.clock import Clock, step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
 from hfgolf.train.console import console
 from hfgolf.train.feed import is_out_of_memory, start_batches
+from hfgolf.train.hooks import Hooks
 from hfgolf.train.init_from import frozen_names, keep_architecture, load_old_text, load_weights, take_architecture
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
@@ -89,17 +89,18 @@ from hfgolf.train.process import (
     tune_memory,
 )
 from hfgolf.train.run import Run
+from hfgolf.train.signals import Signals
 from hfgolf.train.stopwatch import Stopwatch
-from hfgolf.train.trackers import Tracker, check_trackers
 from hfgolf.train.validation import describe_validation
 from hfgolf.wording import count_of, gigabytes, labeled
 
 logger = logging.getLogger(__name__)
 
 
-def set_up(resolved: ResolvedConfig) -> Run:
+def set_up(resolved: ResolvedConfig, hooks: Hooks | None = None, signals: Signals | None = None) -> Run:
     """Build a run: folder, data, model, optimizer. Resume from a checkpoint if train.resume says so.
 
+    signals: which the run's clock shares; None: there are none to share.
     Raises UserError for a problem that the user can fix; an earlier run in the folder is not harmed.
     """
     stopwatch = Stopwatch(console.switch)
@@ -108,7 +109,7 @@ def set_up(resolved: ResolvedConfig) -> Run:
     tokens = _load_tokens(resolved, accelerator, origin)
     learner = _build(resolved, accelerator, tokens, folder, origin)
     _restore(learner, origin, folder, stopwatch)
-    return _start(learner, origin, tokens, folder, stopwatch)
+    return _start(learner, origin, tokens, folder, stopwatch, hooks or Hooks(), signals or Signals())
 
 
 @dataclass
@@ -206,7 +207,6 @@ def _is_possible(resolved: ResolvedConfig, before: dict[str, Any], key: str, val
 
 
 def _build_accelerator(config: RunConfig) -> Accelerator:
-    check_trackers(config.track.trackers)
     already = AcceleratorState._shared_state.get("_mixed_precision")  # of an Accelerator of the user's own
     if already not in (None, config.train.mixed_precision):
         raise UserError(
@@ -311,7 +311,6 @@ def _build(
     init_from = origin.identity.get("init_from") if origin else None
     if resolved.config.model.init_from is not None and not origin:
         init_from = load_weights(resolved.config, raw_model, tokens)
-    _require_native(resolved.config.hub, raw_model)
     resolved, predicted_memory_bytes = _choose_micro_batch(resolved, raw_model, accelerator)
     config = resolved.config
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, **layout(raw_model))
@@ -336,18 +335,6 @@ def _build(
         support,
     )
     return _Learner(resolved, accelerator, raw_model, model, optimizer, ema, state, checkpoints, predicted_memory_bytes)
-
-
-def _require_native(hub: HubConfig, model: PreTrainedModel) -> None:
-    """Refuse, before any training, to push a native form that does not exist."""
-    if not (hub.push and hub.format == "native" and isinstance(model, GolfForCausalLM)):
-        return
-    from hfgolf.publish.native import find_architecture  # late: it imports eight architectures
-
-    try:
-        find_architecture(model.config)
-    except UserError as error:
-        raise UserError(f"hub.format: {error}") from None
 
 
 def _building_config(config: RunConfig, origin: _Origin | None) -> RunConfig:
@@ -452,28 +439,39 @@ def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopw
 
 
 def _start(
-    learner: _Learner, origin: _Origin | None, tokens: TokenCache, folder: RunFolder, stopwatch: Stopwatch
+    learner: _Learner,
+    origin: _Origin | None,
+    tokens: TokenCache,
+    folder: RunFolder,
+    stopwatch: Stopwatch,
+    hooks: Hooks,
+    signals: Signals,
 ) -> Run:
-    """Phase 6: assemble the run, record how it was started, compile, and start the loader."""
+    """Phase 6: assemble the run, record how it was started, start the hooks, compile, and start the loader."""
     config, accelerator, state = learner.resolved.config, learner.accelerator, learner.state
     blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
     with first_of_machine():
         old_text = load_old_text(config, tokens)
+    limit = step_limit(config.train, config.batch, blocks_per_epoch, state)
+    is_main = accelerator.is_main_process
+    gather(None)  # as before `prepare`
+    clock = Clock(config.train, state, stopwatch, signals, limit, accelerator.num_processes, is_main)
     run = Run(
         **vars(learner),
         folder=folder,
         tokens=tokens,
         stopwatch=stopwatch,
         meter=_build_meter(config, learner.raw_model, accelerator, stopwatch),
-        tracker=Tracker(accelerator, config, folder.path, state),
-        monitor=Monitor(folder.metrics, config.flat()),
-        hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private, config.hub.format),
-        step_limit=step_limit(config.train, config.batch, blocks_per_epoch, state),
+        step_limit=limit,
+        clock=clock,
+        hooks=hooks,
+        metrics=MetricsFile(folder.metrics) if is_main else None,
         first_step=state.step,
         old_text=old_text,
     )
+    run.restart_hooks()
     if origin:
-        run.tracker.event("resumed", state, changed=origin.changes, begins_data=not state.blocks)
+        run.event("resumed", changed=origin.changes, begins_data=not state.blocks)
     choose_compilation(run)
     with writing("run.output_dir", folder.path):
         write_description(run)
