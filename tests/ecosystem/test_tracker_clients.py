@@ -38,8 +38,8 @@ trackers = Trackers([kind])
 trackers.load_state_dict({"id": "cafe0123"})
 trackers.start(run)
 trackers.logged(run, {"step": step + 1, "train_loss": 1 / (step + 1)})
-for event in ({"event": "sample", "text": "a line\\nand another"}, *({"event": "symptom", "text": t} for t in ("one", "another"))):
-    trackers.logged(run, {"step": step + 1, "elapsed_seconds": 1.0} | event)
+for name, text in (("sample", "a line\\nand another"), ("symptom", "one"), ("symptom", "another")):
+    trackers.logged(run, {"step": step + 1, "event": name, "elapsed_seconds": 1.0, "text": text})
 trackers.end(run, {})
 print("kept", [kept.name for kept in trackers._trackers])
 """
