@@ -6,6 +6,7 @@ are those of the training loop.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -130,12 +131,12 @@ def _trial(run: Run, step: int) -> Run:
 
     The learning rates warm up over the lead-in, then stay.
     """
-    resolved = run.resolved.resolve("find_lr", schedule__warmup_steps=LEAD_IN_STEPS)
+    trial = copy.copy(run)
+    trial.resolved = run.resolved.resolve("find_lr", schedule__warmup_steps=LEAD_IN_STEPS)
     blocks = step * run.config.batch.sequences_per_step
-    state = dataclasses.replace(run.state, step=step, blocks=blocks, learning_rate_scale=1.0)
-    trial = dataclasses.replace(
-        run, resolved=resolved, state=state, ema=None, metrics=None, step_limit=math.inf, is_stepping=True
-    )
+    trial.state = dataclasses.replace(run.state, step=step, blocks=blocks, learning_rate_scale=1.0)
+    trial.ema = trial.metrics = None
+    trial.step_limit, trial.is_stepping = math.inf, True
     start_batches(trial)
     trial.model.train()
     return trial

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tempfile
 from collections.abc import Iterator
@@ -36,8 +35,8 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
         run = set_up(resolved.resolve(source, run__output_dir=folder), Hooks(model_hooks(resolved.config)))
         run.checkpoints.wait()
         run.folder.path.mkdir(exist_ok=True)  # on other processes: only the main one has made its folder
-        stated = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for reports
-        run = dataclasses.replace(run, resolved=stated, step_limit=math.inf, is_stepping=True)
+        run.resolved = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for reports
+        run.step_limit, run.is_stepping = math.inf, True
         start_batches(run)
         run.model.train()
         yield run

@@ -45,15 +45,15 @@ class Run:
     state: TrainState
     checkpoints: Checkpointer
     stopwatch: Stopwatch
-    meter: Meter
-    step_limit: float
-    """Steps at which max_steps, max_tokens or max_epochs end the run; infinity if only max_minutes does."""
-    clock: Clock
     hooks: Hooks
     metrics: MetricsFile | None
     """metrics.jsonl; None on processes other than the main one."""
     predicted_memory_bytes: int
     """Predicted peak: of this process, as `top` shows it, on a CPU; of its tensors on a GPU."""
+    step_limit: float = field(init=False)
+    """Steps at which max_steps, max_tokens or max_epochs end the run; infinity if only max_minutes does."""
+    clock: Clock = field(init=False)
+    meter: Meter = field(init=False)
     batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
     """This process's micro-batches, in order (see feed.py)."""
     first_step: int = 0

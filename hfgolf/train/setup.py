@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.contents import Checkpointer
@@ -107,9 +106,10 @@ def set_up(resolved: ResolvedConfig, hooks: Hooks | None = None, signals: Signal
     folder, origin = _claim(resolved)
     resolved, accelerator = _resolve(resolved, origin)
     tokens = _load_tokens(resolved, accelerator, origin)
-    learner = _build(resolved, accelerator, tokens, folder, origin)
-    _restore(learner, origin, folder, stopwatch)
-    return _start(learner, origin, tokens, folder, stopwatch, hooks or Hooks(), signals or Signals())
+    run = _build(resolved, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())
+    _restore(run, origin)
+    _start(run, origin, signals or Signals())
+    return run
 
 
 @dataclass
@@ -128,21 +128,6 @@ class _Origin:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(self.checkpoint)
         keep_old_documents(tokenizer)
         return tokenizer
-
-
-@dataclass
-class _Learner:
-    """The fields of Run that exist before a checkpoint is loaded. In `resolved`, the micro-batch is decided."""
-
-    resolved: ResolvedConfig
-    accelerator: Accelerator
-    raw_model: PreTrainedModel
-    model: nn.Module
-    optimizer: Any
-    ema: Ema | None
-    state: TrainState
-    checkpoints: Checkpointer
-    predicted_memory_bytes: int
 
 
 def _claim(resolved: ResolvedConfig) -> tuple[RunFolder, _Origin | None]:
@@ -292,8 +277,14 @@ def _load_tokens(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Or
 
 
 def _build(
-    resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCache, folder: RunFolder, origin: _Origin | None
-) -> _Learner:
+    resolved: ResolvedConfig,
+    accelerator: Accelerator,
+    tokens: TokenCache,
+    folder: RunFolder,
+    origin: _Origin | None,
+    stopwatch: Stopwatch,
+    hooks: Hooks,
+) -> Run:
     """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
     console.now("building the model")
     building = _building_config(resolved.config, origin)
@@ -334,7 +325,23 @@ def _build(
         run_identity(resolved, tokens.identity, tokens.tokenizer_sha256, init_from, frozen),
         support,
     )
-    return _Learner(resolved, accelerator, raw_model, model, optimizer, ema, state, checkpoints, predicted_memory_bytes)
+    metrics = MetricsFile(folder.metrics) if accelerator.is_main_process else None
+    return Run(
+        resolved,
+        folder,
+        accelerator,
+        tokens,
+        raw_model,
+        model,
+        optimizer,
+        ema,
+        state,
+        checkpoints,
+        stopwatch,
+        hooks,
+        metrics,
+        predicted_memory_bytes,
+    )
 
 
 def _building_config(config: RunConfig, origin: _Origin | None) -> RunConfig:
@@ -413,67 +420,48 @@ def _choose_micro_batch(
     return resolved, predicted
 
 
-def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopwatch: Stopwatch) -> None:
+def _restore(run: Run, origin: _Origin | None) -> None:
     """Phase 5: load the checkpoint, if there is one, and allocate what the first step and the first save need."""
-    if learner.accelerator.is_main_process:
-        folder.mark_incomplete()
+    if run.accelerator.is_main_process:
+        run.folder.mark_incomplete()
     if origin:
-        learner.checkpoints.load(origin.checkpoint)
-        stopwatch.carry_over(learner.state.seconds)
-        logger.info("resumed from %s at step %d", origin.checkpoint, learner.state.step)
+        run.checkpoints.load(origin.checkpoint)
+        run.stopwatch.carry_over(run.state.seconds)
+        logger.info("resumed from %s at step %d", origin.checkpoint, run.state.step)
         if origin.changes:
             logger.info("changed since then: %s", ", ".join(origin.changes))
-    elif learner.resolved.config.train.resume:
+    elif run.config.train.resume:
         logger.debug("no checkpoint to resume from; starting the run")
     try:
-        learner.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
-        learner.checkpoints.reserve()
+        run.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
+        run.checkpoints.reserve()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        free = gigabytes(_free_bytes(learner.accelerator.device))
+        free = gigabytes(_free_bytes(run.accelerator.device))
         raise UserError(
             f"memory: not enough for the optimizer's state, {free} are free; set train.low_memory or a smaller"
             " model.hidden_size, or end other programs."
         ) from None
 
 
-def _start(
-    learner: _Learner,
-    origin: _Origin | None,
-    tokens: TokenCache,
-    folder: RunFolder,
-    stopwatch: Stopwatch,
-    hooks: Hooks,
-    signals: Signals,
-) -> Run:
-    """Phase 6: assemble the run, record how it was started, start the hooks, compile, and start the loader."""
-    config, accelerator, state = learner.resolved.config, learner.accelerator, learner.state
-    blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
+def _start(run: Run, origin: _Origin | None, signals: Signals) -> None:
+    """Phase 6: say when the run ends, start the hooks, record how it was started, compile, and start the loader."""
+    config, accelerator, state = run.config, run.accelerator, run.state
     with first_of_machine():
-        old_text = load_old_text(config, tokens)
-    limit = step_limit(config.train, config.batch, blocks_per_epoch, state)
-    is_main = accelerator.is_main_process
+        run.old_text = load_old_text(config, run.tokens)
+    run.first_step = state.step
+    blocks_per_epoch = num_blocks(len(run.tokens.train), config.batch.sequence_length)
+    run.step_limit = step_limit(config.train, config.batch, blocks_per_epoch, state)
+    processes, is_main = accelerator.num_processes, accelerator.is_main_process
     gather(None)  # as before `prepare`
-    clock = Clock(config.train, state, stopwatch, signals, limit, accelerator.num_processes, is_main)
-    run = Run(
-        **vars(learner),
-        folder=folder,
-        tokens=tokens,
-        stopwatch=stopwatch,
-        meter=_build_meter(config, learner.raw_model, accelerator, stopwatch),
-        step_limit=limit,
-        clock=clock,
-        hooks=hooks,
-        metrics=MetricsFile(folder.metrics) if is_main else None,
-        first_step=state.step,
-        old_text=old_text,
-    )
+    run.clock = Clock(config.train, state, run.stopwatch, signals, run.step_limit, processes, is_main)
+    run.meter = _build_meter(config, run.raw_model, accelerator, run.stopwatch)
     run.restart_hooks()
     if origin:
         run.event("resumed", changed=origin.changes, begins_data=not state.blocks)
     choose_compilation(run)
-    with writing("run.output_dir", folder.path):
+    with writing("run.output_dir", run.folder.path):
         write_description(run)
     logger.info("%s", labeled("evaluate", describe_validation(run)))
     logger.debug("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
@@ -483,7 +471,6 @@ def _start(
         trim_memory()
     start_batches(run)
     gather(None)
-    return run
 
 
 def _build_meter(config: RunConfig, model: PreTrainedModel, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:
