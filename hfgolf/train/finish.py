@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shlex
+import signal
 import statistics
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from hfgolf.checkpoint.store import (
     step_of,
     verified_file,
 )
+from hfgolf.data.batches import explain_worker
+from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError, refusal
 from hfgolf.evaluate.compressors import compressor_scores
@@ -33,15 +36,42 @@ from hfgolf.hardware import accelerator_name
 from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
-from hfgolf.run.folder import RunFolder
+from hfgolf.run.folder import FolderTakenError, RunFolder
 from hfgolf.run.provenance import git_commit
 from hfgolf.train.console import console
 from hfgolf.train.run import Run
+from hfgolf.train.saving import flush
 from hfgolf.train.validation import evaluate, sample
 from hfgolf.train.whole import whole_model
 from hfgolf.wording import describe_overlap, duration, gigabytes, one_line
 
 logger = logging.getLogger(__name__)
+
+
+def report_failure(run: Run, raised: BaseException) -> BaseException:
+    """Save and report what a failed run still can; return its error, explained if a loader worker raised it."""
+    if isinstance(raised, FolderTakenError):
+        return raised  # the files in the folder belong to another run now: write nothing
+    run.error = explain_worker(raised)
+    if isinstance(run.error, DamagedCacheError):
+        run.event("damaged_cache", reason=str(run.error))
+    flush(run)
+    run.hooks.call("end", run, None)
+    return run.error
+
+
+def exit_after_signal(run: Run) -> None:
+    """End the process after a signal and its save; say how to resume."""
+    console.close()
+    name, step = signal.Signals(run.clock.stop_signal).name, saved_step(run.folder.checkpoints)
+    if step is None:
+        logger.info("stopped by %s at step %d; no checkpoint was saved, so a resume starts over", name, run.state.step)
+    else:
+        text = "stopped by %s at step %d; saved up to step %d; resume with the same command and --train.resume auto"
+        logger.info(text, name, run.state.step, step)
+    run.event("stopped", signal=name)
+    end(run, None)
+    raise SystemExit(128 + run.clock.stop_signal)
 
 
 def conclude(run: Run) -> dict[str, Any]:

@@ -9,35 +9,30 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hfgolf.checkpoint.store import saved_step, step_folder
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.data.batches import explain_worker
-from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.optim.schedule import apply_schedule
-from hfgolf.ranks import together
-from hfgolf.run.folder import FolderTakenError, run_folder
-from hfgolf.train.claim import require_shared
 from hfgolf.train.clock import Interrupted
 from hfgolf.train.console import console
 from hfgolf.train.feed import epoch, halve_until_it_fits
-from hfgolf.train.finish import conclude, end
+from hfgolf.train.finish import conclude, exit_after_signal, report_failure
 from hfgolf.train.hooks import Hook, Hooks
 from hfgolf.train.meter import StepResult
-from hfgolf.train.process import own_accelerator, processes
 from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
 from hfgolf.train.run import Run
-from hfgolf.train.setup import set_up, write_description
-from hfgolf.train.signals import Signals
-from hfgolf.train.stopwatch import process_seconds
+from hfgolf.train.saving import flush, report_failed_saves, save
+from hfgolf.train.session import session
+from hfgolf.train.setup import set_up
 from hfgolf.train.validation import should_stop_early, validate, validate_start, write_sample
+
+if TYPE_CHECKING:
+    from hfgolf.command_line import ResolvedConfig
+    from hfgolf.train.signals import Signals
 
 logger = logging.getLogger(__name__)
 
@@ -50,24 +45,16 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Seque
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP
     ended the run after a save.
     """
-    own = Hooks(hooks)
-    not_ours = process_seconds() if signals is None else 0.0  # called from Python, which has done other things before
-    with signals or Signals() as signals, own_accelerator(), console, together(processes().num_processes):
-        if processes().is_main_process:
-            console.open()
-        require_shared(run_folder(resolved.config))
-        run = set_up(resolved, own, signals)
-        run.stopwatch.carry_over({"setup": -not_ours})
+    with session(resolved.config, signals) as (signals, stopwatch):
+        run = set_up(resolved, Hooks(hooks), signals, stopwatch)
         with signals.deferred():
             try:
                 run_steps(run)
-            except FolderTakenError:
-                raise  # the files in the folder belong to another run now: write nothing
             except BaseException as error:
                 raise report_failure(run, error)  # noqa: B904 - usually the same error
             flush(run)
             if run.clock.stop_signal:
-                exit_after_signal(run, run.clock.stop_signal)
+                exit_after_signal(run)
             signals.stop_message = "after the last step; run the same command with --train.resume auto to finish"
         return conclude(run)
 
@@ -202,61 +189,3 @@ def describe(run: Run, is_last: bool) -> dict[str, Any]:
     for columns in run.hooks.call("columns", run, is_last):
         row |= columns
     return row
-
-
-def save(run: Run) -> None:
-    """Start writing a checkpoint in the background."""
-    with suppress(OSError):  # if the disk fails, the save fails too and reports it
-        if not run.folder.config.exists():  # someone deleted the folder during the run
-            write_description(run)
-    run.state.seconds, run.state.hooks = run.stopwatch.seconds(), run.hooks.state_dict()
-    with run.stopwatch.charge("checkpoint"):
-        before_commit = run.metrics.sync if run.metrics is not None else lambda: None
-        run.checkpoints.save(is_best=run.state.best_step == run.state.step, before_commit=before_commit)
-    run.clock.note_save()
-    if run.hooks.overriding("after_save"):
-        run.checkpoints.wait()
-        run.accelerator.wait_for_everyone()
-        checkpoint = step_folder(run.folder.checkpoints, run.state.step)
-        if checkpoint.is_dir():  # else the disk is full, which the run reports
-            run.hooks.call("after_save", run, checkpoint)
-
-
-def report_failed_saves(run: Run) -> None:
-    """Warn once about each checkpoint that could not be written, and name the newest one on disk."""
-    for failure in run.checkpoints.failures():
-        step = saved_step(run.folder.checkpoints)
-        logger.warning("%s; %s", failure, "no checkpoint exists" if step is None else f"the newest is of step {step}")
-        run.event("save_failed", reason=failure)
-
-
-def flush(run: Run) -> None:
-    """Wait for the pending save and log its outcome, however the loop ended."""
-    run.stopwatch.switch("other")
-    with run.stopwatch.charge("checkpoint"):
-        run.checkpoints.wait()
-    report_failed_saves(run)
-
-
-def report_failure(run: Run, raised: BaseException) -> BaseException:
-    """Save and report what a failed run still can; return its error, explained if a loader worker raised it."""
-    run.error = explain_worker(raised)
-    if isinstance(run.error, DamagedCacheError):
-        run.event("damaged_cache", reason=str(run.error))
-    flush(run)
-    run.hooks.call("end", run, None)
-    return run.error
-
-
-def exit_after_signal(run: Run, signal_number: int) -> None:
-    """End the process after a signal and its save; say how to resume."""
-    console.close()
-    name, step = signal.Signals(signal_number).name, saved_step(run.folder.checkpoints)
-    if step is None:
-        logger.info("stopped by %s at step %d; no checkpoint was saved, so a resume starts over", name, run.state.step)
-    else:
-        text = "stopped by %s at step %d; saved up to step %d; resume with the same command and --train.resume auto"
-        logger.info(text, name, run.state.step, step)
-    run.event("stopped", signal=name)
-    end(run, None)
-    raise SystemExit(128 + signal_number)

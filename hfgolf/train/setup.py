@@ -96,13 +96,18 @@ from hfgolf.wording import count_of, gigabytes, labeled
 logger = logging.getLogger(__name__)
 
 
-def set_up(resolved: ResolvedConfig, hooks: Hooks | None = None, signals: Signals | None = None) -> Run:
+def set_up(
+    resolved: ResolvedConfig,
+    hooks: Hooks | None = None,
+    signals: Signals | None = None,
+    stopwatch: Stopwatch | None = None,
+) -> Run:
     """Build a run: folder, data, model, optimizer. Resume from a checkpoint if train.resume says so.
 
-    signals: which the run's clock shares; None: there are none to share.
-    Raises UserError for a problem that the user can fix; an earlier run in the folder is not harmed.
+    signals and stopwatch: of the session; None: there is none. Raises UserError for a problem that the user can fix; an
+    earlier run in the folder is not harmed.
     """
-    stopwatch = Stopwatch(console.switch)
+    stopwatch = stopwatch or Stopwatch(console.switch)
     folder, origin = _claim(resolved)
     resolved, accelerator = _resolve(resolved, origin)
     tokens = _load_tokens(resolved, accelerator, origin)
