@@ -33,13 +33,15 @@ from hfgolf.train import loop, loss_watch, meter, recovery
 pytestmark = pytest.mark.slow
 
 EXEMPT = {
-    r"^(result|row|step|last|evaluating|saving|pushing|forecasting)\b": "the loop sets it anew in each step",
+    r"^(result|row|step|last|evaluating|saving|logging_is_due)\b": "the loop sets it anew in each step",
     r"\._?(seconds|elapsed_seconds|since|saved_at|written_at)\b": "times",
     r"\._on_switch\.self\.": "the progress bar: this session, the last row",
     r"optimizer\.state_dict\['param_groups'\]": "the schedule sets the rates before each update",
-    r"^clock\._batches$": "how often evaluations ask for a stop",
+    r"\bclock\._batches$": "how often evaluations ask for a stop",
     r"^run\.full_evaluations": "what is missing at the end is evaluated again",
     r"\._rounding\b": "made from the grid in the state when it is needed",
+    r"\._metrics\.": "the rows so far, for the report; those of the file are compared",
+    r"^run\.speeds": "times",
     r"\._doctor\.": "made again from the rows so far; its findings are compared",
     r"^run\.first_step$|^run\.tokens\.is_hit$|^run\.predicted_memory_bytes$": "of this session",
     r"\btrain\.resume(_with_other)?\b": "how the session was started",
