@@ -1,4 +1,4 @@
-"""The state of a run besides weights and optimizer; everything else follows from the config and the step."""
+"""The state of a run beyond weights and optimizer; everything else follows from the config and the step."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _paths(files: Any) -> list[str]:
         raise UserError(f"files: {type(files).__name__} names no files; pass paths, and tables or texts as data=.")
     listed = list(listed)
     if wrong := [path for path in listed if not isinstance(path, str | Path)]:
-        raise UserError(f"files: {shortened(wrong[0])} is no path; pass paths, and tables or texts as data=.")
+        raise UserError(f"files: {shortened(wrong[0])} is not a path; pass paths, and tables or texts as data=.")
     return [str(path) for path in listed]
 
 

@@ -271,7 +271,7 @@ HAVE_NONE: dict[str, Any] = {
     "number": (5, "int cannot be read"),
     "function": (print, "builtin_function_or_method cannot be read"),
     "nothing": ([], "there is nothing in it"),
-    "lone surrogate": (["a\udcff"], "is no text .*surrogates not allowed"),
+    "lone surrogate": (["a\udcff"], "is not text .*surrogates not allowed"),
     "value of no type": (
         {"max_documents": object()},
         "data.max_documents: <object object .*> is not allowed; allowed:",
