@@ -47,11 +47,10 @@ def train_with(signals: Signals) -> None:
         console.open()
     console.now("loading torch")
 
-    from hfgolf.hooks import standard_hooks
-    from hfgolf.train.once import train_once
+    from hfgolf.training import train_once
 
     quiet_libraries()
-    train_once(resolved, signals, standard_hooks(resolved.config))
+    train_once(resolved, signals)
 
 
 if __name__ == "__main__":

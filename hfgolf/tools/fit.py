@@ -19,15 +19,14 @@ from hfgolf.command_line import ResolvedConfig, as_resolved, find_config, load_c
 from hfgolf.config import RunConfig
 from hfgolf.data.files import require_paths
 from hfgolf.errors import UserError
-from hfgolf.hooks import standard_hooks
 from hfgolf.run.folder import run_folder
 from hfgolf.tools.passed import is_splits, text_file, tokenizer_folder, weights_folder
 from hfgolf.tools.trained_run import TrainedRun
 from hfgolf.train.claim import changed_text, changes
 from hfgolf.train.console import show_log
 from hfgolf.train.hooks import Hook
-from hfgolf.train.once import train_once
 from hfgolf.train.process import resolve_precision
+from hfgolf.training import train_once
 from hfgolf.wording import shortened
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def fit(
         if not folder.path.exists():
             require_paths(resolved.config.data)  # before there is a folder
         try:
-            train_once(resolved, hooks=[*standard_hooks(resolved.config), *hooks])
+            train_once(resolved, hooks=hooks)
         except SystemExit as stopped:
             if stopped.code != 128 + signal.SIGINT:
                 raise

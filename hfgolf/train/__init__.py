@@ -29,11 +29,9 @@ class _CallablePackage(ModuleType):
         Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if a signal ended the run.
         """
         from hfgolf.command_line import as_resolved
-        from hfgolf.hooks import standard_hooks
-        from hfgolf.train.loop import train
+        from hfgolf.training import train
 
-        resolved = as_resolved(config)
-        return train(resolved, hooks=[*standard_hooks(resolved.config), *hooks])
+        return train(as_resolved(config), hooks=hooks)
 
     def __reduce__(self) -> tuple[Any, ...]:  # picklable, like a function
         import importlib

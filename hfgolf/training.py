@@ -1,4 +1,4 @@
-"""Train a run that is not complete yet, and leave one that is alone."""
+"""Train a run with all that takes part in it: the loop, the standard hooks and those of the caller."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.hooks import standard_hooks
 from hfgolf.ranks import decide, together
 from hfgolf.run.folder import run_folder
+from hfgolf.train import loop
 from hfgolf.train.claim import changed_text, completed, damage
 from hfgolf.train.finish import show_summary
 from hfgolf.train.hooks import Hook
-from hfgolf.train.loop import train
 from hfgolf.train.process import processes, resolve_precision
 from hfgolf.train.signals import Signals
 
 logger = logging.getLogger(__name__)
+
+
+def train(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+    """Train a model and return the summary. Arguments and errors are those of `loop.train`; hooks: in addition."""
+    return loop.train(resolved, signals, [*standard_hooks(resolved.config), *hooks])
 
 
 def train_once(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
