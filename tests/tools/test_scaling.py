@@ -33,7 +33,6 @@ from hfgolf.tools.scaling import (
     measured_loader,
     optimizer_work,
     scale,
-    table_of,
 )
 from hfgolf.train.setup import bucket_megabytes
 
@@ -264,22 +263,6 @@ def test_newton_schulz_is_as_fast_as_its_dtype(script, tiny_run):
         of_run = tiny_run(train__mixed_precision=precision, batch__micro_batch_size="auto")
         assumed = json.loads(script(*of_run, "--device", device, "--gpus", "1", "--json"))["assumed"]
         assert (assumed["newton_schulz_flops"], assumed["update_bytes"]) == (flops, size)
-
-
-def test_docs_have_the_table_that_the_command_prints():
-    """docs/several_machines.md, without the loader's column, which is measured."""
-    page = (ROOT / "docs" / "several_machines.md").read_text()
-    shown = [line.split() for line in page.splitlines() if re.match(r" +\d+ +\d+ x \d", line)]
-    cluster = dataclasses.replace(
-        CLUSTER, mfu=0.4, gpus_per_machine=8, network_bandwidth=400e9, memory_bandwidth=3350e9,
-        loader_tokens_per_second=1e8,
-    )  # fmt: skip
-    printed = table_of([scale_of(int(row[0]), cluster) for row in shown])[1:]
-    loader = 10
-    assert [row[:loader] + row[loader + 1 :] for row in shown] == [
-        row[:loader] + row[loader + 1 :] for row in map(str.split, printed)
-    ]
-    assert [row[0] for row in shown] == ["1", "2", "4", "8", "16", "32", "64"]
 
 
 @pytest.mark.parametrize(

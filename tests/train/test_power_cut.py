@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from faults import FORKING, before_step, differences, rows
 from power import FOLDER, Disk, Moment, Tree, below, write_tree
 
+import hfgolf
 from hfgolf.checkpoint import contents
 from hfgolf.checkpoint.store import is_whole, step_of
 from hfgolf.command_line import ResolvedConfig, load_config
@@ -62,13 +63,13 @@ def _live(resolved: ResolvedConfig, disk: Path, answer: Path) -> None:
     step = loop.train_step
     loop.train_step = before_step({4: lambda run: os.kill(os.getpid(), signal.SIGTERM)})
     try:
-        loop.train(resolved)
+        hfgolf.train(resolved)
     except SystemExit as stop:
         assert stop.code == 128 + signal.SIGTERM
     loop.train_step = step
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    loop.train(resolved)
+    hfgolf.train(resolved)
     answer.write_bytes(pickle.dumps((recorder.states, recorder.contents, recorder.now())))
 
 
