@@ -33,23 +33,16 @@ def main() -> None:
     parser.add_argument(
         "--jobs",
         type=within(1, 1024),
-        help="runs to run at once (1; as SLURM jobs, all); with more than 1 here, their seconds are not comparable",
-    )
-    parser.add_argument("--launcher", choices=("local", "slurm"), default="local", help="where runs start (local)")
-    parser.add_argument(
-        "--slurm",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of sbatch for each job, such as partition=gpu, gpus=1 or time=480 (minutes); repeatable",
+        default=1,
+        help="runs to run at once (1); with more, their seconds are not comparable",
     )
     run_options, own = split_options(sys.argv[1:])
     arguments, unknown = parser.parse_known_args(own)
     run_options += unknown
     if arguments.runs and run_options:
         raise UserError(f"--runs: only reads runs, so {run_options[0].partition('=')[0]} has no effect; remove it.")
-    if arguments.slurm and (arguments.runs or arguments.launcher != "slurm"):
-        raise UserError("--slurm: is for jobs, so it has no effect here; add --launcher slurm to start runs as jobs.")
+    if any(option.startswith(("--launcher", "--slurm")) for option in run_options):
+        raise UserError("--slurm is gone: start a SLURM array of `hfgolf train`, and compare its runs with --runs.")
     if not arguments.runs and len(arguments.paths) > 1:
         raise UserError(f"{arguments.paths[1]}: only one definition is allowed; to compare run folders, add --runs.")
     experiment = None if arguments.runs else load_experiment(arguments.paths[0])
@@ -61,11 +54,10 @@ def main() -> None:
     from hfgolf.durable import write_text
     from hfgolf.run.folder import RunFolder
     from hfgolf.tools.compare.comparison import compare_experiment, compare_outcomes
-    from hfgolf.tools.compare.launch import LocalLauncher, run_missing
+    from hfgolf.tools.compare.launch import run_missing
     from hfgolf.tools.compare.markdown import to_markdown
     from hfgolf.tools.compare.outcome import group_by_arm, read_outcome, read_outcomes
     from hfgolf.tools.compare.plot import draw
-    from hfgolf.tools.compare.slurm import SlurmLauncher, slurm_executor
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=True)
@@ -79,12 +71,7 @@ def main() -> None:
         outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths])
         comparison = compare_outcomes(output_dir.name, command, outcomes, margin)
     else:
-        script = Path(__file__).with_name("train.py")
-        if arguments.launcher == "slurm":
-            executor = slurm_executor(output_dir / "slurm", arguments.slurm)
-            failed = run_missing(planned, SlurmLauncher(script, executor, arguments.jobs or len(planned)))
-        else:
-            failed = run_missing(planned, LocalLauncher(script, arguments.jobs or 1))
+        failed = run_missing(planned, arguments.jobs)
         outcomes, failures = read_outcomes(planned, failed)
         comparison = compare_experiment(experiment, command, outcomes, failures, margin)
     page = to_markdown(comparison)

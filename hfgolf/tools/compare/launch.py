@@ -1,6 +1,6 @@
-"""Launch the missing runs of an experiment, each as its own train.py process, here or elsewhere.
+"""Launch the missing runs of an experiment, each as its own `hfgolf train` process on this machine.
 
-Owns the local processes and the progress messages. Knows only a run's folder and its exit status; slurm.py knows jobs.
+Owns the processes and the progress messages. Knows only a run's folder and its exit status.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
@@ -35,105 +34,48 @@ FAILURE_NAME = "failed.txt"
 _FAILED = (1, 2)  # exit statuses of errors that would happen again; a signal has another status
 _SMALL_BYTES = 2**24
 _SAVE_SECONDS = 60  # a stopped run first finishes its step and saves
+_POLL_SECONDS = 0.1
 
 
-class Launched(Protocol):
-    """A run that was started."""
-
-    def poll(self) -> int | None:
-        """Return its exit status; None while it has none."""
-
-
-class Launcher(Protocol):
-    """Where runs are started, and how many at once."""
-
-    at_once: int
-    poll_seconds: float
-    is_remote: bool
-    """Whether another machine decides what a run leaves to the hardware."""
-    when_stopped: str
-    """What happens to the active runs if this process is stopped, and what to do."""
-
-    def start(self, run: PlannedRun) -> Launched: ...
-    def stop(self, active: Sequence[Any]) -> None: ...
-
-
-@dataclass
-class LocalLauncher:
-    """Starts runs on this machine, which share its cores if there are several at once."""
-
-    train_script: Path
-    at_once: int = 1
-
-    poll_seconds = 0.1
-    is_remote = False
-    when_stopped = "run the same command to continue"
-
-    def start(self, run: PlannedRun) -> subprocess.Popen[bytes]:
-        arguments, environment = list(run.arguments), dict(os.environ)
-        if self.at_once > 1:
-            arguments.append(f"--train.cpu_threads={max(1, cpu_cores() // self.at_once)}")
-            environment[CONCURRENT_RUNS] = str(self.at_once)
-        run.folder.path.mkdir(parents=True, exist_ok=True)
-        logger.info("%s started; log: %s", run.name, run.log)
-        with run.log.open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, str(self.train_script), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # only this process gets Ctrl-C, and then stops the runs
-            )
-
-    def stop(self, active: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Let the runs save and stop."""
-        for process in active:
-            process.terminate()
-        for process in active:
-            try:
-                process.wait(timeout=_SAVE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def run_missing(runs: Sequence[PlannedRun], launcher: Launcher) -> dict[str, str]:
+def run_missing(
+    runs: Sequence[PlannedRun], at_once: int = 1, command: Sequence[str] = (sys.executable, "-m", "hfgolf", "train")
+) -> dict[str, str]:
     """Run the unfinished runs; return {name of a failed run: its reason in one line}.
+
+    at_once: runs that share this machine's cores. command: what each run's arguments are given to.
 
     An interrupted run is resumed, and one that another process still trains, as after a kill -9 of a comparison, is
     waited for. A failed run is left alone, because a resumed one could hide the failure, but only if it failed in its
     training: what kept it from beginning, or a full disk, may be gone the next time. Raises UserError, before any run
-    starts, if a folder holds a run with another config. However this call ends, also by a signal, active local runs
-    save and stop first.
+    starts, if a folder holds a run with another config. However this call ends, also by a signal, active runs save and
+    stop first.
     """
-    complete = [run for run in runs if _is_complete(run, launcher)]
+    complete = [run for run in runs if _is_complete(run)]
     failures = {run.name: _failure(run).read_text(encoding="utf-8") for run in runs if _failure(run).exists()}
     missing = [run for run in runs if run not in complete and run.name not in failures]
     logger.info("%d runs: %d already complete, %d to do", len(runs), len(complete), len(missing))
     if failures:
         logger.info("%d failed before; delete %s in a run's folder to try it again", len(failures), FAILURE_NAME)
-    waiting, active, begun = list(missing), dict[Launched, PlannedRun](), dict[str, Any]()
+    waiting, active, begun = list(missing), dict[subprocess.Popen[bytes], PlannedRun](), dict[str, Any]()
     waited_for: set[str] = set()
     started_at = time.perf_counter()
-    signals = Signals(f"before all runs were complete; {launcher.when_stopped}")
+    signals = Signals("before all runs were complete; run the same command to continue")
     with signals, signals.deferred():
         try:
             while (waiting or active) and not signals.stop:
-                free = waiting if launcher.is_remote else _not_in_use(waiting, waited_for)
-                while free and len(active) < launcher.at_once:
+                free = _not_in_use(waiting, waited_for)
+                while free and len(active) < at_once:
                     run = free.pop(0)
-                    if run in waiting:
-                        waiting.remove(run)
-                    if run.name in waited_for and _is_complete(run, launcher):
+                    waiting.remove(run)
+                    if run.name in waited_for and _is_complete(run):
                         continue
                     begun[run.name] = _last_start(run)
-                    active[launcher.start(run)] = run
-                time.sleep(launcher.poll_seconds)
-                for launched, status in [(launched, launched.poll()) for launched in active]:
+                    active[_start(run, at_once, command)] = run
+                time.sleep(_POLL_SECONDS)
+                for process, status in [(process, process.poll()) for process in active]:
                     if status is None:
                         continue
-                    run = active.pop(launched)
+                    run = active.pop(process)
                     if status:
                         failures[run.name] = _failure_reason(run)
                         if status in _FAILED and _last_start(run) != begun[run.name] and not _is_disk_full(run):
@@ -143,8 +85,38 @@ def run_missing(runs: Sequence[PlannedRun], launcher: Launcher) -> dict[str, str
                     progress = _progress(done, len(missing), time.perf_counter() - started_at)
                     logger.info("[%d/%d] %s %s; %s", done, len(missing), run.name, end, progress)
         finally:
-            launcher.stop(list(active))
+            _stop(list(active))
     return failures
+
+
+def _start(run: PlannedRun, at_once: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    arguments, environment = list(run.arguments), dict(os.environ)
+    if at_once > 1:
+        arguments.append(f"--train.cpu_threads={max(1, cpu_cores() // at_once)}")
+        environment[CONCURRENT_RUNS] = str(at_once)
+    run.folder.path.mkdir(parents=True, exist_ok=True)
+    logger.info("%s started; log: %s", run.name, run.log)
+    with run.log.open("wb") as log:
+        return subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # only this process gets Ctrl-C, and then stops the runs
+        )
+
+
+def _stop(active: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Let the runs save and stop."""
+    for process in active:
+        process.terminate()
+    for process in active:
+        try:
+            process.wait(timeout=_SAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _not_in_use(waiting: Sequence[PlannedRun], waited_for: set[str]) -> list[PlannedRun]:
@@ -173,8 +145,8 @@ def _is_disk_full(run: PlannedRun) -> bool:
     return shutil.disk_usage(run.folder.path).free < _SMALL_BYTES
 
 
-def _is_complete(run: PlannedRun, launcher: Launcher) -> bool:
-    resolved, folder = run.resolved if launcher.is_remote else resolve_precision(run.resolved), run.folder
+def _is_complete(run: PlannedRun) -> bool:
+    resolved, folder = resolve_precision(run.resolved), run.folder
     if completed(folder, resolved):
         return True
     changed = changes(folder, resolved) if folder.config.exists() else []

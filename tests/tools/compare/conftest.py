@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ def tiny_definition(tmp_path: Path, tiny_run: Callable[..., list[str]]) -> Calla
 
 
 @pytest.fixture
-def train_script(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that writes a script in place of train.py; its `name` and `path` are the run's."""
+def train_script(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Return a function that writes a stand-in for `hfgolf train`, given its `name` and `path`, as a command."""
 
-    def write(program: str) -> Path:
+    def write(program: str) -> list[str]:
         path = tmp_path / "train_instead.py"
         path.write_text(
             "import os, pathlib, signal, sys, time\n"
@@ -39,7 +40,7 @@ def train_script(tmp_path: Path) -> Callable[[str], Path]:
             "name = options['run.name']\n"
             f"path = pathlib.Path(options['run.output_dir'], name)\n{program}"
         )
-        return path
+        return [sys.executable, str(path)]
 
     return write
 

@@ -15,7 +15,7 @@ import pytest
 from hfgolf.errors import UserError
 from hfgolf.tools.compare import launch
 from hfgolf.tools.compare.experiment import load_experiment, plan_runs
-from hfgolf.tools.compare.launch import LocalLauncher, run_missing
+from hfgolf.tools.compare.launch import run_missing
 
 NEVER = "raise SystemExit('this run must not start')\n"
 
@@ -37,7 +37,7 @@ def test_failed_run_is_one_line_and_does_not_stop_the_others(planned, train_scri
     )
     caplog.set_level("INFO", "hfgolf")
     runs = planned(arms={"sick": {}, "broken": {}, "well": {}}, seeds=[1])
-    assert run_missing(runs, LocalLauncher(script, 1)) == {
+    assert run_missing(runs, 1, script) == {
         "sick-seed1": "train: step 2: not finite; lower optim.learning_rate",
         "broken-seed1": "ValueError: a bug",
     }
@@ -57,19 +57,19 @@ def test_failed_run_is_not_resumed(planned, train_script, tmp_path, caplog):
         "sys.exit(143 if name.startswith('stopped') else 2)\n"
     )
     runs = planned(arms={"unbegun": {}, "diverged": {}, "stopped": {}}, seeds=[1])
-    first = run_missing(runs, LocalLauncher(script, 3))
+    first = run_missing(runs, 3, script)
     assert set(first) == {run.name for run in runs}
     for run in runs:
         if run.folder.config.exists():
             run.folder.config.write_text(run.resolved.to_yaml())
     caplog.set_level("INFO", "hfgolf")
-    assert run_missing(runs, LocalLauncher(train_script(""), 3)) == {"diverged-seed1": "it diverged"}
+    assert run_missing(runs, 3, train_script("")) == {"diverged-seed1": "it diverged"}
     assert caplog.messages[:2] == [
         "3 runs: 0 already complete, 2 to do",
         "1 failed before; delete failed.txt in a run's folder to try it again",
     ]
     (tmp_path / "out" / "diverged-seed1" / "failed.txt").unlink()
-    assert run_missing(runs[1:2], LocalLauncher(train_script(""), 1)) == {}
+    assert run_missing(runs[1:2], 1, train_script("")) == {}
 
 
 def test_what_kept_a_run_from_training_is_not_its_failure(planned, train_script, monkeypatch):
@@ -77,13 +77,13 @@ def test_what_kept_a_run_from_training_is_not_its_failure(planned, train_script,
     (run,) = planned(arms={"a": {}}, seeds=[1])
     refused = train_script("print('error: run.name: it is in use by another run.')\nsys.exit(2)\n")
     for _ in range(2):
-        assert run_missing([run], LocalLauncher(refused)) == {"a-seed1": "run.name: it is in use by another run"}
+        assert run_missing([run], 1, refused) == {"a-seed1": "run.name: it is in use by another run"}
         run.folder.config.write_text(run.resolved.to_yaml())
     full = train_script("(path / 'config.yaml').write_text('{}')\nsys.exit(2)\n")
     monkeypatch.setattr(launch.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    assert run_missing([run], LocalLauncher(full)).keys() == {"a-seed1"}
+    assert run_missing([run], 1, full).keys() == {"a-seed1"}
     run.folder.config.write_text(run.resolved.to_yaml())
-    assert run_missing([run], LocalLauncher(train_script(""))) == {}
+    assert run_missing([run], 1, train_script("")) == {}
 
 
 def test_a_run_that_another_process_trains_is_waited_for(planned, train_script, caplog):
@@ -106,7 +106,7 @@ def test_a_run_that_another_process_trains_is_waited_for(planned, train_script, 
             f"if name.startswith('other'): os.kill({process.pid}, 9)\n"
             "(path / 'trained').touch()\n"
         )
-        assert run_missing(runs, LocalLauncher(script)) == {}
+        assert run_missing(runs, 1, script) == {}
     assert (orphan / "trained").exists() and (other / "trained").exists()
     assert f"orphan-seed1 is trained by another process ({process.pid} on" in caplog.text
     assert caplog.text.count("waiting for it") == 1 and not (orphan / "failed.txt").exists()
@@ -120,7 +120,7 @@ def test_jobs_run_in_parallel_and_share_the_cores(planned, train_script, tmp_pat
         "other = path.with_name({'a-seed1': 'a-seed2', 'a-seed2': 'a-seed1'}[name])\n"
         "while not (other / 'here').exists(): time.sleep(0.01)\n"
     )
-    assert run_missing(planned(arms={"a": {}}), LocalLauncher(script, 2)) == {}
+    assert run_missing(planned(arms={"a": {}}), 2, script) == {}
     assert [path.read_text() for path in sorted(tmp_path.glob("out/*/here"))] == ["3 2", "3 2"]
 
 
@@ -131,16 +131,17 @@ def test_completed_runs_are_skipped(planned, train_script, run, caplog):
         run(one.arguments)
     caplog.set_level("INFO", "hfgolf")
     caplog.clear()
-    assert run_missing(runs, LocalLauncher(train_script(NEVER), 2)) == {}
+    assert run_missing(runs, 2, train_script(NEVER)) == {}
     assert caplog.messages == ["2 runs: 2 already complete, 0 to do"]
     runs[0].folder.summary.unlink()  # like a stopped run
-    assert run_missing(runs, LocalLauncher(train_script(NEVER), 1)) == {"a-seed1": "this run must not start"}
+    assert run_missing(runs, 1, train_script(NEVER)) == {"a-seed1": "this run must not start"}
     with pytest.raises(
         UserError, match=r"b-seed1 holds a run with another config \(optim.learning_rate 0.01 -> 0.03\)"
     ):
         run_missing(
             planned(arms={"a": {}, "b": {"optim.learning_rate": 0.03}}, seeds=[1]),
-            LocalLauncher(train_script(NEVER), 1),
+            1,
+            train_script(NEVER),
         )
 
 
@@ -167,7 +168,7 @@ def test_stopping_the_comparison_saves_and_stops_its_runs(planned, train_script,
     before = signal.signal(number, not_to_be_called)
     threading.Thread(target=stop_when_ready, daemon=True).start()
     with pytest.raises(SystemExit) as exit_:
-        run_missing(planned(arms={"a": {}, "b": {}, "c": {}}), LocalLauncher(script, 2))
+        run_missing(planned(arms={"a": {}, "b": {}, "c": {}}), 2, script)
     assert exit_.value.code == 128 + number
     line = f"stopped by {number.name} before all runs were complete; run the same command to continue\n"
     assert capsys.readouterr().err == line
