@@ -1,8 +1,8 @@
 """Plan a run before starting it: python scripts/plan.py --config configs/small.yaml
 
 Prints the model's parameters and FLOPs, the memory that training needs and whether it fits, steps, tokens, time and
-cost. With a budget (--dollars, --minutes), also prints how many steps and tokens it pays for. With --gpus 1,2,4,8, a
-table of the speed on so many GPUs, and of what limits it. Trains nothing.
+cost. With a budget (--dollars, --minutes), also prints how many steps and tokens it pays for.
+Trains nothing.
 """
 
 from __future__ import annotations
@@ -38,15 +38,6 @@ ITEMS = {
 }
 
 
-# What an H100's and a DGX H100's data sheets say: NVLink with 900 GB/s in both directions together, eight network ports
-# of 400 Gb/s, 3.35 TB/s of memory.
-BANDWIDTHS = (
-    ("--link_gb_per_second", 450, "bandwidth of a GPU to the others of its machine"),
-    ("--network_gb_per_second", 400, "bandwidth of a machine to the others, all its ports together"),
-    ("--memory_gb_per_second", 3350, "bandwidth of a GPU's memory, both directions together"),
-)
-
-
 def main() -> None:
     parser = ScriptParser(
         __doc__,
@@ -68,13 +59,6 @@ def main() -> None:
         help="dollars per hour for the whole machine (default: run.price_per_hour)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    table_ = parser.add_argument_group(
-        "a table for several numbers of GPUs", "The default bandwidths are those of a DGX H100, in one direction."
-    )
-    table_.add_argument("--gpus", type=gpu_counts, help="numbers of GPUs, such as 1,2,4,8; only predicts their speed")
-    table_.add_argument("--gpus_per_machine", type=within(1, 1024), default=8, help="GPUs of one machine (8)")
-    for option, default, meaning in BANDWIDTHS:
-        table_.add_argument(option, type=within(1e-3, 1e6), default=default, help=f"{meaning} ({default})")
     options, run_options = parser.parse_known_args()
     _check(options)
     resolved = load_config(run_options)
@@ -85,9 +69,6 @@ def main() -> None:
 
     show_log(is_main_process=False)  # warnings only
     resolved = take_architecture(resolved)
-    if options.gpus:
-        print(gpu_table(options, resolved))
-        return
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, machine = find_machine(resolved, options.device, processes)
     price = options.price_per_hour or config.run.price_per_hour
@@ -121,84 +102,6 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"{' and '.join(speeds)} each set the speed; use only one.")
     if options.measure and options.device:
         raise UserError("--measure: only this machine can be measured; remove --device, or set --mfu.")
-    others = ("tokens_per_second", "measure", "dollars", "minutes", "price_per_hour")
-    stated = next((name for name in others if getattr(options, name)), None)
-    if options.gpus and stated:
-        raise UserError(f"--gpus: predicts the speed of each row from --mfu, so --{stated} has no effect; remove it.")
-
-
-def gpu_counts(text: str) -> list[int]:
-    """Parse numbers of GPUs, "1,2,4"."""
-    return sorted({int(within(1, 2**20)(part)) for part in text.split(",")})
-
-
-def gpu_table(options: argparse.Namespace, resolved: ResolvedConfig) -> str:
-    """Return what to print for --gpus."""
-    from hfgolf.tools.plan import ASSUMED_MFU, count_tokens, make_plan, meta_model
-    from hfgolf.tools.scaling import (
-        Cluster,
-        about_fsdp2,
-        as_numbers,
-        assumptions,
-        measured_loader,
-        scale,
-        table_of,
-        what_binds,
-    )
-
-    config, machine = find_machine(resolved, options.device, options.gpus[0])
-    if machine.device == "cpu":
-        raise UserError("--gpus: there is no GPU here; name the one to plan for, such as --device H100.")
-    is_bf16 = newton_schulz_is_bf16(config, options.device)
-    of_products = resolved.resolve("Newton-Schulz", train__mixed_precision="bf16" if is_bf16 else "no")
-    data = count_tokens(config)
-    model = meta_model(config, data.vocabulary, machine.device)
-    machines = [find_machine(resolved, options.device, gpus)[1] for gpus in options.gpus]
-    plans = [make_plan(config, model, machine) for machine in machines]
-    for row, (plan, machine) in enumerate(zip(plans, machines, strict=True)):
-        sharded = dataclasses.replace(machine, is_sharded=machine.processes > 1)
-        if not plan.fits and (in_shards := make_plan(config, model, sharded)).fits:
-            plans[row], machines[row] = in_shards, sharded
-    cluster = Cluster(
-        mfu=options.mfu or ASSUMED_MFU,
-        newton_schulz_flops=find_machine(of_products, options.device, 1)[1].peak_flops,
-        update_bytes=2 if is_bf16 else 4,
-        gpus_per_machine=options.gpus_per_machine,
-        link_bandwidth=1e9 * options.link_gb_per_second,
-        network_bandwidth=1e9 * options.network_gb_per_second,
-        memory_bandwidth=1e9 * options.memory_gb_per_second,
-        loader_tokens_per_second=measured_loader(config, data.vocabulary, plans[0].micro_batch_size),
-    )
-    scales = [scale(config, model, plan, machine, cluster) for plan, machine in zip(plans, machines, strict=True)]
-    if options.json:
-        return json.dumps({"assumed": dataclasses.asdict(cluster), "scales": as_numbers(scales)}, indent=1)
-    parameters = sum(plans[0].parameters.values())
-    first = f"{config.run.name}: {parameters:,} parameters, {config.batch.tokens_per_step:,} tokens per step"
-    return "\n".join(
-        [
-            first,
-            "",
-            *table_of(scales),
-            "",
-            what_binds(scales),
-            *about_fsdp2(scales),
-            *assumptions(model, plans[0], machine, cluster),
-        ]
-    )
-
-
-def newton_schulz_is_bf16(config: RunConfig, name: str | None) -> bool:
-    """Return whether Muon multiplies in bf16 on the GPU of this name, or on this machine's (None)."""
-    import torch
-
-    from hfgolf.hardware import fast_product_dtype, find_device
-
-    if config.optim.newton_schulz_dtype != "auto":
-        return config.optim.newton_schulz_dtype == "bf16"
-    if config.train.mixed_precision == "no":
-        return False
-    device = find_device(name) if name else None
-    return device.has_bf16 if device else fast_product_dtype(torch.device("cuda")) == torch.bfloat16
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
