@@ -23,12 +23,12 @@ from torch import nn
 from hfgolf.data.batches import Batch
 from hfgolf.durable import replace_folder, write_bytes, write_text
 from hfgolf.errors import UserError, writing
-from hfgolf.evaluate.certificate import Certificate, certify
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.evaluate.windows import plan_windows
 from hfgolf.golf import artifact
 from hfgolf.golf.budget import COUNTS, Ledger, files_besides, read_ledger
+from hfgolf.golf.certificate import Certificate, certify
 from hfgolf.golf.compressors import Compressed, compare
 from hfgolf.golf.curvature import calibration_batches, measure_curvature, token_counts
 from hfgolf.golf.decoder import weights_of, weights_sha256

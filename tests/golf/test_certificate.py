@@ -15,9 +15,9 @@ from tokenizers import normalizers
 
 from hfgolf.data.sentencepiece_model import load_sentencepiece
 from hfgolf.errors import UserError
-from hfgolf.evaluate.certificate import Certificate, certify, certify_text
 from hfgolf.evaluate.loss import plan_evaluation
 from hfgolf.evaluate.windows import plan_windows
+from hfgolf.golf.certificate import Certificate, certify, certify_text
 
 SENTENCEPIECE = Path(__file__).parents[1] / "data/sentencepiece.model"
 # two characters of every plane, with noncharacters and private use; the last of them all
@@ -143,7 +143,7 @@ def test_a_separator_within_a_document_gets_no_certificate(parts):
 
 def test_a_loop_that_scores_other_tokens_gets_no_certificate(parts, monkeypatch):
     """The uniform model's score follows from the tokens and bytes alone, to nine digits."""
-    from hfgolf.evaluate import certificate as module
+    from hfgolf.golf import certificate as module
 
     tokens, plan = parts
     real = module.score
@@ -183,7 +183,7 @@ def test_windows_that_skip_or_repeat_tokens_get_no_certificate(parts, change, sa
 
 def test_two_byte_counts_are_independent(parts, monkeypatch):
     """A table that is wrong in the middle of a piece, but right in its sum, is found by decoding."""
-    from hfgolf.evaluate import certificate as module
+    from hfgolf.golf import certificate as module
 
     tokens, plan = parts
     monkeypatch.setattr(module, "bytes_per_token", lambda *_: np.array([0, 2, 0, 1, 0, 1, 1, 1], np.uint16))

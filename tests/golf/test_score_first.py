@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from hfgolf.errors import UserError
-from hfgolf.evaluate.adapters import LoraAdapter, SgdAdapter
-from hfgolf.evaluate.score_first import document_chunks, score_first, stream_chunks, summed_nats
 from hfgolf.evaluate.windows import plan_windows, score, sum_nats
+from hfgolf.golf.adapters import LoraAdapter, SgdAdapter
+from hfgolf.golf.score_first import document_chunks, score_first, stream_chunks, summed_nats
 
 SEPARATOR = 256
 

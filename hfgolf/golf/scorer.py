@@ -1,7 +1,7 @@
 """Build the scorer of a model: windows over a stream, with or without test-time training.
 
-A scorer yields full distributions, which legality.py can test. Without test-time training loss.py gives the same total
-at a lower cost, on any number of processes.
+A scorer yields full distributions, which legality.py can test. Without test-time training evaluate/loss.py gives the
+same total at a lower cost, on any number of processes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from hfgolf.data.batches import Stream, evaluation_extent
 from hfgolf.errors import UserError
-from hfgolf.evaluate.adapters import LoraAdapter, SgdAdapter
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
-from hfgolf.evaluate.legality import Scorer
-from hfgolf.evaluate.score_first import Chunk, Logits, document_chunks, score_first, stream_chunks, summed_nats
 from hfgolf.evaluate.windows import Plan, plan_windows
+from hfgolf.golf.adapters import LoraAdapter, SgdAdapter
+from hfgolf.golf.legality import Scorer
+from hfgolf.golf.score_first import Chunk, Logits, document_chunks, score_first, stream_chunks, summed_nats
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

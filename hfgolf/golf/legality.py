@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hfgolf.evaluate.score_first import Commits
 from hfgolf.evaluate.windows import as_fp64
+from hfgolf.golf.score_first import Commits
 
 Scorer = Callable[[np.ndarray], Commits]
 """Takes the tokens x_0 ... x_N; yields (targets, log-probabilities (n, V)) as they are committed, in order."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfgolf.errors import UserError
-from hfgolf.evaluate.score_first import Logits
 from hfgolf.evaluate.windows import IGNORED, batches, plan_windows
+from hfgolf.golf.score_first import Logits
 
 
 class SgdAdapter:
