@@ -99,7 +99,7 @@ def score_first(
                 adapter.adapt(read(np.arange(begin, end + 1)), chunk.windows - begin)
 
 
-def summed_nats(commits: Commits, read: Read) -> float:
+def total_nats(commits: Commits, read: Read) -> float:
     """Return the total nats of the tokens that were committed, summed in fp64."""
     nats = 0.0
     for targets, log_probs in commits:

@@ -20,7 +20,7 @@ from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.windows import Plan, plan_windows
 from hfgolf.golf.adapters import LoraAdapter, SgdAdapter
 from hfgolf.golf.legality import Scorer
-from hfgolf.golf.score_first import Chunk, Logits, document_chunks, score_first, stream_chunks, summed_nats
+from hfgolf.golf.score_first import Chunk, Logits, document_chunks, score_first, stream_chunks, total_nats
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -114,7 +114,7 @@ def evaluate_adapting(
         raise UserError("Test-time training runs on one process, in bf16 or fp32; start it with plain python.")
     plan, _ = settings.plan(stream.tokens)
     with evaluation_mode(model):
-        nats = summed_nats(build_scorer(model, accelerator, settings)(stream.tokens), stream.read)
+        nats = total_nats(build_scorer(model, accelerator, settings)(stream.tokens), stream.read)
     return Evaluation(nats, plan.num_scored, evaluation_extent(stream)[1])
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hfgolf.errors import UserError
 from hfgolf.evaluate.windows import plan_windows, score, sum_nats
 from hfgolf.golf.adapters import LoraAdapter, SgdAdapter
-from hfgolf.golf.score_first import document_chunks, score_first, stream_chunks, summed_nats
+from hfgolf.golf.score_first import document_chunks, score_first, stream_chunks, total_nats
 
 SEPARATOR = 256
 
@@ -99,7 +99,7 @@ def nats(logits, tokens, kind, adapter):
         chunks = stream_chunks(plan, 32)
     else:
         plan, chunks = document_chunks(len(tokens), 16, 8, np.flatnonzero(tokens == SEPARATOR))
-    return summed_nats(score_first(logits, read, plan, chunks, batch_size=2, adapter=adapter), read), plan
+    return total_nats(score_first(logits, read, plan, chunks, batch_size=2, adapter=adapter), read), plan
 
 
 @pytest.mark.parametrize(("kind", "rate"), [("sgd", 1.0), ("lora", 0.03)])
