@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from hfgolf.command_line import run_command, split_options
+from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.errors import UserError
 from hfgolf.script_options import MARK, ScriptParser, check_output, within
-from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 
 
 def main() -> None:
@@ -51,13 +51,13 @@ def main() -> None:
     )
     planned = [] if experiment is None else plan_runs(experiment, output_dir, run_options)
 
+    from hfgolf.compare.comparison import compare_experiment, compare_outcomes
+    from hfgolf.compare.launch import run_missing
+    from hfgolf.compare.markdown import to_markdown
+    from hfgolf.compare.outcome import group_by_arm, read_outcome, read_outcomes
+    from hfgolf.compare.plot import draw
     from hfgolf.durable import write_text
     from hfgolf.run.folder import RunFolder
-    from hfgolf.tools.compare.comparison import compare_experiment, compare_outcomes
-    from hfgolf.tools.compare.launch import run_missing
-    from hfgolf.tools.compare.markdown import to_markdown
-    from hfgolf.tools.compare.outcome import group_by_arm, read_outcome, read_outcomes
-    from hfgolf.tools.compare.plot import draw
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=True)

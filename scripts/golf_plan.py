@@ -17,7 +17,7 @@ from hfgolf.errors import UserError
 from hfgolf.script_options import ScriptParser, within
 
 if TYPE_CHECKING:
-    from hfgolf.tools.compare.outcome import Outcome
+    from hfgolf.compare.outcome import Outcome
     from hfgolf.tools.golf_plan import Candidate, Throughput
 
 

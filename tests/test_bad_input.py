@@ -263,7 +263,7 @@ def test_argparse_errors_are_one_line(run_script):
 
 
 OUTPUTS = {  # script: its arguments, the option, and what must not be reached
-    "compare_runs.py": (["--runs", "run"], "--output_dir", "hfgolf.tools.compare.outcome.read_outcome"),
+    "compare_runs.py": (["--runs", "run"], "--output_dir", "hfgolf.compare.outcome.read_outcome"),
     "evaluate.py": (["--model=m", "--files=f"], "--certificate", "hfgolf.tools.evaluate_text.evaluate_text"),
     "export.py": (["--run", "run"], "--output", "hfgolf.tools.export_checkpoint.export_checkpoint"),
     "find_lr.py": (["--train.max_steps=1"], "--output", "hfgolf.tools.find_lr.find_lr"),

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from hfgolf.compare.outcome import Outcome, read_outcome
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
-from hfgolf.tools.compare.outcome import Outcome, read_outcome
 
 WIDTHS = range(32, 1025, 32)
 DEPTHS = range(1, 17)

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfgolf.compare.outcome import group_by_arm, read_outcome
+from hfgolf.compare.statistics import MOST_SEEDS, stats
 from hfgolf.errors import UserError
 from hfgolf.golf.rescore import LEDGER
 from hfgolf.run.folder import RunFolder
-from hfgolf.tools.compare.outcome import group_by_arm, read_outcome
-from hfgolf.tools.student import student_quantile, student_tail
 from hfgolf.wording import duration
-
-_MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ def welch_test(scores: Sequence[float], reference: Sequence[float], margin: floa
     lead = known - margin - mean
     t, degrees_of_freedom = _welch(lead, sd, len(scores), known_sd, len(reference))
     needed = None
-    for seeds in range(2, _MOST_SEEDS + 1):
-        if student_tail(*_welch(lead, sd, seeds, known_sd, len(reference))) < significance:
+    for seeds in range(2, MOST_SEEDS + 1):
+        if stats.t.sf(*_welch(lead, sd, seeds, known_sd, len(reference))) < significance:
             needed = seeds
             break
     return TTest(
@@ -86,8 +84,8 @@ def welch_test(scores: Sequence[float], reference: Sequence[float], margin: floa
         margin=margin,
         t=t,
         degrees_of_freedom=degrees_of_freedom,
-        p=student_tail(t, degrees_of_freedom),
-        needed_t=student_quantile(significance, degrees_of_freedom),
+        p=float(stats.t.sf(t, degrees_of_freedom)),
+        needed_t=float(stats.t.isf(significance, degrees_of_freedom)),
         needed_seeds=needed,
     )
 
@@ -169,7 +167,7 @@ class Claim:
             return f"Better than the reference by more than the margin, at p < {self.significance:g} ({seeds} seeds)."
         if test.lead <= 0:
             return "Not better than the reference by the margin; more seeds of the same runs would not change that."
-        needed = f"{test.needed_seeds}" if test.needed_seeds else f"more than {_MOST_SEEDS:,}"
+        needed = f"{test.needed_seeds}" if test.needed_seeds else f"more than {MOST_SEEDS:,}"
         return f"Not significant with {seeds} seeds; at this mean and this deviation it would be with {needed} seeds."
 
     def _both(self, bits_per_byte: float) -> str:

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hfgolf.compare.experiment import Experiment
+from hfgolf.compare.outcome import Outcome
+from hfgolf.compare.statistics import ArmResult, GridBest, arm_results, best_of_grid
 from hfgolf.errors import UserError
 from hfgolf.redact import redact_values
-from hfgolf.tools.compare.differences import ArmResult, GridBest, best_of_grid, compare
-from hfgolf.tools.compare.experiment import Experiment
-from hfgolf.tools.compare.outcome import Outcome
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
 """{arm: {seed: finished run}}"""
@@ -60,7 +60,7 @@ class Comparison:
 def compare_experiment(
     experiment: Experiment, command: str, outcomes: Outcomes, failures: Failures, margin: float | None = None
 ) -> Comparison:
-    """Compare the runs of an experiment. outcomes and failures must have every arm; margin: see `compare`."""
+    """Compare the runs of an experiment. outcomes and failures must have every arm; margin: see `arm_results`."""
     grids = {}
     for grid, axes in experiment.grids.items():
         # an arm that failed with any seed is not a candidate, however good its other runs are
@@ -73,7 +73,7 @@ def compare_experiment(
 
 
 def compare_outcomes(name: str, command: str, outcomes: Outcomes, margin: float | None = None) -> Comparison:
-    """Compare finished runs; the first arm is the baseline. margin: see `compare`."""
+    """Compare finished runs; the first arm is the baseline. margin: see `arm_results`."""
     configs = {arm: next(iter(runs.values())).config for arm, runs in outcomes.items()}
     keys = {key for config in configs.values() for key in config if not key.startswith("run.")}
     differing = sorted(key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1)
@@ -108,7 +108,7 @@ def _comparison(
         baseline=baseline if outcomes.get(baseline) else None,
         val_tokens=runs[0].evaluated_on[0],
         is_whole=all(run.is_whole for run in runs),
-        arms=compare(curves, baseline, margin),
+        arms=arm_results(curves, baseline, margin),
         settings={arm: dict(values) for arm, values in settings.items()},
         grids=grids,
         failures={arm: dict(by_seed) for arm, by_seed in failures.items() if by_seed},

@@ -8,10 +8,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+from hfgolf.compare.comparison import Comparison
+from hfgolf.compare.statistics import MOST_SEEDS, NOISE_P_VALUE, ArmResult, Difference, Equivalence, GridBest
 from hfgolf.redact import redact
-from hfgolf.tools.compare.comparison import Comparison
-from hfgolf.tools.compare.differences import NOISE_P_VALUE, ArmResult, Difference, GridBest
-from hfgolf.tools.compare.equivalence import MOST_SEEDS, Equivalence
 from hfgolf.wording import join_words
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hfgolf.compare.outcome import group_by_arm, read_outcome
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
-from hfgolf.tools.compare.outcome import group_by_arm, read_outcome
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import statistics
+import sys
 
 import pytest
 
-from hfgolf.tools.compare.differences import (
+from hfgolf.compare.statistics import (
     Point,
+    arm_results,
     best_of_grid,
-    compare,
     first_reach,
     paired_difference,
     paired_p_value,
-    student_p_value,
 )
+from hfgolf.errors import UserError
 
 # two-sided critical values, as any table of Student's t has them
 TABLE = [
@@ -37,8 +40,19 @@ def curve(*losses: float, every: int = 10, seconds: float = 2.0) -> list[Point]:
 
 @pytest.mark.parametrize(("t", "degrees_of_freedom", "p_value"), TABLE)
 def test_p_value_matches_published_tables(t, degrees_of_freedom, p_value):
-    assert student_p_value(t, degrees_of_freedom) == pytest.approx(p_value, rel=1e-3)
-    assert student_p_value(-t, degrees_of_freedom) == student_p_value(t, degrees_of_freedom)
+    seeds = degrees_of_freedom + 1
+    spread = [seed - degrees_of_freedom / 2 for seed in range(seeds)]
+    mean = t * statistics.stdev(spread) / math.sqrt(seeds)
+    for sign in (1, -1):
+        found = paired_p_value([sign * (mean + each) for each in spread])
+        assert found == pytest.approx(p_value, rel=1e-3)
+
+
+def test_missing_scipy_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.delitem(sys.modules, "hfgolf.compare.statistics")
+    with pytest.raises(UserError, match=r"^Comparing runs needs scipy; run `pip install scipy`\.$"):
+        importlib.import_module("hfgolf.compare.statistics")
 
 
 def test_paired_difference_by_hand():
@@ -85,7 +99,7 @@ def test_steps_to_reach_a_loss(loss, reached):
 def test_arm_compared_with_the_baseline():
     baseline = {1: curve(4.0, 3.0, 2.0, 1.9), 2: curve(4.0, 3.0, 2.0, 2.1)}  # mean end: 2.0 at 40 steps, 8 s
     fast = {1: curve(3.0, 1.0, seconds=3.0), 2: curve(5.0, 2.0, seconds=3.0), 3: curve(5.0, 2.5, seconds=3.0)}
-    results = compare({"slow": baseline, "fast": fast, "failed": {}}, "slow")
+    results = arm_results({"slow": baseline, "fast": fast, "failed": {}}, "slow")
     assert results["slow"].difference is None and results["slow"].reach is None
     assert (results["slow"].mean, results["slow"].steps, results["slow"].seconds) == (2.0, 40, 8.0)
     assert results["slow"].sd == pytest.approx(0.2 / math.sqrt(2))
@@ -99,12 +113,12 @@ def test_arm_compared_with_the_baseline():
     assert fast_result.reach.share_of_seconds == 5.25 / 8
     failed = results["failed"]
     assert (failed.mean, failed.sd, failed.difference) == (None, None, None)
-    never = compare({"slow": baseline, "other": {1: curve(4.0, 3.9)}}, "slow")["other"].reach
+    never = arm_results({"slow": baseline, "other": {1: curve(4.0, 3.9)}}, "slow")["other"].reach
     assert never is not None and never.share_of_steps is None
 
 
 def test_failed_baseline_allows_no_comparison():
-    results = compare({"failed": {}, "other": {1: curve(2.0)}}, "failed")
+    results = arm_results({"failed": {}, "other": {1: curve(2.0)}}, "failed")
     assert results["other"].mean == 2.0 and results["other"].difference is None and results["other"].reach is None
 
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from hfgolf.compare import launch
+from hfgolf.compare.experiment import load_experiment, plan_runs
+from hfgolf.compare.launch import run_missing
 from hfgolf.errors import UserError
-from hfgolf.tools.compare import launch
-from hfgolf.tools.compare.experiment import load_experiment, plan_runs
-from hfgolf.tools.compare.launch import run_missing
 
 NEVER = "raise SystemExit('this run must not start')\n"
 

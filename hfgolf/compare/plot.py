@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfgolf import palette
-from hfgolf.tools.compare.differences import Curve, numbers
+from hfgolf.compare.statistics import Curve, numbers
 
 if TYPE_CHECKING:
-    from hfgolf.tools.compare.comparison import Comparison
-    from hfgolf.tools.compare.experiment import Experiment
-    from hfgolf.tools.compare.outcome import Outcome
+    from hfgolf.compare.comparison import Comparison
+    from hfgolf.compare.experiment import Experiment
+    from hfgolf.compare.outcome import Outcome
 
 _COLORS = (palette.BLACK, *palette.LINES[:6])
 _DASHES = ("-", "--", "-.", ":")

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfgolf.compare.experiment import PlannedRun
+from hfgolf.compare.launch import CONCURRENT_RUNS
+from hfgolf.compare.statistics import Curve, Point
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.run.record import read_json, read_summary
 from hfgolf.run.schema import on_subset
-from hfgolf.tools.compare.differences import Curve, Point
-from hfgolf.tools.compare.experiment import PlannedRun
-from hfgolf.tools.compare.launch import CONCURRENT_RUNS
 from hfgolf.wording import one_line
 
 # Keys in which runs of one arm may differ: seed, location, and settings that do not affect the results.

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hfgolf.compare.experiment import PlannedRun
 from hfgolf.durable import write_text
 from hfgolf.errors import UserError
 from hfgolf.hardware import cpu_cores
-from hfgolf.tools.compare.experiment import PlannedRun
 from hfgolf.train.claim import changes, completed
 from hfgolf.train.process import resolve_precision
 from hfgolf.train.signals import Signals

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.tools.compare.experiment import load_experiment, plan_runs
+from hfgolf.compare.experiment import load_experiment, plan_runs
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

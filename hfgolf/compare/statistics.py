@@ -1,4 +1,4 @@
-"""The statistics of a comparison: means over seeds, differences paired by seed, and when an arm reaches the baseline.
+"""The statistics of a comparison: differences paired by seed, equivalence, and when an arm reaches the baseline.
 
 Works on validation curves as numbers and does not know where they come from. An arm is one config, run with several
 seeds.
@@ -6,6 +6,11 @@ seeds.
 The p-value is that of the two-sided paired t-test, which assumes that the differences between seeds are normally
 distributed. With 3 to 5 seeds, a test with weaker assumptions cannot show anything: the p-value of a sign-flip test of
 n differences is never below 2 / 2^n, which is 0.25 for 3 seeds and 0.06 for 5.
+
+A difference within noise proves nothing: with few seeds, large differences are, too. The test for equivalence asks the
+reverse. It takes for granted that the true difference is a margin or more, and shows otherwise if both of its one-sided
+t-tests reject (TOST; Schuirmann 1987, Journal of Pharmacokinetics and Biopharmaceutics 15). It is at the level of 5 %
+exactly if the 90 % confidence interval is within the margin.
 """
 
 from __future__ import annotations
@@ -16,11 +21,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hfgolf.tools.compare.equivalence import Equivalence, equivalence
-from hfgolf.tools.student import student_tail
+import numpy as np
+
+from hfgolf.errors import UserError
+
+try:
+    from scipy import stats
+except ImportError:
+    raise UserError("Comparing runs needs scipy; run `pip install scipy`.") from None
 
 NOISE_P_VALUE = 0.05
 """A difference with a p-value of this or more is called noise."""
+SIGNIFICANCE = 0.05
+"""Of each one-sided test for equivalence, and so of both together."""
+POWER = 0.8
+"""The probability with which `needed_seeds` are enough."""
+MOST_SEEDS = 1000
 
 
 class Point(NamedTuple):
@@ -60,6 +76,31 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Equivalence:
+    """Whether the mean of differences, paired by seed, is shown to be within a margin of 0."""
+
+    margin: float
+    p_value: float
+    """Of both one-sided tests: the larger one."""
+    interval: tuple[float, float]
+    """The 90 % confidence interval of the mean."""
+    needed_seeds: int | None
+    """The fewest seeds that show it with a probability of 80 %, if the true mean and deviation are those of these
+    differences; None if the mean itself is not within the margin, or more than 1,000 seeds are needed."""
+
+    @property
+    def is_shown(self) -> bool:
+        """Return whether the arms are equivalent within the margin."""
+        return self.p_value < SIGNIFICANCE
+
+    @property
+    def is_refuted(self) -> bool:
+        """Return whether the true difference is shown to be beyond the margin."""
+        low, high = self.interval
+        return low > self.margin or high < -self.margin
+
+
+@dataclass(frozen=True)
 class Reach:
     """When the runs of an arm first reach the baseline's mean final loss; None for a run that never does."""
 
@@ -96,7 +137,7 @@ class GridBest:
     """{key: whether the grid has worse values on both sides of the best}; only for numeric axes."""
 
 
-def compare(arms: Arms, baseline: str, margin: float | None = None) -> dict[str, ArmResult]:
+def arm_results(arms: Arms, baseline: str, margin: float | None = None) -> dict[str, ArmResult]:
     """Compare every arm with the baseline by their final losses, for the seeds that finished in both.
 
     margin: test also whether they are equivalent within this many nats.
@@ -116,18 +157,42 @@ def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]
 
 def paired_p_value(differences: Sequence[float]) -> float | None:
     """Return the two-sided p-value of the t-test that the mean difference is 0; None for fewer than two differences."""
-    sd = sample_sd(differences)
-    if sd is None:
+    if len(differences) < 2:
         return None
-    mean = statistics.mean(differences)
-    if sd == 0:
-        return float(mean == 0)
-    return student_p_value(mean / (sd / math.sqrt(len(differences))), len(differences) - 1)
+    if len(set(differences)) == 1:
+        return float(differences[0] == 0)
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 
-def student_p_value(t: float, degrees_of_freedom: float) -> float:
-    """Return the probability that Student's t is further from 0 than `t`."""
-    return 2 * student_tail(abs(t), degrees_of_freedom)
+def equivalence(differences: Sequence[float], margin: float) -> Equivalence | None:
+    """Test whether the mean of differences is within a margin of 0; None for fewer than two differences."""
+    if len(differences) < 2:
+        return None
+    mean, sd = statistics.mean(differences), statistics.stdev(differences)
+    student, standard_error = stats.t(len(differences) - 1), sd / math.sqrt(len(differences))
+    lead, half = margin - abs(mean), float(student.isf(SIGNIFICANCE)) * standard_error
+    return Equivalence(
+        margin=margin,
+        p_value=float(student.sf(lead / standard_error)) if standard_error else float(lead <= 0),
+        interval=(mean - half, mean + half),
+        needed_seeds=_needed_seeds(mean, sd, margin),
+    )
+
+
+def power(mean: float, standard_error: float, margin: float, degrees_of_freedom: float) -> float:
+    """Return the probability that the test shows equivalence, for this true mean and standard error.
+
+    Phillips 1990 (Journal of Pharmacokinetics and Biopharmaceutics 18): the normal probability that the interval is
+    within the margin, averaged over what the sample may show of the deviation.
+    """
+    half = stats.t.isf(SIGNIFICANCE, degrees_of_freedom) * standard_error
+    # of the sample's deviation over the true one. Above the first bound no interval fits; the second is 12 sigma away
+    largest = min(margin / half, 1 + 12 / math.sqrt(2 * degrees_of_freedom))
+    ratios = (np.arange(1000) + 0.5) * largest / 1000  # the midpoint rule: an error of about 1e-7
+    room = margin - half * ratios
+    fits = stats.norm.cdf((room - mean) / standard_error) - stats.norm.cdf((-room - mean) / standard_error)
+    densities = stats.chi.pdf(ratios, degrees_of_freedom, scale=degrees_of_freedom**-0.5)
+    return float((fits * densities).mean() * largest)
 
 
 def sample_sd(values: Sequence[float]) -> float | None:
@@ -216,3 +281,16 @@ def _reach(curves: Mapping[int, Curve], ends: Sequence[Point]) -> Reach:
 def _mean(values: Iterable[float]) -> float | None:
     values = list(values)
     return statistics.mean(values) if values else None
+
+
+def _needed_seeds(mean: float, sd: float, margin: float) -> int | None:
+    def suffices(seeds: int) -> bool:
+        return sd == 0 or power(mean, sd / math.sqrt(seeds), margin, seeds - 1) >= POWER
+
+    if abs(mean) >= margin or not suffices(MOST_SEEDS):
+        return None
+    low, high = 1, MOST_SEEDS  # high suffices, low does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hfgolf.tools.compare.differences import Point
-from hfgolf.tools.compare.outcome import Outcome
+from hfgolf.compare.outcome import Outcome
+from hfgolf.compare.statistics import Point
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hfgolf.command_line import load_config
+from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.errors import UserError
-from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "benchmarks" / "experiments").glob("*.yaml"))
 
 DEFINITION = """

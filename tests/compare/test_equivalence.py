@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from hfgolf.tools.compare.comparison import compare_outcomes
-from hfgolf.tools.compare.equivalence import equivalence, power
-from hfgolf.tools.compare.markdown import to_markdown
-from hfgolf.tools.student import student_quantile
+from hfgolf.compare.comparison import compare_outcomes
+from hfgolf.compare.markdown import to_markdown
+from hfgolf.compare.statistics import equivalence, power
 
 ALIKE = [0.0012, -0.0007, 0.0021, 0.0004, -0.0015]
 UNCLEAR = [0.004, 0.001, 0.0065, 0.003]
@@ -78,7 +78,7 @@ def test_power_matches_published_values(variation, subjects, ratio, published):
 def test_a_difference_of_the_margin_is_called_equivalent_once_in_twenty(seeds, sd, expected):
     """At the edge of the margin, errors are 5 %; with much noise, nothing is shown at all."""
     runs = np.random.default_rng(seeds).normal(1.0, sd, (40_000, seeds))
-    half = student_quantile(0.05, seeds - 1) * runs.std(axis=1, ddof=1) / math.sqrt(seeds)
+    half = stats.t.isf(0.05, seeds - 1) * runs.std(axis=1, ddof=1) / math.sqrt(seeds)
     is_shown = abs(runs.mean(axis=1)) + half < 1.0
     assert is_shown.mean() == pytest.approx(expected, abs=0.01)
     found = [equivalence(list(row), 1.0) for row in runs[:20]]
@@ -93,7 +93,7 @@ def test_needed_seeds_are_enough_in_simulation(mean):
     assert found is not None and found.needed_seeds is not None
     for seeds, enough in ((found.needed_seeds, True), (found.needed_seeds - 1, False)):
         runs = np.random.default_rng(7).normal(mean, 1.0, (100_000, seeds))
-        half = student_quantile(0.05, seeds - 1) * runs.std(axis=1, ddof=1) / math.sqrt(seeds)
+        half = stats.t.isf(0.05, seeds - 1) * runs.std(axis=1, ddof=1) / math.sqrt(seeds)
         shown = np.mean(abs(runs.mean(axis=1)) + half < 1.0)
         assert (shown > 0.797) if enough else (shown < 0.803), (seeds, shown)
 
