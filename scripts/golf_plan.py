@@ -85,9 +85,9 @@ def main() -> None:
 
 def find_speed(arguments: argparse.Namespace, runs: "Sequence[Outcome]") -> "Throughput":
     """Return the speed that runs had, or that is assumed of a device."""
+    from hfgolf.commands.needs import ASSUMED_MFU, machine_with, this_machine
     from hfgolf.hardware import DEVICES, find_device
     from hfgolf.tools.golf_plan import Throughput, fit_throughput
-    from hfgolf.tools.plan import ASSUMED_MFU, machine_with, this_machine
 
     if runs and arguments.device:
         raise UserError("--device: --runs have a speed of their own; leave one out.")

@@ -148,7 +148,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--device H100 --measure": "--measure: only this machine can be measured",
             "--batch.micro_batch_size 3": "batch.tokens_per_step: 256 is not a multiple of micro-batches of 3",
             "--steps 3": "unknown key steps",
-            "--device T4 --minutes 1 --model.hidden_size 65536": "not even one sequence of 32 tokens fits into",
+            "--device T4 --minutes 1 --model.hidden_size 65536": "not even one sequence of 32 tokens fits: it needs",
         },
     ),
     "profile_step.py": (

@@ -456,8 +456,9 @@ def require_room(config: RunConfig, model: PreTrainedModel, num_processes: int, 
 
 
 def _too_large(config: RunConfig, memory: TrainingMemory, num_bytes: int, kind: str) -> UserError:
+    checkpointing = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing true, "
     return UserError(
         f"batch.micro_batch_size: not even one sequence of {config.batch.sequence_length} tokens fits: it needs"
-        f" {memory.peak / 1e9:.2f} GB of {num_bytes / 1e9:.2f} GB {kind}; try model.gradient_checkpointing true, a"
-        " shorter batch.sequence_length or a smaller model."
+        f" {memory.peak / 1e9:.2f} GB of {num_bytes / 1e9:.2f} GB {kind}; try {checkpointing}a shorter"
+        " batch.sequence_length or a smaller model."
     )

@@ -10,6 +10,7 @@ import torch
 from architectures import VOCABULARY, tiny_config, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hfgolf.commands.needs import Machine, find_needs, meta_model
 from hfgolf.config import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
 from hfgolf.errors import UserError
 from hfgolf.measure import memory
@@ -32,7 +33,6 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.layout import layout
-from hfgolf.tools.plan import Machine, make_plan, meta_model
 from hfgolf.train.build import build_model
 
 GPT2_BLOCK = {
@@ -236,7 +236,7 @@ def test_prediction_knows_the_chunks_of_the_loss():
 def test_a_plan_counts_the_chunks_that_the_card_will_have():
     config = gpu_config().replace(batch__micro_batch_size=32)
     plans = [
-        make_plan(config, meta_model(config, 50_257, "cuda"), Machine(name, "cuda", 1, 1e15, size * 10**9))
+        find_needs(config, meta_model(config, 50_257, "cuda"), Machine(name, "cuda", 1, 1e15, size * 10**9))
         for name, size in (("H100", 80), ("H200", 141))
     ]
     small, large = (plan.memory.loss for plan in plans)

@@ -1,4 +1,4 @@
-"""Predict a run before starting it: parameters, FLOPs, memory, duration and cost.
+"""What a run needs, before it starts: parameters, FLOPs, memory, duration and cost.
 
 Owns the arithmetic from a config to these figures. The model is built on the meta device, where it takes no memory,
 unless its speed is measured. Does not know how long the config trains or what the budget is.
@@ -11,7 +11,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -86,7 +85,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Needs:
     """What a config needs on a machine. Bytes are per process."""
 
     parameters: dict[str, int]
@@ -103,6 +102,8 @@ class Plan:
     usable_bytes: int
     largest_micro_batch: int | None
     """The largest micro-batch that fits; None if not even one sequence does."""
+    problem: str | None
+    """Why not even one sequence fits, and what to do."""
 
     @property
     def fits(self) -> bool:
@@ -236,15 +237,22 @@ def parameter_parts(model: PreTrainedModel) -> dict[str, int]:
     return counts
 
 
-def make_plan(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Plan:
+def find_needs(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Needs:
     """Compute what a config needs on a machine. train.mixed_precision must be decided.
 
     Raises UserError if no micro-batch divides the step evenly.
     """
     if isinstance(model, GolfForCausalLM):
         model.chunk_elements = chunk_elements(machine.device, machine.free_bytes)
-    size, largest = _micro_batch(config, model, machine)
     processes, device, is_sharded = machine.processes, machine.device, machine.is_sharded
+    config.batch.accumulation_steps(1, processes)  # raises if it does not divide
+    largest = problem = None
+    try:
+        largest = choose_micro_batch_size(config, model, processes, device, machine.free_bytes, is_sharded)
+    except UserError as error:
+        problem = str(error).removeprefix("batch.micro_batch_size: ")
+    stated = config.batch.micro_batch_size
+    size = (largest or 1) if stated == "auto" else stated
     with_, without = (
         run_memory(config.replace(model__gradient_checkpointing=on), model, size, processes, device, is_sharded)
         for on in (True, False)
@@ -252,7 +260,7 @@ def make_plan(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Pl
     rules: Counter[str] = Counter()
     for group in parameter_groups(model.named_parameters(), config.optim, **layout(model)):
         rules[group["rule"]] += sum(parameter.numel() for _, parameter in group["params"])
-    return Plan(
+    return Needs(
         parameters=parameter_parts(model),
         rules=dict(rules),
         flops=token_flops(model, config.batch.sequence_length),
@@ -263,19 +271,8 @@ def make_plan(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Pl
         memory_without_checkpointing=without,
         usable_bytes=int(machine.free_bytes * USABLE_SHARE),
         largest_micro_batch=largest,
+        problem=problem,
     )
-
-
-def _micro_batch(config: RunConfig, model: PreTrainedModel, machine: Machine) -> tuple[int, int | None]:
-    """Return the micro-batch size of the run, and the largest that fits (None if not even one sequence does)."""
-    config.batch.accumulation_steps(1, machine.processes)  # raises if it does not divide
-    largest: int | None = None
-    with suppress(UserError):
-        largest = choose_micro_batch_size(
-            config, model, machine.processes, machine.device, machine.free_bytes, machine.is_sharded
-        )
-    stated = config.batch.micro_batch_size
-    return (largest or 1) if stated == "auto" else stated, largest
 
 
 def run_length(config: RunConfig, data: TokenCounts, speed: Speed, steps: int, price_per_hour: float | None) -> Length:

@@ -16,13 +16,8 @@ from sharded import needs_fsdp2
 from tiny_export import build_tiny
 
 from hfgolf.command_line import load_config
-from hfgolf.config import RunConfig
-from hfgolf.errors import UserError
-from hfgolf.hardware import find_device
-from hfgolf.measure.flops import token_flops
-from hfgolf.publish.export import export_model
-from hfgolf.tools import plan
-from hfgolf.tools.plan import (
+from hfgolf.commands import needs
+from hfgolf.commands.needs import (
     ASSUMED_MFU,
     Machine,
     Speed,
@@ -31,13 +26,18 @@ from hfgolf.tools.plan import (
     assumed_speed,
     count_tokens,
     evaluation_seconds,
+    find_needs,
     machine_with,
-    make_plan,
     measured_speed,
     meta_model,
     parameter_parts,
     run_length,
 )
+from hfgolf.config import RunConfig
+from hfgolf.errors import UserError
+from hfgolf.hardware import find_device
+from hfgolf.measure.flops import token_flops
+from hfgolf.publish.export import export_model
 from hfgolf.train.build import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +52,8 @@ def config_of(*options: str) -> RunConfig:
     return load_config([*SMALL, *options]).config
 
 
-def plan_of(config: RunConfig, machine: Machine = CPU) -> plan.Plan:
-    return make_plan(config, meta_model(config, 4096, machine.device), machine)
+def plan_of(config: RunConfig, machine: Machine = CPU) -> needs.Needs:
+    return find_needs(config, meta_model(config, 4096, machine.device), machine)
 
 
 @pytest.mark.parametrize("options", [[], ["--model.tie_word_embeddings=false", "--model.use_bias=true"]])
@@ -172,7 +172,7 @@ def test_budget_below_one_step_is_rejected():
 def test_measured_speed_is_wall_clock_speed(monkeypatch, checkpointing):
     """With a fake clock, a pass takes two seconds and an update three."""
     readings = list(itertools.accumulate([0.0, 2.0, 0.0, 3.0] * 6))  # before and after each
-    monkeypatch.setattr(plan, "time", SimpleNamespace(perf_counter=lambda: readings.pop(0)))
+    monkeypatch.setattr(needs, "time", SimpleNamespace(perf_counter=lambda: readings.pop(0)))
     options = (
         "--model.hidden_size=32",
         "--model.num_hidden_layers=1",
@@ -188,12 +188,12 @@ def test_small_text_is_counted_and_cached(tiny_run, monkeypatch):
     counted = count_tokens(config)
     assert counted.vocabulary == 257 and counted.note == ""
     assert counted.train_tokens == pytest.approx(9 * counted.val_tokens, rel=0.05)
-    monkeypatch.setattr(plan, "MAX_CHEAP_BYTES", 0)
+    monkeypatch.setattr(needs, "MAX_CHEAP_BYTES", 0)
     assert count_tokens(config) == counted
 
 
 def test_uncounted_text_is_explained(tiny_run, monkeypatch):
-    monkeypatch.setattr(plan, "MAX_CHEAP_BYTES", 0)
+    monkeypatch.setattr(needs, "MAX_CHEAP_BYTES", 0)
     assert count_tokens(load_config(tiny_run()).config) == TokenCounts(257, note="not tokenized yet: 0 MB of text")
     missing = count_tokens(load_config(tiny_run(data__files="nowhere.txt", tokenizer__kind="bpe")).config)
     assert missing.vocabulary == 4096 and missing.train_tokens is None
