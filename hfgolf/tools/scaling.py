@@ -32,14 +32,13 @@ from hfgolf.optim.matrices import bucket_by_shape, matrix_views
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS
 from hfgolf.optim.orthogonalize import orthogonalize
 from hfgolf.tools.plan import Machine, Plan
-from hfgolf.tools.roofline import ADAMW_BYTES
 from hfgolf.train.setup import bucket_megabytes
 from hfgolf.wording import join_words
 
 # Bytes per fp32 parameter that an update reads and writes, each tensor once per operation: norm 4, clipping 8; Muon's
-# momentum 12, weight decay 8, widening the 16-bit update 6, adding it 12; SGD's momentum and step 20.
+# momentum 12, weight decay 8, widening the 16-bit update 6, adding it 12; SGD's momentum and step 20; AdamW 28.
 CLIP_BYTES = 12
-RULE_BYTES = {"muon": 38, "adamw": ADAMW_BYTES, "sgd": 20}
+RULE_BYTES = {"muon": 38, "adamw": 28, "sgd": 20}
 # On the rank that orthogonalizes it: Nesterov's interpolation 12, narrowing it 6, dividing it by its norm 6.
 OWN_BYTES = 24
 BINDS = 0.1  # a part that takes more than this share of a step is named

@@ -62,7 +62,8 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Starts runs on this machine, which share its cores if there are several at once."""
 
-    train_script: Path
+    train: Sequence[str | Path]
+    """What starts a run, after the name of Python."""
     at_once: int = 1
 
     poll_seconds = 0.1
@@ -78,7 +79,7 @@ class LocalLauncher:
         logger.info("%s started; log: %s", run.name, run.log)
         with run.log.open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, str(self.train_script), *arguments],
+                [sys.executable, *map(str, self.train), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

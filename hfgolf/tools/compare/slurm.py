@@ -105,7 +105,8 @@ class SlurmRun:
 class SlurmLauncher:
     """Starts each run as a job of one process; submitit's executor says how."""
 
-    train_script: Path
+    train: Sequence[str | Path]
+    """What starts a run, after the name of Python."""
     executor: Any
     at_once: int
 
@@ -132,7 +133,7 @@ class SlurmLauncher:
             return SlurmRun(run, job)
         run.log.write_bytes(b"")
         self.executor.update_parameters(job_name=run.name)
-        command = [sys.executable, str(self.train_script.absolute()), *run.arguments]
+        command = [sys.executable, *map(str, self.train), *run.arguments]
         try:
             job = self.executor.submit(TrainJob(command, Path.cwd(), run.log.absolute()))
         except (RuntimeError, OSError) as error:  # submitit's errors are RuntimeErrors

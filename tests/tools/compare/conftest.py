@@ -28,10 +28,10 @@ def tiny_definition(tmp_path: Path, tiny_run: Callable[..., list[str]]) -> Calla
 
 
 @pytest.fixture
-def train_script(tmp_path: Path) -> Callable[[str], Path]:
+def train_script(tmp_path: Path) -> Callable[[str], list[Path]]:
     """Return a function that writes a script in place of train.py; its `name` and `path` are the run's."""
 
-    def write(program: str) -> Path:
+    def write(program: str) -> list[Path]:
         path = tmp_path / "train_instead.py"
         path.write_text(
             "import os, pathlib, signal, sys, time\n"
@@ -39,7 +39,7 @@ def train_script(tmp_path: Path) -> Callable[[str], Path]:
             "name = options['run.name']\n"
             f"path = pathlib.Path(options['run.output_dir'], name)\n{program}"
         )
-        return path
+        return [path]
 
     return write
 

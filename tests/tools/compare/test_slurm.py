@@ -92,7 +92,7 @@ def test_runs_of_jobs_are_those_of_local_processes(tiny_definition, run, run_scr
     """Two configs over two seeds, each run a job of submitit's own local executor; and the same in this process."""
     definition = tiny_definition(arms={"adamw": {"optim.name": "adamw"}, "muon": {}})
     experiment = load_experiment(definition)
-    script = Path(__file__).parents[3] / "scripts" / "train.py"
+    script = ["-m", "hfgolf", "train"]
 
     def results(folder: Path, failed: dict[str, str]) -> dict[str, Any]:
         outcomes, failures = read_outcomes(plan_runs(experiment, folder, []), failed)
