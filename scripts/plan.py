@@ -1,7 +1,8 @@
 """The command `hfgolf plan`, by its path."""
 
-from hfgolf.command_line import run_command
-from hfgolf.commands.plan import main
+import sys
+
+from hfgolf.cli import main
 
 if __name__ == "__main__":
-    run_command(main)
+    main(["plan", *sys.argv[1:]])

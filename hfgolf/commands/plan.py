@@ -15,8 +15,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hfgolf.command_line import ResolvedConfig, load_config
+from hfgolf.commands.options import ScriptParser, within
 from hfgolf.errors import UserError
-from hfgolf.script_options import ScriptParser, within
 from hfgolf.wording import duration
 
 if TYPE_CHECKING:

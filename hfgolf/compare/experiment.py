@@ -111,7 +111,7 @@ def load_experiment(path: Path) -> Experiment:
 def plan_runs(experiment: Experiment, output_dir: Path, options: Sequence[str]) -> list[PlannedRun]:
     """Return the runs of an experiment, seed by seed, so that a slow phase of the machine affects every arm.
 
-    options: train.py's options for every run; they override the definition. Raises UserError, naming arm and key, if
+    options: of hfgolf train, for every run; they override the definition. Raises UserError, naming arm and key, if
     they do not make a valid config, or would make arms equal.
     """
     base_options = [f"--config={experiment.base}"] if experiment.base else []

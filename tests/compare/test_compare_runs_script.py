@@ -49,7 +49,7 @@ def test_existing_runs_are_compared_without_training(compare_runs, tiny_definiti
     assert found["arms"]["muon"]["final_losses"] == dict(zip("12", losses["muon"], strict=True))
     difference = statistics.mean(losses["muon"]) - statistics.mean(losses["adamw"])
     assert found["arms"]["muon"]["difference"]["mean"] == pytest.approx(difference)
-    assert found["command"] == f"python scripts/compare_runs.py {definition} --train.max_steps=4"
+    assert found["command"] == f"hfgolf compare {definition} --train.max_steps=4"
     assert found["is_whole"] and found["baseline"] == "adamw" and found["failures"] == {}
     assert "| `adamw` |" in (out / "tiny.md").read_text()
     assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")

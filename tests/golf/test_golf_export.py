@@ -1,4 +1,4 @@
-"""From a run to files of a stated size: what golf_export.py writes, and what makes it exit with 1."""
+"""From a run to files of a stated size: what it writes, and what makes it exit with 1."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trained(tmp_path_factory, corpus_file):
 
 @pytest.fixture(scope="module")
 def exported(trained, tmp_path_factory):
-    """Return a folder with an export, made as golf_export.py makes it."""
+    """Return a folder with an export, made as hfgolf golf export makes it."""
     from hfgolf.golf.export import Settings, export
     from hfgolf.golf.source import run_source
 
@@ -309,7 +309,7 @@ def entry_of(ledger, name):
 
 
 raise_budget = forge_ledger(lambda told: told.update(budget_bytes=10**9))
-BROKEN = "ledger.json is missing or broken; name a folder that golf_export.py wrote."
+BROKEN = "ledger.json is missing or broken; name a folder that `hfgolf golf export` wrote."
 
 
 @pytest.mark.parametrize(
