@@ -13,21 +13,20 @@ if TYPE_CHECKING:
     from hfgolf.command_line import load_config as load_config
     from hfgolf.config import RunConfig as RunConfig
     from hfgolf.errors import UserError as UserError
-    from hfgolf.measure.memory import training_memory as training_memory
     from hfgolf.model.configuration_golf import GolfConfig as GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM as GolfForCausalLM
     from hfgolf.optim.muon import Muon as Muon
     from hfgolf.tools.fit import fit as fit
     from hfgolf.tools.fit import open_run as open_run
     from hfgolf.tools.trained_run import TrainedRun as TrainedRun
-    from hfgolf.train.callbacks import Callback as Callback
+    from hfgolf.train.hooks import Hook as Hook
 
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
-    "Callback": "hfgolf.train.callbacks",
     "GolfConfig": "hfgolf.model.configuration_golf",
     "GolfForCausalLM": "hfgolf.model.modeling_golf",
+    "Hook": "hfgolf.train.hooks",
     "Muon": "hfgolf.optim.muon",
     "RunConfig": "hfgolf.config",
     "TrainedRun": "hfgolf.tools.trained_run",
@@ -35,7 +34,6 @@ _PUBLIC_NAMES = {
     "fit": "hfgolf.tools.fit",
     "load_config": "hfgolf.command_line",
     "open_run": "hfgolf.tools.fit",
-    "training_memory": "hfgolf.measure.memory",
 }
 __all__ = sorted([*_PUBLIC_NAMES, "__version__", "train"])
 

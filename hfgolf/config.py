@@ -147,7 +147,7 @@ class DataConfig:
     tokenizer.kind pretrained or byte says whose tokens they are."""
     messages_column: str | None = None
     """Column that holds conversations, such as messages: lists of {"role", "content"} (or "from", "value"), which the
-    tokenizer's chat template turns into tokens. The loss counts the assistant's turns only; see docs/chat.md."""
+    tokenizer's chat template turns into tokens. The loss counts the assistant's turns only; see docs/models.md."""
     max_documents: int | None = None
     """Read only the first N documents (files or rows); null: all."""
     split: Literal["documents", "contiguous"] = "documents"
@@ -221,7 +221,7 @@ class TokenizerConfig:
     name_or_path: str | None = None
     """For pretrained: a Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model)."""
     case_operators: bool = False
-    """With bpe: capital letters become operators and lower-case letters, without loss; see docs/vocabulary.md."""
+    """With bpe: capital letters become operators and lower-case letters, without loss; see docs/experiments.md."""
 
     def __post_init__(self) -> None:
         if self.case_operators and self.kind != "bpe":
@@ -253,11 +253,11 @@ class ModelSection:
 
     init_from: str | None = None
     """Weights to start from, at step 0 with a new optimizer: a run (runs/small), a checkpoint, an exported folder or a
-    Hub name. The architecture and the tokenizer are those of the weights; see docs/finetuning.md."""
+    Hub name. The architecture and the tokenizer are those of the weights; see docs/models.md."""
     architecture: str = "golf"
     """golf, or any causal language model of transformers: a model type (llama, qwen3, gpt2, mamba, ...), which takes
     its shape and dropout from this section, or a folder or Hub name, which has the shape in its config.json; see
-    docs/architectures.md."""
+    docs/models.md."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Other fields of the architecture's own config, by their names there: {rms_norm_eps: 1e-5} for llama,
     {head_gate: 12} for golf. On the command line also one at a time: --model.overrides.head_gate 12."""
@@ -485,7 +485,7 @@ class OptimConfig:
         beta2 = self.normuon_beta2
         _require("optim.normuon_beta2", beta2, beta2 is None or 0 <= beta2 < 1, "null, or a number from 0 to below 1")
         decay = self.ema_decay
-        _require("optim.ema_decay", decay, decay is None or 0 < decay < 1, "a number between 0 and 1")
+        _require("optim.ema_decay", decay, decay is None or 0 <= decay < 1, "from 0 to below 1")
         if self.ema_export and not self.has_ema:
             raise UserError("optim.ema_export is true, but there is no EMA; set optim.ema_decay.")
 
@@ -646,7 +646,7 @@ class HubConfig:
 
 @dataclass(frozen=True)
 class GolfSection:
-    """A model in a number of bytes: `scripts/golf_export.py` rounds its matrices and codes the integers."""
+    """A model in a number of bytes: `hfgolf golf export` rounds its matrices and codes the integers."""
 
     budget_bytes: int | None = None
     """Bytes of everything that counts; null: say it at export."""

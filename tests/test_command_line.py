@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import subprocess
 import sys
 from pathlib import Path
 
@@ -159,14 +158,14 @@ def test_a_key_that_moved_is_said_once_and_defaults_move_in_silence(config_file,
 
 @pytest.mark.parametrize("arguments", [[], ["--batch.tokens_per_step", "2048"]])
 def test_a_half_life_of_earlier_versions_is_the_decay_that_it_was(config_file, caplog, arguments):
-    path = config_file("optim: {ema_half_life_tokens: 280000}\ntrain: {max_steps: 3}")
+    path = config_file("optim: {ema_half_life_tokens: 270000}\ntrain: {max_steps: 3}")
     resolved = load_config(["--config", path, *arguments])
-    decay = 0.5 ** (resolved.config.batch.tokens_per_step / 280000)
+    decay = 0.5 ** (resolved.config.batch.tokens_per_step / 270000)
     assert resolved.config.optim.ema_decay == decay and resolved.sources["optim.ema_decay"] == "file"
-    assert caplog.messages == [f"optim.ema_half_life_tokens 280000 is now optim.ema_decay {decay}"]
+    assert caplog.messages == [f"optim.ema_half_life_tokens 270000 is now optim.ema_decay {decay}"]
     assert load_config(["--config", path, "--optim.ema_half_life_tokens=null"]).config.optim.ema_decay is None
     assert load_config(["--config", path, "--optim.ema_decay=0.9"]).config.optim.ema_decay == 0.9
-    assert in_current_names({"optim.ema_half_life_tokens": 280000})["optim.ema_decay"] == 0.5 ** (4096 / 280000)
+    assert in_current_names({"optim.ema_half_life_tokens": 270000})["optim.ema_decay"] == 0.5 ** (4096 / 270000)
 
 
 @pytest.mark.parametrize("key", GONE)
@@ -184,7 +183,7 @@ def test_a_key_that_is_gone_keeps_its_default_and_says_what_to_do(config_file, k
     for where, arguments in ((path, ["--config", path]), ("the command line", [*ENDS, f"--{key}={other}"])):
         with pytest.raises(UserError) as error:
             load_config(arguments)
-        assert str(error.value) == f"{where}: {key}: {other!r} can't be set any more; {advice}."
+        assert str(error.value) == f"{where}: {key} is gone; {advice}."
 
 
 def test_a_second_config_is_refused(config_file):
@@ -305,7 +304,7 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             "hub.language: 'English' is out of range; allowed: codes of ISO 639 such as en or deu, code and"
             " multilingual.",
         ),
-        (["--optim.ema_decay", "1"], "optim.ema_decay: 1.0 is out of range; allowed: a number between 0 and 1."),
+        (["--optim.ema_decay", "1"], "optim.ema_decay: 1.0 is out of range; allowed: from 0 to below 1."),
         (
             ["--optim.ema_export", "true"],
             "optim.ema_export is true, but there is no EMA; set optim.ema_decay.",
@@ -549,19 +548,6 @@ def test_user_error_prints_no_traceback_and_exits_with_2(capsys):
         run_command(main)
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "error: what; where; what to do.\n"
-
-
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
-def test_every_script_answers_help_without_importing_torch(script):
-    program = (
-        "import runpy, sys; sys.argv = [sys.argv[1], '--help']\n"
-        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "finally: print('torch' in sys.modules, file=sys.stderr)"
-    )
-    command = [sys.executable, "-c", program, str(ROOT / "scripts" / script)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "usage:" in answer.stdout
-    assert answer.stderr.strip() == "False"
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))

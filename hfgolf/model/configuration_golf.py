@@ -15,7 +15,7 @@ from .layers_golf import ACTIVATIONS
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "position_embedding": ("rope", "learned", "none"),
-    "activation": tuple(ACTIVATIONS),
+    "activation": (*ACTIVATIONS, "leaky_relu2"),  # the one with a number of its own, its slope
     "matrix_init": ("normal", "uniform", "orthogonal"),
     "unet_skips": (None, "add", "gated"),
     "attention_span": ("stream", "document"),

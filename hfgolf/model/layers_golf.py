@@ -35,9 +35,8 @@ def _gelu_new(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
 
 
-ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": _squared(F.relu),
-    "leaky_relu2": F.leaky_relu,  # GolfMLP squares it, with its slope
     "gelu": F.gelu,
     "gelu_new": _gelu_new,
     "silu": F.silu,
@@ -214,9 +213,8 @@ class GolfMLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.activation]
-        if config.activation == "leaky_relu2":
-            self.activation = _squared(self.activation, config.activation_slope)
+        is_leaky, slope = config.activation == "leaky_relu2", config.activation_slope
+        self.activation = _squared(F.leaky_relu, slope) if is_leaky else ACTIVATIONS[config.activation]
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.gate_proj = None
         if config.activation == "swiglu":

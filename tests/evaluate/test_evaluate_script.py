@@ -37,8 +37,7 @@ def foreign(tmp_path, tokenizer):
 def test_script_agrees_with_the_run_on_its_validation_text(tiny_run, tmp_path, corpus_file, evaluate, precision):
     from accelerate.state import AcceleratorState, GradientState
 
-    from hfgolf.command_line import load_config
-    from hfgolf.train.loop import train
+    from hfgolf import load_config, train
 
     val = tmp_path / "val.txt"
     val.write_text(corpus_file.read_text(encoding="utf-8")[-4000:], encoding="utf-8")
@@ -112,7 +111,7 @@ def test_modes_differ_in_context_and_report_their_coverage(foreign, tmp_path, ev
 
 
 def test_tasks_need_lm_eval_and_only_their_own_options(foreign, evaluate, monkeypatch):
-    monkeypatch.setattr("hfgolf.tools.evaluate_tasks.find_spec", lambda name: None)
+    monkeypatch.setattr("hfgolf.commands.evaluate_tasks.find_spec", lambda name: None)
     for options, message in (
         ((), "--tasks: needs the package lm-eval; run `pip install lm-eval`."),
         (("--stride", 4), "--stride: is for --files; lm-eval's tasks say themselves how they are scored."),

@@ -9,8 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hfgolf.errors import UserError
-from hfgolf.model.configuration_golf import MODEL_FIELDS, SWITCHES, GolfConfig
-from hfgolf.model.layers_golf import ACTIVATIONS
+from hfgolf.model.configuration_golf import _CHOICES, MODEL_FIELDS, SWITCHES, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.native import (
     ARCHITECTURES,
@@ -142,7 +141,7 @@ def test_each_architecture_of_the_table_is_tested():
         assert find_architecture(GolfConfig(**SHAPE | options)).name == name
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", _CHOICES["activation"])
 def test_an_activation_is_compared_with_its_architecture_or_refused(activation):
     if all(options.get("activation", "relu2") != activation for _, options in PAIRS):
         with pytest.raises(UserError, match=rf"model\.activation .* \(now {activation}\)"):
