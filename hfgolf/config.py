@@ -511,7 +511,7 @@ class ScheduleConfig:
     weight_decay: Literal["constant", "linear", "learning_rate"] = "constant"
     """Schedule of optim.weight_decay: constant, linear to 0 over the run, or the schedule of the learning rate."""
     loop_start: float = 0.0
-    """Fraction of the run after which model.loop begins; until then the layers run once each."""
+    """Fraction of the run after which model.overrides.loop begins; until then the layers run once each."""
 
     def __post_init__(self) -> None:
         _require_not_negative("schedule", self, "warmup_steps")
