@@ -44,8 +44,6 @@ class Corpus:
     """With shards: the files with the bytes of each validation token."""
     states: tuple[list[int], ...] = ()
     """`file_state` of each of `files` when it was hashed."""
-    is_share: bool = False
-    """Some of a corpus's files, for one of several tasks: a split may be empty."""
 
     @property
     def reader(self) -> str | None:
@@ -55,10 +53,6 @@ class Corpus:
         """
         is_read = any(TABLES.get(file.endings[0]) in TEXT_TABLES or file.endings[0] == ".zip" for file in self.files)
         return "2: text as written" if is_read or self.data.messages_column is not None else None
-
-    def share(self, start: int, end: int) -> Corpus:
-        """Return the corpus with files[start:end] only, whose tokens are a part of the whole's."""
-        return replace(self, files=self.files[start:end], states=self.states[start:end], is_share=True)
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:
         """Write the documents to `folder` and return {"train": Dataset, "val": Dataset}, memory-mapped.
@@ -134,8 +128,8 @@ class Corpus:
         return itertools.islice(documents, self.data.max_documents)
 
     def require_text(self, split: str, num_found: int) -> None:
-        """Raise UserError if nothing was found in a split, unless this is a share."""
-        if num_found or self.is_share:
+        """Raise UserError if nothing was found in a split."""
+        if num_found:
             return
         where, split = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
         column = content_column(self.data)

@@ -46,9 +46,7 @@ def find_other_encoding(
     corpus: Corpus, tokenizer: PreTrainedTokenizerFast, encode: Encoder, scratch: Path
 ) -> str | None:
     """Return how many of the first validation documents the tokenizer encodes to other ids, as a message, or None."""
-    documents = next(_batches(corpus, "val", tokenizer, scratch), None)
-    if documents is None:  # a share without validation rows
-        return None
+    documents = next(_batches(corpus, "val", tokenizer, scratch))
     encoded: Encoded = np.concatenate(documents), [len(document) for document in documents]
     ids, num_ids = encode(decode_texts(tokenizer, encoded))
     again = np.split(ids, np.cumsum(num_ids)[:-1])

@@ -1,7 +1,6 @@
 """Write the tokens of a corpus: text, rows of ids or conversations as the streams of both splits.
 
-Owns the encoding, several tables of text at a time, and the order of the tokens. Does not know where the files go or
-who asks for them: the token cache, or one of many tasks that share a corpus.
+Owns the encoding, several tables of text at a time, and the order of the tokens. Does not know where the files go.
 
 A split is one stream of tokens: for each document, an end-of-text token, what the tokenizer itself puts in front of a
 text (`document_start`), and then the document's ids. So end-of-text separates documents and gives each document's first
@@ -64,8 +63,7 @@ def write_streams(
     """Write the tokens of both splits to `folder`. Return why the tokenizer is not lossless, or None if it is.
 
     kind: config.tokenizer.kind. pieces: returns the text of each split (Corpus.write_pieces); called only for text.
-    scratch: a folder for files that must be decompressed first. A split without documents has no file; only a share of
-    a corpus may have one (Corpus.require_text).
+    scratch: a folder for files that must be decompressed first.
     """
     encode, size = build_encoder(tokenizer, kind), embedding_rows(tokenizer)
     if corpus.data.ids_column is not None:
@@ -76,11 +74,10 @@ def write_streams(
         for split in SPLITS:
             write_stream(split, encoded_conversations(corpus, split, tokenizer, scratch), size, folder)
         sample = sample_texts(corpus, scratch)
-        return find_tokenizer_loss(tokenizer, sample, encode(sample)) if sample else None
+        return find_tokenizer_loss(tokenizer, sample, encode(sample))
     for split in SPLITS:
         write_stream(split, _encode(split, pieces()[split], tokenizer, encode), size, folder)
-    val = pieces()["val"]
-    return find_tokenizer_loss(tokenizer, *_read_back(val, folder / "val.arrow", tokenizer)) if len(val) else None
+    return find_tokenizer_loss(tokenizer, *_read_back(pieces()["val"], folder / "val.arrow", tokenizer))
 
 
 def write_stream(split: str, parts: Iterable[StreamPart], vocab_size: int, folder: Path) -> None:

@@ -13,8 +13,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -105,7 +104,7 @@ def load_tokens(
     key = None if tokenizer is None else cache_key(corpus, tokenizer_config, tokenizer)
     tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer, key)
     if tokens is None:
-        with build_lock(cache_dir):
+        with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
             # another process may have built it while this one waited
             tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer, key)
             if tokens is None:
@@ -114,13 +113,6 @@ def load_tokens(
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
     _log.debug("cache hit: %s (%s)", tokens.path, sizes)
     return tokens
-
-
-@contextmanager
-def build_lock(cache_dir: Path) -> Iterator[None]:
-    """Hold the lock under which one process builds. Raises UserError if the block cannot write to the folder."""
-    with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
-        yield
 
 
 def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCache:
@@ -216,14 +208,12 @@ def build_cache(
     config: TokenizerConfig,
     cache_dir: Path,
     tokenizer: PreTrainedTokenizerFast | None,
-    write: Callable[[Path, PreTrainedTokenizerFast], str | None] | None = None,
     key: dict[str, Any] | None = None,
 ) -> tuple[Path, PreTrainedTokenizerFast]:
     """Build the cache, and the tokenizer if it is not known. Return the cache's folder and the tokenizer.
 
     The caller holds the lock, so it is safe to delete what an interrupted build left behind.
 
-    write: writes the streams to a folder and returns why the tokenizer is not lossless; None: tokenize here.
     key: the tokenizer's cache_key, if it is already known.
     """
     building = cache_dir / BUILDING
@@ -244,10 +234,7 @@ def build_cache(
             _log.debug("cache miss: %s", _what_changed(key, cache_dir))
         partial = folder.with_name(f".partial-{folder.name}")
         partial.mkdir(parents=True)
-        if write is None:
-            tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building)
-        else:
-            tokenizer_loss = write(partial, tokenizer)
+        tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building)
         train, val = (open_stream(partial / f"{split}.arrow") for split in SPLITS)
         overlap = count_overlap(train, val, int(tokenizer.eos_token_id))
         write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss, overlap=overlap)
