@@ -1,7 +1,7 @@
-"""The token cache: a corpus as Arrow files of token ids, looked up by our own fingerprint.
+"""The token cache: a corpus as a dataset of token ids, looked up by our own fingerprint.
 
 Owns the key, the folder, and building a cache only once even if several processes ask for it. Does not know how text
-becomes tokens (stream_writer), nor batches.
+becomes tokens (stream_writer), nor batches. `datasets.load_from_disk` opens the folder, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, r
 from hfgolf.data.overlap import count_overlap
 from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.stream_writer import write_streams
-from hfgolf.data.token_stream import TokenStream, open_stream
+from hfgolf.data.token_stream import TokenStream, open_stream, stream_path
 from hfgolf.data.tokenizer import build_tokenizer, document_start, embedding_rows, find_tokenizer, tokenizer_sha256
 from hfgolf.durable import replace_folder
 from hfgolf.errors import writing
@@ -41,7 +41,7 @@ from hfgolf.hardware import free_memory_bytes
 from hfgolf.wording import describe_overlap
 
 _log = logging.getLogger(__name__)
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 BUILDING = ".hfgolf-building"
 """Folder in the cache of what a build needs only for a while; no name that a user would give."""
 _LEFTOVER = re.compile(r"\.(partial|replaced)-[0-9a-f]{16}")
@@ -145,7 +145,7 @@ def _find_tokens(
         return None
     try:
         tokens = _open_cache(*found, corpus, is_hit=True)
-        if sum(path.stat().st_size for path in tokens.path.glob("*.arrow")) <= VERIFIED_BEFORE_USE_BYTES:
+        if sum(path.stat().st_size for path in tokens.path.glob("*/*.arrow")) <= VERIFIED_BEFORE_USE_BYTES:
             tokens.check(wait=True)
     except (OSError, ValueError) as error:
         note_damage(found[0], str(error))
@@ -234,8 +234,8 @@ def build_cache(
             _log.debug("cache miss: %s", _what_changed(key, cache_dir))
         partial = folder.with_name(f".partial-{folder.name}")
         partial.mkdir(parents=True)
-        tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building)
-        train, val = (open_stream(partial / f"{split}.arrow") for split in SPLITS)
+        tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building, folder.name)
+        train, val = (open_stream(stream_path(partial, split)) for split in SPLITS)
         overlap = count_overlap(train, val, int(tokenizer.eos_token_id))
         write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss, overlap=overlap)
         replace_folder(partial, folder)
@@ -267,11 +267,11 @@ def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
 
 def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, is_hit: bool) -> TokenCache:
     data = corpus.data
-    num_bytes = sum((folder / f"{split}.arrow").stat().st_size for split in SPLITS)
+    num_bytes = sum(stream_path(folder, split).stat().st_size for split in SPLITS)
     free_bytes = free_memory_bytes(torch.device("cpu"))
     is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
     manifest = read_manifest(folder)
-    train, val = (open_stream(folder / f"{split}.arrow", is_in_memory, embedding_rows(tokenizer)) for split in SPLITS)
+    train, val = (open_stream(stream_path(folder, split), is_in_memory, embedding_rows(tokenizer)) for split in SPLITS)
     if data.in_memory == "auto":
         where = "copied into memory" if is_in_memory else "memory-mapped"
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"

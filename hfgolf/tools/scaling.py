@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import Batch, build_loader
-from hfgolf.data.token_stream import open_stream, pieces_path, write_arrow
+from hfgolf.data.token_stream import open_stream, stream_path
 from hfgolf.optim.groups import parameter_groups
 from hfgolf.optim.layout import layout
 from hfgolf.optim.matrices import bucket_by_shape, matrix_views
@@ -224,13 +224,14 @@ def measured_loader(config: RunConfig, vocabulary: int, micro_batch_size: int) -
     """Measure the tokens per second of one process's loader on one core of this CPU.
 
     Its tokens are random, in a memory map in the page cache. The median of LOADER_REPEATS."""
+    from datasets import Dataset
+
     tokens = np.random.default_rng(0).integers(min(vocabulary, 2**16), size=LOADER_TOKENS, dtype=np.uint16)
     length = config.batch.sequence_length
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "train.arrow"
-        write_arrow(path, {"input_ids": tokens})
-        counts = np.array([len(tokens)], np.uint32)
-        write_arrow(pieces_path(path), {"num_tokens": counts, "num_bytes": counts})
+        row = {"input_ids": [tokens], "num_bytes": np.array([len(tokens)], np.uint32)}
+        Dataset.from_dict(row).save_to_disk(Path(folder) / "train", num_shards=1)
+        path = stream_path(Path(folder), "train")
         batches = iter(
             build_loader(
                 open_stream(path),
