@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from hfgolf.data.token_stream import TokenStream
 
-_PIECES = 2**16  # at once
+_PIECES, _TOKENS = 2**16, 2**20  # at once
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well mixed bits: 2**64 divided by the golden ratio
 
 
@@ -87,8 +87,12 @@ def _sketches(stream: TokenStream, documents: _Documents) -> np.ndarray:
 
 def _hashes(stream: TokenStream, documents: _Documents) -> np.ndarray:
     """Return the first 64 bits of the SHA-256 of each document's tokens, (n,) uint64."""
-    bounds = zip(documents.starts.tolist(), documents.ends.tolist(), strict=True)
-    digests = b"".join(hashlib.sha256(stream.read(np.arange(a, b)).data).digest()[:8] for a, b in bounds)
+    digests = b""
+    for start, end in zip(documents.starts.tolist(), documents.ends.tolist(), strict=True):
+        digest = hashlib.sha256()
+        for place in range(start, end, _TOKENS):
+            digest.update(stream.read(np.arange(place, min(end, place + _TOKENS))).data)
+        digests += digest.digest()[:8]
     return np.frombuffer(digests, np.uint64)
 
 

@@ -376,3 +376,13 @@ def test_large_vocabularies_use_four_bytes_per_token(data, tmp_path):
     config = save_word_tokenizer(tmp_path / "saved", {f"w{n}": n for n in range(2, 70_000)} | {"first": 70_000})
     stream = load_tokens(data, config).train
     assert stream.tokens.dtype == np.uint32 and stream.tokens.max() == 70_000
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(data, monkeypatch, caplog, capsys, is_terminal):
+    caplog.set_level("INFO", logger="hfgolf")
+    monkeypatch.setattr(stream_writer, "_PROGRESS_SECONDS", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    load_tokens(data, BYTE)
+    assert ("tokenizing train: 100%" in capsys.readouterr().err) == is_terminal
+    assert ("tokenizing train: 100 %, 0 s left" in caplog.text) == (not is_terminal)
