@@ -43,7 +43,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     from hfgolf.checkpoint.state import TrainState
     from hfgolf.checkpoint.store import newest_first
     from hfgolf.model.modeling_golf import GolfForCausalLM
-    from hfgolf.optim.ema import Ema, ema_decay
+    from hfgolf.optim.ema import Ema
     from hfgolf.optim.groups import build_optimizer
     from hfgolf.train.build import golf_config
 
@@ -55,7 +55,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     built = build_optimizer(golf.named_parameters(), config.optim, golf.fused_projections())
     prepared, optimizer = accelerator.prepare(golf, built)
     optimizer.optimizer.create_state()
-    decay = ema_decay(config.optim, config.batch.tokens_per_step)
+    decay = config.optim.ema_decay
     ema = None if decay is None else Ema(golf.named_parameters(), decay)
     state = TrainState()
     checkpoints = Checkpointer(

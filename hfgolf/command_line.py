@@ -11,6 +11,7 @@ import argparse
 import functools
 import io
 import itertools
+import logging
 import math
 import os
 import re
@@ -27,9 +28,20 @@ import yaml
 
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError, explained
-from hfgolf.other_names import OTHER_NAMES
+from hfgolf.other_names import (
+    GONE,
+    OTHER_NAMES,
+    by_current_names,
+    in_current_names,
+    is_earlier,
+    key_for,
+    with_ema_decay,
+    with_overrides,
+)
 from hfgolf.redact import redact, redact_values
 from hfgolf.wording import close_match, join_words, nearest, one_line, shortened
+
+logger = logging.getLogger(__name__)
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
@@ -40,6 +52,7 @@ CONFIGS = CONFIGS if CONFIGS.is_dir() else CONFIGS.parents[1] / "configs"  # bes
 _MAX_VALUES = 100_000  # in one config, with aliases expanded
 # Numbers that YAML 1.1 reads differently than a person does: 010 is octal, 1:30 is base 60.
 _MISREAD = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")  # one that YAML 1.1 reads as text, 1e-5
 
 
 @dataclass(frozen=True)
@@ -96,8 +109,8 @@ def load_config(
     """Parse `[TEXT ...] --config FILE --section.key value ...` into a checked config.
 
     The arguments win over the file, in whatever order they come, and the file wins over `base`. Of a key stated twice,
-    the last value counts. Texts (files, folders, globs, URLs) are data.files; with neither a config nor a base, they
-    begin with `shipped_base`.
+    the last value counts. `--model.overrides.NAME value` sets one field and leaves the others. Texts (files, folders,
+    globs, URLs) are data.files; with neither a config nor a base, they begin with `shipped_base`.
 
     argv: the arguments, or the path or name of a config; None: the arguments of the process. `--help` and
     `--print_config` print and exit with status 0. where: what error messages call the arguments. needs_limit: whether
@@ -114,7 +127,11 @@ def load_config(
             raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
         options.insert(0, f"--data.files={as_yaml(texts)}")
     pairs = [option[2:].split("=", 1) for option in options if option.startswith("--") and "=" in option]
-    stated = objects | {key.removesuffix("+"): value for key, value in pairs if key != "print_config"}
+    texts_of_objects = {key: text for key, text in pairs if key.startswith("model.overrides") or is_earlier(key)}
+    options = [option for option in options if option[2:].split("=")[0] not in texts_of_objects]
+    objects |= {key: _yaml_value(text, f"{where}: {key}") for key, text in texts_of_objects.items()}
+    stated = objects | {key.removesuffix("+"): value for key, value in pairs if key not in objects}
+    stated.pop("print_config", None)
     for key in stated:
         _check_key(key, where)
     if texts and base is None and path is None:
@@ -126,23 +143,29 @@ def load_config(
         from_file = read_yaml(path)
         for key in from_file:
             _check_key(key, path)
-        below, sources = below | from_file, sources | dict.fromkeys(from_file, "file")
+        from_file = _by_current_names(from_file, path, below)
+        below, sources = with_overrides(from_file, below), sources | dict.fromkeys(map(key_for, from_file), "file")
+    below = {key: value for key, value in below.items() if key not in stated.keys() & GONE.keys()}
+    stated = _by_current_names(stated, where, below)
+    objects = {key: value for key, value in stated.items() if key in objects or key not in KEY_TYPES}
     implied = _implied(below, stated)
     below = ({} if needs_limit else {"train.max_steps": RunConfig().train.max_steps}) | below | implied
     for key, value in stated.items():
         # YAML 1.1 reads 1:30 as 90
-        if isinstance(value, str) and ":" in value and {int, float} & set(_parts(KEY_TYPES[key])):
+        if isinstance(value, str) and ":" in value and {int, float} & set(_parts(KEY_TYPES.get(key))):
             raise _not_allowed(where, key, value)
     parser = _build_parser(description, Path(sys.argv[0]).name)
     try:
-        objects = below | objects
+        objects = _with_numbers(with_overrides(objects, below))
+        tokens_per_step = str(stated.get("batch.tokens_per_step", objects.get("batch.tokens_per_step", 4096)))
+        objects = _with_ema_decay(objects, int(tokens_per_step) if tokens_per_step.isdigit() else 1)
         sections = parser.parse_args(options, namespace=parser.parse_object(_nested(objects), defaults=False))
     except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
         raise _explain(error, stated, below, path, where) from None
     for key, value in objects.items():  # jsonargparse accepts null for any type
         if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
             raise _not_allowed(where if key in stated else path, key, None)
-    sources = sources | dict.fromkeys(implied, "auto") | dict.fromkeys(stated, where.removeprefix("the "))
+    sources |= dict.fromkeys(implied, "auto") | dict.fromkeys(map(key_for, stated), where.removeprefix("the "))
     try:
         config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
     except UserError as error:
@@ -150,6 +173,57 @@ def load_config(
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
     return ResolvedConfig(config, sources).with_low_memory()
+
+
+def _by_current_names(values: Mapping[str, Any], where: str, below: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by the keys of this version, and say where those went that moved.
+
+    where: the file or the command line. below: the values that these win over. Raises UserError for a value that can't
+    be set any more.
+    """
+    current = by_current_names(values, below.get("model.overrides", ()))
+    for key in with_ema_decay(current, 1).keys() & GONE.keys():
+        raise UserError(f"{where}: {key}: {shortened(current[key])} can't be set any more; {GONE[key][1]}.")
+    moved = {key.removeprefix("model.overrides."): _number(current[key]) for key in current if key not in values}
+    if moved:
+        names = join_words(f"model.{name}" for name in moved)
+        _say_once(f"{where}: {names} moved; now model.overrides: {as_yaml(moved)}")
+    return current
+
+
+def _with_ema_decay(values: dict[str, Any], tokens_per_step: int) -> dict[str, Any]:
+    current = with_ema_decay(values, tokens_per_step)
+    for key in values.keys() - current.keys():
+        _say_once(f"{key} {values[key]} is now optim.ema_decay {current['optim.ema_decay']}")
+    return current
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    if _is_first_of_machine():
+        logger.warning("%s", line)
+
+
+def _yaml_value(text: str, where: str) -> Any:
+    """Return what YAML makes of an option's text."""
+    try:
+        _check_nodes(yaml.compose(text, yaml.SafeLoader), {})
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{where}: {shortened(text)} is not YAML ({one_line(error)[:100]}).") from None
+
+
+def _with_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with numbers such as 1e-5 in model.overrides, whose types only the architecture knows."""
+    return {key: _number(value) if key == "model.overrides" else value for key, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _number(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
 
 
 def _take_config(options: list[str]) -> tuple[str | None, list[str]]:
@@ -260,7 +334,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """Return what `read_yaml` does, without keys that this version does not know and values of the wrong type."""
     return {
         key: value
-        for key, value in read_yaml(path).items()
+        for key, value in _with_numbers(in_current_names(read_yaml(path))).items()
         if key in KEY_TYPES and has_type(value, KEY_TYPES[key], 2**64)
     }
 
@@ -333,11 +407,14 @@ def _say(error: Exception) -> int:
     """Print a UserError, unless the first process of this machine does, and return the exit status; else raise it."""
     if not isinstance(error, UserError):
         raise error
-    is_first = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
-    if is_first or error.by_any_rank:  # ranks.py tells the first of the others' errors
+    if _is_first_of_machine() or error.by_any_rank:  # ranks.py tells the first of the others' errors
         with suppress(OSError):
             print(error.shown(redact), file=sys.stderr)
     return 2
+
+
+def _is_first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
 
 
 def _refusal_of(stream: TextIO | None, text: str = "\n") -> str | None:
@@ -471,8 +548,13 @@ def _one_token_per_option(arguments: Sequence[str], others: list[str] | None = N
     return tokens
 
 
+def is_key(key: str) -> bool:
+    """Return whether "section.key" can be set, also by its name in an earlier version or as model.overrides.NAME."""
+    return key in KEY_TYPES or is_earlier(key) or key.startswith("model.overrides.")
+
+
 def _check_key(key: str, where: str | None) -> None:
-    if key in KEY_TYPES:
+    if is_key(key):
         return
     last = key.split(".")[-1]
     if last in OTHER_NAMES:
@@ -555,6 +637,4 @@ class _Dumper(yaml.SafeDumper):
     """Quotes a text such as 1e3, too, which jsonargparse reads as a number."""
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
-)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))

@@ -174,8 +174,6 @@ class DataConfig:
     """true: copy the tokens into RAM; false: memory-map them; auto: decide by their size and the free memory."""
     num_workers: int = 0
     """DataLoader worker processes; 0: load batches in the training process."""
-    prefetch_factor: int | None = None
-    """Batches each worker prefetches; null: torch's default, 2. Requires data.num_workers above 0."""
 
     def __post_init__(self) -> None:
         for name in ("files", "val_files", "old_text", "val_bytes_files"):
@@ -184,13 +182,6 @@ class DataConfig:
         _require("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "a number between 0 and 1")
         _require_positive("data", self, "max_documents")
         _require("data.num_workers", self.num_workers, 0 <= self.num_workers <= 1024, "0 to 1024")
-        factor = self.prefetch_factor
-        _require("data.prefetch_factor", factor, factor is None or 1 <= factor <= 1024, "null, or 1 to 1024")
-        if factor is not None and not self.num_workers:
-            raise UserError(
-                f"data.prefetch_factor: {factor} needs worker processes; set data.num_workers to 1 or more, or leave"
-                " data.prefetch_factor null."
-            )
         if self.source in ("files", "shards") and not self.files:
             raise UserError(
                 f"data.files is empty, but data.source is {self.source}; name at least one path, folder, glob or URL."
@@ -268,7 +259,8 @@ class ModelSection:
     its shape and dropout from this section, or a folder or Hub name, which has the shape in its config.json; see
     docs/models.md."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of another architecture's config, by their own names: {rms_norm_eps: 1e-5}."""
+    """Other fields of the architecture's own config, by their names there: {rms_norm_eps: 1e-5} for llama,
+    {head_gate: 12} for golf. On the command line also one at a time: --model.overrides.head_gate 12."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 5
@@ -279,29 +271,24 @@ class ModelSection:
     """Number of key and value heads (grouped-query attention); null: same as query heads."""
     intermediate_size: int | None = None
     """Width of the MLP; null: 4 x hidden_size."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalization before attention, before the MLP and before the head."""
-    position_embedding: Literal["rope", "learned", "none"] = "rope"
+    norm: str = "rmsnorm"
+    """Normalization before attention, before the MLP and before the head: rmsnorm or layernorm."""
+    position_embedding: str = "rope"
     """rope: rotary embedding; learned: GPT-2's position table; none."""
-    rope_theta: float = 10_000.0
-    """Base of the wavelengths of rope."""
     max_position_embeddings: int | None = None
     """Longest sequence that the model is for, in tokens: a hard limit with learned positions; null: as long as
     batch.sequence_length."""
     vocab_size: int | None = None
     """Rows of the embedding; null: as many as the tokenizer has entries."""
-    activation: Literal["relu2", "leaky_relu2", "gelu", "gelu_new", "silu", "swiglu"] = "relu2"
-    """Activation of the MLP; relu2 is squared ReLU, gelu_new is GPT-2's tanh approximation of GELU."""
-    activation_slope: float = 0.5
-    """Slope of leaky_relu2 below 0, before squaring."""
+    activation: str = "relu2"
+    """Activation of the MLP: relu2 (squared ReLU), leaky_relu2, gelu, gelu_new (GPT-2's tanh approximation of GELU),
+    silu or swiglu (gated)."""
     use_bias: bool = False
     """Use biases in linear layers and layer norms."""
     qk_norm: bool = True
     """Apply RMSNorm to queries and keys before the rotary embedding."""
     embedding_norm: bool = True
     """Normalize right after the embedding; false for GPT-2."""
-    logit_soft_cap: float | None = None
-    """Cap the logits z smoothly: cap * tanh(z / cap); null: off."""
     tie_word_embeddings: bool = True
     """Share one matrix between the embedding and the head."""
     dropout: float = 0.0
@@ -310,63 +297,11 @@ class ModelSection:
     """Dropout rate on the attention weights; on a CPU it makes a step about 20 % slower."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, costs about a third more compute."""
-    norm_eps: float = 1e-6
-    """Added to the mean square (variance, for layernorm) in every norm."""
-    norm_weight: bool = True
-    """Norms have learned weights; false: those of queries and keys have none either."""
-    query_gain: float | None = None
-    """Multiply each query head by a learned number, which begins here; null: off."""
-    branch_scale: bool = False
-    """Multiply the outputs of attention and MLP by learned vectors, which begin at 1."""
-    embedding_residual: bool = False
-    """Begin each block with a x + b x0: x0 the first block's input, a and b learned vectors that begin at 1 and 0."""
-    unet_skips: Literal["add", "gated"] | None = None
-    """Feed outputs of the first half of the blocks to the second, last first; gated: as a learned share; null: off."""
-    tied_embedding_std: float | None = None
-    """Initial standard deviation of a tied embedding; null: 1 / hidden_size."""
-    matrix_init: Literal["normal", "uniform", "orthogonal"] = "normal"
-    """Initial input matrices: normal with 0.5 / sqrt(inputs), uniform in +-1 / sqrt(inputs), or orthogonal."""
-    rope_dims: int | None = None
-    """Rotate only this many dimensions of each head; null: all."""
-    norm_depth_scale: bool = False
-    """Multiply the outputs of the norms in layer i = 0, 1, ... by 1 / sqrt(i + 1)."""
-    exclude_self_value: int | Literal["all"] = 0
-    """In this many last layers, remove from each head's output its part along the token's own value (XSA)."""
-    parallel_from: int | None = None
-    """From this layer (counted from 0) on, attention and MLP read the same input; null: one after the other."""
-    lanes: bool = False
-    """From model.parallel_from on, keep two streams: attention reads one and the MLP the other, both write to both."""
-    loop: tuple[int, int, int] | None = None
-    """[first, last, times]: run these layers so many times in a row, with the same weights; see schedule.loop_start."""
-    head_gate: int | None = None
-    """Gate each head's output by the first so many dimensions of attention's input; null: off."""
-    head_gate_scale: float = 1.0
-    """Factor inside the sigmoid of model.head_gate."""
-    head_gate_peak: float = 1.0
-    """Factor on that sigmoid; 2 begins with open gates."""
-    smear_gate: int | None = None
-    """Mix each embedding with the one before, gated by its first so many dimensions; null: off. No KV cache then."""
-    attention_span: Literal["stream", "document"] = "stream"
-    """document: a token attends to its own document only; the end of text separates them. No KV cache then."""
-    bigram_buckets: int | None = None
-    """Rows of a hashed embedding of the last two tokens, added to the embedding; null: off. No KV cache then."""
-    bigram_size: int = 112
-    """Width of that table; a matrix projects it to hidden_size."""
-    value_embedding_layers: int = 0
-    """In this many last layers, add a second embedding of the token to its values."""
-    value_embedding_size: int = 128
-    """Width of that embedding; a matrix projects it to the values."""
-    embedding_size: int | None = None
-    """Width of a factored embedding and head; null: hidden_size, not factored."""
-    soft_cap_form: Literal["tanh", "poly5"] = "tanh"
-    """Shape of model.logit_soft_cap; poly5: a polynomial of degree 5, clipped."""
-    logit_soft_cap_negative: float | None = None
-    """Cap of the logits below 0; null: model.logit_soft_cap."""
 
     def __post_init__(self) -> None:
         _require_positive("model", self, "hidden_size", "intermediate_size", "num_attention_heads", maximum=2**17)
         _require_positive("model", self, "num_hidden_layers", maximum=1000)
-        _require_positive("model", self, "num_key_value_heads", "logit_soft_cap", "rope_theta")
+        _require_positive("model", self, "num_key_value_heads")
         _require_positive("model", self, "max_position_embeddings", "vocab_size", maximum=2**24)
         for name in ("dropout", "attention_dropout"):
             rate = getattr(self, name)
@@ -377,25 +312,18 @@ class ModelSection:
             raise UserError(
                 f"model.hidden_size: {width} is not divisible by model.num_attention_heads {heads}; try {near}."
             )
-        if self.position_embedding == "rope" and width // heads % 2:
-            raise UserError(
-                f"model.hidden_size / model.num_attention_heads is {width // heads}; rope needs an even number."
-            )
         if self.num_key_value_heads and heads % self.num_key_value_heads:
             allowed = join_words(n for n in range(1, heads + 1) if heads % n == 0)
             raise UserError(
                 f"model.num_key_value_heads: {self.num_key_value_heads} does not divide"
                 f" model.num_attention_heads {heads}; allowed: {allowed}."
             )
-        self._check_switches()
-        self._check_architecture()
-
-    def _check_architecture(self) -> None:
-        """Refuse what the architecture would ignore."""
         _require("model.architecture", self.architecture, bool(self.architecture.strip()), "golf, or a name")
-        if self.architecture == "golf":
-            _require("model.overrides", self.overrides, not self.overrides, "{} if model.architecture is golf")
-            return
+        if self.architecture != "golf":
+            self._require_no_golf()
+
+    def _require_no_golf(self) -> None:
+        """Refuse what another architecture would ignore."""
         keys = (key for key in dataclasses.fields(self) if key.name not in _KEYS_OF_ANY_ARCHITECTURE)
         stated = [f"model.{key.name}" for key in keys if getattr(self, key.name) != key.default]
         if stated:
@@ -404,34 +332,10 @@ class ModelSection:
                 " leave its default, or use model.overrides."
             )
 
-    def _check_switches(self) -> None:
-        layers, width, head_dim = self.num_hidden_layers, self.hidden_size, self.hidden_size // self.num_attention_heads
-        positive = ("norm_eps", "query_gain", "tied_embedding_std", "head_gate_scale", "head_gate_peak")
-        _require_positive("model", self, *positive, "logit_soft_cap_negative")
-        sizes = ("embedding_size", "bigram_buckets", "bigram_size", "value_embedding_size")
-        _require_positive("model", self, *sizes, maximum=2**24)
-        _require_positive("model", self, "head_gate", "smear_gate", maximum=width)
-        _require("model.activation_slope", self.activation_slope, 0 <= self.activation_slope <= 1, "0 to 1")
-        for name in ("exclude_self_value", "value_embedding_layers"):
-            count = getattr(self, name)
-            is_allowed = count == "all" or (not isinstance(count, str) and 0 <= count <= layers)
-            _require(f"model.{name}", count, is_allowed, f"0 to {layers}, the layers")
-        dims, start, loop = self.rope_dims, self.parallel_from, self.loop
-        allowed = dims is None or (dims % 2 == 0 and 2 <= dims <= head_dim and self.position_embedding == "rope")
-        _require("model.rope_dims", dims, allowed, f"even numbers from 2 to {head_dim}, with position_embedding rope")
-        _require("model.parallel_from", start, start is None or 0 <= start < layers, f"null, or 0 to {layers - 1}")
-        _require("model.lanes", self.lanes, not self.lanes or start is not None, "false without model.parallel_from")
-        _require("model.bigram_buckets", self.bigram_buckets, self.bigram_buckets != 1, "null, or 2 and more")
-        end = start if self.lanes and start is not None else layers
-        allowed = loop is None or (0 <= loop[0] <= loop[1] < end and loop[2] >= 2)
-        ends = f"layers from 0 to {end - 1}, and 2 times or more"
-        _require("model.loop", loop, allowed, f"null, or [first, last, times] with {ends}")
-        if self.logit_soft_cap is None and (self.logit_soft_cap_negative is not None or self.soft_cap_form != "tanh"):
-            raise UserError(
-                "model.logit_soft_cap is null, but model.logit_soft_cap_negative or model.soft_cap_form is set; set it."
-            )
-        if self.tied_embedding_std is not None and not self.tie_word_embeddings:
-            raise UserError("model.tied_embedding_std requires model.tie_word_embeddings true; leave it null.")
+
+def model_key(name: str) -> str:
+    """Return the key that sets a field of GolfConfig: of the section, or one of its overrides."""
+    return f"model.{name}" if name in ModelSection.__dataclass_fields__ else f"model.overrides.{name}"
 
 
 @dataclass(frozen=True)
@@ -519,15 +423,11 @@ class OptimConfig:
     vector_learning_rate: float | None = None
     """Peak learning rate of norms, biases, gains and gates; null: same as the other AdamW parameters."""
     momentum: float = 0.95
-    """Momentum of Muon and of SGD."""
-    nesterov: bool = True
-    """Use Nesterov momentum in Muon and SGD."""
+    """Momentum of Muon and of SGD, in Nesterov's form."""
     momentum_warmup_steps: int = 300
     """Steps over which Muon's momentum rises from optim.momentum_start to optim.momentum; SGD's is constant."""
     momentum_start: float = 0.85
     """Muon's momentum at the first step; optim.momentum if that is lower."""
-    momentum_end: float | None = None
-    """Muon's final momentum, reached linearly over the last schedule.warmdown_fraction of the run; null: no change."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates for the first and second moments."""
     eps: float = 1e-8
@@ -536,8 +436,6 @@ class OptimConfig:
     """Decoupled weight decay of the matrices; multiplied by the group's learning rate."""
     embedding_weight_decay: float = 0.0
     """The same for the embeddings, and with them a tied head."""
-    head_weight_decay: float = 0.0
-    """The same for an untied head."""
     vector_weight_decay: float = 0.0
     """The same for norms, biases, gains and gates."""
     newton_schulz_coefficients: Literal["classic", "polar_express"] = "polar_express"
@@ -554,8 +452,6 @@ class OptimConfig:
     update_scale: Literal["original", "match_rms_adamw"] = "original"
     """Scale of Muon's update. original: sqrt(max(1, rows/columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns)),
     which works with AdamW's learning rates."""
-    split_qkv: bool = True
-    """Orthogonalize the query, key and value parts of the fused projection separately."""
     row_equilibration: bool = False
     """Divide each row by its norm before orthogonalization (MuonEq-R)."""
     normuon_beta2: float | None = None
@@ -566,20 +462,19 @@ class OptimConfig:
     cautious_weight_decay: bool = False
     """Apply weight decay only to weights that the update moves toward 0."""
     ema_decay: float | None = None
-    """Decay per step of the exponential moving average (EMA) of the weights; null: see optim.ema_half_life_tokens."""
-    ema_half_life_tokens: int | None = None
-    """The same decay, stated as the half-life of a weight's share in training tokens; both null: no EMA."""
+    """Decay per step of the exponential moving average (EMA) of the weights, 0.5 ** (batch.tokens_per_step / its
+    half-life in tokens); null: no EMA."""
     ema_export: bool = False
     """Use the averaged weights instead of the raw ones to choose the best step, stop early and export."""
 
     def __post_init__(self) -> None:
         rates = ("learning_rate", "adamw_learning_rate", "embedding_learning_rate", "vector_learning_rate")
         _require_positive("optim", self, *rates, "eps", "muon_every_steps")
-        decays = ("weight_decay", "embedding_weight_decay", "head_weight_decay", "vector_weight_decay")
+        decays = ("weight_decay", "embedding_weight_decay", "vector_weight_decay")
         _require_not_negative("optim", self, *decays, "momentum_warmup_steps")
-        for name in ("momentum", "momentum_start", "momentum_end"):
+        for name in ("momentum", "momentum_start"):
             value = getattr(self, name)
-            _require(f"optim.{name}", value, value is None or 0 <= value < 1, "from 0 to below 1")
+            _require(f"optim.{name}", value, 0 <= value < 1, "from 0 to below 1")
         _require("optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1")
         steps = self.newton_schulz_steps
         maximum = 5 if self.newton_schulz_coefficients == "polar_express" else 20
@@ -591,21 +486,13 @@ class OptimConfig:
         _require("optim.normuon_beta2", beta2, beta2 is None or 0 <= beta2 < 1, "null, or a number from 0 to below 1")
         decay = self.ema_decay
         _require("optim.ema_decay", decay, decay is None or 0 < decay < 1, "a number between 0 and 1")
-        _require_positive("optim", self, "ema_half_life_tokens")
-        if decay is not None and self.ema_half_life_tokens is not None:
-            raise UserError(
-                f"optim.ema_decay: {decay} and optim.ema_half_life_tokens {self.ema_half_life_tokens} set the same"
-                " thing; set one and leave the other null."
-            )
         if self.ema_export and not self.has_ema:
-            raise UserError(
-                "optim.ema_export is true, but there is no EMA; set optim.ema_decay or optim.ema_half_life_tokens."
-            )
+            raise UserError("optim.ema_export is true, but there is no EMA; set optim.ema_decay.")
 
     @property
     def has_ema(self) -> bool:
-        """Return whether the run keeps a moving average of the weights; ema.py computes its decay."""
-        return self.ema_decay is not None or self.ema_half_life_tokens is not None
+        """Return whether the run keeps a moving average of the weights."""
+        return self.ema_decay is not None
 
 
 @dataclass(frozen=True)
@@ -619,14 +506,12 @@ class ScheduleConfig:
     """Steps over which the learning rate rises linearly to its peak."""
     warmdown_fraction: float = 0.4
     """Last fraction of the run, in which wsd decays to the floor and cosine_warmdown to 0."""
-    warmdown_shape: Literal["linear", "1-sqrt"] = "linear"
-    """Shape of the warmdown; 1-sqrt: 1 - sqrt(fraction of the warmdown done), steep at first."""
     floor: float = 0.0
     """Final learning rate as a fraction of the peak; for cosine_warmdown, the floor of its cosine."""
     weight_decay: Literal["constant", "linear", "learning_rate"] = "constant"
     """Schedule of optim.weight_decay: constant, linear to 0 over the run, or the schedule of the learning rate."""
     loop_start: float = 0.0
-    """Fraction of the run after which model.loop begins; until then the layers run once each."""
+    """Fraction of the run after which model.overrides.loop begins; until then the layers run once each."""
 
     def __post_init__(self) -> None:
         _require_not_negative("schedule", self, "warmup_steps")
@@ -685,8 +570,6 @@ class TrainConfig:
     """data: allow a resume to change the text, split, seed or sequence length; null: refuse."""
     patience_evals: int | None = None
     """Stop after N evaluations without improvement; null: never. The best weights are exported either way."""
-    min_improvement: float = 0.0
-    """Nats per token by which the validation loss must fall to count as an improvement."""
     max_skipped_steps: int = 5
     """Consecutive steps with a nonfinite gradient to skip before rolling back to the last checkpoint; overflows of
     fp16's loss scaling do not count."""
@@ -694,9 +577,8 @@ class TrainConfig:
     """What triggers a rollback, as a list: nonfinite gradients; a loss spike (20 % or more above the usual loss, for
     train.max_skipped_steps steps); divergence (the median of 50 losses is 20 % above its lowest value)."""
     max_rollbacks: int = 3
-    """Rollbacks allowed; after that the run stops with a diagnosis."""
-    rollback_learning_rate_factor: float = 0.5
-    """Factor applied to all learning rates at each rollback; the bad batches are excluded in any case."""
+    """Rollbacks allowed; after that the run stops with a diagnosis. Each excludes the bad batches and halves all
+    learning rates."""
     deterministic: bool = False
     """Use deterministic GPU kernels (slower); a run on one CPU process is always reproducible."""
 
@@ -709,9 +591,7 @@ class TrainConfig:
             _require_positive("train", self, "eval_tokens")
         _require_positive("train", self, "save_every_steps", "save_every_minutes")
         _require_positive("train", self, "keep_last", "patience_evals", "max_skipped_steps")
-        _require_not_negative("train", self, "min_improvement", "max_rollbacks")
-        factor = self.rollback_learning_rate_factor
-        _require("train.rollback_learning_rate_factor", factor, 0 < factor <= 1, "above 0, up to 1")
+        _require_not_negative("train", self, "max_rollbacks")
         if self.cpu_threads != "auto":
             _require_positive("train", self, "cpu_threads", maximum=1024)
         if all(limit is None for limit in (self.max_steps, self.max_tokens, self.max_epochs, self.max_minutes)):
@@ -729,8 +609,6 @@ class TrackConfig:
     """Trackers that Accelerate supports: trackio, wandb, tensorboard, ...; see docs/trackers.md."""
     project: str = "hfgolf"
     """Project name in the tracker."""
-    run_name: str | None = None
-    """Run name in the tracker; null: run.name."""
     offline: bool = False
     """Keep trackers with an account offline, to upload later (with `wandb sync`, for example)."""
 
@@ -779,12 +657,8 @@ class GolfSection:
     allocation: Literal["curvature", "sdclip", "uniform"] = "curvature"
     """Steps of the grid. curvature: finer if the loss is more sensitive; sdclip: proportional to the row's standard
     deviation; uniform: the same for all weights."""
-    column_steps: bool = False
-    """With curvature: a step per column as well as per row. It can help below 3 bits per weight."""
     calibration_tokens: int = 32768
     """Training tokens from which the curvature is measured."""
-    damping: float = 0.01
-    """Added to the diagonal of a matrix's input Hessian in gptq, as a share of its mean."""
     forecast_every_steps: int | None = None
     """Forecast every N steps of a run, and at the last one, what an export would take; null: never."""
     qat_fraction: float = 0.0
@@ -792,12 +666,9 @@ class GolfSection:
 
     def __post_init__(self) -> None:
         _require_positive("golf", self, "budget_bytes", "calibration_tokens", "forecast_every_steps")
-        _require("golf.damping", self.damping, 1e-4 <= self.damping <= 1, "0.0001 to 1")
         _require("golf.qat_fraction", self.qat_fraction, 0 <= self.qat_fraction <= 1, "0 to 1")
         if self.qat_fraction and self.budget_bytes is None:
             raise UserError("golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for.")
-        if self.column_steps and self.allocation != "curvature":
-            raise UserError(f"golf.column_steps: true needs golf.allocation curvature, not {self.allocation}.")
 
 
 @dataclass(frozen=True)
@@ -821,8 +692,8 @@ class RunConfig:
             _require_sane(key, value)
         for section in dataclasses.fields(self):
             _require_known(section.name, getattr(self, section.name))
-        if self.schedule.loop_start and self.model.loop is None:
-            raise UserError("schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.")
+        if self.schedule.loop_start and self.model.overrides.get("loop") is None:
+            raise UserError("schedule.loop_start: it needs model.overrides.loop; set that, or leave it 0.")
         if self.data.old_text and self.model.init_from is None:
             raise UserError("data.old_text requires model.init_from: other weights know no text yet.")
         for key in ("qat_fraction", "forecast_every_steps"):
@@ -865,10 +736,10 @@ class RunConfig:
                 "golf.qat_fraction and golf.forecast_every_steps do not go with data.messages_column, because golf"
                 " scores all of a text; leave them unset."
             )
-        if self.model.attention_span == "document" and self.tokenizer.kind == "pretrained":
+        if self.model.overrides.get("attention_span") == "document" and self.tokenizer.kind == "pretrained":
             raise UserError(
-                "model.attention_span: document does not go with data.messages_column and a pretrained tokenizer, whose"
-                " chat template may write the end of text inside a conversation; set stream."
+                "model.overrides.attention_span: document does not go with data.messages_column and a pretrained"
+                " tokenizer, whose chat template may write the end of text inside a conversation; set stream."
             )
 
     @property

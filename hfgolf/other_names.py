@@ -1,9 +1,14 @@
-"""What other trainers call a key: nanoGPT's train.py, transformers' TrainingArguments, their models' configs.
+"""What other trainers call a key, and what hfgolf called it before.
 
-Only answers in error messages: no key has two names. Imports nothing of hfgolf.
+Owns three tables: the names in nanoGPT's train.py, transformers' TrainingArguments and their models' configs, which
+only error messages answer; the keys of the section model that moved to model.overrides; the keys that are gone. No key
+has two names. Imports nothing of hfgolf.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
 
 _ACCUMULATION = "it follows from batch.tokens_per_step, batch.micro_batch_size and the number of processes"
 _MIXED = "train.mixed_precision: no, bf16 or fp16; by default what the hardware is fast at"
@@ -63,7 +68,7 @@ OTHER_NAMES: dict[str, str] = {
     "data_seed": "run.seed, which is also that of the order of the data",
     "out_dir": "run.output_dir, which holds the folders of runs, and run.name",
     "output_dir": "run.output_dir, which holds the folders of runs, and run.name",
-    "run_name": "run.name; track.run_name for trackers only",
+    "run_name": "run.name, also in trackers",
     "logging_steps": "train.log_every_steps",
     "log_interval": "train.log_every_steps",
     "eval_steps": "train.eval_every_steps",
@@ -79,7 +84,7 @@ OTHER_NAMES: dict[str, str] = {
     "wandb": _TRACKERS,
     "wandb_log": _TRACKERS,
     "wandb_project": "track.project",
-    "wandb_run_name": "track.run_name",
+    "wandb_run_name": "run.name",
     "dataset": "data.files for text of yours, data.hub_name for a dataset of the Hub, as user/name",
     "dataset_name": "data.hub_name, with data.source hub",
     "train_file": "data.files, a list",
@@ -93,3 +98,108 @@ OTHER_NAMES: dict[str, str] = {
     "device": "accelerate chooses it; `accelerate config` or CUDA_VISIBLE_DEVICES",
 }
 """{name elsewhere: the key here, and how it differs}."""
+
+MOVED_TO_OVERRIDES: dict[str, Any] = {
+    "rope_theta": 10_000.0,
+    "activation_slope": 0.5,
+    "logit_soft_cap": None,
+    "norm_eps": 1e-6,
+    "norm_weight": True,
+    "query_gain": None,
+    "branch_scale": False,
+    "embedding_residual": False,
+    "unet_skips": None,
+    "tied_embedding_std": None,
+    "matrix_init": "normal",
+    "rope_dims": None,
+    "norm_depth_scale": False,
+    "exclude_self_value": 0,
+    "parallel_from": None,
+    "lanes": False,
+    "loop": None,
+    "head_gate": None,
+    "head_gate_scale": 1.0,
+    "head_gate_peak": 1.0,
+    "smear_gate": None,
+    "attention_span": "stream",
+    "bigram_buckets": None,
+    "bigram_size": 112,
+    "value_embedding_layers": 0,
+    "value_embedding_size": 128,
+    "embedding_size": None,
+    "soft_cap_form": "tanh",
+    "logit_soft_cap_negative": None,
+}
+"""{field of golf that was a key of the section model: its default, which files of earlier versions list}."""
+
+_HALF_LIFE = "optim.ema_half_life_tokens"
+GONE: dict[str, tuple[Any, str]] = {
+    _HALF_LIFE: (None, "set optim.ema_decay to 0.5 ** (batch.tokens_per_step / the half-life)"),
+    "optim.head_weight_decay": (0.0, "leave it out: an untied head is not decayed"),
+    "optim.nesterov": (True, "leave it out: the momentum of Muon and SGD is Nesterov's"),
+    "optim.momentum_end": (None, "leave it out: momentum stays at optim.momentum"),
+    "optim.split_qkv": (True, "leave it out: Muon takes queries, keys and values apart"),
+    "data.prefetch_factor": (None, "leave it out: each worker prefetches two batches"),
+    "golf.column_steps": (False, "use `golf_export.py --column_steps`"),
+    "golf.damping": (0.01, "leave it out: it is 0.01"),
+    "schedule.warmdown_shape": ("linear", "leave it out: the warmdown is linear"),
+    "track.run_name": (None, "set run.name, which trackers take"),
+    "train.min_improvement": (0.0, "leave it out: any lower validation loss is an improvement"),
+    "train.rollback_learning_rate_factor": (0.5, "leave it out: a rollback halves the learning rates"),
+}
+"""{key that is gone: (its default, what to do if another value was set)}."""
+
+
+def is_earlier(key: str) -> bool:
+    """Return whether "section.key" was a key of an earlier version and is none now."""
+    return key in GONE or (key.startswith("model.") and key.removeprefix("model.") in MOVED_TO_OVERRIDES)
+
+
+def by_current_names(values: Mapping[str, Any], overrides: Collection[str] = ()) -> dict[str, Any]:
+    """Return {"section.key": value} of an earlier version by the keys of this one.
+
+    What moved has a key of three parts, "model.overrides.head_gate". What has its default is left out, unless it is
+    among `overrides`, the names that are set already. A key that is gone stays if its value is not the default.
+    """
+    current: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.removeprefix("model.")
+        if key in GONE:
+            current |= {} if _is(value, GONE[key][0]) else {key: value}
+        elif not is_earlier(key):
+            current[key] = value
+        elif name in overrides or not _is(value, MOVED_TO_OVERRIDES[name]):
+            current[f"model.overrides.{name}"] = list(value) if isinstance(value, tuple) else value
+    return current
+
+
+def _is(value: Any, default: Any) -> bool:
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def key_for(key: str) -> str:
+    """Return the key of this version, "section.key", that a value stated as `key` ends up in."""
+    return "optim.ema_decay" if key == _HALF_LIFE else ".".join(key.split(".")[:2])
+
+
+def with_ema_decay(values: Mapping[str, Any], tokens_per_step: Any) -> dict[str, Any]:
+    """Return the values with optim.ema_decay in place of the half-life that earlier versions took as well."""
+    half_life = values.get(_HALF_LIFE)
+    if not isinstance(half_life, int | float) or not isinstance(tokens_per_step, int) or half_life <= 0:
+        return dict(values)
+    decay = float(0.5 ** (tokens_per_step / half_life))
+    return {key: value for key, value in values.items() if key != _HALF_LIFE} | {"optim.ema_decay": decay}
+
+
+def in_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole config of an earlier version, {"section.key": value}, by the keys of this one."""
+    return with_ema_decay(with_overrides(by_current_names(values)), values.get("batch.tokens_per_step", 4096))
+
+
+def with_overrides(values: Mapping[str, Any], below: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return {"section.key": value} over `below`, with "model.overrides.NAME" put into the mapping model.overrides."""
+    prefix = "model.overrides."
+    fields = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    merged = dict(below or {}) | {key: value for key, value in values.items() if not key.startswith(prefix)}
+    mapping = merged.get("model.overrides", {})
+    return merged | ({"model.overrides": {**mapping, **fields}} if fields and isinstance(mapping, dict) else {})

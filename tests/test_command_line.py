@@ -12,9 +12,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfgolf.command_line import KEY_TYPES, SECTIONS, ResolvedConfig, load_config, run_command
+from hfgolf.command_line import (
+    KEY_TYPES,
+    SECTIONS,
+    ResolvedConfig,
+    as_yaml,
+    load_config,
+    read_settings,
+    run_command,
+)
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
+from hfgolf.model.configuration_golf import MODEL_FIELDS
+from hfgolf.other_names import GONE, MOVED_TO_OVERRIDES, in_current_names
 from hfgolf.run.folder import run_folder
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +63,7 @@ def test_command_line_overrides_file_and_file_overrides_default(config_file):
         (["--train.max_steps", "77"], "train.max_steps", 77),
         (["--model.overrides={a: 1}"], "model.overrides", {"a": 1}),
         (["--optim.betas=[0.5, 0.6]"], "optim.betas", (0.5, 0.6)),
-        (["--track.run_name=null"], "track.run_name", None),
+        (["--tokenizer.name_or_path=null"], "tokenizer.name_or_path", None),
         (["--train.max_steps=5", "--train.max_steps", "77"], "train.max_steps", 77),
         (["--data.files=1e3"], "data.files", ["1e3"]),
         (["[draft] notes.txt"], "data.files", ["[draft] notes.txt"]),
@@ -64,7 +74,7 @@ def test_command_line_overrides_file_and_file_overrides_default(config_file):
 def test_the_command_line_wins_wherever_the_config_stands(config_file, stated, key, value):
     path = config_file(
         "data: {files: s.txt}\ntrain: {max_steps: 3, max_minutes: 5}\noptim: {betas: [0.8, 0.9]}\n"
-        "model: {architecture: llama, overrides: {b: 2}}\ntrack: {run_name: own}\nrun: {seed: 7}"
+        "model: {architecture: llama, overrides: {b: 2}}\ntokenizer: {name_or_path: own}\nrun: {seed: 7}"
     )
     for order in itertools.permutations([stated, ["--config", path], ["--run.seed=8"]]):
         resolved = load_config([*itertools.chain(*order)])
@@ -93,6 +103,87 @@ def test_a_value_that_nobody_wrote_is_blamed_with_its_origin(arguments, origin):
 def test_after_two_dashes_all_are_texts():
     config = load_config(["--train.max_steps", "3", "--", "-a.txt", "--train.max_steps"]).config
     assert config.data.files == ["./-a.txt", "./--train.max_steps"] and config.train.max_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("stated", "overrides"),
+    [
+        ([], {"loop": [0, 1, 2], "norm_eps": 1e-5}),
+        (["--model.overrides.smear_gate", "8"], {"loop": [0, 1, 2], "norm_eps": 1e-5, "smear_gate": 8}),
+        (
+            ["--model.overrides.loop=null", "--model.overrides.lanes=true"],
+            {"loop": None, "norm_eps": 1e-5, "lanes": True},
+        ),
+        (["--model.overrides={lanes: true}"], {"lanes": True}),
+        (["--model.overrides={}", "--model.overrides.norm_eps=1e-7"], {"norm_eps": 1e-7}),
+        (["--model.loop=[1, 2, 3]"], {"loop": [1, 2, 3], "norm_eps": 1e-5}),  # its name in earlier versions
+        (["--model.loop=null"], {"loop": None, "norm_eps": 1e-5}),
+        (["--model.head_gate=null"], {"loop": [0, 1, 2], "norm_eps": 1e-5}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "file", ["{overrides: {loop: [0, 1, 2], norm_eps: 1e-5}}", "{loop: [0, 1, 2], norm_eps: 1e-5}"]
+)
+def test_the_command_line_wins_for_each_field_of_overrides(config_file, file, stated, overrides):
+    path = config_file(f"model: {file}\ntrain: {{max_steps: 3}}")
+    for arguments in ([*stated, "--config", path], ["--config", path, *stated]):
+        resolved = load_config(arguments)
+        assert resolved.config.model.overrides == overrides
+        is_of_file = not stated or stated == ["--model.head_gate=null"]  # its default, which changes nothing
+        assert resolved.sources["model.overrides"] == ("file" if is_of_file else "command line")
+    Path(path).write_text(resolved.to_yaml())
+    assert load_config(["--config", path]).config == resolved.config
+
+
+def test_what_moved_or_is_gone_is_no_key_and_has_its_default():
+    assert {name: MODEL_FIELDS[name] for name in MOVED_TO_OVERRIDES} == MOVED_TO_OVERRIDES
+    assert (
+        not {f"model.{name}" for name in MOVED_TO_OVERRIDES} & KEY_TYPES.keys() and not GONE.keys() & KEY_TYPES.keys()
+    )
+
+
+def test_a_key_that_moved_is_said_once_and_defaults_move_in_silence(config_file, caplog):
+    listed = ", ".join(f"{name}: {as_yaml(value)}" for name, value in MOVED_TO_OVERRIDES.items())
+    path = config_file(f"model: {{{listed}}}\ntrain: {{max_steps: 3}}")
+    assert load_config(["--config", path]).config.model.overrides == {} and not caplog.messages
+    path = config_file("model: {unet_skips: gated, head_gate: 12, lanes: false}\ntrain: {max_steps: 3}")
+    for _ in range(2):
+        assert load_config(["--config", path]).config.model.overrides == {"unet_skips": "gated", "head_gate": 12}
+    moved = "model.unet_skips, model.head_gate moved; now model.overrides: {head_gate: 12, unet_skips: gated}"
+    assert caplog.messages == [f"{path}: {moved}"]
+    read = read_settings(path)
+    assert read["model.overrides"] == {"unet_skips": "gated", "head_gate": 12} and "model.lanes" not in read
+
+
+@pytest.mark.parametrize("arguments", [[], ["--batch.tokens_per_step", "2048"]])
+def test_a_half_life_of_earlier_versions_is_the_decay_that_it_was(config_file, caplog, arguments):
+    path = config_file("optim: {ema_half_life_tokens: 280000}\ntrain: {max_steps: 3}")
+    resolved = load_config(["--config", path, *arguments])
+    decay = 0.5 ** (resolved.config.batch.tokens_per_step / 280000)
+    assert resolved.config.optim.ema_decay == decay and resolved.sources["optim.ema_decay"] == "file"
+    assert caplog.messages == [f"optim.ema_half_life_tokens 280000 is now optim.ema_decay {decay}"]
+    assert load_config(["--config", path, "--optim.ema_half_life_tokens=null"]).config.optim.ema_decay is None
+    assert load_config(["--config", path, "--optim.ema_decay=0.9"]).config.optim.ema_decay == 0.9
+    assert in_current_names({"optim.ema_half_life_tokens": 280000})["optim.ema_decay"] == 0.5 ** (4096 / 280000)
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_key_that_is_gone_keeps_its_default_and_says_what_to_do(config_file, key):
+    default, advice = GONE[key]
+    section, _, name = key.partition(".")
+    ends = "" if section == "train" else "train: {max_steps: 3}\n"
+    is_ended = {"train": "max_steps: 3, "}.get(section, "")
+    path = config_file(f"{ends}{section}: {{{is_ended}{name}: {as_yaml(default)}}}")
+    assert (
+        load_config(["--config", path]).config == load_config(["--config", path, f"--{key}", as_yaml(default)]).config
+    )
+    other = -1 if default is None else "other"
+    path = config_file(f"{ends}{section}: {{{is_ended}{name}: {other}}}")
+    for where, arguments in ((path, ["--config", path]), ("the command line", [*ENDS, f"--{key}={other}"])):
+        with pytest.raises(UserError) as error:
+            load_config(arguments)
+        assert str(error.value) == f"{where}: {key}: {other!r} can't be set any more; {advice}."
 
 
 def test_a_second_config_is_refused(config_file):
@@ -182,42 +273,10 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             "model.hidden_size: 255 is not divisible by model.num_attention_heads 4; try 252 or 256.",
         ),
         (
-            ["--model.loop", "[1, 5, 2]"],
-            "model.loop: (1, 5, 2) is out of range; allowed: null, or [first, last, times] with layers from 0 to 4, and"
-            " 2 times or more.",
-        ),
-        (
-            ["--model.loop", "[1, 3, 2]", "--model.lanes", "true", "--model.parallel_from", "3"],
-            "model.loop: (1, 3, 2) is out of range; allowed: null, or [first, last, times] with layers from 0 to 2, and"
-            " 2 times or more.",
-        ),
-        (
             ["--schedule.loop_start", "0.5"],
-            "schedule.loop_start is set, but model.loop is null; set model.loop or leave it 0.",
+            "schedule.loop_start: it needs model.overrides.loop; set that, or leave it 0.",
         ),
         (["--schedule.loop_start", "1"], "schedule.loop_start: 1.0 is out of range; allowed: from 0 to below 1."),
-        (
-            ["--model.exclude_self_value", "6"],
-            "model.exclude_self_value: 6 is out of range; allowed: 0 to 5, the layers.",
-        ),
-        (
-            ["--model.rope_dims", "7"],
-            "model.rope_dims: 7 is out of range; allowed: even numbers from 2 to 64, with position_embedding rope.",
-        ),
-        (["--model.parallel_from", "5"], "model.parallel_from: 5 is out of range; allowed: null, or 0 to 4."),
-        (["--model.lanes", "true"], "model.lanes: True is out of range; allowed: false without model.parallel_from."),
-        (["--model.bigram_buckets", "1"], "model.bigram_buckets: 1 is out of range; allowed: null, or 2 and more."),
-        (["--model.head_gate", "500"], "model.head_gate: 500 is out of range; allowed: a number above 0, up to 256."),
-        (["--model.query_gain", "0"], "model.query_gain: 0.0 is out of range; allowed: a number above 0."),
-        (["--model.activation_slope", "2"], "model.activation_slope: 2.0 is out of range; allowed: 0 to 1."),
-        (
-            ["--model.soft_cap_form", "poly5"],
-            "model.logit_soft_cap is null, but model.logit_soft_cap_negative or model.soft_cap_form is set; set it.",
-        ),
-        (
-            ["--model.tied_embedding_std", "0.005", "--model.tie_word_embeddings", "false"],
-            "model.tied_embedding_std requires model.tie_word_embeddings true; leave it null.",
-        ),
         (
             ["--model.num_key_value_heads", "3"],
             "model.num_key_value_heads: 3 does not divide model.num_attention_heads 4; allowed: 1, 2, 4.",
@@ -226,7 +285,6 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             ["--data.source", "files"],
             "data.files is empty, but data.source is files; name at least one path, folder, glob or URL.",
         ),
-        (["--golf.damping", "0"], "golf.damping: 0.0 is out of range; allowed: 0.0001 to 1."),
         (
             ["--golf.qat_fraction", "0.1"],
             "golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for.",
@@ -236,10 +294,6 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one.",
         ),
         (["--golf.budget_bytes", "0"], "golf.budget_bytes: 0 is out of range; allowed: a number above 0."),
-        (
-            ["--golf.column_steps", "true", "--golf.allocation", "sdclip"],
-            "golf.column_steps: true needs golf.allocation curvature, not sdclip.",
-        ),
         (["--hub.push", "true"], "hub.repo_id is null, but hub.push is true; name the repository, as user/name."),
         (
             ["--hub.license", "Apache 2.0"],
@@ -252,17 +306,8 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
         ),
         (["--optim.ema_decay", "1"], "optim.ema_decay: 1.0 is out of range; allowed: a number between 0 and 1."),
         (
-            ["--optim.ema_half_life_tokens", "0"],
-            "optim.ema_half_life_tokens: 0 is out of range; allowed: a number above 0.",
-        ),
-        (
-            ["--optim.ema_decay", "0.9", "--optim.ema_half_life_tokens", "5000"],
-            "optim.ema_decay: 0.9 and optim.ema_half_life_tokens 5000 set the same thing;"
-            " set one and leave the other null.",
-        ),
-        (
             ["--optim.ema_export", "true"],
-            "optim.ema_export is true, but there is no EMA; set optim.ema_decay or optim.ema_half_life_tokens.",
+            "optim.ema_export is true, but there is no EMA; set optim.ema_decay.",
         ),
         (["--run.name", "../up"], "run.name: '../up' is out of range; allowed: letters, digits, . _ -."),
         (["-stray"], "unrecognized arguments: -stray."),

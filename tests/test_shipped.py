@@ -83,5 +83,5 @@ def test_a_run_ends_with_its_figures_a_sample_and_how_to_load_it_also_if_it_was_
         assert line in first and line in second
     assert re.search(r"^compile: no, because \w+", first, re.MULTILINE), "what auto decided, and why"
     config = (tmp_path / "runs" / "tiny" / "config.yaml").read_text()
-    for line in ("compile: false  # auto", "max_steps: 6  # command line", "nesterov: true  # default"):
+    for line in ("compile: false  # auto", "max_steps: 6  # command line", "eps: 1.0e-08  # default"):
         assert f"  {line}\n" in config

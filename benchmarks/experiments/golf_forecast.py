@@ -75,8 +75,6 @@ class Exporter:
             size_of=lambda tensors: len(self.encode(tensors).data),
             method=self.golf.method,
             allocation=self.golf.allocation,
-            column_steps=self.golf.column_steps,
-            damping=self.golf.damping,
         )
         errors = {name: one.dequantized() - self.weights[name] for name, one in quantized.tensors.items()}
         return quantized, sum(self.curvature[name].loss_increase(error) for name, error in errors.items())

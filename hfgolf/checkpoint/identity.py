@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.command_line import KEY_TYPES, SECTIONS, ResolvedConfig
-from hfgolf.config import RunConfig
+from hfgolf.config import RunConfig, model_key
 from hfgolf.data.corpus import identity_changes
 from hfgolf.errors import UserError
+from hfgolf.model.configuration_golf import MODEL_FIELDS
+from hfgolf.other_names import GONE, in_current_names
 from hfgolf.redact import redact_values
 from hfgolf.wording import one_line
 
@@ -48,7 +50,7 @@ _RULES = {
     "data.streaming": Change.FREE,
     "data.in_memory": Change.FREE,
     "data.num_workers": Change.FREE,
-    "data.prefetch_factor": Change.FREE,
+    "data.prefetch_factor": Change.FREE,  # of earlier versions
     "tokenizer.": Change.FIXED,
     "model.": Change.FIXED,
     "model.dropout": Change.REPORTED,
@@ -116,11 +118,14 @@ def run_identity(
 
 
 def read_identity(checkpoint: Path) -> dict[str, Any]:
-    """Return the identity saved in a verified checkpoint. Raises UserError if hfgolf did not write it."""
+    """Return the identity saved in a verified checkpoint, by today's names of keys.
+
+    Raises UserError if hfgolf did not write it.
+    """
     try:
         identity = json.loads((checkpoint / RUN_NAME).read_bytes())
         if all(isinstance(identity[key], kind) for key, kind in (("config", dict), ("corpus", dict))):
-            return identity
+            return identity | {"config": in_current_names(identity["config"])}
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         pass
     raise UserError(f"train.resume: {RUN_NAME} in {checkpoint} is missing or not valid; choose another checkpoint.")
@@ -157,17 +162,27 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
     itself, does not count as different; model.init_from decides the architecture and the tokenizer.
     """
     has_weights = resolved.config.model.init_from is not None
-    before = RunConfig().flat() | dict(before)
-    after = redact_values(resolved.config.flat())
+    stated = resolved.sources.keys() | {f"model.overrides.{name}" for name in resolved.config.model.overrides}
+    before, after = _each_field(before), _each_field(redact_values(resolved.config.flat()))
     return [
         key
         for key, value in after.items()
         if rule(key) is not Change.FREE
         and not (key in UNDECIDED and value == UNDECIDED[key])
         and resolved.sources.get(key) != "auto"
-        and not (has_weights and key not in resolved.sources and _is_of_weights(key))
-        and _plain(before[key]) != _plain(value)
+        and not (has_weights and key not in stated and _is_of_weights(key))
+        and _plain(before.get(key)) != _plain(value)
     ]
+
+
+def _each_field(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat config with all defaults, and with model.overrides of Golf as one key for each field."""
+    flat = RunConfig().flat() | dict(flat)
+    if flat["model.architecture"] != "golf":
+        return flat
+    fields = {key: value for name, value in MODEL_FIELDS.items() if (key := model_key(name)) not in KEY_TYPES}
+    fields |= {f"model.overrides.{name}": value for name, value in flat.pop("model.overrides").items()}
+    return flat | fields
 
 
 def _is_of_weights(key: str) -> bool:
@@ -176,9 +191,8 @@ def _is_of_weights(key: str) -> bool:
 
 def differences(before: Mapping[str, Any], resolved: ResolvedConfig, keys: list[str]) -> list[str]:
     """Return "key old -> new" for each of the keys."""
-    before = RunConfig().flat() | dict(before)
-    after = redact_values(resolved.config.flat())
-    return [f"{key} {before[key]} -> {after[key]}" for key in keys]
+    before, after = _each_field(before), _each_field(redact_values(resolved.config.flat()))
+    return [f"{key} {before.get(key)} -> {after[key]}" for key in keys]
 
 
 def check_config(checkpoint: str, before: Mapping[str, Any], resolved: ResolvedConfig) -> list[str]:
@@ -186,6 +200,11 @@ def check_config(checkpoint: str, before: Mapping[str, Any], resolved: ResolvedC
 
     checkpoint: its name; before: its config. check_text compares the text.
     """
+    for key in sorted(key for key in before.keys() & GONE.keys() if rule(key) is not Change.FREE):
+        raise UserError(
+            f"train.resume: {checkpoint} is of a run with {key} {before[key]}, which this version does not have; start"
+            f" a new run with another --run.name, and {GONE[key][1]}."
+        )
     changed = changed_keys(before, resolved)
     fixed, data, reported = (
         differences(before, resolved, [key for key in changed if rule(key) is kind])

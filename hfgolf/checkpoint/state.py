@@ -42,7 +42,7 @@ class TrainState:
     best_step: int = 0
     """Step of that evaluation; 0 before the first evaluation."""
     patience_loss: float = float("inf")
-    """To count as an improvement, a validation loss must be below this by train.min_improvement. Nats per token."""
+    """To count as an improvement, a validation loss must be below this. Nats per token."""
     evals_without_improvement: int = 0
     """Evaluations since the last improvement."""
     skipped_steps: int = 0
@@ -96,17 +96,17 @@ class TrainState:
         self.best_val_loss, self.best_step = float("inf"), 0
         self.patience_loss, self.evals_without_improvement = float("inf"), 0
 
-    def judge(self, val_loss: float, min_improvement: float) -> None:
+    def judge(self, val_loss: float) -> None:
         """Record an evaluation at the current step: whether it is the best, and whether it is an improvement."""
-        self.evals_without_improvement = self.evals_after(val_loss, min_improvement)
+        self.evals_without_improvement = self.evals_after(val_loss)
         if val_loss < self.best_val_loss:
             self.best_val_loss, self.best_step = val_loss, self.step
         if not self.evals_without_improvement:
             self.patience_loss = val_loss
 
-    def evals_after(self, val_loss: float, min_improvement: float) -> int:
+    def evals_after(self, val_loss: float) -> int:
         """Return what evals_without_improvement will be after an evaluation."""
-        return 0 if val_loss < self.patience_loss - min_improvement else self.evals_without_improvement + 1
+        return 0 if val_loss < self.patience_loss else self.evals_without_improvement + 1
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

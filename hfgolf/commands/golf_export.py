@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--method", choices=("gptq", "nearest"), help="default: golf.method of the run")
     parser.add_argument("--allocation", choices=("curvature", "sdclip", "uniform"), help="default: golf.allocation")
     parser.add_argument(
-        "--column_steps", action="store_true", default=None, help="a step per column, too; default: golf.column_steps"
+        "--column_steps", action="store_true", default=None, help="a step per column, too, with curvature"
     )
     parser.add_argument("--calibration_tokens", type=within(1, 2**40), help="default: golf.calibration_tokens")
     parser.add_argument("--mode", choices=("flat", "sliding", "documents"), default="flat", help="evaluation (flat)")

@@ -111,7 +111,7 @@ def corner_steps(config: RunConfig, total_steps: int) -> dict[str, int]:
         corners["end of warmup"] = schedule.warmup_steps - 1
     if optim.name == "muon" and optim.momentum_start < optim.momentum:
         corners["end of momentum warmup"] = optim.momentum_warmup_steps
-    if schedule.name in ("wsd", "cosine_warmdown") or (optim.name == "muon" and optim.momentum_end is not None):
+    if schedule.name in ("wsd", "cosine_warmdown"):
         begins = (1 - schedule.warmdown_fraction) * total_steps
         corners["start of warmdown"] = math.floor(begins + 1e-9 * total_steps)  # the last step before; 1e-9: rounding
     ordered = sorted(corners.items(), key=lambda corner: corner[1])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config, load_yaml
+from hfgolf.command_line import KEY_TYPES, ResolvedConfig, is_key, load_config, load_yaml
 from hfgolf.errors import UserError
 from hfgolf.wording import join_words, nearest, shortened
 
@@ -100,7 +100,7 @@ def load_experiment(path: Path) -> Experiment:
         axes = grids.get(name, {})
         for values in itertools.product(*axes.values()):
             point = dict(zip(axes, values, strict=True))
-            text = ",".join(f"{key.split('.')[1]}={value}" for key, value in point.items())
+            text = ",".join(f"{key.split('.')[-1]}={value}" for key, value in point.items())
             arms[f"{name}[{text}]" if text else name] = settings | point
     baseline = parts.get("baseline", next(iter(stated)))
     if baseline not in [*stated, *arms]:
@@ -174,7 +174,7 @@ def _check_keys(where: str, keys: Iterable[str]) -> None:
     for key in keys:
         if key in _SET_BY_EXPERIMENT:
             raise UserError(f"{where}: the experiment sets {key} for each run; remove it.")
-        if key not in KEY_TYPES:
+        if not is_key(key):
             raise UserError(f"{where}: unknown key {key}; did you mean {nearest(key, KEY_TYPES)}?")
 
 
@@ -193,7 +193,7 @@ def _grids(path: Path, value: Any, arms: list[str]) -> dict[str, dict[str, list[
     """Return {arm: {key: values}}; a key directly under `grid` applies to every arm."""
     grids: dict[str, dict[str, list[str]]] = {}
     for name, axes in _mapping(path, "grid", value).items():
-        if name not in arms and name not in KEY_TYPES:
+        if name not in arms and not is_key(name):
             raise UserError(f"{path}: grid: {name} is neither an arm ({join_words(arms)}) nor a key of the config.")
         expanded, axes = ([name], axes) if name in arms else (arms, {name: axes})
         for key, values in _mapping(path, f"grid.{name}", axes).items():

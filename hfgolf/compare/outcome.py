@@ -17,6 +17,7 @@ from hfgolf.compare.experiment import PlannedRun
 from hfgolf.compare.launch import CONCURRENT_RUNS
 from hfgolf.compare.statistics import Curve, Point
 from hfgolf.errors import UserError
+from hfgolf.other_names import in_current_names
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.run.record import read_json, read_summary
@@ -108,7 +109,7 @@ def _outcome(folder: RunFolder) -> Outcome:
         evaluated_on=(last["val_tokens"], last["val_bytes"]),
         is_whole=last["val_tokens"] == summary["val_tokens"],
         curve_tokens=on_subset(last)["val_tokens"],
-        config=metadata["config"],
+        config=in_current_names(metadata["config"]),
         metadata=metadata,
         summary=summary,
     )

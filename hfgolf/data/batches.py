@@ -283,7 +283,6 @@ def build_loader(
     blocks_read: int = 0,
     excluded: Ranges = (),
     num_workers: int = 0,
-    prefetch_factor: int | None = None,
     device: torch.device | str = "cpu",
 ) -> DataLoader[Batch]:
     """Build the loader of this rank's micro-batches for `num_steps` steps, in order.
@@ -310,7 +309,6 @@ def build_loader(
         timeout=_WORKER_TIMEOUT_SECONDS if num_workers else 0,
         multiprocessing_context=context,
         worker_init_fn=_ignore_signals,
-        prefetch_factor=prefetch_factor,
         pin_memory=torch.device(device).type == "cuda",  # device_prefetch only overlaps copies from pinned memory
         generator=torch.Generator(),  # iterators draw from it; with the global one, a resume would change dropout
     )

@@ -211,7 +211,7 @@ def diverged_after_restore(history: History) -> Finding | None:
     )
     fix: dict[str, Any] = {"train.resume": "best"}
     if event == "rollback":
-        fix = {"train.rollback_learning_rate_factor": 0.1} | scaled_learning_rates(history, 0.5)
+        fix = scaled_learning_rates(history, 0.5)
     return Finding("divergence after a restore", step, saw, causes, fix)
 
 

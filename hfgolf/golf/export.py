@@ -59,7 +59,6 @@ class Settings:
     allocation: str = "curvature"
     column_steps: bool = False
     calibration_tokens: int = 32768
-    damping: float = 0.01
     mode: str = "flat"
     stride: int | None = None
     code_files: Sequence[Path] = ()
@@ -140,7 +139,6 @@ class _Export:
                 method=settings.method,
                 allocation=settings.allocation,
                 column_steps=settings.column_steps,
-                damping=settings.damping,
                 progress=self.say,
             ),
         )

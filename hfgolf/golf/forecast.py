@@ -59,9 +59,7 @@ def forecast(
     octave_bytes = sum(weight.size for weight in weights.values()) / 8  # of one bit per weight
 
     def attempt(num_bytes: float) -> _Attempt:
-        plan, feedback = plan_steps(
-            weights, curvature, num_bytes, golf.method, golf.allocation, golf.column_steps, golf.damping
-        )
+        plan, feedback = plan_steps(weights, curvature, num_bytes, golf.method, golf.allocation)
         scale = scale_for_bytes(plan, num_bytes, *scale_range(plan))
         tensors = rounded(weights, plan, scale, feedback, {})
         price = sum(curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items())

@@ -34,6 +34,7 @@ from hfgolf.optim.groups import parameter_kind
 SDCLIP_LEVELS = 31  # of 6 bits, to either side
 _AIM = 0.9985  # of the budget; a real size a little off is still in [_LOWEST, 1]
 _LOWEST = 0.995
+_DAMPING = 0.01  # of a matrix's input Hessian, as a share of the mean of its diagonal
 _MAX_CODINGS = 12  # two to four as a rule; the size is nearly smooth in D
 
 
@@ -81,7 +82,6 @@ def quantize_model(
     method: str = "gptq",
     allocation: str = "curvature",
     column_steps: bool = False,
-    damping: float = 0.01,
     progress: Callable[[str], None] = lambda line: None,
 ) -> QuantizedModel:
     """Round the matrices of a model so that they take 99.5 to 100 % of a budget.
@@ -103,9 +103,7 @@ def quantize_model(
     on_grid = _on_grid(weights)
     if on_grid is not None and (size := overhead_bytes + size_of(on_grid)) <= budget_bytes:
         return _kept(on_grid, size, budget_bytes - size)
-    plan, feedback = plan_steps(
-        weights, curvature, budget_bytes - overhead_bytes, method, allocation, column_steps, damping
-    )
+    plan, feedback = plan_steps(weights, curvature, budget_bytes - overhead_bytes, method, allocation, column_steps)
     finest, coarsest = scale_range(plan)
     codings: list[tuple[float, int]] = []
     tensors: dict[str, Quantized] = {}
@@ -138,13 +136,12 @@ def plan_steps(
     available_bytes: float,
     method: str,
     allocation: str,
-    column_steps: bool,
-    damping: float,
+    column_steps: bool = False,
 ) -> tuple[Allocation, dict[str, Feedback] | None]:
     """Return the steps at D = 1 and how errors are passed on; None: rounding to nearest.
 
     The inputs of a matrix come from matrices that are rounded, too, but its Hessian is of exact ones. Their noise is
-    about the share of the weights that rounding takes, so it is added to the damping. At 3 bits per weight it is
+    about the share of the weights that rounding takes, so it is added to _DAMPING. At 3 bits per weight it is
     nothing; at 1 bit, errors would otherwise go where the noisy inputs do not cancel them.
     """
     nearest = allocate(weights, allocation, curvature, None, column_steps)
@@ -153,7 +150,7 @@ def plan_steps(
     if method != "gptq":
         raise ValueError(f"method is {method!r}; it must be gptq or nearest")
     noise = lost_share(nearest, scale_for_bytes(nearest, available_bytes, *scale_range(nearest)))
-    feedback = {name: error_feedback(curvature[name].hessian, damping + noise) for name in weights}
+    feedback = {name: error_feedback(curvature[name].hessian, _DAMPING + noise) for name in weights}
     return allocate(weights, allocation, curvature, feedback, column_steps), feedback
 
 

@@ -103,7 +103,7 @@ def findings(rows: list[Row]) -> list[str]:
         if row.kurtosis > HIGH_KURTOSIS:
             result.append(
                 f"{row.name} has outliers (kurtosis {row.kurtosis:.0f}, a Gaussian has 3): they take bits and levels."
-                " More weight decay, or golf.column_steps if they share a column, makes it smaller."
+                " More weight decay, or `--column_steps` if they share a column, makes it smaller."
             )
         if row.entropy_bits > usual + EXTRA_BITS:
             result.append(

@@ -13,7 +13,7 @@ def model_hooks(config: RunConfig) -> list[Hook]:
     """Return the hooks that change what a step computes."""
     from hfgolf.train.recurrence import Recurrence
 
-    hooks: list[Hook] = [] if config.model.loop is None else [Recurrence()]
+    hooks: list[Hook] = [] if config.model.overrides.get("loop") is None else [Recurrence()]
     if config.golf.qat_fraction:
         from hfgolf.golf.hooks import QuantizationAwareTraining
 

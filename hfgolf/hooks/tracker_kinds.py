@@ -55,7 +55,7 @@ def _started(
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     public = redact_values(config.flat())
-    name, project = public["track.run_name"] or public["run.name"], public["track.project"]
+    name, project = public["run.name"], public["track.project"]
     make: Any = LOGGER_TYPE_TO_CLASS[kind]
     place = {"logging_dir": str(folder)} if make.requires_logging_directory else {}
     settings = _settings(kind, project, name, folder, run_id, resumes, is_offline)

@@ -1,7 +1,7 @@
 """The architecture of a Golf model: one validated config field per choice.
 
 Owns the names, defaults and allowed values. Knows nothing about weights or computation. Saving a model copies this
-file next to the weights, so it imports only transformers.
+file and layers_golf.py next to the weights, so it imports only transformers and that.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from .layers_golf import ACTIVATIONS
+
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "position_embedding": ("rope", "learned", "none"),
-    "activation": ("relu2", "leaky_relu2", "gelu", "gelu_new", "silu", "swiglu"),
+    "activation": tuple(ACTIVATIONS),
     "matrix_init": ("normal", "uniform", "orthogonal"),
     "unet_skips": (None, "add", "gated"),
     "attention_span": ("stream", "document"),
@@ -292,7 +294,16 @@ class GolfConfig(PreTrainedConfig):
 
     def _require(self, name: str, condition: bool, allowed: str) -> None:
         if not condition:
-            raise ValueError(f"GolfConfig: {name}={getattr(self, name)!r} is not allowed; it must be {allowed}.")
+            raise ValueError(f"{name}: {getattr(self, name)!r} is not allowed; allowed: {allowed}.")
+
+
+MODEL_FIELDS: dict[str, Any] = {
+    name: getattr(GolfConfig, name)
+    for name, kind in GolfConfig.__annotations__.items()
+    if "ClassVar" not in str(kind)
+    and name not in ("use_cache", "loop_active", "bos_token_id", "eos_token_id", "pad_token_id")
+}
+"""{field that says which model it is: its default}. The other fields are of a run or a tokenizer."""
 
 
 def _is_integer(value: Any) -> bool:

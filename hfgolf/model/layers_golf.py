@@ -35,8 +35,9 @@ def _gelu_new(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu2": _squared(F.relu),
+    "leaky_relu2": F.leaky_relu,  # GolfMLP squares it, with its slope
     "gelu": F.gelu,
     "gelu_new": _gelu_new,
     "silu": F.silu,
@@ -213,8 +214,9 @@ class GolfMLP(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        is_leaky, slope = config.activation == "leaky_relu2", config.activation_slope
-        self.activation = _squared(F.leaky_relu, slope) if is_leaky else _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
+        if config.activation == "leaky_relu2":
+            self.activation = _squared(self.activation, config.activation_slope)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.gate_proj = None
         if config.activation == "swiglu":

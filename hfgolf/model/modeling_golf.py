@@ -179,7 +179,7 @@ class GolfPreTrainedModel(PreTrainedModel):
         elif config.matrix_init == "normal":
             init.normal_(weight, std=config.initializer_range or 0.5 / math.sqrt(module.in_features))
         else:
-            raise ValueError(f"GolfConfig: matrix_init={config.matrix_init!r} is unknown.")
+            raise ValueError(f"matrix_init: {config.matrix_init!r} is unknown.")
 
 
 class GolfModel(GolfPreTrainedModel, GolfStack):

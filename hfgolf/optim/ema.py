@@ -12,17 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hfgolf.config import OptimConfig
 from hfgolf.errors import UserError
 from hfgolf.optim.shards import copy_full, is_sharded, local_shards
 from hfgolf.optim.state import state_dtype
-
-
-def ema_decay(optim: OptimConfig, tokens_per_step: int) -> float | None:
-    """Return the EMA decay per step, between 0 and 1, or None if the config asks for no average."""
-    if optim.ema_half_life_tokens is not None:
-        return float(0.5 ** (tokens_per_step / optim.ema_half_life_tokens))
-    return optim.ema_decay
 
 
 class Ema:

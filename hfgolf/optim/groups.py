@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The keys of the config's section optim that are arguments of Muon.
 _SETTINGS = (
-    *("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_coefficients", "newton_schulz_dtype"),
+    *("momentum", "newton_schulz_steps", "newton_schulz_coefficients", "newton_schulz_dtype"),
     *("update_scale", "row_equilibration", "normuon_beta2", "cautious_weight_decay", "betas", "eps", "state_dtype"),
     "muon_every_steps",
 )
@@ -75,7 +75,7 @@ def parameter_groups(
     dimensions; a stack of matrices is a group of its own, which follows AdamW.
 
     fused: maps the name (or pattern) of a weight that stacks several matrices to the row count of each. Muon
-    orthogonalizes them separately unless optim.split_qkv is false. kinds: the kind of each parameter by name; None: the
+    orthogonalizes them separately. kinds: the kind of each parameter by name; None: the
     rows of PATTERNS. in_out: the names of matrices that are stored as (in, out); they are a group of their own.
 
     Raises UserError if a parameter does not have exactly one kind, or a key of fused matches no parameter.
@@ -86,7 +86,7 @@ def parameter_groups(
         matching = [name for name, _ in parameters if fnmatchcase(name, pattern)]
         if not matching:
             raise UserError(f"fused weight {pattern} matches no parameter of the model; name one that exists")
-        splits |= dict.fromkeys(matching if optim.split_qkv else (), tuple(rows))
+        splits |= dict.fromkeys(matching, tuple(rows))
     members: dict[tuple[str, bool, bool], list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
         kind = parameter_kind(name) if kinds is None else kinds[name]
@@ -111,7 +111,7 @@ def _group(
     stated, weight_decay = {
         "matrix": (None, optim.weight_decay),
         "embedding": (optim.embedding_learning_rate, optim.embedding_weight_decay),
-        "head": (None, optim.head_weight_decay),
+        "head": (None, 0.0),
         "vector": (optim.vector_learning_rate, optim.vector_weight_decay),
     }[kind]
     learning_rate = learning_rate if stated is None else stated

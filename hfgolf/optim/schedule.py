@@ -24,9 +24,8 @@ def learning_rate_multiplier(step: int, total_steps: float, schedule: ScheduleCo
     - Warmup rises as (step + 1) / warmup_steps: the first update is not zero, and update number warmup_steps has the
       peak rate.
     - linear and cosine decay from the end of the warmup to the floor.
-    - wsd decays to the floor over the last warmdown_fraction of the run: linearly, or as 1 - sqrt of the completed
-      fraction of the warmdown (Haegele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
-      Durations", arXiv 2405.18392).
+    - wsd decays linearly to the floor over the last warmdown_fraction of the run (Haegele et al., "Scaling Laws and
+      Compute-Optimal Training Beyond Fixed Training Durations", arXiv 2405.18392).
     - cosine_warmdown is cosine times the wsd warmdown, so it ends at 0 whatever the floor.
 
     The decay ends at update number total_steps + 1, which is never made, so a decay to 0 does not waste the last
@@ -57,15 +56,7 @@ def _decay(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
 
 
 def _warmdown(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
-    """Return 1 before the last warmdown_fraction of the run, then a decay to 0."""
-    left = _warmdown_left(step, total_steps, schedule)
-    if schedule.warmdown_shape == "1-sqrt":
-        return 1 - math.sqrt(1 - left)
-    return left if schedule.warmdown_shape == "linear" else assert_never(schedule.warmdown_shape)
-
-
-def _warmdown_left(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
-    """Return the remaining fraction of the warmdown: 1 before it starts, 0 at the end of the run."""
+    """Return the remaining fraction of the warmdown: 1 before the last warmdown_fraction of the run, 0 at its end."""
     remaining = max(0.0, 1 - step / total_steps)
     return min(1.0, remaining / schedule.warmdown_fraction) if schedule.warmdown_fraction else 1.0
 
@@ -80,18 +71,11 @@ def projected_steps(step: int, progress: float) -> float:
     return step / progress if step and progress else math.inf
 
 
-def momentum(step: int, total_steps: float, optim: OptimConfig, schedule: ScheduleConfig) -> float:
-    """Return Muon's momentum for the update after `step` updates.
-
-    Warms up from optim.momentum_start to optim.momentum, then moves to optim.momentum_end during the warmdown. In a
-    short run the two overlap. total_steps: as in `learning_rate_multiplier`.
-    """
+def momentum(step: int, optim: OptimConfig) -> float:
+    """Return Muon's momentum for the update after `step` updates: it rises from optim.momentum_start."""
     start = min(optim.momentum_start, optim.momentum)
     share = min(1.0, step / optim.momentum_warmup_steps) if optim.momentum_warmup_steps else 1.0
-    warm = start + share * (optim.momentum - start)
-    if optim.momentum_end is None:
-        return warm
-    return optim.momentum_end + _warmdown_left(step, total_steps, schedule) * (warm - optim.momentum_end)
+    return start + share * (optim.momentum - start)
 
 
 def weight_decay_multiplier(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
@@ -126,4 +110,4 @@ def apply_schedule(
         group["lr"] = group["initial_lr"] * learning_rate
         group["weight_decay"] = group["initial_weight_decay"] * weight_decay
         if group["rule"] == "muon":
-            group["momentum"] = momentum(step, total_steps, optim, schedule)
+            group["momentum"] = momentum(step, optim)

@@ -36,8 +36,9 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
+from hfgolf.config import model_key
 from hfgolf.errors import UserError
-from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
 from hfgolf.model.convert_gpt2 import golf_config_from_gpt2, golf_from_gpt2, gpt2_from_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.wording import join_words
@@ -170,16 +171,14 @@ def find_architecture(config: GolfConfig) -> Architecture:
 
 def _misfits(config: GolfConfig, row: Architecture) -> list[str]:
     """Return each field whose value an architecture does not have, with what it has instead."""
-    names = [name for name, kind in GolfConfig.__annotations__.items() if "ClassVar" not in str(kind)]
     found = []
-    for name in names:
-        default = getattr(GolfConfig, name)
-        if name in ("loop_active", "activation_slope") or (name in _FREE and name not in row.options):
-            continue  # the first two do nothing without loop and leaky_relu2, which no row has
+    for name, default in MODEL_FIELDS.items():
+        if name == "activation_slope" or (name in _FREE and name not in row.options):
+            continue  # the slope does nothing without leaky_relu2, which no row has
         value, allowed = getattr(config, name), row.options.get(name, (default,))
         if value not in allowed and not (... in allowed and value is not None):
             choices = " or ".join("a number" if known is ... else _said(known) for known in allowed)
-            found.append(f"model.{name} {choices} (now {_said(value)})")
+            found.append(f"{model_key(name)} {choices} (now {_said(value)})")
     if row.model is GPT2LMHeadModel and config.num_key_value_heads != config.num_attention_heads:
         found.append(f"model.num_key_value_heads {config.num_attention_heads} (now {config.num_key_value_heads})")
     return found

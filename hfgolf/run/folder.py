@@ -22,6 +22,7 @@ from hfgolf.command_line import read_yaml
 from hfgolf.config import RunConfig
 from hfgolf.durable import find_damage, make_folder, sync, write_text
 from hfgolf.errors import UserError
+from hfgolf.other_names import in_current_names
 
 try:
     import fcntl
@@ -161,9 +162,9 @@ class RunFolder:
         )
 
     def read_config(self) -> dict[str, Any]:
-        """Return config.yaml as {"section.key": value}; {} if it can't be read."""
+        """Return config.yaml as {"section.key": value}, by today's names; {} if it can't be read."""
         try:
-            return read_yaml(self.config)
+            return in_current_names(read_yaml(self.config))
         except (UserError, OSError):  # missing, or cut off by a power failure: checkpoints hold the config, too
             return {}
 

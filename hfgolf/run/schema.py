@@ -162,7 +162,10 @@ EVENTS: dict[str, tuple[str, dict[str, str]]] = {
         "memory ran out and the micro-batch was reduced",
         {"micro_batch_size": "[before, after], sequences", "reason": "message of the allocator"},
     ),
-    "loop": ("the layers of model.loop run several times from the next step on", {"active": "false: once"}),
+    "loop": (
+        "the layers of a loop (model.overrides.loop) run several times from the next step on",
+        {"active": "false: once"},
+    ),
     "save_failed": ("a checkpoint could not be written", {"reason": "why"}),
     "finding": (
         "the doctor found a symptom",

@@ -1,37 +1,66 @@
 """Build the model from the config of a run: Golf, or any causal language model of transformers.
 
-Owns which keys define a Golf model, and how a model is prepared for a device. Every model that it builds takes the call
-of a Golf model. Does not load weights.
+Owns how a config becomes that of a Golf model, and how a model is prepared for a device. Every model that it builds
+takes the call of a Golf model. Does not load weights.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hfgolf.config import RunConfig
+from hfgolf.command_line import as_yaml
+from hfgolf.config import ModelSection, RunConfig, model_key
 from hfgolf.errors import UserError
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.model.causal_lm import add_loss, check_causal_lm, checkpoint_layers
-from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.architectures import embedding_rows, other_config
-from hfgolf.wording import one_line
+from hfgolf.wording import nearest, one_line
 
 
 def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfConfig:
-    """Return the model's config. token_ids: bos_token_id, eos_token_id, pad_token_id; none if the model is measured."""
-    if config.model.attention_span == "document" and not token_ids:
+    """Return the model's config. token_ids: bos_token_id, eos_token_id, pad_token_id; none if the model is measured.
+
+    Raises UserError if GolfConfig does not allow it.
+    """
+    overrides = golf_overrides(config.model)
+    if overrides.get("attention_span") == "document" and not token_ids:
         token_ids = {"bos_token_id": vocab_size - 1}  # it needs a separator, and any id costs the same
-    shape = dataclasses.asdict(config.model)
-    for key in ("architecture", "overrides", "gradient_checkpointing", "init_from"):
-        del shape[key]
+    shape = {
+        name: value for name, value in dataclasses.asdict(config.model).items() if name in MODEL_FIELDS
+    } | overrides
     sizes = {"vocab_size": embedding_rows(config, vocab_size), "max_position_embeddings": config.max_positions}
-    return GolfConfig(**shape | sizes, **token_ids)
+    try:
+        return GolfConfig(**shape | sizes, **token_ids)
+    except ValueError as error:
+        name, _, problem = str(error).partition(": ")
+        problem = re.sub(r"\b(None|True|False)\b", lambda match: as_yaml(ast.literal_eval(match[0])), problem)
+        raise UserError(f"{model_key(name)}: {problem}") from None
+
+
+def golf_overrides(section: ModelSection) -> dict[str, Any]:
+    """Return model.overrides of a Golf model. Raises UserError if GolfConfig has no such field."""
+    names = [name for name in MODEL_FIELDS if model_key(name).startswith("model.overrides.")]
+    for name in section.overrides:
+        if name in MODEL_FIELDS and name not in names:
+            raise UserError(f"model.overrides.{name}: the key is model.{name}; set that.")
+        if name not in names:
+            raise UserError(f"model.overrides.{name}: golf has no such field; did you mean {nearest(name, names)}?")
+    return section.overrides
+
+
+def check_golf(config: RunConfig) -> None:
+    """Raise UserError for a Golf model that can't be, before any data is read. model.init_from has its own check."""
+    if config.model.architecture == "golf" and config.model.init_from is None:
+        golf_config(config, config.model.vocab_size or 1)
 
 
 def build_model(

@@ -28,7 +28,6 @@ _OF_THE_MACHINE = {
     "data.old_text",
     "data.in_memory",
     "data.num_workers",
-    "data.prefetch_factor",
     "train.cpu_threads",
 }
 

@@ -36,7 +36,6 @@ def start_batches(run: Run) -> None:
         blocks_read=run.state.blocks,
         excluded=run.state.excluded_blocks,
         num_workers=config.data.num_workers,
-        prefetch_factor=config.data.prefetch_factor,
         device=accelerator.device,
     )
     run.batches = iter(device_prefetch(loader, accelerator.device))

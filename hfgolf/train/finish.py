@@ -247,7 +247,7 @@ def _take_best_weights(run: Run) -> tuple[int, int | None]:
     if file:
         weights, step = load_file(file), step_of(file.parent)
         state = json.loads((file.parent / STATE_NAME).read_text())
-        if run.config.model.loop is not None:
+        if run.config.model.overrides.get("loop") is not None:
             run.raw_model.config.loop_active = state.get("loop_active", True)
         logger.info("using the weights of step %d", step)
     elif nonfinite:

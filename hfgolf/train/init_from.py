@@ -22,29 +22,29 @@ from transformers.utils import cached_file
 
 from hfgolf.command_line import ResolvedConfig, as_yaml
 from hfgolf.command_line import load_config as parse_config
-from hfgolf.config import ModelSection, RunConfig, TokenizerConfig
+from hfgolf.config import ModelSection, RunConfig, TokenizerConfig, model_key
 from hfgolf.data.batches import Stream
 from hfgolf.data.files import cache_folder
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import document_start, embedding_rows, find_tokenizer
 from hfgolf.errors import UserError
 from hfgolf.evaluate.text import tokenize_files
-from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_config, load_model
 from hfgolf.publish.native import converted, golf_shape
 from hfgolf.run.find_model import find_model
 from hfgolf.run.folder import RunFolder
+from hfgolf.train.build import golf_overrides
 from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 
 _OF_THE_RUN = {"dropout", "attention_dropout"}  # of the model's fields, those that every run chooses for itself
 _OF_THE_WEIGHTS = [
-    key.name
-    for key in dataclasses.fields(ModelSection)
-    if hasattr(GolfConfig, key.name) and key.name not in _OF_THE_RUN
+    key.name for key in dataclasses.fields(ModelSection) if key.name in MODEL_FIELDS and key.name not in _OF_THE_RUN
 ]
+_INITIAL = "initializer_range"  # trained weights have forgotten it
 _SIZES = ("max_position_embeddings", "vocab_size")  # null does not state these: something else decides
 FROZEN = "frozen.json"  # beside weights: the names of the parameters that are not trained
 _REAL_IDS = 256  # of the run's text, on which a converted model is compared with the original
@@ -68,15 +68,16 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     except UserError as error:
         as_it_is = f"To train it as it is, set model.architecture {native.model_type}."
         raise UserError(f"model.init_from: {error} {as_it_is}") from None
-    stated = [
-        key
+    section, overrides = config.model, golf_overrides(config.model)
+    stated = {
+        key: getattr(section, key)
         for key in _OF_THE_WEIGHTS
-        if f"model.{key}" in resolved.sources and not (key in _SIZES and getattr(config.model, key) is None)
-    ]
+        if f"model.{key}" in resolved.sources and not (key in _SIZES and getattr(section, key) is None)
+    }
     differences = [
-        f"model.{key} {as_yaml(getattr(config.model, key))} (the weights: {as_yaml(getattr(shape, key))})"
-        for key in stated
-        if not _agrees(shape, key, getattr(config.model, key))
+        f"{model_key(key)} {as_yaml(value)} (the weights: {as_yaml(getattr(shape, key))})"
+        for key, value in (stated | overrides).items()
+        if not _agrees(shape, key, value)
     ]
     if differences:
         raise UserError(
@@ -84,8 +85,10 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
             " these keys out, and the weights decide."
         )
     values = {f"model__{key}": getattr(shape, key) for key in _OF_THE_WEIGHTS if key not in stated}
-    if shape.loop is not None:
-        values["model__loop"] = tuple(shape.loop)
+    others = {key: getattr(shape, key) for key in MODEL_FIELDS.keys() - set(_OF_THE_WEIGHTS) - _OF_THE_RUN - {_INITIAL}}
+    values["model__overrides"] = {
+        key: others[key] for key in MODEL_FIELDS if key in others and others[key] != MODEL_FIELDS[key]
+    }
     if shape.position_embedding == "learned":
         resolved = _within(resolved, shape.max_position_embeddings)
     return _take_tokenizer(resolved.resolve("model.init_from", **values), source)
@@ -113,6 +116,8 @@ def keep_architecture(resolved: ResolvedConfig, before: Mapping[str, Any]) -> Re
     keys = {"tokenizer.kind", "tokenizer.name_or_path", "batch.sequence_length"}
     keys |= {f"model.{key}" for key in _OF_THE_WEIGHTS}
     values = {key.replace(".", "__"): before[key] for key in (keys & before.keys()) - resolved.sources.keys()}
+    if resolved.config.model.architecture == "golf":
+        values["model__overrides"] = before.get("model.overrides", {}) | resolved.config.model.overrides
     return resolved.resolve("the run so far", **values)
 
 
@@ -213,7 +218,7 @@ def _agrees(shape: GolfConfig, key: str, stated: Any) -> bool:
     """Return whether a stated value means what the weights have: null, for example, is 4 x hidden_size."""
     if key == "max_position_embeddings" and shape.position_embedding != "learned":
         return True  # the weights have no limit
-    fields = {name: getattr(shape, name) for name in _OF_THE_WEIGHTS}
+    fields = {name: getattr(shape, name) for name in MODEL_FIELDS}
     try:
         return bool(getattr(GolfConfig(**fields | {key: stated}), key) == getattr(shape, key))
     except ValueError:
@@ -256,8 +261,8 @@ def _require_same_separator(weights: GolfConfig, run: GolfConfig) -> None:
     reads_ids = run.switch_that_reads_ids
     if reads_ids and weights.bos_token_id != run.bos_token_id:
         raise UserError(
-            f"model.init_from: with model.{reads_ids} the weights know token {weights.bos_token_id} as the one between"
-            f" documents, but here it is {run.bos_token_id}; see data.separator_id."
+            f"model.init_from: with {model_key(reads_ids)} the weights know token {weights.bos_token_id} as the one"
+            f" between documents, but here it is {run.bos_token_id}; see data.separator_id."
         )
 
 

@@ -1,4 +1,4 @@
-"""When the layers of model.loop run several times: from schedule.loop_start of the run on.
+"""When the layers of a loop (model.overrides.loop) run several times: from schedule.loop_start of the run on.
 
 The flag is in the model's config, which each pass reads, so a compiled graph is compiled again and cannot fold it. It
 is also in TrainState: a resume and a rollback continue as it was, and an exported model is the one that was trained.
@@ -39,7 +39,7 @@ class Recurrence(Hook):
 
 def each_loop_state(run: Run) -> Iterator[None]:
     """Put the model into each state that its loop will have in this run, the longer pass first; then back."""
-    if run.config.model.loop is None:
+    if run.config.model.overrides.get("loop") is None:
         yield
         return
     config = run.raw_model.config

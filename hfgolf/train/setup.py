@@ -58,7 +58,7 @@ from hfgolf.measure.memory import (
     run_memory,
 )
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.optim.ema import Ema, ema_decay
+from hfgolf.optim.ema import Ema
 from hfgolf.optim.groups import build_optimizer, group_rows, group_table
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
@@ -69,7 +69,7 @@ from hfgolf.run.metrics import MetricsFile
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.train.architectures import other_config
 from hfgolf.train.attention_probe import describe_attention
-from hfgolf.train.build import build_model
+from hfgolf.train.build import build_model, check_golf
 from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import Clock, step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
@@ -107,6 +107,7 @@ def set_up(
     signals and stopwatch: of the session; None: there is none. Raises UserError for a problem that the user can fix; an
     earlier run in the folder is not harmed.
     """
+    check_golf(resolved.config)
     stopwatch = stopwatch or Stopwatch(console.switch)
     folder, origin = _claim(resolved)
     resolved, accelerator = _resolve(resolved, origin)
@@ -317,7 +318,7 @@ def _build(
     model, optimizer = accelerator.prepare(raw_model, optimizer)
     torch.manual_seed(config.run.seed + accelerator.process_index)  # dropout must differ between ranks
     state = TrainState(loop_active=getattr(raw_model.config, "loop_active", True))
-    decay = ema_decay(config.optim, config.batch.tokens_per_step)
+    decay = config.optim.ema_decay
     ema = Ema(raw_model.named_parameters(), decay) if decay is not None else None
     checkpoints = Checkpointer(
         accelerator,

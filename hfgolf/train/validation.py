@@ -34,7 +34,7 @@ def validate(run: Run, before_batch: Callable[[], None], is_last: bool) -> dict[
     """
     train, budget = run.config.train, run.config.eval_tokens
     row, judged = _evaluate_all_weights(run, budget, before_batch)
-    is_last = is_last or _stops_early(train, run.state.evals_after(judged.loss, train.min_improvement))
+    is_last = is_last or _stops_early(train, run.state.evals_after(judged.loss))
     is_whole, evaluation, subset = _covers_all(run, budget), judged, {}
     if is_last and not is_whole:
         subset = {f"subset_{key}": value for key, value in row.items()}
@@ -42,7 +42,7 @@ def validate(run: Run, before_batch: Callable[[], None], is_last: bool) -> dict[
     if is_last or is_whole:
         old = {key: value for key, value in row.items() if key in OldTextColumns.__annotations__}
         run.full_evaluations = {run.state.step: (evaluation, old)}
-    run.state.judge(judged.loss, train.min_improvement)
+    run.state.judge(judged.loss)
     return row | subset
 
 

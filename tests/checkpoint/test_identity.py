@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from hfgolf.checkpoint import identity
-from hfgolf.checkpoint.identity import UNDECIDED, Change, changed_keys, check_text, rule, run_identity
-from hfgolf.command_line import KEY_TYPES, load_config
-from hfgolf.config import RunConfig
+from hfgolf.checkpoint.identity import UNDECIDED, Change, changed_keys, check_text, differences, rule, run_identity
+from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config
+from hfgolf.config import ModelSection, RunConfig, RunSection
 from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.errors import UserError
+from hfgolf.other_names import GONE, MOVED_TO_OVERRIDES
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import compilation, loop, setup
 
@@ -47,12 +48,42 @@ def state_of(folder: Path, step: int) -> dict[str, Any]:
 def test_every_key_has_a_rule_and_every_rule_has_keys():
     assert {key for key in KEY_TYPES if not isinstance(rule(key), Change)} == set()
     unused = [prefix for prefix in identity._RULES if not any(key.startswith(prefix) for key in KEY_TYPES)]
-    assert unused in ([], ["data.prefetch_factor"])
+    assert unused == ["data.prefetch_factor"]  # which a checkpoint of an earlier version may have
     assert rule("train.max_steps") is rule("optim.learning_rate") is Change.REPORTED
     assert rule("train.resume") is rule("hub.push") is Change.FREE
     assert rule("run.seed") is rule("batch.sequence_length") is Change.DATA
     assert rule("data.files") is rule("data.val_fraction") is Change.TEXT
     assert rule("model.activation") is rule("tokenizer.vocab_size") is Change.FIXED
+
+
+@pytest.mark.parametrize(
+    ("stated", "changed"),
+    [
+        ({"head_gate": 8, "norm_eps": 1e-5}, []),
+        ({"head_gate": 8, "norm_eps": 1e-5, "lanes": False}, []),  # a default, stated
+        ({"norm_eps": 1e-5}, ["model.overrides.head_gate 8 -> None"]),
+        ({"head_gate": 8, "norm_eps": 1e-5, "smear_gate": 4}, ["model.overrides.smear_gate None -> 4"]),
+    ],
+)
+def test_a_checkpoint_with_the_keys_of_earlier_versions_knows_its_run(tmp_path, stated, changed):
+    earlier = {f"model.{name}": value for name, value in MOVED_TO_OVERRIDES.items()}
+    earlier |= {key: gone[0] for key, gone in GONE.items()} | {"model.head_gate": 8, "model.norm_eps": 1e-5}
+    (tmp_path / "run.json").write_text(json.dumps({"config": RunConfig().flat() | earlier, "corpus": {}}))
+    before = identity.read_identity(tmp_path)["config"]
+    assert before.keys() == KEY_TYPES.keys()
+    resolved = ResolvedConfig.from_code(RunConfig(run=RunSection(name="x"), model=ModelSection(overrides=stated)))
+    assert differences(before, resolved, changed_keys(before, resolved)) == changed
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_resume_is_refused_if_a_key_that_is_gone_had_an_effect(tmp_path, key):
+    before = RunConfig().flat() | {key: "other"}
+    resolved = ResolvedConfig.from_code(RunConfig(run=RunSection(name="x")))
+    if rule(key) is Change.FREE:
+        assert identity.check_config("step-1", before, resolved) == []
+        return
+    with pytest.raises(UserError, match=rf"^train\.resume: step-1 is of a run with {key} other, which this version"):
+        identity.check_config("step-1", before, resolved)
 
 
 @pytest.mark.parametrize(

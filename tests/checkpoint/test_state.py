@@ -44,12 +44,12 @@ def test_new_data_resets_only_the_state_of_the_data():
     assert state.state_dict() == expected
 
 
-def test_ties_keep_the_first_best_and_small_improvements_add_up():
+def test_ties_keep_the_first_best_and_are_no_improvement():
     state, told = TrainState(), []
     for state.step, loss in ((2, 2.5), (4, 2.5), (6, 2.25), (8, 2.125)):
-        state.judge(loss, min_improvement=0.25)
+        state.judge(loss)
         told.append((state.best_step, state.evals_without_improvement))
-    assert told == [(2, 0), (2, 1), (6, 2), (8, 0)]
+    assert told == [(2, 0), (2, 1), (6, 0), (8, 0)]
 
 
 def test_state_survives_json():

@@ -64,7 +64,6 @@ def test_shown_rates_match_a_real_run(show, run, tiny_run):
         train__max_epochs=0.08,
         train__eval_every_steps=100,
         schedule__warmup_steps=3,
-        schedule__warmdown_shape="1-sqrt",
     )
     shown = cells(show(*options))
     rows = read_rows(run(options) / "metrics.jsonl")

@@ -62,7 +62,7 @@ def test_arguments_reproduce_the_planned_config(definition, tmp_path):
 
 def test_grid_over_every_arm(definition):
     definition.write_text(
-        "base: null\nbaseline:\nseeds: [1]\narms: {a: , b: {optim.nesterov: false}}\n"
+        "base: null\nbaseline:\nseeds: [1]\narms: {a: , b: {optim.row_equilibration: true}}\n"
         "grid: {optim.learning_rate: [1, 2]}\n"
     )
     experiment = load_experiment(definition)
@@ -72,7 +72,7 @@ def test_grid_over_every_arm(definition):
         "b[learning_rate=1]",
         "b[learning_rate=2]",
     ]
-    assert experiment.arms["b[learning_rate=2]"] == {"optim.nesterov": "false", "optim.learning_rate": "2"}
+    assert experiment.arms["b[learning_rate=2]"] == {"optim.row_equilibration": "true", "optim.learning_rate": "2"}
     assert (experiment.base, experiment.baseline) == (None, "a")
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from hfgolf.command_line import load_config
-from hfgolf.config import DataConfig
 from hfgolf.data.batches import (
     IGNORED,
     MicroBatches,
@@ -359,8 +358,8 @@ def test_batches_for_a_gpu_are_pinned_and_copied_without_waiting(stream, monkeyp
     assert waits == ([False] if is_pinned else [])
 
 
-def test_run_passes_its_device_and_prefetch_factor_to_the_loader(tiny_run, monkeypatch):
-    options = {"data__num_workers": 2, "data__prefetch_factor": 5}
+def test_run_passes_its_device_and_workers_to_the_loader(tiny_run, monkeypatch):
+    options = {"data__num_workers": 2}
     asked = {}
     monkeypatch.setattr(feed, "build_loader", lambda *_, **settings: asked.update(settings) or [])
     monkeypatch.setattr(feed, "device_prefetch", lambda loader, device: loader)
@@ -375,14 +374,7 @@ def test_run_passes_its_device_and_prefetch_factor_to_the_loader(tiny_run, monke
     )
     feed.start_batches(run)
     assert asked["device"] == torch.device("cuda")
-    assert (asked["num_workers"], asked["prefetch_factor"]) == (2, 5)
-
-
-def test_prefetch_factor_needs_workers(stream):
-    assert build_loader(stream, **SHAPE, num_steps=2, num_workers=1, prefetch_factor=5).prefetch_factor == 5
-    assert build_loader(stream, **SHAPE, num_steps=2, num_workers=1).prefetch_factor == 2
-    with pytest.raises(UserError, match=r"data.prefetch_factor: 5 needs worker processes; set data.num_workers"):
-        DataConfig(prefetch_factor=5)
+    assert asked["num_workers"] == 2
 
 
 def test_workers_survive_epoch_boundaries(stream):

@@ -375,8 +375,8 @@ def test_template_that_does_not_show_the_answers_is_one_line(tmp_path, template,
         (["tokenizer.vocab_size=260"], "tokenizer.vocab_size: 260 is too small for data.messages_column"),
         (["golf.forecast_every_steps=5"], "golf.forecast_every_steps do not go with data.messages_column"),
         (
-            ["tokenizer.kind=pretrained", "tokenizer.name_or_path=gpt2", "model.attention_span=document"],
-            "model.attention_span: document does not go with data.messages_column",
+            ["tokenizer.kind=pretrained", "tokenizer.name_or_path=gpt2", "model.overrides.attention_span=document"],
+            "model.overrides.attention_span: document does not go with data.messages_column",
         ),
     ],
 )

@@ -30,6 +30,7 @@ from hfgolf.measure.memory import (
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.layers_golf import ACTIVATIONS
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.layout import layout
@@ -196,6 +197,7 @@ def peak_of_a_pass(golf: GolfConfig, tokens: tuple[int, int], precision: str, ch
         (BASELINE, "bf16", "sdpa", True),
         (RECORD, "bf16", "sdpa", False),
         (RECORD, "bf16", "sdpa", True),
+        *(({"activation": name}, "bf16", "sdpa", False) for name in ACTIVATIONS),
     ],
 )
 def test_prediction_matches_live_bytes(options, precision, attention, checkpointing):

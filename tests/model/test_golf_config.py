@@ -96,8 +96,7 @@ def test_bad_value_error_names_field_value_and_allowed_values(field, value):
     with pytest.raises(ValueError) as caught:
         GolfConfig(**{field: value})
     message = str(caught.value)
-    assert f"{field}={value!r}" in message
-    assert "must be" in message
+    assert f"{field}: {value!r} is not allowed; allowed: " in message
     assert "\n" not in message
 
 
@@ -105,8 +104,8 @@ def test_bad_value_error_names_field_value_and_allowed_values(field, value):
     ("options", "message"),
     [
         ({"loop": [1, 3, 2], "parallel_from": 3, "lanes": True}, "layers from 0 to 2 (below parallel_from)"),
-        ({"soft_cap_form": "poly5"}, "logit_soft_cap=None is not allowed; it must be a number"),
-        ({"logit_soft_cap_negative": 5.0}, "logit_soft_cap=None is not allowed; it must be a number"),
+        ({"soft_cap_form": "poly5"}, "logit_soft_cap: None is not allowed; allowed: a number"),
+        ({"logit_soft_cap_negative": 5.0}, "logit_soft_cap: None is not allowed; allowed: a number"),
         ({"tied_embedding_std": 0.005, "tie_word_embeddings": False}, "None without tie_word_embeddings"),
         ({"rope_dims": 16, "position_embedding": "none"}, 'with position_embedding="rope"'),
     ],

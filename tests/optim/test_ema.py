@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hfgolf.config import OptimConfig
 from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.optim.ema import Ema, ema_decay
+from hfgolf.optim.ema import Ema
 
 LATE = 10**9  # a step after the warmup of every decay here
 INPUT_IDS = torch.arange(24).view(2, 12) % 17
@@ -96,20 +95,12 @@ def test_warmup_forgets_the_initial_weights():
 @pytest.mark.parametrize("tokens_per_step", [1, 50, 250, 1000])
 def test_average_is_halfway_after_one_half_life(tokens_per_step):
     half_life_tokens = 1000
-    decay = ema_decay(OptimConfig(ema_half_life_tokens=half_life_tokens), tokens_per_step)
     param = torch.nn.Parameter(torch.zeros(2))
-    ema = Ema([("weight", param)], decay)
+    ema = Ema([("weight", param)], 0.5 ** (tokens_per_step / half_life_tokens))
     param.data.fill_(1.0)
     for step in range(half_life_tokens // tokens_per_step):
         ema.update(LATE + step)
     torch.testing.assert_close(ema.state_dict()["weight"], torch.full((2,), 0.5), rtol=1e-4, atol=0)
-
-
-def test_averaging_is_off_unless_configured():
-    assert ema_decay(OptimConfig(ema_decay=0.99), 4096) == 0.99
-    assert ema_decay(OptimConfig(), 4096) is None
-    configs = [OptimConfig(), OptimConfig(ema_decay=0.99), OptimConfig(ema_half_life_tokens=5, ema_export=True)]
-    assert [config.has_ema for config in configs] == [False, True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,7 +30,6 @@ SHARDED = {
     "muon": OptimConfig(newton_schulz_dtype="fp32"),
     "muon with all options": OptimConfig(
         newton_schulz_dtype="fp32",
-        nesterov=False,
         normuon_beta2=0.9,
         row_equilibration=True,
         cautious_weight_decay=True,

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hfgolf.errors import UserError
-from hfgolf.model.configuration_golf import SWITCHES, GolfConfig
+from hfgolf.model.configuration_golf import MODEL_FIELDS, SWITCHES, GolfConfig
+from hfgolf.model.layers_golf import ACTIVATIONS
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.native import (
     ARCHITECTURES,
@@ -141,19 +142,27 @@ def test_each_architecture_of_the_table_is_tested():
         assert find_architecture(GolfConfig(**SHAPE | options)).name == name
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_is_compared_with_its_architecture_or_refused(activation):
+    if all(options.get("activation", "relu2") != activation for _, options in PAIRS):
+        with pytest.raises(UserError, match=rf"model\.activation .* \(now {activation}\)"):
+            find_architecture(GolfConfig(activation=activation))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             {"logit_soft_cap": 15.0},
-            r"needs model\.logit_soft_cap null \(now 15\.0\); NanoChat needs model\.norm_weight false \(now true\)\.",
+            r"needs model\.overrides\.logit_soft_cap null \(now 15\.0\);"
+            r" NanoChat needs model\.overrides\.norm_weight false \(now true\)\.",
         ),
         ({"position_embedding": "learned"}, r"model\.position_embedding rope or none \(now learned\)"),
         ({"use_bias": True}, r"model\.use_bias false \(now true\)"),
         ({"activation": "swiglu", "use_bias": True}, r"model\.use_bias false"),
         (LAYERNORM | {"qk_norm": True}, r"model\.(norm rmsnorm|qk_norm false)"),
         (LEARNED | {"num_key_value_heads": 2}, r"model\.num_key_value_heads 4 \(now 2\)"),
-        ({"loop": [0, 0, 2]}, r"model\.loop null \(now \[0, 0, 2\]\)"),
+        ({"loop": [0, 0, 2]}, r"model\.overrides\.loop null \(now \[0, 0, 2\]\)"),
     ],
     ids=str,
 )
@@ -171,17 +180,17 @@ def test_every_switch_is_refused_unless_it_is_at_its_default():
     for name in switches:
         config = GolfConfig(**SHAPE)
         setattr(config, name, "changed")
-        with pytest.raises(UserError, match=rf"model\.{name} .* \(now changed\)"):
+        with pytest.raises(UserError, match=rf"model\.overrides\.{name} .* \(now changed\)"):
             find_architecture(config)
 
 
 def test_a_field_that_is_added_tomorrow_is_refused(monkeypatch):
-    monkeypatch.setattr(GolfConfig, "__annotations__", GolfConfig.__annotations__ | {"new_switch": "bool"})
-    monkeypatch.setattr(GolfConfig, "new_switch", False, raising=False)
+    monkeypatch.setitem(MODEL_FIELDS, "new_switch", False)
     config = GolfConfig(**SHAPE)
+    config.new_switch = False
     assert find_architecture(config).name == "Apertus"
     config.new_switch = True
-    with pytest.raises(UserError, match=r"model\.new_switch false \(now true\)"):
+    with pytest.raises(UserError, match=r"model\.overrides\.new_switch false \(now true\)"):
         find_architecture(config)
 
 

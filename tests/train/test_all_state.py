@@ -157,7 +157,7 @@ KINDS = {
     "averages": {
         "optim__ema_decay": 0.9,
         "optim__ema_export": "true",
-        "model__loop": "[0,1,2]",
+        "model__overrides.loop": "[0,1,2]",
         "schedule__loop_start": 0.4,
     },
     "rounding": {

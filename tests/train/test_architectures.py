@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ from hfgolf.config import GolfSection, ModelSection, RunConfig
 from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_rows
 from hfgolf.train.architectures import other_config
+from hfgolf.train.build import check_golf
 
 
 def fields_of(name: str, overrides: dict | None = None, **section: object) -> dict:
@@ -83,15 +85,55 @@ def test_mistake_is_one_line(name, overrides, message):
 def test_options_of_golf_are_refused():
     with pytest.raises(UserError, match=r"^model\.norm: it is an option of architecture golf, and .* is llama"):
         ModelSection(architecture="llama", norm="layernorm")
-    with pytest.raises(UserError, match=r"^model\.overrides: .* allowed: \{\} if model\.architecture is golf"):
-        ModelSection(overrides={"rms_norm_eps": 1.0})
     with pytest.raises(UserError, match=r"^golf\.forecast_every_steps: it needs model\.architecture golf, not llama"):
         RunConfig(model=ModelSection(architecture="llama"), golf=GolfSection(forecast_every_steps=1))
 
 
-def test_mistake_is_found_before_any_data_is_read(run, tiny_run):
-    with pytest.raises(UserError, match=r"did you mean llama\?"):
-        run(tiny_run(model__architecture="lama", data__files="/nowhere"))
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"overrides": {"head_gat": 8}}, "model.overrides.head_gat: golf has no such field; did you mean head_gate?"),
+        ({"overrides": {"hidden_size": 8}}, "model.overrides.hidden_size: the key is model.hidden_size; set that."),
+        ({"overrides": {"bos_token_id": 0}}, "model.overrides.bos_token_id: golf has no such field; did you mean"),
+        ({"overrides": {"head_gate": 500}}, "model.overrides.head_gate: 500 is not allowed; allowed: an integer of at"),
+        ({"overrides": {"lanes": "yes"}}, "model.overrides.lanes: 'yes' is not allowed; allowed: true or false."),
+        ({"overrides": {"lanes": True}}, "model.overrides.lanes: true is not allowed; allowed: false without parallel"),
+        (
+            {"overrides": {"loop": [1, 5, 2]}},
+            "model.overrides.loop: [1, 5, 2] is not allowed; allowed: null, or [first,",
+        ),
+        ({"overrides": {"loop": "1"}}, "model.overrides.loop: '1' is not allowed; allowed: null, or [first,"),
+        ({"overrides": {"exclude_self_value": 6}}, "an integer of at least 0 and at most 5."),
+        ({"overrides": {"rope_dims": 7}}, 'allowed: an even number, with position_embedding="rope".'),
+        ({"overrides": {"soft_cap_form": "poly5"}}, "model.overrides.logit_soft_cap: null is not allowed; allowed: a"),
+        ({"overrides": {"tied_embedding_std": 0.1}, "tie_word_embeddings": False}, "null without tie_word_embeddings."),
+        ({"activation": "swish"}, "model.activation: 'swish' is not allowed; allowed: one of relu2, "),
+        ({"position_embedding": "alibi"}, "model.position_embedding: 'alibi' is not allowed; allowed: one of rope, "),
+        ({"norm": "batchnorm"}, "model.norm: 'batchnorm' is not allowed; allowed: one of rmsnorm, layernorm."),
+        (
+            {"hidden_size": 36},
+            "model.hidden_size: 36 is not allowed; allowed: an even number per head (of 4) for rope.",
+        ),
+    ],
+    ids=str,
+)
+def test_mistake_in_a_golf_model_is_one_line(section, message):
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        check_golf(RunConfig(model=ModelSection(**section)))
+    assert str(error.value).startswith("model.") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"model__architecture": "lama"}, r"did you mean llama\?"),
+        ({"model__overrides": "{head_gat: 8}"}, r"did you mean head_gate\?"),
+        ({"model__activation": "swish"}, r"^model\.activation: 'swish'"),
+    ],
+)
+def test_mistake_is_found_before_any_data_is_read(run, tiny_run, mistake, message):
+    with pytest.raises(UserError, match=message):
+        run(tiny_run(**mistake, data__files="/nowhere"))
 
 
 @pytest.mark.slow

@@ -106,7 +106,8 @@ def test_the_weights_decide_the_architecture_and_the_run_its_dropout(exported):
     resolved = resolve(f"--model.init_from={weights}", "--model.attention_dropout=0.25")
     model = resolved.config.model
     assert (model.hidden_size, model.num_key_value_heads, model.intermediate_size) == (24, 1, 96)
-    assert (model.rope_theta, model.norm_eps, model.max_position_embeddings, model.vocab_size) == (77.0, 1e-4, 32, 257)
+    assert (model.max_position_embeddings, model.vocab_size) == (32, 257)
+    assert model.overrides == {"rope_theta": 77.0, "norm_eps": 1e-4}
     assert (model.dropout, model.attention_dropout) == (0.0, 0.25)
     assert resolved.config.tokenizer.kind == "pretrained" and resolved.config.tokenizer.name_or_path == str(weights)
     assert resolved.sources["model.hidden_size"] == resolved.sources["tokenizer.kind"] == "model.init_from"
@@ -141,10 +142,13 @@ def test_text_and_weights_are_enough(exported, tmp_path, native):
 
 def test_a_stated_shape_that_agrees_is_accepted(exported, tmp_path):
     weights = exported(loop=[0, 1, 2], exclude_self_value=2)
-    stated = "{init_from: %s, hidden_size: 32, intermediate_size: null, num_key_value_heads: null, loop: [0, 1, 2], "
-    stated = stated % weights + "num_hidden_layers: 2, num_attention_heads: 2, exclude_self_value: all}"
+    stated = "{init_from: %s, hidden_size: 32, intermediate_size: null, num_key_value_heads: null, "
+    stated = (
+        stated % weights
+        + "num_hidden_layers: 2, num_attention_heads: 2, overrides: {loop: [0, 1, 2], exclude_self_value: all}}"
+    )
     (tmp_path / "config.yaml").write_text(f"model: {stated}")
-    assert taken(f"--config={tmp_path / 'config.yaml'}").model.loop == (0, 1, 2)
+    assert taken(f"--config={tmp_path / 'config.yaml'}").model.overrides == {"loop": [0, 1, 2], "exclude_self_value": 2}
     replay = resolve(f"--config={tmp_path / 'config.yaml'}")
     (tmp_path / "replay.yaml").write_text(replay.to_yaml())
     again = taken(f"--config={tmp_path / 'replay.yaml'}")

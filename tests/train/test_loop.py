@@ -153,7 +153,7 @@ def test_update_matches_sgd_by_hand(run, tiny_run, monkeypatch, options, clip):
         return result
 
     monkeypatch.setattr(loop, "train_step", watched_step)
-    sgd = {"optim__name": "sgd", "optim__learning_rate": 0.3, "optim__momentum": 0, "optim__nesterov": "false"}
+    sgd = {"optim__name": "sgd", "optim__learning_rate": 0.3, "optim__momentum": 0}
     schedule = {"schedule__name": "constant", "schedule__warmup_steps": 4, "optim__weight_decay": 0.1}
     folder = run(tiny_run(**sgd, **schedule, **options, batch__micro_batch_size=4, train__max_steps=3))
     assert len(norms) == 3 and max(norms) > clip

@@ -11,7 +11,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_metrics
 from hfgolf.train import loop
 
-LOOP = {"model__loop": "[0, 1, 3]", "train__max_steps": 6}
+LOOP = {"model__overrides.loop": "[0, 1, 3]", "train__max_steps": 6}
 
 
 def test_recurrence_starts_at_its_share_of_the_run(run, tiny_run, edit_run, monkeypatch):

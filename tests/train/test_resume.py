@@ -84,7 +84,7 @@ def saved(folder: Path) -> dict[str, Any]:
     [
         pytest.param({"batch__micro_batch_size": 2, "model__dropout": 0.1}, id="accumulation-dropout"),
         pytest.param({"optim__ema_decay": 0.9, "optim__ema_export": "true"}, id="ema"),
-        pytest.param({"model__loop": "[0,1,2]", "schedule__loop_start": 0.6}, id="loop"),
+        pytest.param({"model__overrides.loop": "[0,1,2]", "schedule__loop_start": 0.6}, id="loop"),
         pytest.param({"train__mixed_precision": "fp16", "model__dropout": 0.1}, id="fp16"),
         pytest.param({"train__mixed_precision": "bf16", "data__num_workers": 2}, id="bf16-workers"),
         pytest.param({"data__val_fraction": 0.9, "train__eval_tokens": 1000, "model__dropout": 0.1}, id="epochs"),

@@ -38,7 +38,7 @@ def test_no_secret_is_written_by_a_run(tiny_run, corpus_file, tmp_path):
         data__files=url,
         track__trackers="[wandb,tensorboard]",
         run__output_dir=tmp_path / "output",
-        track__run_name=SECRETS["HF_TOKEN"],
+        track__project=SECRETS["HF_TOKEN"],
     )
     environment = os.environ | SECRETS | {"WANDB_MODE": "offline", "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "scripts/train.py", *arguments]

@@ -193,9 +193,11 @@ def test_samples_and_pushes_use_the_exported_weights(build, monkeypatch, is_aver
 
 def test_a_native_form_that_does_not_exist_is_refused_before_training(build):
     pushed = {"hub__push": "true", "hub__repo_id": "user/name"}
-    with pytest.raises(UserError, match=r"^hub\.format: no architecture .* Apertus needs model\.logit_soft_cap null"):
-        build(**pushed, hub__format="native", model__logit_soft_cap=15)
-    assert build(**pushed, model__logit_soft_cap=15).config.hub.format == "auto"
+    with pytest.raises(
+        UserError, match=r"^hub\.format: no architecture .* Apertus needs model\.overrides\.logit_soft_cap"
+    ):
+        build(**pushed, hub__format="native", model__overrides="{logit_soft_cap: 15}")
+    assert build(**pushed, model__overrides="{logit_soft_cap: 15}").config.hub.format == "auto"
 
 
 def test_second_run_of_a_process_cannot_have_another_precision(build, tiny_run):
