@@ -316,7 +316,7 @@ def test_an_old_golf_export_is_not_run_and_one_line_says_why(old, command):
 @pytest.mark.slow
 def test_an_old_run_on_a_grid_is_exported_for_golf_with_the_same_score(old, command):
     then = json.loads((old / "runs/tricks/golf/ledger.json").read_text(encoding="utf-8"))
-    status, out, err = command("golf", "export", "--run", "runs/tricks", "--output", "again", "--compare_seconds", "0")
+    status, out, err = command("golf", "export", "--run", "runs/tricks", "--output", "again")
     assert status == 0, err
     status, out, err = command("golf", "score", "again", "--json")
     assert status == 0, err
