@@ -8,12 +8,13 @@ import re
 import shlex
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hfgolf.cli import VERBS
+from hfgolf.cli import VERBS, main
 from hfgolf.command_line import KEY_TYPES, load_config
 
 ROOT = Path(__file__).parents[1]
@@ -149,21 +150,24 @@ def test_make_knows_every_target(command):
 @pytest.mark.parametrize(
     "command", [*commands("python scripts/"), *commands("accelerate launch "), *commands("hfgolf ")]
 )
-def test_every_command_uses_existing_options(command, run_script, monkeypatch):
-    """A key of the config must be one; an option of the script must be in its --help."""
+def test_every_command_uses_existing_options(command, run_script, monkeypatch, capsys):
+    """A key of the config must be one; an option of the command must be in its --help."""
     words = shlex.split(command)
     if "hfgolf" in words:
         words = words[words.index("hfgolf") + 1 :]
         length = 2 if words[0] == "golf" else 1
-        verb, arguments = " ".join(words[:length]), words[length:]
-        assert verb in {"--help", *VERBS}
-        script = VERBS.get(verb, ("train", ""))[0] + ".py"
+        verb, arguments = words[:length], words[length:]
+        assert " ".join(verb) in {"--help", *VERBS}
+        monkeypatch.setattr(sys, "argv", [])  # main() sets it
+        with pytest.raises(SystemExit) as end:
+            main([*verb, "--help"])
+        status, said = end.value.code or 0, capsys.readouterr().out
     else:
         script, *arguments = words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
+        status, said, _ = run_script(Path(script).name, "--help")
     options = {argument.removeprefix("--") for argument in arguments if argument.startswith("--")}
-    said = run_script(Path(script).name, "--help")
-    known = set(re.findall(r"--([a-z_.]+)", said.out)) | set(KEY_TYPES)
-    assert said.status == 0 and options - {"config"} <= known
+    known = set(re.findall(r"--([a-z_.]+)", said)) | set(KEY_TYPES)
+    assert status == 0 and options - {"config"} <= known
     if "config" in options:
         keys = [f"--{key}" for key in options & set(KEY_TYPES)]
         stated = [f"{key}={arguments[arguments.index(key) + 1]}" for key in keys]
@@ -175,8 +179,9 @@ def test_no_command_on_a_page_leaves_a_file_for_git():
     """What it writes is in runs/, or a name that git ignores."""
     shown = "\n".join([*commands("python scripts/"), *commands("hfgolf ")])
     written = re.findall(r"--(?:output|certificate|png) ([\w./-]+)", shown)
-    scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.py"))
-    written += re.findall(r'"--output", type=Path, default=Path\("([^"]+)"\)', scripts)
+    folders = [ROOT / "scripts", ROOT / "hfgolf" / "commands", ROOT / "benchmarks"]
+    code = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    written += re.findall(r'"--output", type=Path, default=Path\("([^"]+)"\)', code)
     assert len(written) > 7
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert [path for path in written if not path.startswith("runs/") and f"/{path}" not in ignored] == []
@@ -186,8 +191,9 @@ def test_gpt2_options_build_gpt2():
     from hfgolf.model.convert_gpt2 import gpt2_from_golf
     from hfgolf.train.build import build_model
 
-    (command,) = (command for command in commands("python scripts/train.py") if "layernorm" in command)
-    options = command.partition("small.yaml ")[2]
+    shown = [*commands("python scripts/train.py"), *commands("hfgolf train")]
+    (command,) = (command for command in shown if "layernorm" in command)
+    options = re.split(r"small(?:\.yaml)? ", command, maxsplit=1)[1]
     small = "--model.hidden_size 16 --model.num_hidden_layers 1 --model.num_attention_heads 2 --train.max_steps 1"
     config = load_config([*options.split(), *small.split(), "--train.mixed_precision", "no"]).config
     gpt2 = gpt2_from_golf(build_model(config, 61, "cpu"))  # it refuses what GPT-2 is not
