@@ -21,8 +21,9 @@ import hfgolf
 from hfgolf.checkpoint import contents
 from hfgolf.checkpoint.store import is_whole, step_of
 from hfgolf.command_line import ResolvedConfig, load_config
+from hfgolf.hooks.report import Report
 from hfgolf.run.metrics import read_metrics
-from hfgolf.train import finish, loop
+from hfgolf.train import loop
 
 pytestmark = pytest.mark.slow
 
@@ -177,7 +178,7 @@ def figures(folder: Path) -> list[tuple[Any, ...]]:
 
 def test_same_command_resumes_after_a_power_cut(life, run, tiny_run, tmp_path, monkeypatch):
     """Bitwise equal to an undisturbed run."""
-    monkeypatch.setattr(finish, "report_run", lambda *arguments: None)  # drawing takes longer than everything else
+    monkeypatch.setattr(Report, "_write", lambda *arguments: None)  # drawing takes longer than everything else
     straight = run(tiny_run(**OPTIONS))
     for number, tree in enumerate(kinds(life)):
         disk = write_tree(tree, tmp_path / str(number), life.contents)
