@@ -1,6 +1,9 @@
-"""The ladder: from a naive training step to hfgolf's, one improvement per rung, with the same model and data.
+"""Climb from a naive training loop to hfgolf's: python benchmarks/ladder.py --config configs/small.yaml
 
-    python scripts/ladder.py --config configs/small.yaml
+Measures a step of each rung on this machine: tokenize every batch, stored tokens, tokens in RAM, vectorized batches,
+torch.compile, mixed precision, SDPA, hfgolf. All rungs use the same model, data, optimizer and learning rates, and
+their first losses must agree. Writes ladder.png and ladder.json and prints a table. Holds one copy of the model and
+the optimizer state per rung; dropout is 0.
 
 Each rung keeps the improvements of the rungs below it. The code is meant to be read: a few small functions each make a
 batch in one way, and `plain_step` around them is a training loop as in a tutorial. The last rung is hfgolf's
@@ -11,13 +14,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,15 +32,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hfgolf import palette
+from hfgolf.command_line import load_config, run_command
+from hfgolf.commands.options import ScriptParser, check_output, within
+from hfgolf.commands.scratch import scratch_run
 from hfgolf.data.batches import block_starts, gather
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.token_stream import TokenStream, open_stream
+from hfgolf.durable import write_text
 from hfgolf.errors import UserError
-from hfgolf.hardware import measured_peak_flops, synchronize
+from hfgolf.hardware import accelerator_name, fingerprint, measured_peak_flops, synchronize
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.schedule import apply_schedule
+from hfgolf.run.provenance import run_metadata
 from hfgolf.train.compilation import has_compiler
+from hfgolf.train.console import show_log
 from hfgolf.train.feed import blocks_per_epoch, is_out_of_memory
 from hfgolf.train.loop import train_step
 from hfgolf.train.run import Run
@@ -410,3 +421,83 @@ def check_losses(rows: list[dict[str, Any]]) -> None:
         row["losses_off_by"] = max(abs(loss - first) for loss, first in pairs)
         if not row["losses_off_by"] <= TOLERANCES[row["precision"]]:
             raise ValueError(f"{row['rung']}: its losses {row['losses']} differ from those of {climbed[0]['rung']}")
+
+
+def main() -> None:
+    parser = ScriptParser(
+        __doc__,
+        "Also takes the options of hfgolf train: --config FILE --section.key value. --train.compile false skips the\n"
+        "rung of torch.compile, --train.mixed_precision no the rung of mixed precision.",
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/ladder"), help="folder to write to (runs/ladder)")
+    parser.add_argument("--repetitions", type=within(1, 10**4), default=9, help="timed steps per rung (9)")
+    parser.add_argument("--losses", type=within(1, 10**4), default=4, help="first steps, whose losses are compared (4)")
+    arguments, run_options = parser.parse_known_args()
+    resolved = load_config(run_options)
+    may_compile = resolved.config.train.compile is not False
+
+    show_log(True)
+    folder = arguments.output
+    check_output("--output", folder, besides=[folder / "ladder.json", folder / "ladder.png"])
+    changes = {"model__dropout": 0.0, "model__attention_dropout": 0.0, "train__compile": False}
+    # without segments: the naive rungs read whole sequences
+    with scratch_run(resolved, "ladder", **changes, batch__segment_length=None) as run:
+        if run.accelerator.num_processes > 1:
+            raise UserError("ladder.py measures one process; start it with python, not accelerate launch.")
+        if run.config.train.mixed_precision == "fp16":
+            raise UserError("train.mixed_precision: fp16 has no rung; allowed: no, bf16.")
+        rungs = build_rungs(run, arguments.losses + arguments.repetitions, run.folder.path, may_compile)
+        print(f"\nclimbing: {arguments.losses} + {arguments.repetitions} steps per rung")
+        before = busy_seconds()
+        rows = climb(rungs, arguments.losses, arguments.repetitions)
+        facts = measure_bf16(rows, run, others_share(before))
+    check_losses(rows)
+    record = {
+        "rungs": rows,
+        "bf16": asdict(facts) if facts else None,
+        "threads": torch.get_num_threads(),
+        "metadata": run_metadata(run.resolved, fingerprint()),
+    }
+    write_text(folder / "ladder.json", json.dumps(record, indent=1))
+    draw(rows, f"{run.config.run.name} on {accelerator_name()}", folder / "ladder.png")
+    print(f"\n{table(rows)}")
+    if facts:
+        print(why_no_gain(facts))
+    print(f"wrote {folder / 'ladder.png'} and {folder / 'ladder.json'}")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return one row per rung: its time, its speedup, its last loss, and the difference from the first rung's."""
+    lines = [f"{'rung':<17}{'ms/step':>11}{'faster':>8}{'total':>8}{'loss':>9}{'off by':>9}  what is new"]
+    for row in rows:
+        if "skipped" in row:
+            lines.append(f"{row['rung']:<17}skipped: {row['skipped']}")
+            continue
+        lines.append(
+            f"{row['rung']:<17}{row['milliseconds']:>11,.1f}{row['faster']:>7.2f}x{row['faster_than_first']:>7.2f}x"
+            f"{row['losses'][-1]:>9.4f}{row['losses_off_by']:>9.0e}  {row['what']}"
+        )
+    lines.append("all rungs have the same losses, within the tolerance of their precision")
+    return "\n".join(lines)
+
+
+@palette.style()
+def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Write the picture: one bar per measured rung, with its time and speedup."""
+    from matplotlib.figure import Figure
+
+    climbed = [row for row in rows if "skipped" not in row]
+    figure = Figure(figsize=(8, 1 + 0.5 * len(climbed)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([row["rung"] for row in climbed], [row["milliseconds"] for row in climbed], color=palette.BLUE)
+    labels = [f" {row['milliseconds']:,.0f} ms, {row['faster_than_first']:.2f}x" for row in climbed]
+    axes.bar_label(bars, labels)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set(xlabel="milliseconds per step (median)", title=title)
+    axes.grid(visible=False)
+    palette.save(figure, path)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -3,7 +3,7 @@
     python benchmarks/run_all.py                  (or: make bench-cpu)
     python benchmarks/run_all.py --device cuda    (or: make bench-gpu)
 
-Each part is a process of its own: a benchmark, a script, or the tests that need a GPU. When it ends, it leaves
+Each part is a process of its own: a benchmark, a command, or the tests that need a GPU. When it ends, it leaves
 benchmarks/results/NAME_cpu.json or NAME_gpu.json, which also stores what it printed. A part that has been measured with
 the same code, torch and device is skipped, so the command continues after whatever ended it. A part that fails is
 named, and the others go on; it runs again when the code changes, or by --only. What a part prints is also in
@@ -71,18 +71,17 @@ class Part:
     tiny: tuple[str, ...] = ()
     """Options that --dry_run adds."""
     written: str = ""
-    """The JSON that a script writes to its output folder; a benchmark writes the file that it is told to."""
-
-
-def _script(name: str, *options: str, tiny: tuple[str, ...] = TINY_RUN, written: str = "") -> Part:
-    return Part(f"scripts/{name}.py", options, tiny, written or f"{name}.json")
+    """The JSON that it writes to its output folder; the others write the file that they are told to."""
 
 
 def _profile(*options: str, compiled: bool) -> Part:
     tiny = (*TINY_RUN, "--steps", "1", "--train.compile=false")
-    return _script(
-        "profile_step", *options, f"--train.compile={str(compiled).lower()}", tiny=tiny, written="profile.json"
-    )
+    options = (*options, f"--train.compile={str(compiled).lower()}")
+    return Part("hfgolf/commands/profile.py", options, tiny, "profile.json")
+
+
+def _roofline(*options: str) -> Part:
+    return Part("benchmarks/roofline.py", options, TINY_RUN, "roofline.json")
 
 
 def _throughput(*shapes: str) -> Part:
@@ -95,7 +94,8 @@ def _memory(*cases: str) -> Part:
     return Part("benchmarks/memory_prediction.py", ("--cases", *cases) if cases else (), ("--cases", "small, fp32"))
 
 
-LADDER = _script("ladder", *SMALL, tiny=(*TINY_RUN, *ONCE, "--losses", "1", "--train.compile=false"))
+LADDER_ONCE = (*TINY_RUN, *ONCE, "--losses", "1", "--train.compile=false")
+LADDER = Part("benchmarks/ladder.py", SMALL, LADDER_ONCE, "ladder.json")
 COMMON = {
     "against_gpt2": Part("benchmarks/against_gpt2.py", (), (*ONCE, "--shape", "small")),
     "checkpoint": Part("benchmarks/checkpoint.py", (), SMALL_ONCE),
@@ -120,13 +120,13 @@ PARTS: dict[str, dict[str, Part]] = {
         "profile_characters": _profile(*SMALL, *CHARACTERS, compiled=True),
         "profile_small": _profile(*SMALL, compiled=False),
         "profile_small_compiled": _profile(*SMALL, compiled=True),
-        "roofline": _script("roofline", *SMALL),
+        "roofline": _roofline(*SMALL),
         "tokenize_text": Part("benchmarks/tokenize_text.py", (), ONCE),
         "train_throughput": _throughput(),
     },
     "cuda": {  # in the order that they run: what decides what to mend comes first
         "tests": Part("tests", ("-m", "gpu"), ("--collect-only",)),
-        "roofline": _script("roofline", *GPT2_124M),
+        "roofline": _roofline(*GPT2_124M),
         "profile_124m": _profile(*GPT2_124M, compiled=False),
         "profile_124m_compiled": _profile(*GPT2_124M, compiled=True),
         "train_throughput_gpt2_124m": _throughput("gpt2_124m"),
@@ -152,12 +152,14 @@ PARTS: dict[str, dict[str, Part]] = {
 def command(part: Part, device: str, output: Path, is_tiny: bool) -> list[str]:
     """Return the arguments for Python that measure a part.
 
-    output: of a benchmark, the JSON to write; of a script, the folder to write to.
+    output: the JSON to write, or the folder if the part says what it writes there.
     """
     options = [*part.options, *(part.tiny if is_tiny else ())]
     path = ROOT / part.path
     if path.is_dir():
         return ["-m", "pytest", "-q", "-p", "no:cacheprovider", part.path, *options]
+    if path.parent.name == "commands":
+        return ["-m", "hfgolf", path.stem, *options, "--output", str(output)]
     takes_device = not part.written and '"--device"' in path.read_text()  # the others use a GPU if there is one
     return [part.path, *options, "--output", str(output), *(("--device", device) if takes_device else ())]
 
@@ -327,7 +329,7 @@ def about(part: Part) -> str:
     if (ROOT / part.path).is_dir():
         return f"pytest {' '.join(part.options)}"
     docstring = str(ast.get_docstring(ast.parse((ROOT / part.path).read_text())))
-    return docstring.splitlines()[0].split(": python ")[0].rstrip(".")
+    return re.split(": (?:python|hfgolf) ", docstring.splitlines()[0])[0].rstrip(".")
 
 
 def machine(measured: dict[str, Any]) -> str:

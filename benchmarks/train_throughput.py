@@ -246,8 +246,8 @@ def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
 
 def train_hfgolf(job: Job, turns: Turns) -> None:
     from hfgolf.command_line import load_config
+    from hfgolf.commands.scratch import scratch_run
     from hfgolf.model.convert_gpt2 import golf_from_gpt2
-    from hfgolf.tools.scratch import scratch_run
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.loop import train_step
 

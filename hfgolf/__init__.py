@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from hfgolf.command_line import load_config as load_config
     from hfgolf.config import RunConfig as RunConfig
     from hfgolf.errors import UserError as UserError
-    from hfgolf.measure.memory import training_memory as training_memory
     from hfgolf.model.configuration_golf import GolfConfig as GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM as GolfForCausalLM
     from hfgolf.optim.muon import Muon as Muon
@@ -35,7 +34,6 @@ _PUBLIC_NAMES = {
     "fit": "hfgolf.tools.fit",
     "load_config": "hfgolf.command_line",
     "open_run": "hfgolf.tools.fit",
-    "training_memory": "hfgolf.measure.memory",
 }
 __all__ = sorted([*_PUBLIC_NAMES, "__version__", "train"])
 

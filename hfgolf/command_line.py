@@ -35,9 +35,8 @@ SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
     f"{section}.{key}": kind for section, cls in SECTIONS.items() for key, kind in typing.get_type_hints(cls).items()
 }
-_ROOT = Path(__file__).parent
-_ROOT = _ROOT if (_ROOT / "scripts").is_dir() else _ROOT.parent  # they are beside the package in a checkout
-SCRIPTS, CONFIGS = _ROOT / "scripts", _ROOT / "configs"
+CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = CONFIGS if CONFIGS.is_dir() else CONFIGS.parents[1] / "configs"  # beside the package in a checkout
 _MAX_VALUES = 100_000  # in one config, with aliases expanded
 # Numbers that YAML 1.1 reads differently than a person does: 010 is octal, 1:30 is base 60.
 _MISREAD = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")

@@ -768,7 +768,7 @@ class HubConfig:
 
 @dataclass(frozen=True)
 class GolfSection:
-    """A model in a number of bytes: `scripts/golf_export.py` rounds its matrices and codes the integers."""
+    """A model in a number of bytes: `hfgolf golf export` rounds its matrices and codes the integers."""
 
     budget_bytes: int | None = None
     """Bytes of everything that counts; null: say it at export."""

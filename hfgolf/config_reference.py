@@ -29,7 +29,7 @@ The default model is a modern block: RMSNorm, rotary positions, normed queries a
 output projections that start at zero. These options make it GPT-2, to 1e-5 in the logits:
 
 ```sh
-python scripts/train.py --config configs/small.yaml \
+hfgolf train --config configs/small.yaml \
     --model.norm layernorm --model.position_embedding learned --model.activation gelu_new \
     --model.use_bias true --model.qk_norm false --model.embedding_norm false
 ```

@@ -1,41 +1,8 @@
-"""Score what golf_export.py wrote once more: python scripts/golf_score.py runs/small/golf
+"""The command `hfgolf golf score`, by its path."""
 
-Checks every file against the ledger, and the bytes against the budget, then runs score.py on the files in a process
-that sees nothing of hfgolf. Exits with 1 if a file, the bytes, the weights or the score differ from the ledger.
-"""
-
-import argparse
-import json
 import sys
-from pathlib import Path
 
-from hfgolf.command_line import run_command
-from hfgolf.errors import UserError
-from hfgolf.script_options import ScriptParser, within
-
-
-def main() -> int:
-    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder of an export, such as runs/small/golf")
-    parser.add_argument("--mode", choices=("flat", "sliding", "documents"), help="default: that of the ledger")
-    parser.add_argument("--stride", type=within(1, 2**24), help="tokens between windows, if they overlap")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    arguments = parser.parse_args()
-
-    from hfgolf.golf.rescore import rescore_folder
-
-    figures, problems = rescore_folder(arguments.folder, arguments.mode, arguments.stride)
-    if arguments.json:
-        print(json.dumps(figures | {"problems": problems}))
-    elif figures:
-        print(f"{'bytes':<15}{figures['counted_bytes']:,} of {figures['budget_bytes']:,}")
-        print(f"{'evaluation':<15}{figures['mode']}, {figures['tokens']:,} tokens, {figures['bytes']:,} bytes")
-        print(f"{'loss':<15}{figures['nats'] / figures['tokens']:.4f} nats per token")
-        print(f"{'bits per byte':<15}{figures['bpb']:.4f}")
-    for problem in problems:
-        print(UserError(problem).shown(), file=sys.stderr)
-    return 1 if problems else 0
-
+from hfgolf.cli import main
 
 if __name__ == "__main__":
-    run_command(main)
+    main(["golf", "score", *sys.argv[1:]])

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hfgolf.commands.evaluate_text import EvaluationOptions, evaluate_text
 from hfgolf.durable import write_text
 from hfgolf.hardware import fingerprint
-from hfgolf.tools.evaluate_text import EvaluationOptions, evaluate_text
 from hfgolf.train.console import quiet_libraries
 
 RESULT = Path(__file__).parent / "results" / "evaluation_modes.json"

@@ -1,6 +1,6 @@
 """What rounding to a number of bytes costs, beside the same bytes without hfgolf: int8 rows, or coarser ones, and zlib.
 
-    python scripts/golf_export.py --run runs/small --output exports/2000000 --budget_bytes 2000000    (and others)
+    hfgolf golf export --run runs/small --output exports/2000000 --budget_bytes 2000000    (and others)
     python benchmarks/experiments/golf_export.py --run runs/small --exports exports/*
 
 Reads the ledgers of the exports, and scores each way of rounding on the first tokens of the validation part, all alike.

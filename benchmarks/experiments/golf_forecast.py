@@ -1,6 +1,6 @@
 """How far the forecasts of a run are from exports of the same weights.
 
-    python scripts/train.py --config configs/small.yaml --run.name forecast --golf.budget_bytes 2000000 \\
+    hfgolf train --config configs/small.yaml --run.name forecast --golf.budget_bytes 2000000 \\
         --golf.forecast_every_steps 50 --train.save_every_steps 50 --train.keep_last 10
     python benchmarks/experiments/golf_forecast.py --run runs/forecast
 

@@ -1,6 +1,6 @@
 """The laptop round: bits per byte of each run in 500,000 bytes, everything counted.
 
-    python scripts/compare_runs.py benchmarks/experiments/golf_laptop.yaml --jobs 2
+    hfgolf compare benchmarks/experiments/golf_laptop.yaml --jobs 2
     python benchmarks/experiments/golf_laptop.py --runs runs/experiments/golf_laptop/*
     python benchmarks/experiments/golf_laptop.py --runs runs/experiments/golf_laptop_plain/* --plain
 

@@ -205,7 +205,7 @@ def diverged_after_restore(history: History) -> Finding | None:
         f" {loss_after:.4g} in the {RESTORE_STEPS} steps after it ({event})"
     )
     causes = (
-        "optimizer or gradient scaler state that does not match the weights (scripts/verify_resume.py checks this)",
+        "optimizer or gradient scaler state that does not match the weights (hfgolf verify_resume checks this)",
         "weights from another step than the checkpoint's",
         "a config, text or precision that was changed for the resume",
     )

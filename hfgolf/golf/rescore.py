@@ -123,7 +123,7 @@ def _read_ledger(folder: Path) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError):
         is_valid = False
     if not is_valid:
-        raise UserError(f"{folder / LEDGER} is missing or broken; name a folder that golf_export.py wrote.")
+        raise UserError(f"{folder / LEDGER} is missing or broken; name a folder that `hfgolf golf export` wrote.")
     return read
 
 

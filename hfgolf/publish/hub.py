@@ -187,7 +187,7 @@ class HubPusher:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _retry_command(self, folder: Path) -> str:
-        command = f"python scripts/push_to_hub.py --run {folder.parent} --repo {self._repo_id}"
+        command = f"hfgolf push --run {folder.parent} --repo {self._repo_id}"
         return command if self._format == "auto" else f"{command} --format {self._format}"
 
 

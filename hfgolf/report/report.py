@@ -263,7 +263,7 @@ def _sample_command(run: RunRecord) -> str | None:
     model = run.summary.get("model")
     prompt = run.config.get("train.sample_prompt")
     options = f" --prompt {shlex.quote(prompt)}" if prompt else ""
-    return f"python scripts/generate.py --model {shlex.quote(model)}{options}" if model else None
+    return f"hfgolf generate --model {shlex.quote(model)}{options}" if model else None
 
 
 def _describe_sample(run: RunRecord, sample: dict[str, Any]) -> dict[str, Any]:

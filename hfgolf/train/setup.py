@@ -242,7 +242,7 @@ def _log_environment(accelerator: Accelerator, resolved: ResolvedConfig) -> None
     if asked > 1 and accelerator.num_processes == 1:
         logger.warning(
             "accelerate was told to start %d processes, but on a CPU `accelerate launch` starts one; for %d, start with"
-            " `torchrun --nproc_per_node %d scripts/train.py`",
+            " `torchrun --nproc_per_node %d -m hfgolf train`",
             *[asked] * 3,
         )
     if (precision, source) == ("no", "accelerate") and fast_product_dtype(accelerator.device) == torch.bfloat16:

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from hfgolf.command_line import load_config
+from hfgolf.commands.scratch import scratch_run
 from hfgolf.data.batches import MicroBatches
 from hfgolf.data.token_cache import load_tokens
-from hfgolf.tools.scratch import scratch_run
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "ladder.py"
 
 
 @pytest.fixture

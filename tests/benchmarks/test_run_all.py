@@ -28,7 +28,7 @@ print("as fast as", getattr(arguments, "device", "it is"))
 about = {{"hardware": {{"device": "Abacus", "cores": 9}}, "versions": {{"torch": "3.0"}}}}
 open(arguments.output, "w").write(json.dumps(about | {{"seconds": 1}}))
 '''
-SCRIPT = '''"""Profile a step: python scripts/profile_step.py
+LADDER = '''"""Climb: python benchmarks/ladder.py
 
 More of it.
 """
@@ -37,7 +37,7 @@ import json, os, sys
 os.makedirs(folder, exist_ok=True)
 print("made with", *options)
 metadata = {"hardware": {"device": "Slide rule"}, "packages": {"torch": "2.9"}, "commit": "abc"}
-open(f"{folder}/profile.json", "w").write(json.dumps({"mfu": 0.5, "folder": folder, "metadata": metadata}))
+open(f"{folder}/ladder.json", "w").write(json.dumps({"mfu": 0.5, "folder": folder, "metadata": metadata}))
 '''
 
 
@@ -49,18 +49,18 @@ def run_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """Return run_all for a folder with three benchmarks, one of which fails, a script and a folder of tests."""
     monkeypatch.syspath_prepend(str(ROOT))
     module = importlib.import_module("benchmarks.run_all")
-    for folder in ("benchmarks/results", "scripts", "checks"):
+    for folder in ("benchmarks/results", "checks"):
         (tmp_path / folder).mkdir(parents=True)
     takes_device = 'parser.add_argument("--device")'
     (tmp_path / "benchmarks" / "saving.py").write_text(BENCHMARK.format(name="saving", device=""))
     (tmp_path / "benchmarks" / "cpu_kernels.py").write_text(BENCHMARK.format(name="kernels", device=takes_device))
     (tmp_path / "benchmarks" / "broken.py").write_text("print('so far')\nraise SystemExit('no such luck')")
-    (tmp_path / "scripts" / "profile_step.py").write_text(SCRIPT)
+    (tmp_path / "benchmarks" / "ladder.py").write_text(LADDER)
     (tmp_path / "checks" / "test_it.py").write_text("def test_it(): pass")
     kernels, saving = module.Part("benchmarks/cpu_kernels.py"), module.Part("benchmarks/saving.py")
     broken, checks = module.Part("benchmarks/broken.py"), module.Part("checks", ("-k", "it"))
-    profile = module.Part("scripts/profile_step.py", ("--train.max_steps=1",), ("--tiny",), "profile.json")
-    cpu = {"broken": broken, "cpu_kernels": kernels, "profile_tiny": profile, "saving": saving}
+    ladder = module.Part("benchmarks/ladder.py", ("--train.max_steps=1",), ("--tiny",), "ladder.json")
+    cpu = {"broken": broken, "cpu_kernels": kernels, "ladder_tiny": ladder, "saving": saving}
     monkeypatch.setattr(module, "PARTS", {"cpu": cpu, "cuda": {"tests": checks, "saving": saving, "broken": broken}})
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module, "FOLDER", tmp_path / "benchmarks")
@@ -96,12 +96,12 @@ def test_benchmarks_of_a_device_run_and_save_their_results(run_all, call, tmp_pa
     assert kept["printed"] == "as fast as cpu" and kept["seconds"] == 1
     page = (tmp_path / "page.md").read_text()
     kernels = "Time of kernels.\n\nAbacus, 9 cores, torch 3.0.\n\n```text\nas fast as cpu\n```\n"
-    profile = "Profile a step.\n\nSlide rule, ? cores, torch 2.9, hfgolf abc.\n\n```text\n"
-    profile += "made with --train.max_steps=1 --output\n```\n"
-    assert f"## CPU\n\n### cpu_kernels\n\n{kernels}\n### profile_tiny\n\n{profile}\n### saving\n" in page
+    ladder = "Climb.\n\nSlide rule, ? cores, torch 2.9, hfgolf abc.\n\n```text\n"
+    ladder += "made with --train.max_steps=1 --output\n```\n"
+    assert f"## CPU\n\n### cpu_kernels\n\n{kernels}\n### ladder_tiny\n\n{ladder}\n### saving\n" in page
     assert "## GPU" not in page and "broken" not in page
-    profiled = json.loads((tmp_path / "benchmarks" / "results" / "profile_tiny_cpu.json").read_text())
-    assert profiled["folder"] == "runs/benchmarks/profile_tiny_cpu"  # not where this machine has it
+    measured = json.loads((tmp_path / "benchmarks" / "results" / "ladder_tiny_cpu.json").read_text())
+    assert measured["folder"] == "runs/benchmarks/ladder_tiny_cpu"  # not where this machine has it
 
     assert "as fast as it is" in call("--device", "cuda", "--only", "saving")
     page = (tmp_path / "page.md").read_text()
@@ -111,10 +111,10 @@ def test_benchmarks_of_a_device_run_and_save_their_results(run_all, call, tmp_pa
 def test_measured_and_failed_parts_are_skipped_until_the_code_changes(run_all, call, tmp_path):
     call()
     said = call()
-    assert "cpu_kernels: measured before\nprofile_tiny: measured before\nsaving: measured before" in said
+    assert "cpu_kernels: measured before\nladder_tiny: measured before\nsaving: measured before" in said
     assert said.startswith("broken: failed before; once more: --only broken") and said.endswith("failed: broken")
     states = dict(line.split() for line in call("--list").splitlines())
-    assert states == {"broken": "failed", "cpu_kernels": "measured", "profile_tiny": "measured", "saving": "measured"}
+    assert states == {"broken": "failed", "cpu_kernels": "measured", "ladder_tiny": "measured", "saving": "measured"}
     assert "as fast as cpu" in call("--only", "cpu_kernels")
 
     with (tmp_path / "benchmarks" / "broken.py").open("w") as file:
@@ -141,7 +141,7 @@ def test_results_name_the_commit_of_the_code_whatever_else_changes(call, tmp_pat
         git(*arguments)
     head = git("rev-parse", "HEAD").strip()
     assert len(head) == 40
-    assert [commit_of("saving"), commit_of("profile_tiny"), commit_of("saving")] == [head] * 3
+    assert [commit_of("saving"), commit_of("ladder_tiny"), commit_of("saving")] == [head] * 3
     with (tmp_path / "benchmarks" / "broken.py").open("a") as file:
         file.write("# changed")
     assert commit_of("saving") == f"{head}-dirty"
@@ -234,8 +234,8 @@ def test_each_benchmark_is_a_part(monkeypatch):
     run_all = importlib.import_module("benchmarks.run_all")
     paths = {part.path for parts in run_all.PARTS.values() for part in parts.values()}
     files = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
-    # the ladder is a part by scripts/ladder.py, growth measures large_corpus, the last two need a terminal
-    names = ("ladder", "machine", "run_all", "large_corpus", "progress_bar", "transcript")
+    # growth measures large_corpus, the study needs a person's text, the last two need a terminal
+    names = ("machine", "run_all", "large_corpus", "vocabulary_study", "progress_bar", "transcript")
     without = {f"benchmarks/{name}.py" for name in names}
     assert files - without <= paths
     assert all((ROOT / path).exists() for path in paths)

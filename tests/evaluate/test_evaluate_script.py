@@ -111,7 +111,7 @@ def test_modes_differ_in_context_and_report_their_coverage(foreign, tmp_path, ev
 
 
 def test_tasks_need_lm_eval_and_only_their_own_options(foreign, evaluate, monkeypatch):
-    monkeypatch.setattr("hfgolf.tools.evaluate_tasks.find_spec", lambda name: None)
+    monkeypatch.setattr("hfgolf.commands.evaluate_tasks.find_spec", lambda name: None)
     for options, message in (
         ((), "--tasks: needs the package lm-eval; run `pip install lm-eval`."),
         (("--stride", 4), "--stride: is for --files; lm-eval's tasks say themselves how they are scored."),

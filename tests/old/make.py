@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 import yaml
+from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 from transformers import AutoModelForCausalLM
 
 import hfgolf
 from hfgolf.command_line import KEY_TYPES, load_config
 from hfgolf.config import RunConfig
-from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = "inductor"  # metadata.json has it
 sys.path.append(str(Path(__file__).resolve().parents[1]))

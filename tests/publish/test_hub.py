@@ -152,7 +152,7 @@ def test_silent_hub_times_out(exported, our_hub, monkeypatch, caplog):
     monkeypatch.setattr(hub_module, "PUSH_TIMEOUT_SECONDS", 2)
     pusher = HubPusher("user/name", private=False)
     pusher.push_now(exported, "step 6")
-    again = f"To try again: python scripts/push_to_hub.py --run {exported.parent} --repo user/name"
+    again = f"To try again: hfgolf push --run {exported.parent} --repo user/name"
     assert caplog.messages == [f"hub: not pushed: it did not finish within 2 s. {again}"]
     monkeypatch.setattr(hub_module, "RESPONSE_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(UserError, match=r"cannot push to user/name: .*timed? ?out"):

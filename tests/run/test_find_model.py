@@ -145,7 +145,7 @@ def test_a_name_below_runs_is_a_path_even_where_no_run_is(tmp_path, monkeypatch)
 
 
 def test_looking_for_a_model_imports_nothing_heavy():
-    program = "import sys, hfgolf.run.find_model, hfgolf.tools.chat; print({'torch', 'numpy'} & {*sys.modules})"
+    program = "import sys, hfgolf.run.find_model, hfgolf.commands.chat; print({'torch', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -21,8 +21,8 @@ from hub_server import serving, take_for_the_hub
 from safetensors.torch import load_file
 from sharded import needs_fsdp2, shard
 
+from hfgolf.commands.evidence import compare, evidence, verdict
 from hfgolf.run.folder import RunFolder
-from hfgolf.tools.evidence import compare, evidence, verdict
 from hfgolf.train import validation
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_fsdp2]

@@ -22,9 +22,9 @@ import pytest
 from faults import losses, start_two, train_on_two, valid_steps
 
 from hfgolf import ranks
+from hfgolf.commands.evidence import compare, evidence, verdict
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
-from hfgolf.tools.evidence import compare, evidence, verdict
 from hfgolf.train import claim, compilation, loop, process, setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]

@@ -1,0 +1,199 @@
+"""Talk with a model in the terminal: hfgolf chat runs/small
+
+A base model continues what you type; a chat model (data.messages_column) answers it and remembers the conversation.
+/temperature 0.5 and the like change the settings, and /help lists them. If standard input is no terminal, each of its
+lines is a prompt, and only the answers are printed:
+
+    hfgolf chat runs/small < prompts.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from hfgolf.commands.options import SAMPLING, ScriptParser, add_model, add_sampling, read_utf8, take_words
+from hfgolf.errors import UserError
+from hfgolf.run.find_model import find_model
+from hfgolf.train.console import quiet_libraries, shown
+from hfgolf.wording import close_match
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hfgolf.evaluate.sample import TextStream
+
+_COMMANDS = {
+    "/reset": "forget the conversation, with a chat model",
+    "/help": "show this list",
+    "/quit": "end, like Ctrl-D; Ctrl-C ends an answer",
+}
+
+
+def main() -> None:
+    parser = ScriptParser(__doc__)
+    add_model(parser)
+    add_sampling(parser)
+    arguments = parser.parse_intermixed_args()
+    if rest := take_words(arguments):
+        raise UserError(f"{rest[0]}: chat takes a model only; type the prompts, or pipe them in.")
+    chat(arguments.model, {name: getattr(arguments, name) for name in SAMPLING})
+
+
+def chat(name: str, settings: dict[str, Any]) -> None:
+    """Answer each line of standard input until it ends. A terminal also shows a prompt, and the speed of each answer.
+
+    name: what `find_model` takes. settings: a value for each of SAMPLING. Raises UserError if the model cannot be
+    loaded and, unless standard input is a terminal, for a line that has no answer.
+    """
+    found, settings = find_model(name), dict(settings)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        print(f"{found}\nType the start of a text, or a message to a chat model. /help lists the settings.")
+    elif found != name:
+        print(f"model: {found}", file=sys.stderr)
+    with ThreadPoolExecutor(1) as executor:
+        loading = executor.submit(_load, name, found)
+        for line in _typed_lines() if is_terminal else _piped_lines():
+            if line.split()[:1] == ["/quit"]:
+                return
+            try:
+                if _is_command(line):
+                    _obey(line, settings, loading.result)
+                else:
+                    _answer(loading.result(), line, settings, is_terminal)
+            except UserError as error:
+                if not is_terminal or (loading.done() and loading.exception()):
+                    raise
+                print(error.shown(), file=sys.stderr)
+            except KeyboardInterrupt:
+                if not is_terminal:
+                    raise
+                print()
+        loading.result()  # a model that cannot be loaded is an error even if nothing was asked
+
+
+class Talk:
+    """A model, and what was said to it and by it if its tokenizer has a chat template."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.is_chat = bool(tokenizer.chat_template)
+        self._model, self._tokenizer = model, tokenizer
+        self._messages: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        self._messages = []
+
+    def answer(self, line: str, write: Callable[[str], object], settings: dict[str, Any]) -> TextStream:
+        """Write the continuation of a text, or the answer to a message, piece by piece; return what was written.
+
+        An answer that is interrupted remains in the conversation. Raises UserError like `generate_ids`.
+        """
+        from hfgolf.data.chat import stop_ids
+        from hfgolf.evaluate.sample import TextStream, generate_ids, text_ids
+
+        if not self.is_chat:
+            ids = text_ids(self._tokenizer, line)
+            stream = TextStream(self._tokenizer, ids[1:], write)
+            generate_ids(self._model, self._tokenizer, ids, streamer=stream, **settings)
+            return stream
+        messages, ids = self._within_context([*self._messages, {"role": "user", "content": line}])
+        stream = TextStream(self._tokenizer, [], write)
+        stops = stop_ids(self._tokenizer)
+        try:
+            generate_ids(self._model, self._tokenizer, ids, streamer=stream, eos_token_id=stops, **settings)
+        finally:
+            if stream.text:
+                self._messages = [*messages, {"role": "assistant", "content": stream.text}]
+        return stream
+
+    def _within_context(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+        """Return the messages and their tokens, without the oldest ones if the model cannot read them all."""
+        from hfgolf.evaluate.sample import conversation_ids
+
+        context = getattr(self._model.config, "max_position_embeddings", None)
+        ids = conversation_ids(self._tokenizer, messages)
+        while context is not None and len(ids) >= context and len(messages) > 1:
+            messages = messages[2:]
+            ids = conversation_ids(self._tokenizer, messages)
+        return messages, ids
+
+
+def _load(name: str, found: str) -> Talk:
+    from hfgolf.publish.load import load_exported
+
+    quiet_libraries()
+    model, tokenizer = load_exported(name)
+    if model.name_or_path != found:  # a run that trains has deleted that checkpoint
+        print(f"model: {model.name_or_path}", file=sys.stderr)
+    with suppress(UserError):  # the first pass takes longer than others; a model that fails says so when it is asked
+        Talk(model, tokenizer).answer("a", len, dict.fromkeys(("max_new_tokens", "top_k"), 1))
+    return Talk(model, tokenizer)
+
+
+def _typed_lines() -> Iterator[str]:
+    with suppress(ImportError):  # input() then has a history and the keys of a shell; Windows has its own
+        import readline  # noqa: F401
+    while True:
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:
+            print()
+            return
+        yield line
+
+
+def _piped_lines() -> Iterator[str]:
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        yield read_utf8(f"standard input, line {number}", line).rstrip("\r\n")
+
+
+def _answer(talk: Talk, line: str, settings: dict[str, Any], is_terminal: bool) -> None:
+    def write(piece: str) -> None:
+        print(shown(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+
+    line = read_utf8("this line", line)
+    if is_terminal and not talk.is_chat:
+        write(line)
+    started_at = time.perf_counter()
+    stream = talk.answer(line, write, settings)
+    seconds = time.perf_counter() - started_at
+    print()
+    if is_terminal:
+        print(f"[{stream.num_tokens} tokens, {stream.num_tokens / seconds:,.0f} tokens/s]", file=sys.stderr)
+    settings["seed"] += 1
+
+
+def _is_command(line: str) -> bool:
+    """Return whether a line is a command or nearly one. A text may begin with a slash, too."""
+    return line.startswith("/") and close_match(line.split()[0], _names()) is not None
+
+
+def _names() -> list[str]:
+    return [*(f"/{name}" for name in SAMPLING), *_COMMANDS]
+
+
+def _obey(line: str, settings: dict[str, Any], talk: Callable[[], Talk]) -> None:
+    command, _, value = line.strip().partition(" ")
+    if command not in _names():
+        raise UserError(f"there is no command {command}; did you mean {close_match(command, _names())}?")
+    if command == "/reset":
+        talk().reset()
+    elif command == "/help":
+        rows = {f"/{name} {settings[name]}": text for name, (_, _, text) in SAMPLING.items()} | _COMMANDS
+        print(*(f"  {usage:<22}{text}" for usage, text in rows.items()), sep="\n", file=sys.stderr)
+    elif value:
+        try:
+            settings[command[1:]] = SAMPLING[command[1:]][0](value)
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"{command}: {error}.") from None
+    else:
+        print(f"{command} {settings[command[1:]]}", file=sys.stderr)

@@ -1,0 +1,81 @@
+"""Compare configs over seeds: hfgolf compare benchmarks/experiments/muon_vs_adamw.yaml
+
+Runs the missing runs of a definition, or reads existing ones (--runs), and writes their comparison as JSON, Markdown
+and PNG: means, paired differences with p-values, and the steps and seconds to reach the baseline's loss.
+"""
+
+import logging
+import shlex
+import sys
+from pathlib import Path
+
+from hfgolf.command_line import split_options
+from hfgolf.commands.options import MARK, ScriptParser, check_output, within
+from hfgolf.compare.experiment import load_experiment, plan_runs
+from hfgolf.errors import UserError
+
+
+def main() -> None:
+    parser = ScriptParser(
+        __doc__,
+        "Also takes the options of hfgolf train, for every run: --section.key value.\n"
+        "benchmarks/experiments/README.md explains the format of a definition.",
+    )
+    parser.add_argument("paths", nargs="+", type=Path, help="a definition; with --runs, the folders of runs")
+    parser.add_argument("--runs", action="store_true", help="only read these runs; the first one's arm is the baseline")
+    parser.add_argument(
+        "--equivalent",
+        type=within(1e-6, 10.0),
+        metavar="NATS",
+        help="also test whether the arms are equivalent to the baseline within this margin, such as 0.005",
+    )
+    parser.add_argument("--output_dir", type=Path, help="folder for runs and results (runs/experiments/NAME)")
+    parser.add_argument(
+        "--jobs",
+        type=within(1, 1024),
+        default=1,
+        help="runs to run at once (1); with more, their seconds are not comparable",
+    )
+    run_options, own = split_options(sys.argv[1:])
+    arguments, unknown = parser.parse_known_args(own)
+    run_options += unknown
+    if arguments.runs and run_options:
+        raise UserError(f"--runs: only reads runs, so {run_options[0].partition('=')[0]} has no effect; remove it.")
+    if any(option.startswith(("--launcher", "--slurm")) for option in run_options):
+        raise UserError("--slurm is gone: start a SLURM array of `hfgolf train`, and compare its runs with --runs.")
+    if not arguments.runs and len(arguments.paths) > 1:
+        raise UserError(f"{arguments.paths[1]}: only one definition is allowed; to compare run folders, add --runs.")
+    experiment = None if arguments.runs else load_experiment(arguments.paths[0])
+    output_dir = arguments.output_dir or Path(
+        "runs/experiments", "runs" if experiment is None else experiment.path.stem
+    )
+    planned = [] if experiment is None else plan_runs(experiment, output_dir, run_options)
+
+    from hfgolf.compare.comparison import compare_experiment, compare_outcomes
+    from hfgolf.compare.launch import run_missing
+    from hfgolf.compare.markdown import to_markdown
+    from hfgolf.compare.outcome import group_by_arm, read_outcome, read_outcomes
+    from hfgolf.compare.plot import draw
+    from hfgolf.durable import write_text
+    from hfgolf.run.folder import RunFolder
+    from hfgolf.train.console import show_log
+
+    show_log(is_main_process=True)
+    results = output_dir / (output_dir.name if experiment is None else experiment.path.stem)
+    check_output("--output_dir", output_dir, besides=[Path(f"{results}.{kind}") for kind in ("json", "md", "png")])
+    command = shlex.join(["hfgolf", "compare", *map(str, arguments.paths), *run_options])
+    margin = arguments.equivalent
+    command += " --runs" if arguments.runs else ""
+    command += "" if margin is None else f" --equivalent {margin:g}"
+    if experiment is None:
+        outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths])
+        comparison = compare_outcomes(output_dir.name, command, outcomes, margin)
+    else:
+        failed = run_missing(planned, arguments.jobs)
+        outcomes, failures = read_outcomes(planned, failed)
+        comparison = compare_experiment(experiment, command, outcomes, failures, margin)
+    page = to_markdown(comparison)
+    write_text(Path(f"{results}.json"), comparison.to_json())
+    write_text(Path(f"{results}.md"), f"{page}\n{MARK}\n")
+    draw(comparison, outcomes, Path(f"{results}.png"), experiment)
+    logging.getLogger("hfgolf").info("\n%s\nwrote %s.json, .md and .png", page, results)

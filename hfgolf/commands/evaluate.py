@@ -1,0 +1,119 @@
+"""Evaluate a model on text: hfgolf evaluate runs/small "texts/*.txt"
+
+Or on tasks of lm-eval (pip install lm-eval). Their results are recorded in the run and in the model's card:
+
+    hfgolf evaluate --model runs/small --tasks hellaswag my_task.yaml
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hfgolf.commands.options import ScriptParser, add_model, check_output, take_words, within
+from hfgolf.errors import UserError
+from hfgolf.run.find_model import find_model
+
+_FOR_TASKS = ("model", "tasks", "batch_size", "sequence_length", "mixed_precision")
+
+
+def main() -> int:
+    parser = ScriptParser(__doc__)
+    add_model(parser, "FILES")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--files", nargs="+", help="paths, folders, globs or URLs, as in data.files")
+    what.add_argument("--tasks", nargs="+", help="tasks of lm-eval: names, patterns, groups or YAML files")
+    parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
+    parser.add_argument("--sequence_length", type=within(1, 2**24), help="tokens of context (default: the model's own)")
+    parser.add_argument(
+        "--batch_size", type=within(1, 2**16), help="sequences per forward pass (default: what suits this machine)"
+    )
+    parser.add_argument(
+        "--evaluation",
+        choices=("flat", "sliding", "documents"),
+        default="flat",
+        help="flat: rows end to end (default); sliding: overlapping windows, so that each token has context; documents:"
+        " sliding windows that never cross a separator",
+    )
+    parser.add_argument(
+        "--stride", type=within(1, 2**24), help="tokens that each window scores (default: half of --sequence_length)"
+    )
+    parser.add_argument("--drop_tail", action="store_true", help="flat: leave out the last row if it is not full")
+    parser.add_argument("--skip_separators", action="store_true", help="documents: do not score separators")
+    parser.add_argument(
+        "--per_document",
+        action="store_true",
+        help="as lm-eval scores text: each document by itself, in windows of --sequence_length, separators not scored",
+    )
+    parser.add_argument(
+        "--mixed_precision", choices=("no", "bf16", "fp16"), help="default: what a run on this machine would use"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    trust = parser.add_argument_group(
+        "what a score rests on; if it fails, no score is printed and the exit status is 1"
+    )
+    trust.add_argument("--certificate", type=Path, help="JSON file for the proof that the bytes are those of the text")
+    trust.add_argument("--train_files", nargs="+", help="training text: the certificate says whether --files is in it")
+    trust.add_argument(
+        "--check_legality",
+        action="store_true",
+        help="test on the start of the text that no token helps to predict itself",
+    )
+    adapt = parser.add_argument_group("test-time training: score a chunk, then train on it, then score the next")
+    adapt.add_argument(
+        "--adapt", choices=("sgd", "lora"), help="sgd: all weights, over the stream; lora: inside each document"
+    )
+    adapt.add_argument("--adapt_chunk", type=within(1, 2**24), help="tokens per chunk (sgd: 1024, lora: 48)")
+    adapt.add_argument("--adapt_rate", type=within(0.0, 10.0), help="learning rate (sgd: 0.02, lora: 1e-3)")
+    adapt.add_argument("--adapt_epochs", type=within(1, 1000), default=1, help="sgd: passes over each chunk (1)")
+    adapt.add_argument("--adapt_rank", type=within(1, 2**16), default=8, help="lora: rank (8)")
+    parsed = parser.parse_intermixed_args()
+    files = take_words(parsed)
+    if bool(files) + bool(parsed.files) + bool(parsed.tasks) != 1:
+        raise UserError("name what to evaluate on: FILES after MODEL, or --files, or --tasks; one of them.")
+    parsed.files = parsed.files or files or None
+    find_model(parsed.model)
+    arguments = {name: value for name, value in vars(parsed).items() if name != "words"}
+    as_json, path = arguments.pop("json"), arguments.pop("certificate")
+    if arguments["tasks"] is not None:
+        others = [name for name, value in arguments.items() if value != parser.get_default(name)]
+        others += ["certificate"] * (path is not None)
+        for name in set(others).difference(_FOR_TASKS):
+            raise UserError(f"--{name}: is for --files; lm-eval's tasks say themselves how they are scored.")
+        return _evaluate_tasks({name: arguments[name] for name in _FOR_TASKS}, as_json)
+    del arguments["tasks"]
+    if path is not None:
+        check_output("--certificate", path, ["json"])
+
+    from hfgolf.commands.evaluate_text import EvaluationOptions, evaluate_text
+    from hfgolf.train.console import quiet_libraries
+    from hfgolf.train.signals import Signals
+
+    options = EvaluationOptions(**arguments, certify=path is not None)
+    quiet_libraries()
+    with Signals("before the end; nothing was written"):
+        result = evaluate_text(options)
+    if not result.is_main_process:
+        return 0
+    if result.certificate is not None and path is not None:
+        result.certificate.write(path)
+    if refusals := result.refusals():
+        print(*(f"no score: {reason}" for reason in refusals), sep="\n", file=sys.stderr)
+        return 1
+    print(json.dumps(result.figures()) if as_json else result.table())
+    return 0
+
+
+def _evaluate_tasks(options: dict[str, Any], as_json: bool) -> int:
+    from hfgolf.commands.evaluate_tasks import evaluate_tasks, record
+    from hfgolf.train.console import quiet_libraries
+    from hfgolf.train.signals import Signals
+
+    quiet_libraries()
+    with Signals("before the end; nothing was written"):
+        evaluation = evaluate_tasks(**options)
+    written = record(evaluation)
+    print(json.dumps(evaluation.results) if as_json else evaluation.table)
+    if written:
+        print(f"recorded in {' and '.join(map(str, written))}", file=sys.stderr)
+    return 0

@@ -1,0 +1,294 @@
+"""Evaluate an exported model on text files: what hfgolf evaluate does between its options and its table.
+
+Owns the order: options that do not go together, the model, the tokens, the plan, the legality test, the certificate,
+the score. The evaluate package does each of them.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hfgolf.command_line import ResolvedConfig
+from hfgolf.config import RunConfig, TrainConfig
+from hfgolf.data.token_cache import TokenCache
+from hfgolf.data.tokenizer import text_start
+from hfgolf.errors import UserError
+from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
+from hfgolf.evaluate.context import evaluation_length, evaluation_mode
+from hfgolf.evaluate.loss import describe, evaluate_plan, plan_documents, plan_evaluation
+from hfgolf.evaluate.text import tokenize_files
+from hfgolf.evaluate.windows import Plan
+from hfgolf.golf.certificate import Certificate, certify
+from hfgolf.golf.legality import legality_problems
+from hfgolf.golf.scorer import ScorerSettings, build_scorer, evaluate_adapting, legality_slice
+from hfgolf.hardware import free_memory_bytes
+from hfgolf.measure.memory import evaluation_batch_size
+from hfgolf.model.causal_blocks import choose_attention
+from hfgolf.publish.load import load_exported
+from hfgolf.ranks import decide
+from hfgolf.run.find_model import find_model
+from hfgolf.train.process import resolve_precision
+
+_CHUNK_TOKENS = {"sgd": 1024, "lora": 48}
+_LEARNING_RATES = {"sgd": 0.02, "lora": 1e-3}
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """The options of hfgolf evaluate, by their names there."""
+
+    model: str
+    files: list[str]
+    train_files: list[str] | None = None
+    text_column: str = "text"
+    sequence_length: int | None = None
+    batch_size: int | None = None
+    """Windows per forward pass; None: what suits the machine."""
+    mixed_precision: Any = None  # checked by TrainConfig
+    evaluation: str = "flat"
+    stride: int | None = None
+    drop_tail: bool = False
+    skip_separators: bool = False
+    per_document: bool = False
+    adapt: str | None = None
+    adapt_chunk: int | None = None
+    adapt_rate: float | None = None
+    adapt_epochs: int = 1
+    adapt_rank: int = 8
+    check_legality: bool = False
+    certify: bool = False
+
+    def __post_init__(self) -> None:
+        modes = {"stride": ("sliding", "documents"), "drop_tail": ("flat",), "skip_separators": ("documents",)}
+        for option, allowed in modes.items():
+            if getattr(self, option) and self.evaluation not in allowed:
+                raise UserError(f"--{option} needs --evaluation {' or '.join(allowed)}, but it is {self.evaluation}.")
+        if self.adapt == "lora" and (self.evaluation != "documents" or self.stride):
+            raise UserError("--adapt lora needs --evaluation documents, without --stride: a chunk is one window.")
+        if self.adapt == "sgd" and self.evaluation == "documents":
+            raise UserError("--adapt sgd needs --evaluation flat or sliding: it learns over the whole stream.")
+        if self.adapt and (self.drop_tail or self.skip_separators):
+            raise UserError("--adapt scores every token: leave out --drop_tail and --skip_separators.")
+        others = {name: getattr(self, name) for name in ("stride", "drop_tail", "adapt", "check_legality")}
+        others["evaluation"] = self.evaluation != "flat"
+        for name in [name for name, is_set in others.items() if self.per_document and is_set]:
+            raise UserError(f"--per_document scores each document as lm-eval does: leave out --{name}.")
+        if self.train_files and not self.certify:
+            raise UserError("--train_files is for --certificate: name its file.")
+
+
+@dataclass(frozen=True)
+class TextEvaluation:
+    """A score and what it rests on. `evaluation` is None if it is not legal, or has no certificate."""
+
+    options: EvaluationOptions
+    evaluation: Evaluation | None
+    plan: Plan
+    sequence_length: int
+    batch_size: int
+    precision: str
+    adaptation: dict[str, Any] | None
+    problems: tuple[str, ...]
+    certificate: Certificate | None
+    is_main_process: bool
+
+    def refusals(self) -> list[str]:
+        """Return why there is no score, one line per reason; an empty list if there is one."""
+        reasons = [f"the scorer is not legal: {problem}" for problem in self.problems]
+        if self.certificate is not None and not self.certificate.holds:
+            reasons.append(self.certificate.line)
+            if self.evaluation is not None:  # the text was rewritten, but is known
+                facts = self.certificate.facts
+                counts = {self.certificate.unit: facts["decoded_bytes"], "bits per raw byte": facts["num_bytes"]}
+                if facts["challenge_bytes"] not in (None, facts["decoded_bytes"]):
+                    counts["bits per byte by Parameter Golf's rule"] = facts["challenge_bytes"]
+                for unit, num_bytes in counts.items():
+                    score = bits_per_byte(self.evaluation.nats, num_bytes)
+                    reasons.append(f"it would be {score:.4f} {unit} ({num_bytes:,} bytes)")
+        return reasons
+
+    def _challenge_row(self) -> list[tuple[str, str]]:
+        """Return the score by Parameter Golf's rule if it counts other bytes than the text has."""
+        assert self.evaluation is not None
+        num_bytes = self.certificate.facts["challenge_bytes"] if self.certificate is not None else None
+        if num_bytes in (None, self.evaluation.num_bytes):
+            return []
+        score = bits_per_byte(self.evaluation.nats, num_bytes)
+        return [("challenge", f"{score:.4f} bits per byte by Parameter Golf's rule, which counts {num_bytes:,} bytes")]
+
+    def figures(self) -> dict[str, Any]:
+        """Return the score and its settings for --json."""
+        assert self.evaluation is not None
+        names = ("loss", "perplexity", "bits_per_byte", "num_tokens", "num_bytes")
+        return {
+            "model": self.options.model,
+            "sequence_length": self.sequence_length,
+            "batch_size": self.batch_size,
+            "mixed_precision": self.precision,
+            **{name: getattr(self.evaluation, name) for name in names},
+            "coverage": self.plan.coverage(),
+            "adaptation": self.adaptation,
+        }
+
+    def _precision(self) -> str:
+        """Say the precision, and why if nobody stated it."""
+        name = "fp32" if self.precision == "no" else self.precision
+        if self.options.mixed_precision is not None:
+            return name
+        return f"{name} ({'this hardware is not fast at bf16' if name == 'fp32' else 'this hardware is fast at it'})"
+
+    def table(self) -> str:
+        """Return the score and its settings for a person."""
+        assert self.evaluation is not None
+        rows = [
+            ("model", self.options.model),
+            ("text", f"{self.evaluation.num_bytes:,} bytes, {self.evaluation.num_tokens:,} tokens"),
+            ("context", f"{self.sequence_length:,} tokens, in batches of {self.batch_size:,}"),
+            ("precision", self._precision()),
+            ("coverage", describe(self.plan)),
+        ]
+        if self.adaptation is not None:
+            rows.append(("adaptation", ", ".join(f"{name} {value}" for name, value in self.adaptation.items())))
+        if self.options.check_legality:
+            rows.append(("legality", "no problem found"))
+        if self.certificate is not None:
+            rows.append(("certificate", self.certificate.line))
+        rows += [
+            ("loss", f"{self.evaluation.loss:.4f} nats per token"),
+            ("perplexity", f"{self.evaluation.perplexity:,.4f}"),
+            ("bits per byte", f"{self.evaluation.bits_per_byte:.4f}"),
+            *self._challenge_row(),
+        ]
+        return "\n".join(f"{name:<15}{value}" for name, value in rows)
+
+
+def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
+    """Evaluate a model on files. Raises UserError for anything about the model, the files or the options."""
+    precision = evaluation_precision(options.mixed_precision)
+    accelerator = Accelerator(mixed_precision=precision)
+    # one choice for all processes: a run that trains may save another checkpoint meanwhile
+    several = accelerator.num_processes > 1
+    model, tokenizer = load_exported(decide(lambda: find_model(options.model)) if several else options.model)
+    options = replace(options, model=str(model.name_or_path))
+    length = evaluation_length(model, options.sequence_length)
+    stride = options.stride or max(1, length // 2)
+    if stride > length:
+        raise UserError(f"--stride: {stride} is out of range; allowed: 1 to {length}, the --sequence_length.")
+    choose_attention(model, accelerator.device, precision, length)  # as in training: the same loss in bf16
+    with tempfile.TemporaryDirectory() as folder:
+        vocab_size = next(model.get_input_embeddings().parameters()).shape[0]
+        corpus, tokens = tokenize_files(
+            options.files, tokenizer, vocab_size, options.text_column, Path(folder), options.train_files
+        )
+        model = model.to(accelerator.device)
+        batch_size = options.batch_size or _batch_size(model, length, accelerator)
+        settings = _scorer_settings(options, length, stride, batch_size, tokens)
+        if options.per_document:
+            plan, num_bytes = plan_documents(tokens.val, tokens.tokenizer, length)
+        else:
+            plan, num_bytes = plan_evaluation(
+                tokens.val,
+                tokens.tokenizer,
+                options.evaluation,
+                length,
+                stride,
+                drop_tail=options.drop_tail,
+                skip_separators=options.skip_separators,
+            )
+        if options.adapt:
+            plan, _ = settings.plan(tokens.val.tokens)
+        problems = (
+            _legality_problems(model, accelerator, settings, tokens, vocab_size) if options.check_legality else ()
+        )
+        certificate = None
+        if options.certify:
+            certificate = certify(corpus, tokens, plan, is_training_known=options.train_files is not None)
+        evaluation = None
+        if not problems and (certificate is None or certificate.holds or not certificate.is_lossless):
+            if options.adapt:
+                evaluation = evaluate_adapting(model, tokens.val, accelerator, settings)
+            else:
+                with _progress(plan, batch_size, accelerator) as before_batch:
+                    evaluation = evaluate_plan(
+                        model,
+                        tokens.val,
+                        accelerator,
+                        plan,
+                        num_bytes,
+                        batch_size=batch_size,
+                        before_batch=before_batch,
+                    )
+    adaptation = settings.describe() if options.adapt else None
+    is_main = accelerator.is_main_process
+    return TextEvaluation(
+        options, evaluation, plan, length, batch_size, precision, adaptation, problems, certificate, is_main
+    )
+
+
+def _batch_size(model: PreTrainedModel, length: int, accelerator: Accelerator) -> int:
+    """Return the windows per forward pass, equal on all ranks."""
+    device, sharing = accelerator.device, 1 if accelerator.device.type == "cuda" else accelerator.num_processes
+    return min(gather_object([evaluation_batch_size(model, length, device.type, free_memory_bytes(device) // sharing)]))
+
+
+@contextmanager
+def _progress(plan: Plan, batch_size: int, accelerator: Accelerator) -> Iterator[Callable[[], None]]:
+    """Show the scored tokens and the time left if stderr is a terminal; yield what to call before each batch."""
+    batches, done = math.ceil(len(plan.windows) / (batch_size * accelerator.num_processes)), count()
+    hidden = None if accelerator.is_main_process else True  # None: if stderr is no terminal
+    bar = tqdm(total=plan.num_scored, unit=" tokens", unit_scale=True, desc="evaluate", disable=hidden, leave=False)
+
+    def advance() -> None:
+        bar.update(plan.num_scored * next(done) // batches - bar.n)
+
+    with bar:
+        yield advance
+
+
+def evaluation_precision(stated: Any) -> str:
+    """Return the precision of an evaluation; None: what a run on this machine would use."""
+    train = TrainConfig(max_steps=1, mixed_precision=stated)
+    resolved = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
+    return str(resolve_precision(resolved).config.train.mixed_precision)
+
+
+def _scorer_settings(
+    options: EvaluationOptions, length: int, stride: int, batch_size: int, tokens: TokenCache
+) -> ScorerSettings:
+    """Return how the scorer works; a stream shorter than a window is one window."""
+    kind = options.adapt or "sgd"
+    last = len(tokens.val) - 1
+    return ScorerSettings(
+        mode=options.evaluation,
+        length=min(length, last),
+        stride=min(stride, last),
+        separator=text_start(tokens.tokenizer)[0],
+        batch_size=batch_size,
+        skip_separators=options.skip_separators,
+        adapter=options.adapt,
+        chunk_tokens=options.adapt_chunk or _CHUNK_TOKENS[kind],
+        learning_rate=_LEARNING_RATES[kind] if options.adapt_rate is None else options.adapt_rate,
+        epochs=options.adapt_epochs,
+        rank=options.adapt_rank,
+    )
+
+
+def _legality_problems(
+    model: PreTrainedModel, accelerator: Accelerator, settings: ScorerSettings, tokens: TokenCache, vocab_size: int
+) -> tuple[str, ...]:
+    with evaluation_mode(model):
+        scorer = build_scorer(model, accelerator, settings)
+        part = legality_slice(settings, tokens.val.tokens)
+        return tuple(legality_problems(scorer, part, vocab_size, fixed_ids=[settings.separator]))

@@ -1,0 +1,119 @@
+"""Find learning rates for a config: hfgolf find_lr --config configs/small.yaml
+
+Runs real steps on the real data while the learning rate grows exponentially, until the loss diverges: once for the Muon
+groups and once for the AdamW groups. Writes a plot and a JSON file, and prints the learning rates to train with. Leaves
+nothing else behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hfgolf import palette
+from hfgolf.command_line import load_config
+from hfgolf.commands.options import ScriptParser, check_picture, within
+from hfgolf.errors import UserError
+
+if TYPE_CHECKING:
+    from hfgolf.commands.lr_sweep import Sweep
+
+MIN_STEPS = 20  # of a sweep, to see the loss fall and rise
+
+
+def main() -> None:
+    parser = ScriptParser(
+        __doc__,
+        "Also takes the options of hfgolf train: --config FILE --section.key value. track.*, hub.* and the limits of\n"
+        "the run have no effect; train.compile is false unless you set it.",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("lr.png"), help="picture to write (lr.png); the JSON file is next to it"
+    )
+    parser.add_argument(
+        "--lowest", type=within(1e-20, 1e20), default=1e-4, help="first learning rate of a sweep (1e-4)"
+    )
+    parser.add_argument(
+        "--highest",
+        type=within(1e-20, 1e20),
+        default=1.0,
+        help="last learning rate, unless the loss diverges first (1)",
+    )
+    parser.add_argument("--steps", type=within(MIN_STEPS, 10**6), default=80, help="optimizer steps per sweep (80)")
+    arguments, run_options = parser.parse_known_args()
+    rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
+    resolved = load_config(run_options, needs_limit=False)
+    check_picture("--output", arguments.output, [arguments.output.with_suffix(".json")])
+
+    from hfgolf.commands.lr_sweep import RULE, find_lr, suggested_values
+    from hfgolf.durable import write_text
+    from hfgolf.hardware import fingerprint
+    from hfgolf.run.provenance import run_metadata
+    from hfgolf.train.console import show_log
+
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    show_log(is_main_process)
+    sweeps = find_lr(resolved, rates)
+    values = suggested_values(sweeps, resolved.config.optim)
+    if not is_main_process:
+        return
+    results = {
+        "suggestion": values,
+        "rule": RULE,
+        "sweeps": [
+            dataclasses.asdict(sweep) | {"smoothed_losses": sweep.smoothed_losses, "gains": sweep.gains}
+            for sweep in sweeps
+        ],
+        "metadata": run_metadata(resolved, fingerprint()),
+    }
+    numbers = arguments.output.with_suffix(".json")
+    try:
+        draw(sweeps, values, f"{resolved.config.run.name}, {resolved.config.optim.name}", arguments.output)
+        write_text(numbers, json.dumps(results, indent=1))
+    except OSError as error:
+        raise UserError(f"--output: cannot write {error.filename} ({error.strerror}); choose another.") from None
+    print(f"wrote {arguments.output} and {numbers}\n\nsuggestion: {RULE}")
+    for key, value in values.items():
+        print(f"{key} {value:g} (the config has {resolved.config.flat()[key]:g})")
+    print(" ".join(f"--{key} {value:g}" for key, value in values.items()))
+
+
+def sweep_rates(lowest: float, highest: float, steps: int) -> list[float]:
+    """Return `steps` learning rates from lowest to highest, spaced by a constant factor.
+
+    Raises UserError unless 0 < lowest < highest.
+    """
+    if not 0 < lowest < highest < float("inf"):
+        raise UserError(f"--lowest {lowest:g}, --highest {highest:g}: allowed: 0 < lowest < highest.")
+    return [lowest * (highest / lowest) ** (step / (steps - 1)) for step in range(steps)]
+
+
+@palette.style()
+def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) -> None:
+    """Write the picture, one column per sweep: losses on top, gains below, with the suggestion marked."""
+    from matplotlib.figure import Figure
+
+    from hfgolf.commands.lr_sweep import smooth
+
+    figure = Figure(figsize=(6 * len(sweeps), 6), dpi=120, layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(2, len(sweeps), squeeze=False, sharex="col", height_ratios=[3, 2])
+    for (losses, gain), sweep in zip(panels.T, sweeps, strict=True):
+        rates, suggestion = sweep.learning_rates, values[f"optim.{sweep.key}"]
+        losses.plot(rates, sweep.losses_at_rest, color=palette.ORANGE, alpha=0.4, linewidth=1)
+        losses.plot(
+            rates, smooth(sweep.losses_at_rest), ":", color=palette.ORANGE, linewidth=2, label="frozen, smoothed"
+        )
+        losses.plot(rates, sweep.losses, color=palette.BLUE, alpha=0.4, linewidth=1)
+        losses.plot(rates, sweep.smoothed_losses, color=palette.BLUE, linewidth=2, label="swept, smoothed")
+        losses.set(xscale="log", ylabel="loss (nats per token)")
+        gain.axhline(0, color=palette.GREY, linewidth=1)
+        gain.plot(rates, sweep.gains, color=palette.INK, linewidth=2, label="frozen minus swept")
+        gain.set(xlabel=f"optim.{sweep.key}", ylabel="gain (nats per token)")
+        for axes in (losses, gain):
+            axes.axvline(suggestion, color=palette.VERMILION, linestyle="--", label=f"suggestion: {suggestion:g}")
+            axes.legend()
+    palette.save(figure, path)

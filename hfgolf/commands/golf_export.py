@@ -1,0 +1,90 @@
+"""Fit a model into a number of bytes: hfgolf golf export --run runs/small --budget_bytes 2000000
+
+Writes the folder RUN/golf: artifact.bin (the weights), score.py (a program that scores them and needs only torch and
+numpy), the text it scores (tokens.bin, bytes.bin), ledger.json, table.json, certificate.json, and model/ with the same
+weights for AutoModelForCausalLM. The run's report.html then also shows where the bytes are. Exits with 1 if the bytes
+don't fit, the round trip differs or the certificate fails.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from hfgolf.commands.options import ScriptParser, check_output, within
+from hfgolf.errors import UserError
+from hfgolf.run.find_model import find_model
+
+
+def main() -> int:
+    parser = ScriptParser(__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, help="run folder, such as runs/small: its model, text and golf section")
+    source.add_argument("--model", help="Golf model: run, folder or Hub name; with --files and --calibration_files")
+    parser.add_argument("--files", nargs="+", help="text to score: paths, folders, globs or URLs, as in data.files")
+    parser.add_argument("--calibration_files", nargs="+", help="text of the kind that the model was trained on")
+    parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
+    parser.add_argument("--output", type=Path, help="new folder, or one of an earlier export (default: RUN/golf)")
+    parser.add_argument("--budget_bytes", type=within(1, 2**40), help="what everything that counts may take")
+    parser.add_argument("--count", choices=("challenge", "everything"), help="what counts; default: golf.count")
+    parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="more files that count")
+    parser.add_argument("--method", choices=("gptq", "nearest"), help="default: golf.method of the run")
+    parser.add_argument("--allocation", choices=("curvature", "sdclip", "uniform"), help="default: golf.allocation")
+    parser.add_argument(
+        "--column_steps", action="store_true", default=None, help="a step per column, too; default: golf.column_steps"
+    )
+    parser.add_argument("--calibration_tokens", type=within(1, 2**40), help="default: golf.calibration_tokens")
+    parser.add_argument("--mode", choices=("flat", "sliding", "documents"), default="flat", help="evaluation (flat)")
+    parser.add_argument("--stride", type=within(1, 2**24), help="tokens between windows, if they overlap")
+    parser.add_argument(
+        "--measure_each",
+        action="store_true",
+        help="also measure the loss with each matrix alone rounded, for the table: one pass over 8,192 training tokens"
+        " per matrix, each 1.5 seconds of one core for 5 M weights",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
+    arguments = parser.parse_args()
+    if arguments.model and not (arguments.files and arguments.calibration_files and arguments.output):
+        raise UserError("--model: also give --files, --calibration_files and --output.")
+    if arguments.run and (arguments.files or arguments.calibration_files):
+        raise UserError("--files: a run brings its own text; use --model for other text.")
+    model = find_model(arguments.model) if arguments.model else ""
+    output = arguments.output or arguments.run / "golf"
+    if output.exists() and not (output / "certificate.json").is_file():
+        raise UserError(f"--output: {output} exists and no export wrote it; name a new folder.")
+    for path in arguments.code_files:
+        if not path.is_file() or path.name in ("score.py", "artifact.bin"):
+            raise UserError(f"--code_files: {path} is not a file, or has the name of one that the export writes.")
+    check_output("--output", output.parent)
+
+    from hfgolf.golf.export import Settings, export
+    from hfgolf.golf.listing import as_data, as_text
+    from hfgolf.golf.source import model_source, run_source
+    from hfgolf.report.report import write_report
+    from hfgolf.run.record import read_run
+    from hfgolf.train.console import quiet_libraries
+    from hfgolf.train.signals import Signals
+
+    quiet_libraries()
+    with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as cache:
+        if arguments.run:
+            found = run_source(arguments.run)
+        else:
+            texts = arguments.files, arguments.calibration_files, arguments.text_column
+            found = model_source(model, *texts, Path(cache))
+        golf = {key: value for key, value in dataclasses.asdict(found.golf).items() if key in Settings.__annotations__}
+        stated = {key: value for key, value in vars(arguments).items() if key in Settings.__annotations__}
+        settings = golf | {key: value for key, value in stated.items() if value is not None}
+        if settings["budget_bytes"] is None:
+            raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")
+        exported = export(found, Settings(**settings), output, lambda line: print(line, file=sys.stderr, flush=True))
+    if exported.rows and arguments.run and output == arguments.run / "golf":
+        try:
+            write_report([read_run(arguments.run)], arguments.run / "report.html")
+        except (OSError, UserError) as error:
+            print(f"warning: report not written: {error}", file=sys.stderr)
+    print(json.dumps(as_data(exported)) if arguments.json else as_text(exported))
+    for problem in exported.problems:
+        print(UserError(problem).shown(), file=sys.stderr)
+    return 1 if exported.problems else 0

@@ -1,0 +1,424 @@
+"""What to train for a number of bytes: hfgolf golf plan --budget_bytes 500000 --minutes 10
+
+Tries every shape and gives each the bits per weight that fill the budget; prints the ten that should score best, what
+their bytes go to, and the options to train the first. --runs fits the prediction to your own finished runs. Without
+them it rests on characters of Shakespeare and models of up to 0.4 M weights, and is an assumption anywhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hfgolf.commands.options import ScriptParser, within
+from hfgolf.errors import UserError
+from hfgolf.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from hfgolf.compare.outcome import Outcome
+
+WIDTHS = range(32, 1025, 32)
+DEPTHS = range(1, 17)
+MLP_RATIOS = (2, 3, 4)
+MAX_BITS, MIN_BITS = 8.0, 1.5
+EMBEDDING_BITS = 1.1  # more than the blocks: the records spend 4.2 to 4.7 on the embedding and 3.3 on the blocks
+CODE_BYTES = 10_000  # the packed program
+TABLE_BYTES = 1_500  # header, histograms
+ROW_BYTES = 1.6  # a step in one byte, and a class of some 4 bits, for each row
+MIN_RUNS = 6
+# Bytes of English web text per token of a BPE vocabulary, as Parameter Golf's validation split has them
+BYTES_PER_TOKEN = {257: 1.0, 1024: 2.436, 4096: 3.320, 8192: 3.727}
+
+
+def main() -> None:
+    parser = ScriptParser(__doc__)
+    parser.add_argument(
+        "--budget_bytes", type=within(1, 10**12), required=True, help="bytes of the artifact and its code"
+    )
+    training = parser.add_mutually_exclusive_group(required=True)
+    training.add_argument("--minutes", type=within(1e-6, 1e9), help="minutes of training")
+    training.add_argument("--tokens", type=within(1, 10**15), help="tokens of training, if time does not matter")
+    parser.add_argument("--runs", nargs="+", type=Path, help="six or more finished runs to fit loss and speed to")
+    parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
+    parser.add_argument("--processes", type=within(1, 65536), default=1, help="devices that train together (1)")
+    parser.add_argument("--mfu", type=within(1e-6, 1.0), help="fraction of the peak to assume as speed (0.4)")
+    parser.add_argument("--sequence_length", type=within(1, 2**24), default=256, help="tokens of context (256)")
+    parser.add_argument(
+        "--bytes_per_token",
+        nargs="+",
+        metavar="ENTRIES=BYTES",
+        help="vocabularies to consider, and the bytes of your text per token, such as 257=1 4096=3.27; see"
+        " benchmarks/vocabulary_study.py (default: those of English web text)",
+    )
+    parser.add_argument(
+        "--code_bytes", type=within(0, 10**9), default=10_000, help="bytes of the packed program (10000)"
+    )
+    parser.add_argument("--count", type=within(1, 1000), default=10, help="shapes to print (10)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+
+    runs = read_runs(arguments.runs) if arguments.runs else []
+    scaling = fit_scaling(runs) if runs else DEFAULT_SCALING
+    speed = None if arguments.tokens else find_speed(arguments, runs)
+    vocabularies = parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
+    seconds = None if arguments.minutes is None else 60 * arguments.minutes
+    budget = Budget(arguments.budget_bytes, seconds, arguments.tokens, arguments.code_bytes)
+    found, more_bytes, more_training = (
+        best_shapes(each, scaling, speed, vocabularies, arguments.sequence_length, arguments.count)
+        for each in (budget, budget.scaled(num_bytes=1.1), budget.scaled(training=1.1))
+    )
+    gains = [found[0].bits_per_byte - other[0].bits_per_byte for other in (more_bytes, more_training)]
+    if arguments.json:
+        figures = [dataclasses.asdict(candidate) | {"options": candidate.shape.options()} for candidate in found]
+        gain = dict(zip(("bytes", "training"), gains, strict=True))
+        sources = {"loss": scaling.source, "speed": speed and speed.source}
+        print(json.dumps({"candidates": figures, "gain_of_10_percent_more": gain, "sources": sources}))
+        return
+    print_plan(found, gains)
+    print(f"loss: {scaling.source}")
+    if len(vocabularies) > 1:
+        print("vocabularies: told apart by their weights and their bytes per token only; train the best of each")
+    if speed is not None:
+        print(f"speed: {speed.source}")
+    print(f"\n{found[0].shape.options()} --golf.budget_bytes {arguments.budget_bytes}")
+
+
+def find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throughput:
+    """Return the speed that runs had, or that is assumed of a device."""
+    from hfgolf.commands.needs import ASSUMED_MFU, machine_with, this_machine
+    from hfgolf.hardware import DEVICES, find_device
+
+    if runs and arguments.device:
+        raise UserError("--device: --runs have a speed of their own; leave one out.")
+    if runs:
+        return fit_throughput(runs)
+    mfu = arguments.mfu or ASSUMED_MFU
+    if arguments.device is None:
+        machine = this_machine("bf16", arguments.processes)
+    elif device := find_device(arguments.device):
+        machine = machine_with(device, "bf16" if device.has_bf16 else "fp16", arguments.processes)
+    else:
+        known = ", ".join(device.name for device in DEVICES)
+        raise UserError(f"--device: {arguments.device} is not in the table; known: {known}.")
+    source = f"assumed: {mfu:.0%} of the peak of {machine.name}, {machine.peak_flops / 1e12:,.4g} TFLOP/s"
+    return Throughput(mfu * machine.peak_flops, 0.0, source)
+
+
+def parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
+    """Return {entries: bytes per token}."""
+    found = {}
+    for text in texts:
+        entries, _, num_bytes = text.partition("=")
+        try:
+            found[int(entries)] = float(num_bytes)
+            if int(entries) < 257 or not 0 < float(num_bytes) < math.inf:
+                raise ValueError
+        except ValueError:
+            raise UserError(
+                f"--bytes_per_token: {text!r} is not ENTRIES=BYTES, such as 4096=3.27; allowed: 257 entries or more."
+            ) from None
+    return found
+
+
+def print_plan(found: Sequence[Candidate], gains: Sequence[float]) -> None:
+    """Print the candidates, the bytes of the first, and what more bytes or more training would gain."""
+    print(f"{'bits/byte':>9} {'(gap)':>8} {'entries':>8} {'width':>6} {'layers':>6} {'mlp':>4} {'kv':>6}", end=" ")
+    print(f"{'weights':>12} {'bits':>6} {'tokens':>15}")
+    for each in found:
+        shape = each.shape
+        heads = f"{shape.num_key_value_heads}/{shape.num_attention_heads}"
+        print(
+            f"{each.bits_per_byte:>9.4f} {each.gap:>8.4f} {shape.vocab_size:>8,} {shape.hidden_size:>6}"
+            f" {shape.num_hidden_layers:>6} {shape.mlp_ratio:>3}x {heads:>6} {shape.parameters:>12,} {each.bits:>6.2f}"
+            f" {each.tokens:>15,.0f}"
+        )
+    best = found[0]
+    print(f"\nbytes of the first: {', '.join(f'{part} {size:,}' for part, size in best.num_bytes.items())}", end="")
+    print(f"; {sum(best.num_bytes.values()):,} in all, {best.embedding_bits:.2f} bits per weight of the embedding")
+    binds = "bytes" if gains[0] > gains[1] else "training"
+    print(f"10 % more bytes: -{gains[0]:.4f}; 10 % more training: -{gains[1]:.4f} bits per byte; what binds is {binds}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Golf model with its other settings at their defaults: tied embedding, RMS norms, normed queries and keys."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    mlp_ratio: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def blocks(self) -> int:
+        """Weights in the matrices of the blocks."""
+        keys = self.hidden_size * self.num_key_value_heads // self.num_attention_heads
+        attention = self.hidden_size * (2 * self.hidden_size + 2 * keys)
+        return self.num_hidden_layers * (attention + 2 * self.mlp_ratio * self.hidden_size**2)
+
+    @property
+    def vectors(self) -> int:
+        """Weights of the norms."""
+        head_size = self.hidden_size // self.num_attention_heads
+        return (2 + 2 * self.num_hidden_layers) * self.hidden_size + 2 * self.num_hidden_layers * head_size
+
+    @property
+    def rows(self) -> int:
+        """Rows of all matrices, each with a step of its own."""
+        keys = self.hidden_size * self.num_key_value_heads // self.num_attention_heads
+        per_layer = self.hidden_size * (3 + self.mlp_ratio) + 2 * keys
+        return self.vocab_size + self.num_hidden_layers * per_layer
+
+    @property
+    def parameters(self) -> int:
+        return self.embedding + self.blocks + self.vectors
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs, as measure/flops.py counts them."""
+        attention = self.num_hidden_layers * self.hidden_size * sequence_length
+        return 6.0 * (self.blocks + attention + self.embedding)
+
+    def options(self) -> str:
+        """Return the options of train.py for this shape."""
+        keys = f" --model.num_key_value_heads {self.num_key_value_heads}"
+        kind = "byte" if self.vocab_size == 257 else f"bpe --tokenizer.vocab_size {self.vocab_size}"
+        return (
+            f"--tokenizer.kind {kind} --model.hidden_size {self.hidden_size}"
+            f" --model.num_hidden_layers {self.num_hidden_layers}"
+            f" --model.intermediate_size {self.mlp_ratio * self.hidden_size}"
+            f" --model.num_attention_heads {self.num_attention_heads}"
+            f"{keys if self.num_key_value_heads < self.num_attention_heads else ''}"
+        )
+
+
+def shapes(vocab_sizes: Sequence[int]) -> Iterator[Shape]:
+    """Yield every shape that is considered. Heads have 64 channels, or 32 in a width that 64 does not divide."""
+    for vocab_size, width, depth, ratio in itertools.product(vocab_sizes, WIDTHS, DEPTHS, MLP_RATIOS):
+        heads = width // (32 if width % 64 else 64)
+        yield Shape(vocab_size, width, depth, ratio, heads, heads)
+        if heads % 2 == 0:
+            yield Shape(vocab_size, width, depth, ratio, heads, heads // 2)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Predicted loss in nats per byte: floor + size_scale / N^size_power + data_scale / D^data_power + the gap.
+
+    N: weights in the blocks. D: bytes of text that training read. The form is that of Hoffmann et al. 2022
+    (arXiv:2203.15556). The gap of rounding to R bits per weight is gap_scale * gap_base^-R.
+    """
+
+    floor: float
+    size_scale: float
+    size_power: float
+    data_scale: float
+    data_power: float
+    gap_scale: float = 6.0  # fitted to six roundings of four small models, 1.2 to 5.5 bits; off by up to 4 times
+    gap_base: float = 5.4
+    source: str = ""
+
+    def loss(self, weights: float, num_bytes: float) -> float:
+        """Return the loss before rounding, in nats per byte."""
+        size = self.size_scale * weights**-self.size_power
+        return self.floor + size + self.data_scale * num_bytes**-self.data_power
+
+    def gap(self, bits: float) -> float:
+        """Return what rounding adds, in nats per byte."""
+        return self.gap_scale * self.gap_base**-bits
+
+
+DEFAULT_SCALING = Scaling(
+    floor=0.216,
+    size_scale=3.623,
+    size_power=0.1,
+    data_scale=288_500.0,
+    data_power=0.95,
+    source="assumed: nine short runs on characters of Shakespeare, up to 0.33 M weights, off by 0.022 nats per byte",
+)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Training seconds per token: a fixed part, and the FLOPs at an effective rate."""
+
+    flops_per_second: float
+    seconds_per_token: float
+    source: str
+
+    def tokens(self, shape: Shape, sequence_length: int, seconds: float) -> float:
+        """Return the tokens that a training of so many seconds reads."""
+        return seconds / (self.seconds_per_token + shape.flops_per_token(sequence_length) / self.flops_per_second)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A shape with the bits per weight that fill the budget, and what it should reach."""
+
+    shape: Shape
+    bits: float
+    embedding_bits: float
+    num_bytes: Mapping[str, int]
+    """{part: bytes} of the artifact."""
+    tokens: float
+    bits_per_byte: float
+    gap: float
+    """What rounding adds, in bits per byte; part of bits_per_byte."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent. tokens: instead of seconds, or None."""
+
+    num_bytes: int
+    seconds: float | None
+    tokens: float | None
+    code_bytes: int = CODE_BYTES
+
+    def scaled(self, num_bytes: float = 1.0, training: float = 1.0) -> Budget:
+        """Return a budget with more or fewer bytes, or training."""
+        return replace(
+            self,
+            num_bytes=int(self.num_bytes * num_bytes),
+            seconds=None if self.seconds is None else self.seconds * training,
+            tokens=None if self.tokens is None else self.tokens * training,
+        )
+
+
+def bits_for(shape: Shape, budget: Budget) -> tuple[float, float, dict[str, int]] | None:
+    """Return (bits per weight of the blocks, of the embedding, {part: bytes}) that fill a budget; None if too few.
+
+    No weight gets more than 8 bits: beyond that rounding costs nothing.
+    """
+    other = {
+        "code": budget.code_bytes,
+        "vectors": 2 * shape.vectors,
+        "rows and tables": int(ROW_BYTES * shape.rows) + TABLE_BYTES,
+    }
+    left = 8 * (budget.num_bytes - sum(other.values()))
+    bits = (left - EMBEDDING_BITS * shape.embedding) / (shape.embedding + shape.blocks)
+    if bits < MIN_BITS:
+        return None
+    bits = min(bits, MAX_BITS)
+    embedding_bits = min(bits + EMBEDDING_BITS, MAX_BITS)
+    parts = {"embedding": int(shape.embedding * embedding_bits / 8), "blocks": int(shape.blocks * bits / 8)}
+    return bits, embedding_bits, parts | other
+
+
+def best_shapes(
+    budget: Budget,
+    scaling: Scaling,
+    throughput: Throughput | None,
+    bytes_per_token: Mapping[int, float],
+    sequence_length: int,
+    count: int = 10,
+) -> list[Candidate]:
+    """Return the candidates with the lowest predicted bits per byte, best first.
+
+    throughput: None if the budget is in tokens. Raises UserError if no shape fits the bytes.
+    """
+    found = []
+    for shape in shapes(sorted(bytes_per_token)):
+        filled = bits_for(shape, budget)
+        if filled is None:
+            continue
+        bits, embedding_bits, parts = filled
+        if budget.tokens is not None:
+            tokens = budget.tokens
+        else:
+            assert throughput is not None and budget.seconds is not None
+            tokens = throughput.tokens(shape, sequence_length, budget.seconds)
+        gap = scaling.gap(bits)
+        nats = scaling.loss(shape.blocks, tokens * bytes_per_token[shape.vocab_size]) + gap
+        found.append(Candidate(shape, bits, embedding_bits, parts, tokens, nats / math.log(2), gap / math.log(2)))
+    if not found:
+        raise UserError(
+            f"--budget_bytes: {budget.num_bytes:,} bytes are too few for any shape after {budget.code_bytes:,} bytes"
+            " of code; allow more."
+        )
+    return sorted(found, key=lambda candidate: candidate.bits_per_byte)[:count]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Outcome]:
+    """Read finished runs for a fit. Raises UserError for fewer than six, or for runs that are not finished."""
+    from hfgolf.compare.outcome import read_outcome  # late: it imports torch
+
+    if len(paths) < MIN_RUNS:
+        raise UserError(f"--runs: {len(paths)} runs are too few for a fit; give {MIN_RUNS} or more, of several sizes.")
+    return [read_outcome(RunFolder(path)) for path in paths]
+
+
+def fit_scaling(runs: Sequence[Outcome]) -> Scaling:
+    """Fit the floor, sizes and powers to finished runs by least squares; the gap stays as it is.
+
+    The powers are searched on a grid; the other three follow linearly, and none may be negative. Raises UserError if
+    the runs have fewer than three sizes or three amounts of text, or if their losses do not fall with both.
+    """
+    weights, num_bytes, losses = (np.array(column) for column in zip(*map(_point, runs), strict=True))
+    for values, what in ((weights, "model sizes"), (num_bytes, "amounts of training text")):
+        if len(set(values.tolist())) < 3:
+            raise UserError(f"--runs: a fit needs three {what} or more; train other sizes, for other numbers of steps.")
+    return fit_law(weights, num_bytes, losses, f"fitted to {len(runs)} runs")
+
+
+def fit_law(weights: np.ndarray, num_bytes: np.ndarray, losses: np.ndarray, source: str) -> Scaling:
+    """Fit the law to points: weights in the blocks, bytes of training text, nats per byte, each (number,)."""
+    best: tuple[float, Scaling] | None = None
+    powers = np.arange(0.05, 1.001, 0.025)
+    for size_power, data_power in itertools.product(powers.tolist(), powers.tolist()):
+        size, data = (weights / weights.min()) ** -size_power, (num_bytes / num_bytes.min()) ** -data_power
+        columns = np.stack([np.ones_like(losses), size, data], 1)
+        (floor, size_scale, data_scale), *_ = np.linalg.lstsq(columns, losses, rcond=None)
+        error = float(((columns @ [floor, size_scale, data_scale] - losses) ** 2).mean())
+        if min(floor, size_scale, data_scale) >= 0 and (best is None or error < best[0]):
+            scales = size_scale * weights.min() ** size_power, data_scale * num_bytes.min() ** data_power
+            fitted = Scaling(float(floor), float(scales[0]), size_power, float(scales[1]), data_power)
+            best = error, replace(fitted, source=f"{source}, off by {math.sqrt(error):.4f} nats per byte")
+    if best is None:
+        raise UserError("--runs: the losses do not fall with size and data, so nothing can be fitted; check the runs.")
+    return best[1]
+
+
+def _point(run: Outcome) -> tuple[float, float, float]:
+    """Return (weights in the blocks, bytes of text that training read, nats per byte)."""
+    num_tokens, num_bytes = run.evaluated_on
+    shape = shape_of(run)
+    return (
+        shape.blocks,
+        run.summary["tokens"] * num_bytes / num_tokens,
+        run.curve[-1].final_loss * num_tokens / num_bytes,
+    )
+
+
+def shape_of(run: Outcome) -> Shape:
+    """Return the shape of a finished run. Its vocabulary follows from its parameters."""
+    config: dict[str, Any] = run.config
+    width, heads = config["model.hidden_size"], config["model.num_attention_heads"]
+    ratio = (config["model.intermediate_size"] or 4 * width) // width
+    keys = config["model.num_key_value_heads"] or heads
+    shape = Shape(0, width, config["model.num_hidden_layers"], ratio, heads, keys)
+    return replace(shape, vocab_size=round((run.summary["parameters"] - shape.parameters) / width))
+
+
+def fit_throughput(runs: Sequence[Outcome]) -> Throughput:
+    """Fit seconds per token to runs: a fixed part plus FLOPs at a rate, neither negative."""
+    flops = np.array([shape_of(run).flops_per_token(run.config["batch.sequence_length"]) for run in runs])
+    seconds = np.array([1 / run.summary["tokens_per_second"] for run in runs])
+    columns = np.stack([np.ones_like(flops), flops], 1)
+    (fixed, per_flop), *_ = np.linalg.lstsq(columns, seconds, rcond=None)
+    if fixed < 0 or per_flop <= 0:
+        fixed, per_flop = 0.0, float((seconds * flops).sum() / (flops**2).sum())
+    return Throughput(1 / float(per_flop), float(fixed), f"fitted to {len(runs)} runs")

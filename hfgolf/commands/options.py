@@ -1,0 +1,148 @@
+"""What the options of all commands share: bounds, --output checked before any work, one line per mistake.
+
+Does not know any command, or the options of a config (command_line.py). Imports nothing heavy before it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hfgolf.errors import UserError
+from hfgolf.wording import shortened
+
+
+class ScriptParser(argparse.ArgumentParser):
+    """Parse a command's options. A mistake raises UserError, one line without argparse's usage text.
+
+    description: the command's docstring. epilog: says that it also takes the options of hfgolf train, which must then
+    not be mistaken for abbreviations of its own.
+    """
+
+    def __init__(self, description: str | None, epilog: str | None = None, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, epilog=epilog, allow_abbrev=epilog is None, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}.")
+
+
+def within(minimum: float, maximum: float) -> Callable[[str], float]:
+    """Return an argparse `type` for numbers from minimum to maximum; whole numbers if both bounds are ints."""
+    kind = int if isinstance(minimum, int) and isinstance(maximum, int) else float
+    allowed = f"allowed: {minimum} to {maximum}" if kind is int else f"allowed: {minimum:g} to {maximum:g}"
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{shortened(text)} is not {what}; {allowed}") from None
+        if not minimum <= value <= maximum:  # also rejects nan
+            raise argparse.ArgumentTypeError(f"{shortened(value)} is out of range; {allowed}")
+        return value
+
+    return parse
+
+
+def _temperature(text: str) -> float:
+    value = within(0.0, 1e6)(text)
+    if 0 < value < 1e-3:  # dividing the logits by it would overflow
+        raise argparse.ArgumentTypeError(f"{value} is out of range; allowed: 0, or 0.001 to 1000000")
+    return value
+
+
+SAMPLING: dict[str, tuple[Callable[[str], float], float, str]] = {
+    "max_new_tokens": (within(1, 10**9), 200, "maximum number of tokens to generate"),
+    "temperature": (_temperature, 0.8, "sampling temperature; 0: greedy"),
+    "top_k": (within(0, 10**9), 50, "sample from the K most likely tokens; 0: all"),
+    "top_p": (within(1e-9, 1.0), 1.0, "sample from the most likely tokens with this total probability"),
+    "seed": (within(0, 2**63 - 1), 0, "seed of the first text; each further text has the next one"),
+}
+"""{option of sampling: (its type, its default, what it is)}."""
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    for name, (kind, default, text) in SAMPLING.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+
+
+def add_model(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Add --model, which `take_words` also takes from the words without an option. others: what follows it there."""
+    parser.add_argument("words", nargs="*", metavar=" ".join(("MODEL", *others)), help="the same without --model")
+    parser.add_argument("--model", help="run, such as runs/small, checkpoint, exported model, or name on the Hub")
+
+
+def take_words(arguments: argparse.Namespace, *options: str) -> list[str]:
+    """Fill options that are not set from the words without an option, in order, and --model first; return the rest.
+
+    Raises UserError if there is no model.
+    """
+    words = arguments.words
+    for option in ("model", *options):
+        if not getattr(arguments, option) and words:
+            setattr(arguments, option, words.pop(0))
+    if not arguments.model:
+        raise UserError("MODEL: name a run, such as runs/small, a checkpoint, an exported model or a name on the Hub.")
+    return list(words)
+
+
+def read_utf8(where: str, text: str | bytes) -> str:
+    """Return a text from the command line or a stream; raise UserError if it has other bytes than UTF-8."""
+    try:
+        return (os.fsencode(text) if isinstance(text, str) else text).decode()
+    except UnicodeError:
+        raise UserError(f"{where}: not UTF-8; convert it, or set the terminal to UTF-8.") from None
+
+
+MARK = "<!-- written by hfgolf -->"
+_MARKS = {".md": MARK.encode(), ".html": MARK.encode()}  # other files that name hfgolf are hfgolf's
+_MARKED_BYTES = 1 << 20  # at either end of a file
+
+
+def check_output(option: str, path: Path, kinds: Collection[str] = (), besides: Collection[Path] = ()) -> Path:
+    """Return the path of an output option, after making missing folders; raise UserError if it can't be written.
+
+    Call it before any work. kinds: allowed suffixes of a file, such as "html"; if empty, the path is a folder. besides:
+    other files that will be written. Raises UserError, too, if one of the files exists and is not hfgolf's.
+    """
+    if kinds and path.suffix[1:] not in kinds:
+        raise UserError(f"{option}: {path} can't be written; allowed: a name that ends in .{', .'.join(kinds)}.")
+    if kinds and path.is_dir():
+        raise UserError(f"{option}: {path} is a folder; name a file.")
+    foreign = next(filter(_is_foreign, [*([path] if kinds else []), *besides]), None)
+    if foreign is not None:
+        raise UserError(f"{option}: {foreign} exists and hfgolf did not write it; move it, or choose another name.")
+    folder = path.absolute().parent if kinds else path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return path
+    except OSError as error:
+        raise UserError(f"{option}: cannot write to {folder} ({error.strerror}); choose another folder.") from None
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a file has content, and not the mark of what hfgolf writes."""
+    try:
+        if not path.is_file() or not (size := path.stat().st_size):
+            return False
+        with path.open("rb") as file:
+            content = file.read(_MARKED_BYTES)
+            file.seek(max(0, size - _MARKED_BYTES))
+            return _MARKS.get(path.suffix, b"hfgolf") not in content + file.read()
+    except OSError:
+        return True
+
+
+def check_picture(option: str, path: Path, besides: Collection[Path] = ()) -> Path:
+    """Do the same as `check_output` for a picture, in any format of matplotlib's."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise UserError(f"{option}: drawing needs matplotlib; run `pip install matplotlib`.") from None
+    return check_output(option, path, sorted(FigureCanvasBase.get_supported_filetypes()), besides)

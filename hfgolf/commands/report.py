@@ -1,0 +1,44 @@
+"""Write the report of a run, or of several runs side by side: hfgolf report runs/small"""
+
+import shutil
+from pathlib import Path
+
+from hfgolf.commands.options import ScriptParser, check_output, within
+from hfgolf.errors import UserError
+
+
+def main() -> None:
+    parser = ScriptParser(__doc__)
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="run folders, such as runs/small; each needs only metrics.jsonl"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="page to write (default: report.html in the folder of a single run)"
+    )
+    parser.add_argument(
+        "--price_per_hour",
+        type=within(0.0, 1e12),
+        help="dollars per hour for the machine (default: the run's run.price_per_hour)",
+    )
+    parser.add_argument("--png", type=Path, help="also write a picture of the losses to this file")
+    arguments = parser.parse_args()
+    output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
+    besides = [output.with_suffix(".md"), *output.with_suffix("").glob("*.png")]
+    if arguments.output:
+        check_output("--output", output, ["html"], besides)
+    elif output.parent.is_dir():  # otherwise read_run reports that there is no such run
+        check_output("--output", output, ["html"])
+    if arguments.png:
+        check_output("--png", arguments.png, ["png"])
+
+    from hfgolf.report.report import write_report
+    from hfgolf.run.record import read_run
+
+    runs = [read_run(folder) for folder in arguments.runs]
+    try:
+        write_report(runs, output, arguments.price_per_hour)
+        print(f"wrote {output}, and {output.with_suffix('.md').name} with pictures in {output.with_suffix('').name}/")
+        if arguments.png:
+            shutil.copyfile(output.with_suffix("") / "loss.png", arguments.png)
+    except OSError as error:
+        raise UserError(f"--output: cannot write {error.filename} ({error.strerror}); choose another.") from None

@@ -1,0 +1,52 @@
+"""Train a GPT from text: accelerate launch scripts/train.py --config configs/small.yaml"""
+
+import logging
+import os
+import sys
+
+from hfgolf.command_line import load_config
+from hfgolf.errors import UserError
+from hfgolf.train.signals import Signals
+
+_DESCRIPTION = "Train a GPT from text. With --verbose, also print each detail of the start, such as parameter groups."
+
+
+def main() -> None:
+    from hfgolf.train.console import console
+
+    with Signals() as signals, console:  # before the slow imports
+        train_with(signals)
+
+
+def train_with(signals: Signals) -> None:
+    """Train the run of the command line, unless it is already complete."""
+    if len(sys.argv) == 1:
+        raise UserError(
+            "name your text, a config, or both, and any values:",
+            "  hfgolf train my.txt",
+            "  hfgolf train --config small --train.max_minutes 5",
+        )
+    arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
+    resolved = load_config(arguments, _DESCRIPTION)  # before importing torch, so that --help and errors come at once
+    from hfgolf.data.files import require_paths
+    from hfgolf.run.find_model import find_model
+    from hfgolf.run.folder import run_folder
+    from hfgolf.train.console import console, quiet_libraries, start_log
+    from hfgolf.wording import labeled
+
+    folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not folder.path.exists():
+        require_paths(resolved.config.data)
+        if (weights := resolved.config.model.init_from) is not None:
+            find_model(weights, "model.init_from", is_final=True)
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    start_log(is_main_process, is_verbose="--verbose" in sys.argv)
+    logger.info("%s", labeled("run", str(folder.path)))
+    if is_main_process:
+        console.open()
+    console.now("loading torch")
+
+    from hfgolf.training import train_once
+
+    quiet_libraries()
+    train_once(resolved, signals)

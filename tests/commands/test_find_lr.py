@@ -1,0 +1,205 @@
+"""The learning-rate finder sweeps what it reports, and leaves no trace in its run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hfgolf.command_line import load_config
+from hfgolf.commands import lr_sweep
+from hfgolf.commands.evidence import compare, evidence, verdict
+from hfgolf.commands.find_lr import sweep_rates
+from hfgolf.commands.lr_sweep import LEAD_IN_STEPS, Sweep, find_lr, suggest, suggested_values, sweep_run
+from hfgolf.config import OptimConfig
+from hfgolf.run.folder import RunFolder
+from hfgolf.train import loop
+from hfgolf.train.feed import halve_micro_batch
+
+ROOT = Path(__file__).parents[2]
+RATES = sweep_rates(1e-4, 10.0, 20)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder for temporary folders."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return a list that records the finder's steps: step, sample hash, loss, learning rates, kinds that changed."""
+    made: list[dict[str, Any]] = []
+    real = lr_sweep.train_step
+
+    def train_step(run: Any, total_steps: float) -> Any:
+        groups = {group["kind"]: group for group in run.optimizer.param_groups}
+        before = {kind: [param.detach().clone() for param in group["params"]] for kind, group in groups.items()}
+        result = real(run, total_steps)
+        moved = {kind for kind, group in groups.items() if not all(map(torch.equal, group["params"], before[kind]))}
+        row = {"step": run.state.step, "hash": result.sample_hash.item(), "loss": result.loss, "moved": moved}
+        made.append(row | {kind: group["lr"] for kind, group in groups.items()})
+        return result
+
+    monkeypatch.setattr(lr_sweep, "train_step", train_step)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "is_fp16"),
+    [({"optim__ema_decay": 0.9, "batch__micro_batch_size": 4}, False), ({"optim__name": "adamw"}, True)],
+)
+def test_sweep_does_not_affect_the_run(run, tiny_run, fp16_on_cpu, monkeypatch, options, is_fp16):
+    """Bitwise: losses, weights, optimizer, averages, random generators of every library, sample ids."""
+    if is_fp16:
+        fp16_on_cpu(2.0**10)  # its scaler is part of the state
+    options |= {"model__dropout": 0.1}
+    straight = run(tiny_run(run__name="straight", **options))
+    monkeypatch.setattr(lr_sweep, "LEAD_IN_STEPS", 2)
+    of_loop, of_finder = loop.train_step, lr_sweep.train_step
+    sweeps = []
+
+    def train_step(run_: Any, total_steps: float) -> Any:
+        if run_.state.step in (0, 3):
+            run_.checkpoints.wait()  # it also writes files
+            files = {path: path.stat().st_mtime_ns for path in run_.folder.path.rglob("*")}
+            sweeps.extend(sweep_run(run_, [1e-4, 1e-3, 1e-2]))
+            assert {path: path.stat().st_mtime_ns for path in run_.folder.path.rglob("*")} == files
+        return of_loop(run_, total_steps)
+
+    def restless_step(run_: Any, total_steps: float) -> Any:
+        random.random(), np.random.rand()  # as a library might
+        if run_.state.step == 3:
+            halve_micro_batch(run_, "as if out of memory")
+        return of_finder(run_, total_steps)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(lr_sweep, "train_step", restless_step)
+    other = run(tiny_run(run__name="other", **options))
+    assert sweeps and all(len(sweep.losses) == 3 for sweep in sweeps)
+    findings = compare(evidence(RunFolder(straight)), evidence(RunFolder(other)))
+    assert verdict(findings, 6, is_exact=True) == (True, "bitwise identical")
+
+
+@pytest.mark.parametrize(
+    ("options", "swept"),
+    [
+        ({}, {"learning_rate": {"matrix"}, "adamw_learning_rate": {"embedding", "vector"}}),
+        ({"optim__name": "adamw"}, {"learning_rate": {"matrix", "embedding", "vector"}}),
+    ],
+)
+def test_sweeps_start_from_the_same_state_and_change_only_their_groups(temporary, tiny_run, steps, options, swept):
+    """Same batches and same first loss; other groups keep the config's rate, embeddings their ratio."""
+    options |= {"optim__learning_rate": 0.02, "optim__adamw_learning_rate": 0.01, "train__max_steps": 3}
+    resolved = load_config(tiny_run(optim__embedding_learning_rate=0.03, model__dropout=0.1, **options))
+    sweeps = find_lr(resolved, RATES)
+    assert {sweep.key for sweep in sweeps} == set(swept)
+    lead_in, rest = steps[:LEAD_IN_STEPS], iter(steps[LEAD_IN_STEPS:])
+    assert [row["step"] for row in lead_in] == list(range(LEAD_IN_STEPS))
+    peaks = {kind: getattr(resolved.config.optim, key) for key, kinds in swept.items() for kind in kinds}
+    peaks["embedding"] = 0.03
+    for sweep in sweeps:
+        ratios = {kind: peaks[kind] / getattr(resolved.config.optim, sweep.key) for kind in swept[sweep.key]}
+        at_rest = list(itertools.islice(rest, len(RATES)))
+        # excludes the step after the last one, which diverged
+        made = list(itertools.islice(rest, len(sweep.losses) + sweep.has_diverged))
+        assert [row["step"] for row in at_rest] == list(range(LEAD_IN_STEPS, LEAD_IN_STEPS + len(RATES)))
+        for part in (at_rest, made):
+            same = steps[LEAD_IN_STEPS : LEAD_IN_STEPS + len(part)]
+            assert [(row["step"], row["hash"]) for row in part] == [(row["step"], row["hash"]) for row in same]
+            assert part[0]["loss"] == steps[LEAD_IN_STEPS]["loss"]
+        for rates, part in (([0.0] * len(RATES), at_rest), (RATES, made)):
+            for rate, row in zip(rates, part, strict=False):
+                assert row["moved"] == {kind for kind in peaks if rate or kind not in ratios}
+                for kind, peak in peaks.items():
+                    expected = rate * ratios[kind] if kind in ratios else peak
+                    assert row[kind] == pytest.approx(expected), (sweep.key, kind)
+        assert sweep.losses == [row["loss"] for row in made][: len(sweep.losses)]
+        assert sweep.losses_at_rest == [row["loss"] for row in at_rest][: len(sweep.losses)]
+        assert sweep.learning_rates == RATES[: len(sweep.losses)]
+    assert list(rest) == []
+    assert list(temporary.iterdir()) == []
+
+
+def test_suggestion_preserves_the_embedding_learning_rate_ratio():
+    optim = OptimConfig(learning_rate=0.02, adamw_learning_rate=0.01, embedding_learning_rate=0.03)
+    losses = [5.0 - min(i, 40 - i) / 40 for i in range(41)]
+    rates = sweep_rates(1e-4, 1.0, 41)
+    sweeps = [Sweep(key, rates, losses, [5.0] * 41, False) for key in ("learning_rate", "adamw_learning_rate")]
+    values = suggested_values(sweeps, optim)
+    assert list(values) == ["optim.learning_rate", "optim.adamw_learning_rate", "optim.embedding_learning_rate"]
+    assert values["optim.learning_rate"] == values["optim.adamw_learning_rate"]
+    assert values["optim.embedding_learning_rate"] == pytest.approx(3 * values["optim.adamw_learning_rate"], rel=0.05)
+    assert list(suggested_values(sweeps, OptimConfig())) == ["optim.learning_rate", "optim.adamw_learning_rate"]
+    alone = suggested_values(sweeps[:1], dataclasses.replace(optim, name="adamw"))
+    assert alone["optim.embedding_learning_rate"] == pytest.approx(1.5 * alone["optim.learning_rate"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_script_prints_config_options_and_writes_two_files(temporary, tiny_run, tmp_path, monkeypatch, run_script):
+    monkeypatch.chdir(temporary)
+    before = sorted(tmp_path.rglob("*"))
+    arguments = tiny_run(optim__embedding_learning_rate=0.02, train__cpu_threads=1)
+    status, out, error = run_script("find_lr.py", "--output", "rates.png", "--steps", 30, *arguments)
+    assert status == 0, error
+    suggestion = out.splitlines()[-1].split()
+    optim = load_config([*arguments, *suggestion]).config.optim
+    results = json.loads((temporary / "rates.json").read_text())
+    assert results["suggestion"] == {
+        f"optim.{key}": getattr(optim, key)
+        for key in ("learning_rate", "adamw_learning_rate", "embedding_learning_rate")
+    }
+    for sweep in results["sweeps"]:
+        kept = Sweep(**{field.name: sweep[field.name] for field in dataclasses.fields(Sweep)})
+        assert suggest(kept) == results["suggestion"][f"optim.{kept.key}"]
+        assert 0.001 < suggest(kept) < 0.5
+    assert (temporary / "rates.png").read_bytes().startswith(b"\x89PNG")
+    cache = tmp_path / "cache"
+    left = {path for path in tmp_path.rglob("*") if cache not in (path, *path.parents)} - set(before)
+    assert left == {temporary / "rates.png", temporary / "rates.json"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lowest", "100", "--highest", "1e4", "--steps", "20"], "optim.learning_rate: no learning rate from 100 to"),
+        (["--optim.adamw_learning_rate", "1e30"], "train: the loss or the gradient is not finite even at"),
+    ],
+)
+def test_inconclusive_sweep_is_one_line(temporary, tiny_run, monkeypatch, run_script, options, message):
+    monkeypatch.chdir(temporary)
+    status, _, error = run_script("find_lr.py", *tiny_run(), *options)
+    assert (status, error.count("\n")) == (2, 1) and message in error
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_sweep_is_one_line_and_leaves_no_files(temporary, tiny_run, monkeypatch, run_script, number):
+    monkeypatch.chdir(temporary)
+    real = lr_sweep.train_step
+
+    def train_step(run: Any, total_steps: float) -> Any:
+        assert list(temporary.glob("find_lr-*"))
+        if run.state.step == LEAD_IN_STEPS + 2:
+            signal.raise_signal(signal.SIGUSR1)  # there is nothing to save, and nothing ends
+        if run.state.step == LEAD_IN_STEPS + 3:
+            signal.raise_signal(number)
+        return real(run, total_steps)
+
+    monkeypatch.setattr(lr_sweep, "train_step", train_step)
+    status, _, error = run_script("find_lr.py", *tiny_run())
+    assert status == 128 + number
+    assert error == f"stopped by {number.name} before the end; nothing was written\n"
+    assert list(temporary.iterdir()) == []

@@ -1,0 +1,75 @@
+"""What all scripts' options share: no output replaces what is the user's, and everything written says who wrote it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hfgolf.commands.options import MARK, check_output
+from hfgolf.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "mine"),
+    [
+        ("make_report.py", ["RUN", "--output", "OUT/mine.html"], "mine.html"),
+        ("make_report.py", ["RUN", "--output", "OUT/mine.html"], "mine.md"),
+        ("make_report.py", ["RUN", "--output", "OUT/mine.html"], "mine/loss.png"),
+        ("make_report.py", ["RUN", "--output", "OUT/mine.html", "--png", "OUT/loss.png"], "loss.png"),
+        ("show_schedule.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
+        ("find_lr.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
+        ("find_lr.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.json"),
+        ("roofline.py", ["--train.max_steps=9", "--output", "OUT"], "roofline.json"),
+        ("ladder.py", ["--train.max_steps=9", "--output", "OUT"], "ladder.png"),
+        ("profile_step.py", ["--train.max_steps=9", "--output", "OUT"], "profile.json"),
+        ("vocabulary_study.py", ["--files", "TEXT", "--output", "OUT"], "vocabulary.md"),
+        ("compare_runs.py", ["--runs", "RUN", "RUN", "--output_dir", "OUT"], "OUT.md"),
+    ],
+)
+def test_no_output_replaces_what_hfgolf_did_not_write(run_script, tmp_path, script, options, mine):
+    places = {"OUT": tmp_path / "out", "RUN": tmp_path / "run", "TEXT": tmp_path / "text.txt"}
+    mine = places["OUT"] / mine.replace("OUT", places["OUT"].name)
+    mine.parent.mkdir(parents=True)
+    mine.write_text("what I wrote")
+    places["RUN"].mkdir()
+    places["TEXT"].write_text("some text")
+    for word, place in places.items():
+        options = [re.sub(rf"^{word}\b", str(place), option) for option in options]
+    ended = run_script(script, *options)
+    assert ended.status == 2 and mine.read_text() == "what I wrote"
+    assert ended.err.endswith(f": {mine} exists and hfgolf did not write it; move it, or choose another name.\n")
+    assert ended.err.startswith("error: --") and ended.err.count("\n") == 1
+
+
+def test_every_command_with_an_output_checks_it_before_any_work():
+    for script in [*(ROOT / "hfgolf" / "commands").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        text = script.read_text(encoding="utf-8")
+        if "ScriptParser" in text and '"--output' in text:
+            assert re.search(r"check_(output|picture)\(|already exists|no export wrote it", text), script.name
+
+
+def test_what_hfgolf_wrote_is_replaced(tmp_path):
+    page, numbers = tmp_path / "page.md", tmp_path / "page.json"
+    page.write_text(f"# A page\n\n{MARK}\n")
+    numbers.write_text('{"written_by": "hfgolf"}')
+    assert check_output("--output", page, ["md"], [numbers]) == page
+    numbers.write_text("{}")
+    with pytest.raises(UserError, match=r"page\.json exists"):
+        check_output("--output", page, ["md"], [numbers])
+    page.write_text("# What I think of hfgolf\n")
+    with pytest.raises(UserError, match=r"page\.md exists"):
+        check_output("--output", page, ["md"])
+
+
+def test_pictures_say_who_drew_them(tmp_path):
+    from matplotlib.figure import Figure
+
+    from hfgolf import palette
+
+    for kind in ("png", "svg", "pdf"):
+        palette.save(Figure(), tmp_path / f"picture.{kind}")
+        palette.save(Figure(), check_output("--output", tmp_path / f"picture.{kind}", [kind]))
