@@ -186,8 +186,9 @@ def test_gpt2_options_build_gpt2():
     from hfgolf.model.convert_gpt2 import gpt2_from_golf
     from hfgolf.train.build import build_model
 
-    (command,) = (command for command in commands("hfgolf train") if "layernorm" in command)
-    options = command.partition("small.yaml ")[2]
+    shown = [*commands("python scripts/train.py"), *commands("hfgolf train")]
+    (command,) = (command for command in shown if "layernorm" in command)
+    options = re.split(r"small(?:\.yaml)? ", command, maxsplit=1)[1]
     small = "--model.hidden_size 16 --model.num_hidden_layers 1 --model.num_attention_heads 2 --train.max_steps 1"
     config = load_config([*options.split(), *small.split(), "--train.mixed_precision", "no"]).config
     gpt2 = gpt2_from_golf(build_model(config, 61, "cpu"))  # it refuses what GPT-2 is not
