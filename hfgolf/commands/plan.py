@@ -107,7 +107,6 @@ def _check(options: argparse.Namespace) -> None:
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
     """Return the config with its precision decided, and the machine to plan for, sharded as accelerate was told."""
     from hfgolf.commands.needs import machine_with, this_machine
-    from hfgolf.hardware import DEVICES, find_device
     from hfgolf.train.launched import check_settings
     from hfgolf.train.process import resolve_precision, set_cpu_threads, tune_memory
 
@@ -116,15 +115,9 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
         set_cpu_threads(config.train.cpu_threads, processes)  # same as the run, before anything is measured
         tune_memory(config)
         machine = this_machine(str(config.train.mixed_precision), processes)
-        return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
-    device = find_device(name)
-    if device is None:
-        known = ", ".join(device.name for device in DEVICES)
-        raise UserError(f"--device: {name} is not in the table; known: {known}.")
-    config = resolved.config
-    if config.train.mixed_precision is None:
-        config = config.replace(train__mixed_precision="bf16" if device.has_bf16 else "fp16")
-    machine = machine_with(device, str(config.train.mixed_precision), processes)
+    else:
+        machine, precision = machine_with(name, resolved.config.train.mixed_precision, processes)
+        config = resolved.config.replace(train__mixed_precision=precision)
     return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
 
 
