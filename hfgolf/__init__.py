@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from hfgolf.tools.fit import fit as fit
     from hfgolf.tools.fit import open_run as open_run
     from hfgolf.tools.trained_run import TrainedRun as TrainedRun
-    from hfgolf.train.callbacks import Callback as Callback
+    from hfgolf.train.hooks import Hook as Hook
 
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
-    "Callback": "hfgolf.train.callbacks",
     "GolfConfig": "hfgolf.model.configuration_golf",
     "GolfForCausalLM": "hfgolf.model.modeling_golf",
+    "Hook": "hfgolf.train.hooks",
     "Muon": "hfgolf.optim.muon",
     "RunConfig": "hfgolf.config",
     "TrainedRun": "hfgolf.tools.trained_run",

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="new folder, or one of an earlier export (default: RUN/golf)")
     parser.add_argument("--budget_bytes", type=within(1, 2**40), help="what everything that counts may take")
     parser.add_argument("--count", choices=("challenge", "everything"), help="what counts; default: golf.count")
-    parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="files that count besides")
+    parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="more files that count")
     parser.add_argument("--method", choices=("gptq", "nearest"), help="default: golf.method of the run")
     parser.add_argument("--allocation", choices=("curvature", "sdclip", "uniform"), help="default: golf.allocation")
     parser.add_argument(

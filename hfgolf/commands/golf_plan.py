@@ -341,7 +341,7 @@ def best_shapes(
         found.append(Candidate(shape, bits, embedding_bits, parts, tokens, nats / math.log(2), gap / math.log(2)))
     if not found:
         raise UserError(
-            f"--budget_bytes: {budget.num_bytes:,} bytes are too few for any shape beside {budget.code_bytes:,} bytes"
+            f"--budget_bytes: {budget.num_bytes:,} bytes are too few for any shape after {budget.code_bytes:,} bytes"
             " of code; allow more."
         )
     return sorted(found, key=lambda candidate: candidate.bits_per_byte)[:count]

@@ -126,7 +126,7 @@ def welch_test(scores: Sequence[float], reference: Sequence[float], margin: floa
     from hfgolf.compare.statistics import stats  # late: scipy takes a second
 
     if len(scores) < 2:
-        raise UserError(f"{len(scores)} seed has no deviation; give the runs of two seeds or more, better of five.")
+        raise UserError(f"{len(scores)} seed has no deviation; give the runs of at least two seeds, better five.")
     mean, sd = statistics.mean(scores), statistics.stdev(scores)
     known = statistics.mean(reference)
     known_sd = statistics.stdev(reference) if len(reference) > 1 else None

@@ -196,7 +196,7 @@ class ConversationEncoder:
             first, _ = self._fill_in(messages[:num_messages], add_generation_prompt=add_generation_prompt)
             if not text.startswith(first):
                 raise ValueError(
-                    f"it writes the first {num_messages} messages otherwise if more follow, so nothing tells which"
+                    f"it writes the first {num_messages} messages differently if more follow, so nothing tells which"
                     " text is the assistant's; put {% generation %} and {% endgeneration %} around it in the template"
                 )
             return len(first)

@@ -213,8 +213,8 @@ def _warn_of_copies(files: Sequence[SourceFile], hashes: Mapping[Path, str]) -> 
     for file in files:
         if file.split == "val" and (copy := trained.get(hashes[file.path])):
             logger.warning(
-                "data.val_files: %s has the same content as %s, which trains; its loss does not show what the model"
-                " makes of new text",
+                "data.val_files: %s has the same content as %s, which trains; its loss does not show how good the"
+                " model is on new text",
                 file.name,
                 copy,
             )

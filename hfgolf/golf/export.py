@@ -47,7 +47,7 @@ MEASURED_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Settings:
-    """How to export. count: one of budget.COUNTS. code_files: files that count besides.
+    """How to export. count: one of budget.COUNTS. code_files: more files that count.
 
     mode, stride: of the evaluation, see evaluate/windows.py. measure_each: evaluate the model with each matrix alone
     rounded, for the table.

@@ -290,7 +290,7 @@ def _switch_bytes_outside_blocks(model: GolfConfig, sequence: int, half: bool, c
 
 
 def _keeps_normed(model: GolfConfig, device: str) -> bool:
-    """Return whether a norm also keeps its normed values, besides its input. torch has no fused RMSNorm for CPUs."""
+    """Return whether a norm keeps its normed values in addition to its input. torch has no fused RMSNorm for CPUs."""
     return device == "cpu" and model.norm == "rmsnorm" and model.norm_weight
 
 

@@ -22,11 +22,11 @@ from hfgolf.errors import UserError
 from hfgolf.run.folder import run_folder
 from hfgolf.tools.passed import is_splits, text_file, tokenizer_folder, weights_folder
 from hfgolf.tools.trained_run import TrainedRun
-from hfgolf.train.callbacks import Callback
 from hfgolf.train.claim import changed_text, changes
 from hfgolf.train.console import show_log
-from hfgolf.train.once import train_once
+from hfgolf.train.hooks import Hook
 from hfgolf.train.process import resolve_precision
+from hfgolf.training import train_once
 from hfgolf.wording import shortened
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def fit(
     data: Mapping[str, Any] | Dataset | pd.DataFrame | Iterable[str] | None = None,
     model: Mapping[str, Any] | PreTrainedModel | None = None,
     tokenizer: Mapping[str, Any] | PreTrainedTokenizerBase | None = None,
-    callbacks: Sequence[Callback] = (),
+    hooks: Sequence[Hook] = (),
     **sections: Any,
 ) -> TrainedRun:
     """Train a model on text, and return the run: its curve, its model, its samples.
@@ -69,7 +69,7 @@ def fit(
     or one string per document; a PreTrainedModel, whose weights training starts from, with its tokenizer; then the
     rates and sizes are those of the shipped config finetune. They are copied to data.cache_dir, where resuming finds
     them.
-    callbacks: see `hfgolf.Callback`.
+    hooks: see `hfgolf.Hook`.
 
     If SIGINT (a notebook's stop button) ends the run, it is saved and returned as it is. Raises UserError for a problem
     that the user can fix, and KeyboardInterrupt if the run is stopped before its first step.
@@ -99,7 +99,7 @@ def fit(
         if not folder.path.exists():
             require_paths(resolved.config.data)  # before there is a folder
         try:
-            train_once(resolved, callbacks=callbacks)
+            train_once(resolved, hooks=hooks)
         except SystemExit as stopped:
             if stopped.code != 128 + signal.SIGINT:
                 raise
@@ -115,7 +115,7 @@ def _paths(files: Any) -> list[str]:
         raise UserError(f"files: {type(files).__name__} names no files; pass paths, and tables or texts as data=.")
     listed = list(listed)
     if wrong := [path for path in listed if not isinstance(path, str | Path)]:
-        raise UserError(f"files: {shortened(wrong[0])} is no path; pass paths, and tables or texts as data=.")
+        raise UserError(f"files: {shortened(wrong[0])} is not a path; pass paths, and tables or texts as data=.")
     return [str(path) for path in listed]
 
 

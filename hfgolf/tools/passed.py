@@ -88,7 +88,7 @@ def _dataset(data: Any, column: str) -> Dataset:
             return Dataset.from_dict({column: items})
         return Dataset.from_list([{column: row.get(column)} for row in items] if column in items[0] else items)
     except UnicodeEncodeError as error:
-        raise UserError(f"data: {shortened(error.object)} is no text ({one_line(error)}); remove that.") from None
+        raise UserError(f"data: {shortened(error.object)} is not text ({one_line(error)}); remove that.") from None
     except (TypeError, ValueError, NotImplementedError, pa.ArrowException) as error:
         raise UserError(f"data: {kind} cannot be read: {one_line(error)[:200]}; {_ALLOWED}.") from None
 

@@ -239,7 +239,7 @@ def _require_same_vocabulary(config: TokenizerConfig, source: str) -> None:
     here, there = (" ".join(map(str, document_start(tokenizer))) for tokenizer in tokenizers)
     if here != there:
         raise UserError(
-            f"tokenizer.kind: {config.kind} begins documents otherwise than the tokenizer of the weights in {source}"
+            f"tokenizer.kind: {config.kind} begins documents differently from the tokenizer of the weights in {source}"
             f" (ids {here} here, {there} there); {advice}."
         )
 

@@ -111,7 +111,7 @@ def test_assumed_speed_is_a_share_of_the_peak():
     slower = assumed_speed(flops, CPU, 0.5, recomputes=True)
     assert slower.tokens_per_second * (flops.useful + flops.recomputation) == pytest.approx(0.5e12)
     assert "50%" in speed.source and "a CPU" in speed.source
-    assert ASSUMED_MFU == 0.4, "what docs/choosing.md promises without --mfu"
+    assert ASSUMED_MFU == 0.4, "what docs/experiments.md promises without --mfu"
 
 
 def test_processes_share_the_step():

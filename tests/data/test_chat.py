@@ -340,7 +340,7 @@ def test_row_that_is_no_conversation_is_one_line(tmp_path, row, problem):
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        (UNTAGGED.replace("<|im_start|>assistant", "<|im_start|>model"), "writes the first 1 messages otherwise"),
+        (UNTAGGED.replace("<|im_start|>assistant", "<|im_start|>model"), "writes the first 1 messages differently"),
         (
             UNTAGGED.replace("message['content'] + '<|im_end|>'", "message['content']"),
             "it ends no turn of the assistant",

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from tiny_export import ROOT
 from transformers import AutoModelForCausalLM
 
+from hfgolf import train
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.golf import artifact
@@ -27,7 +28,6 @@ from hfgolf.golf.script import MAX_BYTES
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.publish.hub import exported_files
-from hfgolf.train.loop import train
 
 pytestmark = pytest.mark.slow
 BUDGET = 22_000

@@ -7,24 +7,24 @@ import logging
 
 import pytest
 
-from hfgolf.train import live
+from hfgolf.hooks import report
 
 
 @pytest.fixture
 def pages(monkeypatch):
     """Return the list of the pages that a run writes before its end; time passes as `tick` says."""
     written = []
-    monkeypatch.setattr(live, "write_text", lambda path, text: written.append((path.name, text)))
+    monkeypatch.setattr(report, "write_text", lambda path, text: written.append((path.name, text)))
     return written
 
 
 def tick(monkeypatch, seconds):
     clock = itertools.count()
-    monkeypatch.setattr(live, "perf_counter", lambda: seconds * next(clock))
+    monkeypatch.setattr(report, "perf_counter", lambda: seconds * next(clock))
 
 
 def test_page_is_rewritten_at_each_evaluation_and_reloads_until_the_end(run, tiny_run, monkeypatch, pages):
-    monkeypatch.setattr(live, "_SHARE", float("inf"))
+    monkeypatch.setattr(report, "_SHARE", float("inf"))
     path = run(tiny_run())  # evaluates at steps 3 and 6
     assert [name for name, _ in pages] == ["report.html", "report.html"]
     assert "Running: step 3." in pages[0][1] and '"live":{' in pages[0][1]
@@ -42,8 +42,8 @@ def test_failing_page_is_one_warning(run, tiny_run, monkeypatch, caplog):
     def fail(*arguments, **options):
         raise OSError("disk full")
 
-    monkeypatch.setattr(live, "render_page", fail)
-    monkeypatch.setattr(live, "_SHARE", float("inf"))
+    monkeypatch.setattr(report, "render_page", fail)
+    monkeypatch.setattr(report, "_SHARE", float("inf"))
     with caplog.at_level(logging.WARNING, logger="hfgolf"):
         path = run(tiny_run(train__eval_every_steps=1))
     assert caplog.text.count("report not rewritten until the end: disk full") == 1

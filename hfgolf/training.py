@@ -1,4 +1,4 @@
-"""Train a run that is not complete yet, and leave one that is alone."""
+"""Train a run with all that takes part in it: the loop, the standard hooks and those of the caller."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.hooks import standard_hooks
 from hfgolf.ranks import decide, together
 from hfgolf.run.folder import run_folder
-from hfgolf.train.callbacks import Callback
+from hfgolf.train import loop
 from hfgolf.train.claim import changed_text, completed, damage
 from hfgolf.train.finish import show_summary
-from hfgolf.train.loop import train
+from hfgolf.train.hooks import Hook
 from hfgolf.train.process import processes, resolve_precision
 from hfgolf.train.signals import Signals
 
 logger = logging.getLogger(__name__)
 
 
-def train_once(
-    resolved: ResolvedConfig, signals: Signals | None = None, callbacks: Sequence[Callback] = ()
-) -> dict[str, Any]:
+def train(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+    """Train a model and return the summary. Arguments and errors are those of `loop.train`; hooks: in addition."""
+    return loop.train(resolved, signals, [*standard_hooks(resolved.config), *hooks])
+
+
+def train_once(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
 
     A complete run whose model or summary is damaged is rebuilt from its checkpoints.
@@ -41,4 +45,4 @@ def train_once(
         if damaged:
             logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
             resolved = resolved.resolve("auto", train__resume="auto")
-        return train(resolved, signals, callbacks)
+        return train(resolved, signals, hooks)

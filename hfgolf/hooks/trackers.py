@@ -1,7 +1,7 @@
-"""Write a run's metrics: to metrics.jsonl first, then copies to trackers.
+"""Send trackers a copy of all that metrics.jsonl gets, under grouped names.
 
-metrics.jsonl is the truth. Trackers get everything in it, under grouped names. A tracker that fails or hangs is dropped
-with one warning; it never stops or delays a run. tracker_kinds.py knows what each tracker needs.
+A tracker that fails or hangs is dropped with one warning; it never stops or delays a run. tracker_kinds.py knows what
+each tracker needs.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ import queue
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfgolf.errors import UserError
-from hfgolf.redact import redact_values
-from hfgolf.run.metrics import MetricsFile
-from hfgolf.train.tracker_kinds import attach_file, end_wandb, send_values, start_tracker
+from hfgolf.hooks.tracker_kinds import attach_file, end_wandb, send_values, start_tracker
+from hfgolf.train.hooks import Hook
 from hfgolf.wording import one_line
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
 
-    from hfgolf.checkpoint.state import TrainState
     from hfgolf.config import RunConfig
+    from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -38,76 +36,64 @@ FINISH_SECONDS = 20  # for the trackers to process their pending calls
 MAX_WAITING_CALLS = 1000
 
 
-class Tracker:
-    """Writes the rows of a run. Does nothing on ranks other than the main one.
+class Trackers(Hook):
+    """The trackers of track.trackers; on the main process only.
 
     One daemon thread makes every call to a tracker, so that a call that never returns blocks nothing. It also starts
-    them, because mlflow has an active run per thread.
+    them, because mlflow has an active run per thread. Raises UserError for a tracker that does not exist.
     """
 
-    def __init__(self, accelerator: Accelerator, config: RunConfig, folder: Path, state: TrainState) -> None:
-        self._accelerator = accelerator
-        self._metrics = MetricsFile(folder / "metrics.jsonl")
-        self._active = accelerator.is_main_process
-        self._tracking = bool(config.track.trackers) and self._active
+    def __init__(self, names: Sequence[str]) -> None:
+        check_trackers(names)
+        self._run_id: str | None = None
+        self._tracking = False
         self._trackers: list[GeneralTracker] = []
-        if not self._active:
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_CALLS)
+        self._caller: threading.Thread | None = None
+
+    def start(self, run: Run) -> None:
+        if self._caller is not None or not run.accelerator.is_main_process:
+            return  # a rollback
+        self._tracking = True
+        self._run_id = self._run_id or uuid.uuid4().hex[:8]
+        started = threading.Event()
+        self._call(partial(self._start, run.config, run.folder.path, self._run_id, run.state.step > 0))
+        self._call(started.set)
+        self._caller = threading.Thread(target=self._call_trackers, daemon=True, name="trackers")
+        self._caller.start()
+        if not started.wait(START_SECONDS):  # wait, because a fork of a loader worker amid an import can deadlock
+            self._drop_all(f"not started within {START_SECONDS} s")
+
+    def logged(self, run: Run, line: Mapping[str, Any]) -> None:
+        if "event" not in line:
+            for step, numbers in by_step(line):
+                self._send(numbers, step)
             return
-        self.rewind(state.step)
-        if self._tracking:
-            state.wandb_id = state.wandb_id or uuid.uuid4().hex[:8]
-            started = threading.Event()
-            self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_CALLS)
-            self._call(partial(self._start, config, folder, state.wandb_id, state.step > 0))
-            self._call(started.set)
-            self._caller = threading.Thread(target=self._call_trackers, daemon=True, name="trackers")
-            self._caller.start()
-            if not started.wait(START_SECONDS):  # wait, because a fork of a loader worker amid an import can deadlock
-                self._drop_all(f"not started within {START_SECONDS} s")
+        details = {key: value for key, value in line.items() if key not in ("step", "event", "elapsed_seconds")}
+        text = details["text"] if details.keys() == {"text"} else json.dumps(details)
+        evaluated = {grouped(key): value for key, value in details.items() if key.startswith(("val_", "old_val_"))}
+        self._send({f"event/{line['event']}": text} | evaluated, line["step"])
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Append a row to metrics.jsonl and send its numbers to the trackers."""
-        if not self._active:
+    def end(self, run: Run, summary: dict[str, Any] | None) -> None:
+        """Upload the report, and close the trackers: within FINISH_SECONDS."""
+        if not self._tracking:
             return
-        self._metrics.append(row)
-        for step, numbers in by_step(row):
-            self._send(numbers, step)
-
-    def event(self, name: str, state: TrainState, /, **details: Any) -> None:
-        """Append an event, {"step", "event", "elapsed_seconds", ...}, and send it to the trackers as text."""
-        if self._active:
-            details = redact_values(details)
-            self._metrics.append(
-                {"step": state.step, "event": name, "elapsed_seconds": state.elapsed_seconds, **details}
-            )
-            text = details["text"] if details.keys() == {"text"} else json.dumps(details)
-            evaluated = {grouped(key): value for key, value in details.items() if key.startswith(("val_", "old_val_"))}
-            self._send({f"event/{name}": text} | evaluated, state.step)
-
-    def attach(self, file: Path, kind: str) -> None:
-        """Upload a file of the run to the trackers that store files."""
-        self._call(partial(self._each, partial(attach_file, file=file, kind=kind)))
-
-    def rewind(self, step: int) -> None:
-        """Drop the rows after `step`, which will be written again; keep the events."""
-        if self._active:
-            self._metrics.rewind(step)
-
-    def sync(self) -> None:
-        """Force the rows so far to disk."""
-        self._metrics.sync()
-
-    def finish(self) -> None:
-        """Close the trackers and the process group. This is the last thing that all ranks do together."""
-        self._metrics.close()
-        self._accelerator.wait_for_everyone()
-        if self._tracking:
-            self._call(partial(self._each, lambda tracker: tracker.finish()))
-            self._call(None)
+        if run.folder.report.is_file():
+            self._call(partial(self._each, partial(attach_file, file=run.folder.report, kind="report")))
+        if run.error is not None:  # unclosed, a tracker shows that the run has failed
+            return
+        self._call(partial(self._each, lambda tracker: tracker.finish()))
+        self._call(None)
+        if self._caller is not None:
             self._caller.join(FINISH_SECONDS)
             if self._caller.is_alive():
                 self._drop_all(f"no answer for {FINISH_SECONDS} s")
-        self._accelerator.end_training()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": self._run_id} if self._run_id else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._run_id = state.get("id") or self._run_id
 
     def _send(self, values: dict[str, Any], step: int) -> None:
         self._call(partial(self._each, partial(send_values, values=values, step=step)))
@@ -156,7 +142,7 @@ class Tracker:
                 logger.warning("tracker %s dropped, metrics.jsonl continues: %s", name, one_line(error))
 
 
-def by_step(row: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+def by_step(row: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (step, numbers for the trackers) for each step of a row; the row's own numbers go with its last step."""
     names = {"train_losses": "train/loss_of_step", "grad_norms": "train/grad_norm_of_step"}
     lists = {name: row[key] for key, name in names.items() if key in row}
@@ -180,7 +166,7 @@ def grouped(key: str) -> str:
     return f"train/{key.removeprefix('train_')}"
 
 
-def check_trackers(names: list[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Raise UserError for a tracker that accelerate does not know or that is not installed."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 

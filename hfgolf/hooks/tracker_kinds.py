@@ -34,7 +34,7 @@ _WITH_ACCOUNTS = ("wandb", "swanlab", "comet_ml", "clearml")
 def start_tracker(kind: str, config: RunConfig, folder: Path, run_id: str, *, resumes: bool) -> GeneralTracker:
     """Start a tracker, offline if it needs an account and there is none, and give it the config.
 
-    run_id: what a resumed run is found again by, besides its name. Raises whatever the tracker raises.
+    run_id: what a resumed run is found again by, in addition to its name. Raises whatever the tracker raises.
     """
     is_offline = config.track.offline
     obstacle = _wandb_obstacle() if kind == "wandb" and not is_offline else None
