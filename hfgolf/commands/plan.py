@@ -75,7 +75,7 @@ def main() -> None:
     budget = find_budget(options.dollars, options.minutes, price)
     data = count_tokens(config)
     needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
-    speed = find_speed(options, config, data, needs, machine)
+    speed = choose_speed(options, config, data, needs, machine)
     steps, note = planned_steps(config, data, speed)
     length = None if steps is None else run_length(config, data, speed, steps, price)
     affordable = None
@@ -90,7 +90,7 @@ def main() -> None:
     if options.json:
         print(as_json(config, needs, data, machine, speed, length, affordable))
         return
-    print("\n".join(describe(config, needs, data, machine, speed)))
+    print("\n".join(describe_needs(config, needs, data, machine, speed)))
     print("\n".join(describe_length(length, sum(needs.parameters.values()), price, note)))
     if affordable is not None:
         print(describe_budget(affordable, length, stated, seconds))
@@ -121,7 +121,7 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
 
 
-def find_speed(
+def choose_speed(
     options: argparse.Namespace, config: RunConfig, data: TokenCounts, needs: Needs, machine: Machine
 ) -> Speed:
     """Return the stated, measured or assumed speed."""
@@ -165,21 +165,23 @@ def planned_steps(config: RunConfig, data: TokenCounts, speed: Speed) -> tuple[i
     return int(by_steps), ""
 
 
-def describe(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machine, speed: Speed) -> list[str]:
+def describe_needs(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machine, speed: Speed) -> list[str]:
     """Return the lines of a plan."""
     from hfgolf.measure.memory import fragmented_bytes
 
     batch, flops, total = config.batch, needs.flops, sum(needs.parameters.values())
     precision = {"no": "fp32"}.get(str(config.train.mixed_precision), config.train.mixed_precision)
     lines = [f"{config.run.name}: {total:,} parameters, vocabulary {data.vocabulary:,}"]
-    lines += table((part, f"{count:,}", f"{count / total:.1%}") for part, count in needs.parameters.items())
-    lines += table((f"updated by {rule}", f"{count:,}", f"{count / total:.1%}") for rule, count in needs.rules.items())
+    lines += columns((part, f"{count:,}", f"{count / total:.1%}") for part, count in needs.parameters.items())
+    lines += columns(
+        (f"updated by {rule}", f"{count:,}", f"{count / total:.1%}") for rule, count in needs.rules.items()
+    )
     lines += ["", f"{scaled(flops.useful)}FLOPs per token, forward and backward"]
     spent = {"matrices": flops.matrices, "attention": flops.attention, "head": flops.head}
-    lines += table((name, f"{scaled(count)}FLOPs", f"{count / flops.useful:.1%}") for name, count in spent.items())
+    lines += columns((name, f"{scaled(count)}FLOPs", f"{count / flops.useful:.1%}") for name, count in spent.items())
     recomputed = "recomputed in addition" if config.model.gradient_checkpointing else "checkpointing would add"
     more = f"{flops.recomputation / flops.useful:.1%}"
-    lines += table([(recomputed, f"{scaled(flops.recomputation)}FLOPs", more)])
+    lines += columns([(recomputed, f"{scaled(flops.recomputation)}FLOPs", more)])
     lines += [
         "",
         f"memory, {precision}, {needs.micro_batch_size} x {batch.sequence_length} tokens x {needs.accumulation_steps}"
@@ -192,13 +194,13 @@ def describe(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machin
     ]
     names = ITEMS | {"buckets": "gathered by FSDP2"} if machine.is_sharded else ITEMS
     rows = [(name, *(gb(memory[item]) for memory in stated)) for item, name in names.items() if stated[0][item]]
-    lines += table([("checkpointing", "no", "yes"), *rows])
+    lines += columns([("checkpointing", "no", "yes"), *rows])
     if machine.device == "cpu":
         lost = gb(fragmented_bytes(needs.memory))
         lines.append(
             f"  the peak counts tensors only; `top` also shows {lost} of heap fragmentation, and Python itself"
         )
-    lines.append(fit(needs, machine))
+    lines.append(describe_fit(needs, machine))
     if data.train_tokens is None:
         lines += ["", f"data: not counted ({data.note})"]
     else:
@@ -206,7 +208,7 @@ def describe(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machin
     return [*lines, f"speed: {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"]
 
 
-def fit(needs: Needs, machine: Machine) -> str:
+def describe_fit(needs: Needs, machine: Machine) -> str:
     """Describe whether the run fits, and the largest micro-batch that would."""
     from hfgolf.measure.memory import MAX_CPU_TOKENS, USABLE_SHARE
 
@@ -270,7 +272,7 @@ def as_json(
     return json.dumps(numbers, indent=1)
 
 
-def table(rows: Any) -> list[str]:
+def columns(rows: Any) -> list[str]:
     """Format rows of a name and figures as lines with columns."""
     return [f"  {name:<26}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in rows]
 
