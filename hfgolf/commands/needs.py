@@ -22,7 +22,7 @@ from hfgolf.config import RunConfig
 from hfgolf.data import token_cache
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.files import cache_folder
-from hfgolf.data.token_stream import open_stream
+from hfgolf.data.token_stream import open_stream, stream_path
 from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
 from hfgolf.errors import UserError
 from hfgolf.hardware import DEVICES, device_name, find_device, free_memory_bytes, peak_flops, synchronize
@@ -156,7 +156,7 @@ def count_tokens(config: RunConfig) -> TokenCounts:
     if found:
         folder, known = found
         try:
-            train, val = (len(open_stream(Path(folder) / f"{split}.arrow", False)) for split in ("train", "val"))
+            train, val = (len(open_stream(stream_path(folder, split))) for split in ("train", "val"))
             return TokenCounts(embedding_rows(known), train, val)
         except (OSError, ValueError) as error:
             reason = f"the token cache is damaged: {error}"
