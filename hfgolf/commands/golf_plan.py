@@ -95,7 +95,6 @@ def main() -> None:
 def find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throughput:
     """Return the speed that runs had, or that is assumed of a device."""
     from hfgolf.commands.needs import ASSUMED_MFU, machine_with, this_machine
-    from hfgolf.hardware import DEVICES, find_device
 
     if runs and arguments.device:
         raise UserError("--device: --runs have a speed of their own; leave one out.")
@@ -104,13 +103,9 @@ def find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throug
     mfu = arguments.mfu or ASSUMED_MFU
     if arguments.device is None:
         machine = this_machine("bf16", arguments.processes)
-    elif device := find_device(arguments.device):
-        machine = machine_with(device, "bf16" if device.has_bf16 else "fp16", arguments.processes)
     else:
-        known = ", ".join(device.name for device in DEVICES)
-        raise UserError(f"--device: {arguments.device} is not in the table; known: {known}.")
-    source = f"assumed: {mfu:.0%} of the peak of {machine.name}, {machine.peak_flops / 1e12:,.4g} TFLOP/s"
-    return Throughput(mfu * machine.peak_flops, 0.0, source)
+        machine, _ = machine_with(arguments.device, None, arguments.processes)
+    return Throughput(mfu * machine.peak_flops, 0.0, machine.assumed(mfu))
 
 
 def parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
