@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hfgolf import palette
 from hfgolf.command_line import load_config
-from hfgolf.commands.options import ScriptParser, check_picture, within
+from hfgolf.commands.options import ScriptParser, bounded, check_picture
 from hfgolf.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,16 +33,9 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("lr.png"), help="picture to write (lr.png); the JSON file is next to it"
     )
-    parser.add_argument(
-        "--lowest", type=within(1e-20, 1e20), default=1e-4, help="first learning rate of a sweep (1e-4)"
-    )
-    parser.add_argument(
-        "--highest",
-        type=within(1e-20, 1e20),
-        default=1.0,
-        help="last learning rate, unless the loss diverges first (1)",
-    )
-    parser.add_argument("--steps", type=within(MIN_STEPS, 10**6), default=80, help="optimizer steps per sweep (80)")
+    parser.add_argument("--lowest", **bounded(1e-20, 1e20, "first learning rate of a sweep", 1e-4))
+    parser.add_argument("--highest", **bounded(1e-20, 1e20, "last learning rate, unless the loss diverges first", 1.0))
+    parser.add_argument("--steps", **bounded(MIN_STEPS, 10**6, "optimizer steps per sweep", 80))
     arguments, run_options = parser.parse_known_args()
     rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
     resolved = load_config(run_options, needs_limit=False)

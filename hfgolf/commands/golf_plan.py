@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hfgolf.commands.options import ScriptParser, within
+from hfgolf.commands.options import ScriptParser, bounded
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 
@@ -41,17 +41,15 @@ BYTES_PER_TOKEN = {257: 1.0, 1024: 2.436, 4096: 3.320, 8192: 3.727}
 
 def main() -> None:
     parser = ScriptParser(__doc__)
-    parser.add_argument(
-        "--budget_bytes", type=within(1, 10**12), required=True, help="bytes of the artifact and its code"
-    )
+    parser.add_argument("--budget_bytes", required=True, **bounded(1, 10**12, "bytes of the artifact and its code"))
     training = parser.add_mutually_exclusive_group(required=True)
-    training.add_argument("--minutes", type=within(1e-6, 1e9), help="minutes of training")
-    training.add_argument("--tokens", type=within(1, 10**15), help="tokens of training, if time does not matter")
+    training.add_argument("--minutes", **bounded(1e-6, 1e9, "minutes of training"))
+    training.add_argument("--tokens", **bounded(1, 10**15, "tokens of training, if time does not matter"))
     parser.add_argument("--runs", nargs="+", type=Path, help="six or more finished runs to fit loss and speed to")
     parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
-    parser.add_argument("--processes", type=within(1, 65536), default=1, help="devices that train together (1)")
-    parser.add_argument("--mfu", type=within(1e-6, 1.0), help="fraction of the peak to assume as speed (0.4)")
-    parser.add_argument("--sequence_length", type=within(1, 2**24), default=256, help="tokens of context (256)")
+    parser.add_argument("--processes", **bounded(1, 65536, "devices that train together", 1))
+    parser.add_argument("--mfu", **bounded(1e-6, 1.0, "fraction of the peak to assume as speed (0.4)"))
+    parser.add_argument("--sequence_length", **bounded(1, 2**24, "tokens of context", 256))
     parser.add_argument(
         "--bytes_per_token",
         nargs="+",
@@ -59,10 +57,8 @@ def main() -> None:
         help="vocabularies to consider, and the bytes of your text per token, such as 257=1 4096=3.27; see"
         " benchmarks/vocabulary_study.py (default: those of English web text)",
     )
-    parser.add_argument(
-        "--code_bytes", type=within(0, 10**9), default=10_000, help="bytes of the packed program (10000)"
-    )
-    parser.add_argument("--count", type=within(1, 1000), default=10, help="shapes to print (10)")
+    parser.add_argument("--code_bytes", **bounded(0, 10**9, "bytes of the packed program", 10_000))
+    parser.add_argument("--count", **bounded(1, 1000, "shapes to print", 10))
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
 

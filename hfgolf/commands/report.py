@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from hfgolf.commands.options import ScriptParser, check_output, within
+from hfgolf.commands.options import ScriptParser, bounded, check_output
 from hfgolf.errors import UserError
 
 
@@ -17,8 +17,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--price_per_hour",
-        type=within(0.0, 1e12),
-        help="dollars per hour for the machine (default: the run's run.price_per_hour)",
+        **bounded(0.0, 1e12, "dollars per hour for the machine (default: the run's run.price_per_hour)"),
     )
     parser.add_argument("--png", type=Path, help="also write a picture of the losses to this file")
     arguments = parser.parse_args()

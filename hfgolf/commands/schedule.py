@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hfgolf import palette
 from hfgolf.command_line import load_config
-from hfgolf.commands.options import ScriptParser, check_picture, within
+from hfgolf.commands.options import ScriptParser, bounded, check_picture
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
 from hfgolf.wording import one_line
@@ -52,9 +52,7 @@ def main() -> None:
     parser = ScriptParser(__doc__, "Also takes the options of hfgolf train: --config FILE --section.key value.")
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="picture to write (schedule.png)")
     parser.add_argument(
-        "--seconds_per_step",
-        type=within(1e-6, 1e6),
-        help="locates warmups and the end if train.max_minutes limits the run",
+        "--seconds_per_step", **bounded(1e-6, 1e6, "locates warmups and the end if train.max_minutes limits the run")
     )
     arguments, run_options = parser.parse_known_args()
     resolved = load_config(run_options)

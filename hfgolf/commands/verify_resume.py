@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from hfgolf.command_line import ResolvedConfig, load_config
-from hfgolf.commands.options import ScriptParser, within
+from hfgolf.commands.options import ScriptParser, bounded
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_lines, read_rows
@@ -43,16 +43,10 @@ def main() -> int:
         "Also takes the options of hfgolf train, for both runs: --config FILE --section.key value. It sets\n"
         "their length, how often they log, evaluate and save, and their (temporary) folder.",
     )
-    parser.add_argument("--steps", type=within(1, 10**9), default=30, help="optimizer steps of each run (30)")
-    parser.add_argument(
-        "--kills", type=within(0, 10**6), default=4, help="number of kills; every second one aims at a save (4)"
-    )
-    parser.add_argument(
-        "--kill_seed", type=within(0, 2**63 - 1), default=0, help="seed of the moments of the kills (0)"
-    )
-    parser.add_argument(
-        "--num_processes", type=within(1, 1024), default=1, help="processes on this machine, one per GPU (1)"
-    )
+    parser.add_argument("--steps", **bounded(1, 10**9, "optimizer steps of each run", 30))
+    parser.add_argument("--kills", **bounded(0, 10**6, "number of kills; every second one aims at a save", 4))
+    parser.add_argument("--kill_seed", **bounded(0, 2**63 - 1, "seed of the moments of the kills", 0))
+    parser.add_argument("--num_processes", **bounded(1, 1024, "processes on this machine, one per GPU", 1))
     arguments, run_options = parser.parse_known_args()
     if arguments.steps <= arguments.kills:
         raise UserError(f"--steps: {arguments.steps} is out of range; allowed: more than --kills {arguments.kills}.")
