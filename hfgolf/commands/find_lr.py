@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hfgolf import palette
 from hfgolf.command_line import load_config
 from hfgolf.commands.options import ScriptParser, bounded, check_picture
-from hfgolf.errors import UserError
+from hfgolf.errors import UserError, writing
 
 if TYPE_CHECKING:
     from hfgolf.commands.lr_sweep import Sweep
@@ -63,11 +63,9 @@ def main() -> None:
         "metadata": run_metadata(resolved, fingerprint()),
     }
     numbers = arguments.output.with_suffix(".json")
-    try:
-        draw(sweeps, values, f"{resolved.config.run.name}, {resolved.config.optim.name}", arguments.output)
+    with writing("--output", arguments.output):
+        _draw(sweeps, values, f"{resolved.config.run.name}, {resolved.config.optim.name}", arguments.output)
         write_text(numbers, json.dumps(results, indent=1))
-    except OSError as error:
-        raise UserError(f"--output: cannot write {error.filename} ({error.strerror}); choose another.") from None
     print(f"wrote {arguments.output} and {numbers}\n\nsuggestion: {RULE}")
     for key, value in values.items():
         print(f"{key} {value:g} (the config has {resolved.config.flat()[key]:g})")
@@ -85,11 +83,11 @@ def sweep_rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 
 @palette.style()
-def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) -> None:
+def _draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) -> None:
     """Write the picture, one column per sweep: losses on top, gains below, with the suggestion marked."""
     from matplotlib.figure import Figure
 
-    from hfgolf.commands.lr_sweep import smooth
+    from hfgolf.commands.lr_sweep import moving_averages
 
     figure = Figure(figsize=(6 * len(sweeps), 6), dpi=120, layout="constrained")
     figure.suptitle(title)
@@ -98,7 +96,12 @@ def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) 
         rates, suggestion = sweep.learning_rates, values[f"optim.{sweep.key}"]
         losses.plot(rates, sweep.losses_at_rest, color=palette.ORANGE, alpha=0.4, linewidth=1)
         losses.plot(
-            rates, smooth(sweep.losses_at_rest), ":", color=palette.ORANGE, linewidth=2, label="frozen, smoothed"
+            rates,
+            moving_averages(sweep.losses_at_rest),
+            ":",
+            color=palette.ORANGE,
+            linewidth=2,
+            label="frozen, smoothed",
         )
         losses.plot(rates, sweep.losses, color=palette.BLUE, alpha=0.4, linewidth=1)
         losses.plot(rates, sweep.smoothed_losses, color=palette.BLUE, linewidth=2, label="swept, smoothed")

@@ -64,8 +64,8 @@ def main() -> None:
 
     runs = read_runs(arguments.runs) if arguments.runs else []
     scaling = fit_scaling(runs) if runs else DEFAULT_SCALING
-    speed = None if arguments.tokens else find_speed(arguments, runs)
-    vocabularies = parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
+    speed = None if arguments.tokens else _find_speed(arguments, runs)
+    vocabularies = _parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
     budget = Budget(arguments.budget_bytes, seconds, arguments.tokens, arguments.code_bytes)
     found, more_bytes, more_training = (
@@ -79,7 +79,7 @@ def main() -> None:
         sources = {"loss": scaling.source, "speed": speed and speed.source}
         print(json.dumps({"candidates": figures, "gain_of_10_percent_more": gain, "sources": sources}))
         return
-    print_plan(found, gains)
+    _print_plan(found, gains)
     print(f"loss: {scaling.source}")
     if len(vocabularies) > 1:
         print("vocabularies: told apart by their weights and their bytes per token only; train the best of each")
@@ -88,7 +88,7 @@ def main() -> None:
     print(f"\n{found[0].shape.options()} --golf.budget_bytes {arguments.budget_bytes}")
 
 
-def find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throughput:
+def _find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throughput:
     """Return the speed that runs had, or that is assumed of a device."""
     from hfgolf.hardware import DEVICES, find_device
     from hfgolf.tools.plan import ASSUMED_MFU, machine_with, this_machine
@@ -109,7 +109,7 @@ def find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throug
     return Throughput(mfu * machine.peak_flops, 0.0, source)
 
 
-def parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
+def _parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
     """Return {entries: bytes per token}."""
     found = {}
     for text in texts:
@@ -125,7 +125,7 @@ def parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
     return found
 
 
-def print_plan(found: Sequence[Candidate], gains: Sequence[float]) -> None:
+def _print_plan(found: Sequence[Candidate], gains: Sequence[float]) -> None:
     """Print the candidates, the bytes of the first, and what more bytes or more training would gain."""
     print(f"{'bits/byte':>9} {'(gap)':>8} {'entries':>8} {'width':>6} {'layers':>6} {'mlp':>4} {'kv':>6}", end=" ")
     print(f"{'weights':>12} {'bits':>6} {'tokens':>15}")

@@ -45,10 +45,10 @@ def main() -> None:
     if not is_main_process:
         return
     write_text(folder / "profile.json", json.dumps(record, indent=1))
-    print(f"\n{describe(record)}\nwrote {folder / 'profile.json'} and {trace}")
+    print(f"\n{_describe(record)}\nwrote {folder / 'profile.json'} and {trace}")
 
 
-def describe(record: dict[str, Any]) -> str:
+def _describe(record: dict[str, Any]) -> str:
     """Format profile.json for a person."""
     milliseconds, profiled = 1e3 * record["step_seconds"], 1e3 * record["profiled_step_seconds"]
     memory = record["memory"]

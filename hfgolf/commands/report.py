@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from hfgolf.commands.options import ScriptParser, bounded, check_output
-from hfgolf.errors import UserError
+from hfgolf.errors import writing
 
 
 def main() -> None:
@@ -34,10 +34,8 @@ def main() -> None:
     from hfgolf.run.record import read_run
 
     runs = [read_run(folder) for folder in arguments.runs]
-    try:
+    with writing("--output", output):
         write_report(runs, output, arguments.price_per_hour)
         print(f"wrote {output}, and {output.with_suffix('.md').name} with pictures in {output.with_suffix('').name}/")
         if arguments.png:
             shutil.copyfile(output.with_suffix("") / "loss.png", arguments.png)
-    except OSError as error:
-        raise UserError(f"--output: cannot write {error.filename} ({error.strerror}); choose another.") from None

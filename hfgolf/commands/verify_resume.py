@@ -83,7 +83,7 @@ def verify_resume(
         raise UserError("verify_resume starts its processes itself; run `hfgolf verify_resume --num_processes`.")
     import torch
 
-    from hfgolf.commands.evidence import compare, evidence, table, verdict
+    from hfgolf.commands.evidence import diff_runs, diff_table, evidence, verdict
 
     started_at = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="verify_resume-"))
@@ -99,11 +99,11 @@ def verify_resume(
     except Stopped:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    diffs = compare(evidence(straight), evidence(killed))
+    diffs = diff_runs(evidence(straight), evidence(killed))
     # one process on a CPU is bitwise reproducible; elsewhere the order of sums may vary
     is_exact = plan.num_processes == 1 and not torch.accelerator.is_available()
     is_equal, text = verdict(diffs, plan.steps, is_exact)
-    logger.info("\n%s\n\n%s (%.0f s)", table(diffs), text, time.perf_counter() - started_at)
+    logger.info("\n%s\n\n%s (%.0f s)", diff_table(diffs), text, time.perf_counter() - started_at)
     if is_equal:
         shutil.rmtree(folder)
         return True
