@@ -1,4 +1,4 @@
-"""Measure everything for a device in parts, each with a time limit, and write docs/benchmarks.md.
+"""Measure everything for a device in parts, each with a time limit, and write benchmarks/tables.md.
 
     python benchmarks/run_all.py                  (or: make bench-cpu)
     python benchmarks/run_all.py --device cuda    (or: make bench-gpu)
@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "benchmarks" / "tables.md"
 SUFFIXES = {"cpu": "cpu", "cuda": "gpu"}
 LIMITS = {"cpu": None, "cuda": 9 * 60}
 """Seconds that a part may take."""
@@ -306,7 +306,7 @@ def has_failed(name: str, device: str) -> bool:
 
 
 def page() -> str:
-    """Return the text of docs/benchmarks.md: for each kind of device, the output and machine of each benchmark."""
+    """Return the text of benchmarks/tables.md: for each kind of device, the output and machine of each benchmark."""
     lines = [
         "# Benchmarks",
         "",

@@ -16,18 +16,17 @@ if TYPE_CHECKING:
     from hfgolf.command_line import load_config as load_config
     from hfgolf.config import RunConfig as RunConfig
     from hfgolf.errors import UserError as UserError
-    from hfgolf.measure.memory import training_memory as training_memory
     from hfgolf.model.configuration_golf import GolfConfig as GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM as GolfForCausalLM
     from hfgolf.optim.muon import Muon as Muon
-    from hfgolf.train.callbacks import Callback as Callback
+    from hfgolf.train.hooks import Hook as Hook
 
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
-    "Callback": "hfgolf.train.callbacks",
     "GolfConfig": "hfgolf.model.configuration_golf",
     "GolfForCausalLM": "hfgolf.model.modeling_golf",
+    "Hook": "hfgolf.train.hooks",
     "Muon": "hfgolf.optim.muon",
     "RunConfig": "hfgolf.config",
     "TrainedRun": "hfgolf.api",
@@ -35,7 +34,6 @@ _PUBLIC_NAMES = {
     "fit": "hfgolf.api",
     "load_config": "hfgolf.command_line",
     "open_run": "hfgolf.api",
-    "training_memory": "hfgolf.measure.memory",
 }
 __all__ = sorted([*_PUBLIC_NAMES, "__version__", "train"])
 

@@ -46,12 +46,12 @@ from hfgolf.report.report import render_page
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_run, read_summary, status
-from hfgolf.train.callbacks import Callback
 from hfgolf.train.claim import changed_text, changes
 from hfgolf.train.console import show_log
+from hfgolf.train.hooks import Hook
 from hfgolf.train.init_from import FROZEN, weights_sha256
-from hfgolf.train.once import train_once
 from hfgolf.train.process import resolve_precision
+from hfgolf.training import train_once
 from hfgolf.wording import join_words, one_line, shortened
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def fit(
     data: Mapping[str, Any] | Dataset | pd.DataFrame | Iterable[str] | None = None,
     model: Mapping[str, Any] | PreTrainedModel | None = None,
     tokenizer: Mapping[str, Any] | PreTrainedTokenizerBase | None = None,
-    callbacks: Sequence[Callback] = (),
+    hooks: Sequence[Hook] = (),
     **sections: Any,
 ) -> TrainedRun:
     """Train a model on text, and return the run: its curve, its model, its samples.
@@ -94,7 +94,7 @@ def fit(
     or one string per document; a PreTrainedModel, whose weights training starts from, with its tokenizer; then the
     rates and sizes are those of the shipped config finetune. They are copied to data.cache_dir, where resuming finds
     them.
-    callbacks: see `hfgolf.Callback`.
+    hooks: see `hfgolf.Hook`.
 
     If SIGINT (a notebook's stop button) ends the run, it is saved and returned as it is. Raises UserError for a problem
     that the user can fix, and KeyboardInterrupt if the run is stopped before its first step.
@@ -124,7 +124,7 @@ def fit(
         if not folder.path.exists():
             require_paths(resolved.config.data)  # before there is a folder
         try:
-            train_once(resolved, callbacks=callbacks)
+            train_once(resolved, hooks=hooks)
         except SystemExit as stopped:
             if stopped.code != 128 + signal.SIGINT:
                 raise
@@ -140,7 +140,7 @@ def _paths(files: Any) -> list[str]:
         raise UserError(f"files: {type(files).__name__} names no files; pass paths, and tables or texts as data=.")
     listed = list(listed)
     if wrong := [path for path in listed if not isinstance(path, str | Path)]:
-        raise UserError(f"files: {shortened(wrong[0])} is no path; pass paths, and tables or texts as data=.")
+        raise UserError(f"files: {shortened(wrong[0])} is not a path; pass paths, and tables or texts as data=.")
     return [str(path) for path in listed]
 
 
@@ -333,7 +333,7 @@ def _dataset(data: Any, column: str) -> Dataset:
             return Dataset.from_dict({column: items})
         return Dataset.from_list([{column: row.get(column)} for row in items] if column in items[0] else items)
     except UnicodeEncodeError as error:
-        raise UserError(f"data: {shortened(error.object)} is no text ({one_line(error)}); remove that.") from None
+        raise UserError(f"data: {shortened(error.object)} is not text ({one_line(error)}); remove that.") from None
     except (TypeError, ValueError, NotImplementedError, pa.ArrowException) as error:
         raise UserError(f"data: {kind} cannot be read: {one_line(error)[:200]}; {_ALLOWED}.") from None
 

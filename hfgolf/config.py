@@ -147,7 +147,7 @@ class DataConfig:
     tokenizer.kind pretrained or byte says whose tokens they are."""
     messages_column: str | None = None
     """Column that holds conversations, such as messages: lists of {"role", "content"} (or "from", "value"), which the
-    tokenizer's chat template turns into tokens. The loss counts the assistant's turns only; see docs/chat.md."""
+    tokenizer's chat template turns into tokens. The loss counts the assistant's turns only; see docs/models.md."""
     max_documents: int | None = None
     """Read only the first N documents (files or rows); null: all."""
     split: Literal["documents", "contiguous"] = "documents"
@@ -230,7 +230,7 @@ class TokenizerConfig:
     name_or_path: str | None = None
     """For pretrained: a Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model)."""
     case_operators: bool = False
-    """With bpe: capital letters become operators and lower-case letters, without loss; see docs/vocabulary.md."""
+    """With bpe: capital letters become operators and lower-case letters, without loss; see docs/experiments.md."""
 
     def __post_init__(self) -> None:
         if self.case_operators and self.kind != "bpe":
@@ -262,11 +262,11 @@ class ModelSection:
 
     init_from: str | None = None
     """Weights to start from, at step 0 with a new optimizer: a run (runs/small), a checkpoint, an exported folder or a
-    Hub name. The architecture and the tokenizer are those of the weights; see docs/finetuning.md."""
+    Hub name. The architecture and the tokenizer are those of the weights; see docs/models.md."""
     architecture: str = "golf"
     """golf, or any causal language model of transformers: a model type (llama, qwen3, gpt2, mamba, ...), which takes
     its shape and dropout from this section, or a folder or Hub name, which has the shape in its config.json; see
-    docs/architectures.md."""
+    docs/models.md."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of another architecture's config, by their own names: {rms_norm_eps: 1e-5}."""
     hidden_size: int = 256

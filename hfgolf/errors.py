@@ -54,8 +54,8 @@ _ADVICE = {
     errno.EFBIG: "the file system or `ulimit -f` allows no larger files; choose another folder",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ENOLCK: "the file system there has no locks; choose a folder on another one",
-    errno.ENFILE: "this machine may open no more files; end other programs",
-    errno.EMFILE: "this process may open no more files; allow more, as with `ulimit -n 4096`",
+    errno.ENFILE: "this machine cannot open more files; end other programs",
+    errno.EMFILE: "this process cannot open more files; raise the limit, as with `ulimit -n 4096`",
     errno.ENOMEM: "free memory, or take a smaller model or batch.micro_batch_size",
 }
 _CODE = re.compile(r"\b(?:os error|errno) (\d+)\b", re.IGNORECASE)  # of Rust; of Python and Arrow

@@ -85,13 +85,12 @@ def run() -> Callable[[list[str]], Path]:
     """Return a function that trains with a command line, like a new process, and returns the run's folder."""
 
     def train_(arguments: list[str]) -> Path:
-        from hfgolf.command_line import load_config
+        import hfgolf
         from hfgolf.run.folder import run_folder
-        from hfgolf.train.loop import train
 
         _reset_accelerate()
-        resolved = load_config(arguments)
-        train(resolved)
+        resolved = hfgolf.load_config(arguments)
+        hfgolf.train(resolved)
         return run_folder(resolved.config).path
 
     return train_
@@ -249,8 +248,8 @@ def edit_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]
     real = loop.set_up
 
     def install(edit: Callable[[Any], None]) -> None:
-        def set_up(resolved: Any) -> Any:
-            run = real(resolved)
+        def set_up(*arguments: Any) -> Any:
+            run = real(*arguments)
             edit(run)
             return run
 

@@ -23,6 +23,7 @@ import torch
 from accelerate.utils import load
 from safetensors.torch import load_file
 
+import hfgolf
 from hfgolf.checkpoint.identity import RUN_NAME, comparable
 from hfgolf.checkpoint.store import verify
 from hfgolf.command_line import ResolvedConfig, load_config, run_command
@@ -181,7 +182,7 @@ def _train(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) -
     loop.train_step = slow_step
 
     def main() -> None:
-        loop.train(resolved)
+        hfgolf.train(resolved)
 
     with output.open("a") as said, contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         logging.basicConfig(stream=said, level=logging.INFO, format="%(message)s")

@@ -50,8 +50,8 @@ def shard() -> None:
     AcceleratorState.__init__ = sharding
     real_set_up = loop.set_up
 
-    def set_up(resolved: Any) -> Any:
-        run = real_set_up(resolved)
+    def set_up(*arguments: Any) -> Any:
+        run = real_set_up(*arguments)
         assert all(is_sharded(param) for param in run.raw_model.parameters())
         return run
 

@@ -72,29 +72,29 @@ def fit(*arguments: Any, **options: Any) -> hfgolf.TrainedRun:
     return hfgolf.fit(*arguments, data=data, **sections, **options)
 
 
-class Seen(hfgolf.Callback):
+class Seen(hfgolf.Hook):
     """Notes what it is called with."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def on_start(self, moment: Any) -> None:
-        self.calls.append(("start", moment.step))
+    def start(self, run: Any) -> None:
+        self.calls.append(("start", run.state.step))
 
-    def on_step(self, moment: Any) -> None:
+    def after_step(self, run: Any, result: Any) -> None:
         torch.rand(7)  # must not change the run
-        moment.model.eval()
-        self.calls.append(("step", moment.step, moment.loss))
+        run.raw_model.eval()
+        self.calls.append(("step", run.state.step, result.loss))
 
-    def on_evaluate(self, moment: Any) -> None:
-        self.calls.append(("evaluate", moment.step, moment.row["val_loss"]))
+    def after_evaluate(self, run: Any, row: Any) -> None:
+        self.calls.append(("evaluate", run.state.step, row["val_loss"]))
 
-    def on_save(self, moment: Any) -> None:
-        assert verify(moment.checkpoint)["step"] == moment.step
-        self.calls.append(("save", moment.step))
+    def after_save(self, run: Any, checkpoint: Path) -> None:
+        assert verify(checkpoint)["step"] == run.state.step
+        self.calls.append(("save", run.state.step))
 
-    def on_end(self, moment: Any) -> None:
-        self.calls.append(("end", moment.step, moment.row["val_loss"]))
+    def end(self, run: Any, summary: Any) -> None:
+        self.calls.append(("end", run.state.step, summary["val_loss"]))
 
 
 @pytest.mark.slow
@@ -125,10 +125,10 @@ def test_same_call_returns_the_run_and_another_trains_a_new_one(folder, capsys):
 
 
 @pytest.mark.slow
-def test_callbacks_see_the_run_and_do_not_change_it(folder):
+def test_hooks_see_the_run_and_do_not_change_it(folder):
     seen = Seen()
     dropout = TINY["model"] | {"dropout": 0.5}  # random numbers matter
-    run = fit("my.txt", model=dropout, callbacks=[seen])
+    run = fit("my.txt", model=dropout, hooks=[seen])
     rows = {row["step"]: row for row in read_rows(run.folder / "metrics.jsonl")}
     losses = [("step", step, rows[step]["train_losses"][0]) for step in range(1, 5)]
     evaluated = [("evaluate", step, rows[step]["val_loss"]) for step in (2, 4)]
@@ -148,37 +148,37 @@ def test_callbacks_see_the_run_and_do_not_change_it(folder):
     ]
 
 
-class StopAt(hfgolf.Callback):
+class StopAt(hfgolf.Hook):
     def __init__(self, method: str, step: int) -> None:
         self.step = step
-        setattr(type(self), method, lambda self, moment: moment.stop() if moment.step == self.step else None)
+        setattr(type(self), method, lambda self, run, _: run.stop() if run.state.step == self.step else None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["on_step", "on_evaluate"])
-def test_callback_ends_a_run_as_if_it_were_complete(folder, method):
-    callback = type("Own", (StopAt,), {})(method, 2)
-    run = fit("my.txt", max_steps=20, callbacks=[callback])
+@pytest.mark.parametrize("method", ["after_step", "after_evaluate"])
+def test_hook_ends_a_run_as_if_it_were_complete(folder, method):
+    hook = type("Own", (StopAt,), {})(method, 2)
+    run = fit("my.txt", max_steps=20, hooks=[hook])
     assert run.summary["steps"] == 2 and run.metrics.val_loss.notna().sum() == 1
     assert verify(newest_first(run.folder / "checkpoints")[0])["step"] == 2
 
 
-class Fails(hfgolf.Callback):
-    def on_step(self, moment: Any) -> None:
+class Fails(hfgolf.Hook):
+    def after_step(self, run: Any, result: Any) -> None:
         raise ZeroDivisionError("of the user")
 
 
 @pytest.mark.slow
-def test_error_of_a_callback_ends_the_run_and_the_next_call_continues(folder):
+def test_error_of_a_hook_ends_the_run_and_the_next_call_continues(folder):
     with pytest.raises(ZeroDivisionError, match="of the user"):
-        fit("my.txt", callbacks=[Fails()])
+        fit("my.txt", hooks=[Fails()])
     assert "Not complete" in repr(hfgolf.open_run("runs/my")) if Path("runs/my/metrics.jsonl").exists() else True
     assert fit("my.txt").summary["steps"] == 4
 
 
-class Interrupts(hfgolf.Callback):
-    def on_step(self, moment: Any) -> None:
-        if moment.step == 3:
+class Interrupts(hfgolf.Hook):
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.state.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -186,7 +186,7 @@ class Interrupts(hfgolf.Callback):
 def test_stop_button_saves_and_the_next_call_continues(folder, capsys):
     handlers, log = signal.getsignal(signal.SIGINT), logging.getLogger("hfgolf")
     before = log.handlers, log.propagate, log.level
-    run = fit("my.txt", callbacks=[Interrupts()])
+    run = fit("my.txt", hooks=[Interrupts()])
     assert "stopped by SIGINT at step 3; saved up to step 3" in capsys.readouterr().out
     assert run.summary == {} and "step 3" in repr(run)
     assert run.sample("To be", max_new_tokens=2).startswith("To be")  # from the checkpoint
@@ -194,7 +194,7 @@ def test_stop_button_saves_and_the_next_call_continues(folder, capsys):
         run.push("user/name")
     assert (log.handlers, log.propagate, log.level) == before and signal.getsignal(signal.SIGINT) == handlers
     seen = Seen()
-    assert fit("my.txt", callbacks=[seen]).summary["steps"] == 4
+    assert fit("my.txt", hooks=[seen]).summary["steps"] == 4
     assert seen.calls[0] == ("start", 3)
 
 
@@ -271,7 +271,7 @@ HAVE_NONE: dict[str, Any] = {
     "number": (5, "int cannot be read"),
     "function": (print, "builtin_function_or_method cannot be read"),
     "nothing": ([], "there is nothing in it"),
-    "lone surrogate": (["a\udcff"], "is no text .*surrogates not allowed"),
+    "lone surrogate": (["a\udcff"], "is not text .*surrogates not allowed"),
     "value of no type": (
         {"max_documents": object()},
         "data.max_documents: <object object .*> is not allowed; allowed:",
@@ -381,9 +381,9 @@ def test_what_is_frozen_stays_so_also_in_a_resumed_run(folder, kind):
         parameter.requires_grad_("embed" not in name and "wte" not in name and ".0." not in name)
     before = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
 
-    def trained(name: str, *callbacks: Any) -> Any:
+    def trained(name: str, *hooks: Any) -> Any:
         optim = {"name": "adamw", "weight_decay": 0.1, "embedding_weight_decay": 0.1}
-        return fit("my.txt", model=model, tokenizer=tokenizer, name=name, optim=optim, callbacks=callbacks)
+        return fit("my.txt", model=model, tokenizer=tokenizer, name=name, optim=optim, hooks=hooks)
 
     straight = trained("straight")
     trained("stopped", Interrupts())
@@ -454,7 +454,7 @@ BAD = {
     "range": ({"max_steps": -1}, "train.max_steps: -1 is out of range"),
     "file": ({"files": "nowhere.txt"}, "no file matches 'nowhere.txt'"),
     "config": ({"config": "nowhere.yaml"}, "--config: there is no file nowhere.yaml"),
-    "callback": ({"files": "my.txt", "callbacks": [print]}, "callbacks: .* is not one"),
+    "hook": ({"files": "my.txt", "hooks": [print]}, "hooks: .* is not one"),
     "model": ({"files": "my.txt", "model": nn.Linear(1, 1)}, "model: Linear is not a PreTrainedModel"),
     "tokenizer": (
         {"files": "my.txt", "model": OwnModel(OwnConfig())},

@@ -26,8 +26,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "measure": {"model", "optim"},
     "golf": MIDDLE | BELOW,
     "train": {"golf"} | MIDDLE | BELOW,
-    "tools": {"train", "golf"} | MIDDLE | BELOW,
-    "commands": {"tools", "train", "golf"} | MIDDLE | BELOW,
+    "compare": {"train", "run"},
+    "commands": {"tools", "compare", "train", "golf"} | MIDDLE | BELOW,
+    "tools": {"compare", "train", "golf"} | MIDDLE | BELOW,
 }
 """What each package may import besides itself and the single files of hfgolf/; model may not import even those."""
 

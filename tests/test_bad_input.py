@@ -148,7 +148,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--device H100 --measure": "--measure: only this machine can be measured",
             "--batch.micro_batch_size 3": "batch.tokens_per_step: 256 is not a multiple of micro-batches of 3",
             "--steps 3": "unknown key steps",
-            "--device T4 --minutes 1 --model.hidden_size 65536": "not even one sequence of 32 tokens fits into",
+            "--device T4 --minutes 1 --model.hidden_size 65536": "not even one sequence of 32 tokens fits: it needs",
         },
     ),
     "profile_step.py": (
@@ -263,7 +263,7 @@ def test_argparse_errors_are_one_line(run_script):
 
 
 OUTPUTS = {  # script: its arguments, the option, and what must not be reached
-    "compare_runs.py": (["--runs", "run"], "--output_dir", "hfgolf.tools.compare.outcome.read_outcome"),
+    "compare_runs.py": (["--runs", "run"], "--output_dir", "hfgolf.compare.outcome.read_outcome"),
     "evaluate.py": (["--model=m", "--files=f"], "--certificate", "hfgolf.commands.evaluate_text.evaluate_text"),
     "export.py": (["--run", "run"], "--output", "hfgolf.commands.export.export_checkpoint"),
     "find_lr.py": (["--train.max_steps=1"], "--output", "hfgolf.commands.lr_sweep.find_lr"),

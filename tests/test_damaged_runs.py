@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from hfgolf.compare.comparison import compare_outcomes
+from hfgolf.compare.markdown import to_markdown
+from hfgolf.compare.outcome import group_by_arm, read_outcome
 from hfgolf.doctor.doctor import examine
 from hfgolf.errors import UserError
 from hfgolf.report.curves import read_curve
@@ -15,9 +18,6 @@ from hfgolf.report.report import write_report
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import final_figures, format_figures, read_run, status
-from hfgolf.tools.compare.comparison import compare_outcomes
-from hfgolf.tools.compare.markdown import to_markdown
-from hfgolf.tools.compare.outcome import group_by_arm, read_outcome
 
 JUNK: dict[str, Any] = {
     "a text": "junk",

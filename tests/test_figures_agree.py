@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from hfgolf.compare.outcome import read_outcome
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.record import final_figures, read_run
-from hfgolf.tools.compare.outcome import read_outcome
 
 
 @pytest.mark.slow

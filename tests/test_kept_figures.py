@@ -49,8 +49,7 @@ def small() -> dict[str, list[str]]:
             f"| {tokens:,} tokens, {work} TFLOP of training | {seconds:.0f} s, {speed} | |",
         ],
         "configs/small.yaml": [*header, f"{work} TFLOP, in {seconds:.0f} s of training"],
-        "docs/choosing.md": [f"{float(work):.0f} TFLOP | {speed}", f"{float(bits):.2f} bits per byte"],
-        "docs/gallery.md": [f"| {tokens:,} | {work} | {arm['final_losses']['1337']:.4f} |", f"whose mean is {mean}"],
+        "docs/experiments.md": [f"{float(work):.0f} TFLOP | {speed}", f"{float(bits):.2f} bits per byte"],
     }
 
 
@@ -58,16 +57,15 @@ def shakespeare() -> dict[str, list[str]]:
     arms = kept(EXPERIMENTS, "shakespeare_minutes")["arms"]
     ten, five = (tflop("shakespeare_char", 257, 4096 * arms[name]["steps"]) for name in ("ten", "five"))
     means = {name: f"{arms[name]['mean']:.4f}" for name in arms}
-    work = f"ten minutes are {ten:.0f} TFLOP of training and five are {five:.0f}"
     return {
-        "docs/experiments.md": [f"validation loss of {means['ten']} in ten minutes, and {means['five']} in five", work],
-        "docs/choosing.md": [f"{ten:.0f} TFLOP in 10 min", f"instead of {means['five']}"],
-        "configs/shakespeare_char.yaml": [f"{ten:.0f} TFLOP", f"after {five:.0f} TFLOP", f"{arms['five']['mean']:.3f}"],
-        "docs/gallery.md": [
-            f"| 10,153,984 | {tflop('shakespeare_char', 257, 10_153_984):.1f} |",
-            f"| {arms['ten']['final_losses']['1']:.4f} |",
-            f"whose mean is {means['ten']}",
+        "docs/experiments.md": [
+            f"{ten:.0f} TFLOP in 10 min",
+            f"validation loss of {means['ten']} in ten minutes, and {means['five']} in five",
+            f"ten minutes are {ten:.0f} TFLOP of training and five are {five:.0f}",
+            f"instead of {means['five']}",
+            f"seed 1, which ends at {arms['ten']['final_losses']['1']:.4f}",
         ],
+        "configs/shakespeare_char.yaml": [f"{ten:.0f} TFLOP", f"after {five:.0f} TFLOP", f"{arms['five']['mean']:.3f}"],
         "benchmarks/shakespeare.md": [f"five minutes are {five:.0f} TFLOP and ten {ten:.0f}", means["ten"]],
     }
 
@@ -82,7 +80,7 @@ def laptop() -> dict[str, list[str]]:
     return {
         "docs/golf.md": [f"**{mean:.3f}** bits per byte", *(f"{score:.4f}" for score in after), f"({work:.0f} TFLOP)"],
         "configs/golf_laptop.yaml": [f"{mean:.3f} bits per byte", f"({min(after):.3f} to {max(after):.3f})"],
-        "docs/choosing.md": [f"{work:.0f} TFLOP in 10 min | {round(speed, -2):,.0f} tokens/s | {mean:.2f} bits"],
+        "docs/experiments.md": [f"{work:.0f} TFLOP in 10 min | {round(speed, -2):,.0f} tokens/s | {mean:.2f} bits"],
     }
 
 
@@ -115,20 +113,21 @@ def golf_export() -> dict[str, list[str]]:
 def vocabulary() -> dict[str, list[str]]:
     studies = kept(EXPERIMENTS, "vocabulary")["studies"]
     stated = []
-    for text in ("tinyshakespeare", "standard library of Python 3.11.7"):
-        for row in studies[text]["vocabularies"]:
-            if row.get("entries") in (257, 1024, 4096, 16384, 50257):
-                stated.append(
-                    f"| {row['entries']:,} | {row['tokens_per_character']:.3f} | {row['bytes_per_token']:.3f} |"
-                    f" {row['context_tokens']} | {row['embedding_parameters']:,} | {row['embedding_share']:.1%} |"
-                )
+    library = "standard library of Python 3.11.7"
+    for row in studies[library]["vocabularies"]:
+        if row.get("entries") in (257, 1024, 4096, 16384, 50257):
+            stated.append(
+                f"| {row['entries']:,} | {row['tokens_per_character']:.3f} | {row['bytes_per_token']:.3f} |"
+                f" {row['context_tokens']} | {row['embedding_parameters']:,} | {row['embedding_share']:.1%} |"
+            )
+    for text in ("tinyshakespeare", library):
         for with_operators in studies[f"{text}, case operators"]["vocabularies"]:
             size = with_operators["size"]
             plain = next(row for row in studies[text]["vocabularies"] if row["size"] == size)
             before, after = (1 / row["bytes_per_token"] for row in (plain, with_operators))
             stated.append(f"| {text} | {size:,} | {before:.4f} | {after:.4f} | {after / before - 1:.1%} |")
-    assert len(stated) == 13
-    return {"docs/vocabulary.md": stated}
+    assert len(stated) == 9
+    return {"docs/experiments.md": stated}
 
 
 def repetitions() -> dict[str, list[str]]:

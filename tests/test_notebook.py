@@ -16,14 +16,14 @@ BAD_KEY = 'hfgolf.fit("my.txt", model={"depth": 3})'
 STOPPED = """
 import os, signal
 
-class StopButton(hfgolf.Callback):
-    def on_step(self, moment):
-        if moment.step == 2:
+class StopButton(hfgolf.Hook):
+    def after_step(self, run, result):
+        if run.state.step == 2:
             os.kill(os.getpid(), signal.SIGINT)  # what the button sends
 
 options = {"model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, "max_steps": 4,
            "batch": {"sequence_length": 32, "tokens_per_step": 128}, "train": {"compile": False, "log_every_steps": 1}}
-hfgolf.fit("my.txt", callbacks=[StopButton()], **options)"""
+hfgolf.fit("my.txt", hooks=[StopButton()], **options)"""
 CONTINUED = 'hfgolf.fit("my.txt", **options)'
 
 

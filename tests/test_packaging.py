@@ -193,7 +193,7 @@ import hfgolf.train.stopwatch
 assert train is hfgolf.train and hfgolf.train.stopwatch.Stopwatch
 print(*inspect.signature(train).parameters, "train" in dir(hfgolf))"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("config callbacks True", "")
+    assert (done.stdout.strip(), done.stderr) == ("config hooks True", "")
 
 
 def test_public_names_exist():

@@ -1,4 +1,4 @@
-"""The state of a run besides weights and optimizer; everything else follows from the config and the step."""
+"""The state of a run beyond weights and optimizer; everything else follows from the config and the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hfgolf.config import BatchConfig
 from hfgolf.data.batches import as_ranges, stream_positions
 
 _NEWER = (
-    *("loop_active", "grid", "bad_steps", "suspect_step"),
+    *("loop_active", "hooks", "bad_steps", "suspect_step"),
     *("usual_losses", "recent_losses", "first_loss", "lowest_level", "lowest_level_step"),
 )
 """Fields that the checkpoints of older versions lack."""
@@ -71,10 +71,8 @@ class TrainState:
     """The lowest median of recent_losses so far."""
     lowest_level_step: int = 0
     """Its step; a divergence began after it."""
-    grid: dict[str, Any] = field(default_factory=dict)
-    """Under golf.qat_fraction, what the weights are rounded to (see train/rounding.py); empty: not yet, or never."""
-    wandb_id: str | None = None
-    """ID of the run in wandb and other trackers, so that a resumed run continues it there."""
+    hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """{name: state} of the hooks that keep any (see train/hooks.py)."""
 
     def count_step(self, batch: BatchConfig) -> None:
         """Count one optimizer step and the global batch that it read."""
@@ -115,7 +113,13 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what state_dict returned. Raises KeyError, TypeError or ValueError, with no change, if malformed."""
-        state = {name: value for name, value in TrainState().state_dict().items() if name in _NEWER} | state
+        newer = {name: value for name, value in TrainState().state_dict().items() if name in _NEWER}
+        older: dict[str, dict[str, Any]] = {}  # before hooks kept their own state
+        if state.get("grid"):
+            older["QuantizationAwareTraining"] = state["grid"]
+        if state.get("wandb_id"):
+            older["Trackers"] = {"id": state["wandb_id"]}
+        state = newer | {"hooks": older} | state
         for name, kind in typing.get_type_hints(TrainState).items():
             if not has_type(state[name], kind) or not _is_possible(name, state[name]):
                 raise ValueError(f"{name} is {state[name]!r}"[:100])
@@ -153,7 +157,7 @@ def _is_possible(name: str, value: Any) -> bool:
     """Return whether no number in a field is negative, or too large for an array of positions."""
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value
-        return name in ("grid", "unfinished_row") or all(_is_possible(name, each) for each in inner)
+        return name in ("hooks", "unfinished_row") or all(_is_possible(name, each) for each in inner)
     if isinstance(value, int):
         return 0 <= value < 2**62
     return not isinstance(value, float) or value >= 0

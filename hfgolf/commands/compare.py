@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hfgolf.command_line import split_options
 from hfgolf.commands.options import MARK, ScriptParser, check_output, within
+from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.errors import UserError
-from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 
 
 def main() -> None:
@@ -33,23 +33,16 @@ def main() -> None:
     parser.add_argument(
         "--jobs",
         type=within(1, 1024),
-        help="runs to run at once (1; as SLURM jobs, all); with more than 1 here, their seconds are not comparable",
-    )
-    parser.add_argument("--launcher", choices=("local", "slurm"), default="local", help="where runs start (local)")
-    parser.add_argument(
-        "--slurm",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of sbatch for each job, such as partition=gpu, gpus=1 or time=480 (minutes); repeatable",
+        default=1,
+        help="runs to run at once (1); with more, their seconds are not comparable",
     )
     run_options, own = split_options(sys.argv[1:])
     arguments, unknown = parser.parse_known_args(own)
     run_options += unknown
     if arguments.runs and run_options:
         raise UserError(f"--runs: only reads runs, so {run_options[0].partition('=')[0]} has no effect; remove it.")
-    if arguments.slurm and (arguments.runs or arguments.launcher != "slurm"):
-        raise UserError("--slurm: is for jobs, so it has no effect here; add --launcher slurm to start runs as jobs.")
+    if any(option.startswith(("--launcher", "--slurm")) for option in run_options):
+        raise UserError("--slurm is gone: start a SLURM array of `hfgolf train`, and compare its runs with --runs.")
     if not arguments.runs and len(arguments.paths) > 1:
         raise UserError(f"{arguments.paths[1]}: only one definition is allowed; to compare run folders, add --runs.")
     experiment = None if arguments.runs else load_experiment(arguments.paths[0])
@@ -58,14 +51,13 @@ def main() -> None:
     )
     planned = [] if experiment is None else plan_runs(experiment, output_dir, run_options)
 
+    from hfgolf.compare.comparison import compare_experiment, compare_outcomes
+    from hfgolf.compare.launch import run_missing
+    from hfgolf.compare.markdown import to_markdown
+    from hfgolf.compare.outcome import group_by_arm, read_outcome, read_outcomes
+    from hfgolf.compare.plot import draw
     from hfgolf.durable import write_text
     from hfgolf.run.folder import RunFolder
-    from hfgolf.tools.compare.comparison import compare_experiment, compare_outcomes
-    from hfgolf.tools.compare.launch import LocalLauncher, run_missing
-    from hfgolf.tools.compare.markdown import to_markdown
-    from hfgolf.tools.compare.outcome import group_by_arm, read_outcome, read_outcomes
-    from hfgolf.tools.compare.plot import draw
-    from hfgolf.tools.compare.slurm import SlurmLauncher, slurm_executor
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=True)
@@ -79,12 +71,7 @@ def main() -> None:
         outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths])
         comparison = compare_outcomes(output_dir.name, command, outcomes, margin)
     else:
-        train = ("-m", "hfgolf", "train")
-        if arguments.launcher == "slurm":
-            executor = slurm_executor(output_dir / "slurm", arguments.slurm)
-            failed = run_missing(planned, SlurmLauncher(train, executor, arguments.jobs or len(planned)))
-        else:
-            failed = run_missing(planned, LocalLauncher(train, arguments.jobs or 1))
+        failed = run_missing(planned, arguments.jobs)
         outcomes, failures = read_outcomes(planned, failed)
         comparison = compare_experiment(experiment, command, outcomes, failures, margin)
     page = to_markdown(comparison)

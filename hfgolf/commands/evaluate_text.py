@@ -26,13 +26,13 @@ from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.tokenizer import text_start
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
-from hfgolf.evaluate.certificate import Certificate, certify
 from hfgolf.evaluate.context import evaluation_length, evaluation_mode
-from hfgolf.evaluate.legality import legality_problems
 from hfgolf.evaluate.loss import describe, evaluate_plan, plan_documents, plan_evaluation
-from hfgolf.evaluate.scorer import ScorerSettings, build_scorer, evaluate_adapting, legality_slice
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.evaluate.windows import Plan
+from hfgolf.golf.certificate import Certificate, certify
+from hfgolf.golf.legality import legality_problems
+from hfgolf.golf.scorer import ScorerSettings, build_scorer, evaluate_adapting, legality_slice
 from hfgolf.hardware import free_memory_bytes
 from hfgolf.measure.memory import evaluation_batch_size
 from hfgolf.model.causal_blocks import choose_attention

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="new folder, or one of an earlier export (default: RUN/golf)")
     parser.add_argument("--budget_bytes", **bounded(1, 2**40, "what everything that counts may take"))
     parser.add_argument("--count", choices=("challenge", "everything"), help="what counts; default: golf.count")
-    parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="files that count besides")
+    parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="more files that count")
     parser.add_argument("--method", choices=("gptq", "nearest"), help="default: golf.method of the run")
     parser.add_argument("--allocation", choices=("curvature", "sdclip", "uniform"), help="default: golf.allocation")
     parser.add_argument(
@@ -43,7 +43,6 @@ def main() -> int:
         help="also measure the loss with each matrix alone rounded, for the table: one pass over 8,192 training tokens"
         " per matrix, each 1.5 seconds of one core for 5 M weights",
     )
-    parser.add_argument("--compare_seconds", **bounded(0, 1e6, "for other compressors, in the table", 10.0))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     arguments = parser.parse_args()
     if arguments.model and not (arguments.files and arguments.calibration_files and arguments.output):
@@ -79,13 +78,13 @@ def main() -> int:
         settings = golf | {key: value for key, value in stated.items() if value is not None}
         if settings["budget_bytes"] is None:
             raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")
-        outcome = export(found, Settings(**settings), output, lambda line: print(line, file=sys.stderr, flush=True))
-    if outcome.rows and arguments.run and output == arguments.run / "golf":
+        exported = export(found, Settings(**settings), output, lambda line: print(line, file=sys.stderr, flush=True))
+    if exported.rows and arguments.run and output == arguments.run / "golf":
         try:
             write_report([read_run(arguments.run)], arguments.run / "report.html")
         except (OSError, UserError) as error:
             print(f"warning: report not written: {error}", file=sys.stderr)
-    print(json.dumps(as_data(outcome)) if arguments.json else as_text(outcome))
-    for problem in outcome.problems:
+    print(json.dumps(as_data(exported)) if arguments.json else as_text(exported))
+    for problem in exported.problems:
         print(UserError(problem).shown(), file=sys.stderr)
-    return 1 if outcome.problems else 0
+    return 1 if exported.problems else 0

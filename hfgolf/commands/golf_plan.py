@@ -24,7 +24,7 @@ from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from hfgolf.tools.compare.outcome import Outcome
+    from hfgolf.compare.outcome import Outcome
 
 WIDTHS = range(32, 1025, 32)
 DEPTHS = range(1, 17)
@@ -90,8 +90,8 @@ def main() -> None:
 
 def _find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throughput:
     """Return the speed that runs had, or that is assumed of a device."""
+    from hfgolf.commands.needs import ASSUMED_MFU, machine_with, this_machine
     from hfgolf.hardware import DEVICES, find_device
-    from hfgolf.tools.plan import ASSUMED_MFU, machine_with, this_machine
 
     if runs and arguments.device:
         raise UserError("--device: --runs have a speed of their own; leave one out.")
@@ -342,7 +342,7 @@ def best_shapes(
         found.append(Candidate(shape, bits, embedding_bits, parts, tokens, nats / math.log(2), gap / math.log(2)))
     if not found:
         raise UserError(
-            f"--budget_bytes: {budget.num_bytes:,} bytes are too few for any shape beside {budget.code_bytes:,} bytes"
+            f"--budget_bytes: {budget.num_bytes:,} bytes are too few for any shape after {budget.code_bytes:,} bytes"
             " of code; allow more."
         )
     return sorted(found, key=lambda candidate: candidate.bits_per_byte)[:count]
@@ -350,7 +350,7 @@ def best_shapes(
 
 def read_runs(paths: Sequence[Path]) -> list[Outcome]:
     """Read finished runs for a fit. Raises UserError for fewer than six, or for runs that are not finished."""
-    from hfgolf.tools.compare.outcome import read_outcome  # late: it imports torch
+    from hfgolf.compare.outcome import read_outcome  # late: it imports torch
 
     if len(paths) < MIN_RUNS:
         raise UserError(f"--runs: {len(paths)} runs are too few for a fit; give {MIN_RUNS} or more, of several sizes.")

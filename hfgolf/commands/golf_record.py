@@ -18,7 +18,6 @@ from typing import Any
 from hfgolf.commands.options import ScriptParser, bounded
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
-from hfgolf.tools.student import student_quantile, student_tail
 from hfgolf.wording import duration
 
 _MOST_SEEDS = 1000
@@ -122,8 +121,10 @@ def welch_test(scores: Sequence[float], reference: Sequence[float], margin: floa
 
     Raises UserError for fewer than two scores.
     """
+    from hfgolf.compare.statistics import stats  # late: scipy takes a second
+
     if len(scores) < 2:
-        raise UserError(f"{len(scores)} seed has no deviation; give the runs of two seeds or more, better of five.")
+        raise UserError(f"{len(scores)} seed has no deviation; give the runs of at least two seeds, better five.")
     mean, sd = statistics.mean(scores), statistics.stdev(scores)
     known = statistics.mean(reference)
     known_sd = statistics.stdev(reference) if len(reference) > 1 else None
@@ -131,7 +132,7 @@ def welch_test(scores: Sequence[float], reference: Sequence[float], margin: floa
     t, degrees_of_freedom = _welch(lead, sd, len(scores), known_sd, len(reference))
     needed = None
     for seeds in range(2, _MOST_SEEDS + 1):
-        if student_tail(*_welch(lead, sd, seeds, known_sd, len(reference))) < significance:
+        if stats.t.sf(*_welch(lead, sd, seeds, known_sd, len(reference))) < significance:
             needed = seeds
             break
     return TTest(
@@ -142,8 +143,8 @@ def welch_test(scores: Sequence[float], reference: Sequence[float], margin: floa
         margin=margin,
         t=t,
         degrees_of_freedom=degrees_of_freedom,
-        p=student_tail(t, degrees_of_freedom),
-        needed_t=student_quantile(significance, degrees_of_freedom),
+        p=float(stats.t.sf(t, degrees_of_freedom)),
+        needed_t=float(stats.t.isf(significance, degrees_of_freedom)),
         needed_seeds=needed,
     )
 
@@ -298,7 +299,7 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
     Raises UserError for anything else, for a path or a seed that comes twice, for runs whose configs differ in more
     than the seed, for exports with problems, and if only some of the runs were exported.
     """
-    from hfgolf.tools.compare.outcome import group_by_arm, read_outcome  # late: it imports torch
+    from hfgolf.compare.outcome import group_by_arm, read_outcome  # late: it imports torch
 
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("--runs: a run is named twice; each seed counts once.")
@@ -321,7 +322,7 @@ def _ledger(run: Path) -> Path:
 
 
 def _run_score(path: Path) -> Score:
-    from hfgolf.tools.compare.outcome import read_outcome
+    from hfgolf.compare.outcome import read_outcome
 
     outcome = read_outcome(RunFolder(path))
     name, seconds = f"{path.name} (seed {outcome.seed})", outcome.summary.get("train_seconds")

@@ -8,6 +8,7 @@ has both effects. The steps are those of the training loop.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -31,7 +32,6 @@ from hfgolf.errors import UserError
 from hfgolf.train.feed import start_batches
 from hfgolf.train.loop import train_step
 from hfgolf.train.run import Run
-from hfgolf.train.trackers import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -161,13 +161,16 @@ def _losses(run: Run, step: int, key: str, rates: list[float], at_rest: list[flo
 
 
 def _trial(run: Run, step: int) -> Run:
-    """Return a copy of the run at `step`, without a step limit; learning rates warm up over the lead-in, then stay."""
-    resolved = run.resolved.resolve("find_lr", schedule__warmup_steps=LEAD_IN_STEPS)
+    """Return a copy of the run at `step`, without a step limit, whose events are not logged.
+
+    The learning rates warm up over the lead-in, then stay.
+    """
+    trial = copy.copy(run)
+    trial.resolved = run.resolved.resolve("find_lr", schedule__warmup_steps=LEAD_IN_STEPS)
     blocks = step * run.config.batch.sequences_per_step
-    state = dataclasses.replace(run.state, step=step, blocks=blocks, learning_rate_scale=1.0)
-    trial = dataclasses.replace(
-        run, resolved=resolved, state=state, ema=None, tracker=_Silent(), step_limit=math.inf, is_stepping=True
-    )
+    trial.state = dataclasses.replace(run.state, step=step, blocks=blocks, learning_rate_scale=1.0)
+    trial.ema = trial.metrics = None
+    trial.step_limit, trial.is_stepping = math.inf, True
     start_batches(trial)
     trial.model.train()
     return trial
@@ -182,13 +185,6 @@ def _step(trial: Run) -> float:
     is_skipped = result.nonfinite_parameter is not None and accelerator.scaler is None
     loss = torch.tensor(math.nan if is_skipped else result.loss, device=accelerator.device)
     return accelerator.reduce(loss, "mean").item()
-
-
-class _Silent(Tracker):
-    """A tracker that writes nothing: events in a sweep, such as out of memory, are not events of the run."""
-
-    def __init__(self) -> None:
-        self._active = False
 
 
 @contextmanager

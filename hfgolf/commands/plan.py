@@ -1,8 +1,8 @@
-"""Plan a run before starting it: hfgolf plan --config configs/small.yaml
+"""Plan a run before starting it: hfgolf plan --config small
 
 Prints the model's parameters and FLOPs, the memory that training needs and whether it fits, steps, tokens, time and
-cost. With a budget (--dollars, --minutes), also prints how many steps and tokens it pays for. With --gpus 1,2,4,8, a
-table of the speed on so many GPUs, and of what limits it. Trains nothing.
+cost. With a budget (--dollars, --minutes), also prints how many steps and tokens it pays for.
+Trains nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hfgolf.errors import UserError
 from hfgolf.wording import duration
 
 if TYPE_CHECKING:
+    from hfgolf.commands.needs import Length, Machine, Needs, Speed, TokenCounts
     from hfgolf.config import RunConfig
-    from hfgolf.tools.plan import Length, Machine, Plan, Speed, TokenCounts
 
 ITEMS = {
     "weights": "weights",
@@ -36,15 +36,6 @@ ITEMS = {
     "update": "update",
     "peak": "peak",
 }
-
-
-# What an H100's and a DGX H100's data sheets say: NVLink with 900 GB/s in both directions together, eight network ports
-# of 400 Gb/s, 3.35 TB/s of memory.
-BANDWIDTHS = (
-    ("--link_gb_per_second", 450, "bandwidth of a GPU to the others of its machine"),
-    ("--network_gb_per_second", 400, "bandwidth of a machine to the others, all its ports together"),
-    ("--memory_gb_per_second", 3350, "bandwidth of a GPU's memory, both directions together"),
-)
 
 
 def main() -> None:
@@ -68,49 +59,39 @@ def main() -> None:
         help="dollars per hour for the whole machine (default: run.price_per_hour)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    table_ = parser.add_argument_group(
-        "a table for several numbers of GPUs", "The default bandwidths are those of a DGX H100, in one direction."
-    )
-    table_.add_argument("--gpus", type=gpu_counts, help="numbers of GPUs, such as 1,2,4,8; only predicts their speed")
-    table_.add_argument("--gpus_per_machine", type=within(1, 1024), default=8, help="GPUs of one machine (8)")
-    for option, default, meaning in BANDWIDTHS:
-        table_.add_argument(option, type=within(1e-3, 1e6), default=default, help=f"{meaning} ({default})")
     options, run_options = parser.parse_known_args()
     _check(options)
     resolved = load_config(run_options)
 
-    from hfgolf.tools.plan import affordable_steps, count_tokens, make_plan, meta_model, run_length
+    from hfgolf.commands.needs import affordable_steps, count_tokens, find_needs, meta_model, run_length
     from hfgolf.train.console import show_log
     from hfgolf.train.init_from import take_architecture
 
     show_log(is_main_process=False)  # warnings only
     resolved = take_architecture(resolved)
-    if options.gpus:
-        print(gpu_table(options, resolved))
-        return
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, machine = find_machine(resolved, options.device, processes)
     price = options.price_per_hour or config.run.price_per_hour
     budget = find_budget(options.dollars, options.minutes, price)
     data = count_tokens(config)
-    plan = make_plan(config, meta_model(config, data.vocabulary, machine.device), machine)
-    speed = find_speed(options, config, data, plan, machine)
+    needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
+    speed = find_speed(options, config, data, needs, machine)
     steps, note = planned_steps(config, data, speed)
     length = None if steps is None else run_length(config, data, speed, steps, price)
     affordable = None
     if budget is not None:
         stated, seconds = budget
-        if plan.largest_micro_batch is None:
-            raise UserError(f"{stated}: {does_not_fit(plan, config, machine)}")
+        if needs.largest_micro_batch is None:
+            raise UserError(f"{stated}: {needs.problem}")
         steps = affordable_steps(config, data, speed, seconds, stated)
         affordable = run_length(config, data, speed, steps, price)
     if os.environ.get("RANK", "0") != "0":
         return
     if options.json:
-        print(as_json(config, plan, data, machine, speed, length, affordable))
+        print(as_json(config, needs, data, machine, speed, length, affordable))
         return
-    print("\n".join(describe(config, plan, data, machine, speed)))
-    print("\n".join(describe_length(length, sum(plan.parameters.values()), price, note)))
+    print("\n".join(describe(config, needs, data, machine, speed)))
+    print("\n".join(describe_length(length, sum(needs.parameters.values()), price, note)))
     if affordable is not None:
         print(describe_budget(affordable, length, stated, seconds))
 
@@ -121,90 +102,12 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"{' and '.join(speeds)} each set the speed; use only one.")
     if options.measure and options.device:
         raise UserError("--measure: only this machine can be measured; remove --device, or set --mfu.")
-    others = ("tokens_per_second", "measure", "dollars", "minutes", "price_per_hour")
-    stated = next((name for name in others if getattr(options, name)), None)
-    if options.gpus and stated:
-        raise UserError(f"--gpus: predicts the speed of each row from --mfu, so --{stated} has no effect; remove it.")
-
-
-def gpu_counts(text: str) -> list[int]:
-    """Parse numbers of GPUs, "1,2,4"."""
-    return sorted({int(within(1, 2**20)(part)) for part in text.split(",")})
-
-
-def gpu_table(options: argparse.Namespace, resolved: ResolvedConfig) -> str:
-    """Return what to print for --gpus."""
-    from hfgolf.tools.plan import ASSUMED_MFU, count_tokens, make_plan, meta_model
-    from hfgolf.tools.scaling import (
-        Cluster,
-        about_fsdp2,
-        as_numbers,
-        assumptions,
-        measured_loader,
-        scale,
-        table_of,
-        what_binds,
-    )
-
-    config, machine = find_machine(resolved, options.device, options.gpus[0])
-    if machine.device == "cpu":
-        raise UserError("--gpus: there is no GPU here; name the one to plan for, such as --device H100.")
-    is_bf16 = newton_schulz_is_bf16(config, options.device)
-    of_products = resolved.resolve("Newton-Schulz", train__mixed_precision="bf16" if is_bf16 else "no")
-    data = count_tokens(config)
-    model = meta_model(config, data.vocabulary, machine.device)
-    machines = [find_machine(resolved, options.device, gpus)[1] for gpus in options.gpus]
-    plans = [make_plan(config, model, machine) for machine in machines]
-    for row, (plan, machine) in enumerate(zip(plans, machines, strict=True)):
-        sharded = dataclasses.replace(machine, is_sharded=machine.processes > 1)
-        if not plan.fits and (in_shards := make_plan(config, model, sharded)).fits:
-            plans[row], machines[row] = in_shards, sharded
-    cluster = Cluster(
-        mfu=options.mfu or ASSUMED_MFU,
-        newton_schulz_flops=find_machine(of_products, options.device, 1)[1].peak_flops,
-        update_bytes=2 if is_bf16 else 4,
-        gpus_per_machine=options.gpus_per_machine,
-        link_bandwidth=1e9 * options.link_gb_per_second,
-        network_bandwidth=1e9 * options.network_gb_per_second,
-        memory_bandwidth=1e9 * options.memory_gb_per_second,
-        loader_tokens_per_second=measured_loader(config, data.vocabulary, plans[0].micro_batch_size),
-    )
-    scales = [scale(config, model, plan, machine, cluster) for plan, machine in zip(plans, machines, strict=True)]
-    if options.json:
-        return json.dumps({"assumed": dataclasses.asdict(cluster), "scales": as_numbers(scales)}, indent=1)
-    parameters = sum(plans[0].parameters.values())
-    first = f"{config.run.name}: {parameters:,} parameters, {config.batch.tokens_per_step:,} tokens per step"
-    return "\n".join(
-        [
-            first,
-            "",
-            *table_of(scales),
-            "",
-            what_binds(scales),
-            *about_fsdp2(scales),
-            *assumptions(model, plans[0], machine, cluster),
-        ]
-    )
-
-
-def newton_schulz_is_bf16(config: RunConfig, name: str | None) -> bool:
-    """Return whether Muon multiplies in bf16 on the GPU of this name, or on this machine's (None)."""
-    import torch
-
-    from hfgolf.hardware import fast_product_dtype, find_device
-
-    if config.optim.newton_schulz_dtype != "auto":
-        return config.optim.newton_schulz_dtype == "bf16"
-    if config.train.mixed_precision == "no":
-        return False
-    device = find_device(name) if name else None
-    return device.has_bf16 if device else fast_product_dtype(torch.device("cuda")) == torch.bfloat16
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
     """Return the config with its precision decided, and the machine to plan for, sharded as accelerate was told."""
+    from hfgolf.commands.needs import machine_with, this_machine
     from hfgolf.hardware import DEVICES, find_device
-    from hfgolf.tools.plan import machine_with, this_machine
     from hfgolf.train.launched import check_settings
     from hfgolf.train.process import resolve_precision, set_cpu_threads, tune_memory
 
@@ -226,19 +129,19 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
 
 
 def find_speed(
-    options: argparse.Namespace, config: RunConfig, data: TokenCounts, plan: Plan, machine: Machine
+    options: argparse.Namespace, config: RunConfig, data: TokenCounts, needs: Needs, machine: Machine
 ) -> Speed:
     """Return the stated, measured or assumed speed."""
     import torch
 
-    from hfgolf.tools.plan import ASSUMED_MFU, Speed, assumed_speed, measured_speed
+    from hfgolf.commands.needs import ASSUMED_MFU, Speed, assumed_speed, measured_speed
 
     if options.tokens_per_second:
         return Speed(options.tokens_per_second, "stated")
     if options.measure:
         torch.manual_seed(config.run.seed)
-        return measured_speed(config, data.vocabulary, plan.micro_batch_size, machine)
-    return assumed_speed(plan.flops, machine, options.mfu or ASSUMED_MFU, config.model.gradient_checkpointing)
+        return measured_speed(config, data.vocabulary, needs.micro_batch_size, machine)
+    return assumed_speed(needs.flops, machine, options.mfu or ASSUMED_MFU, config.model.gradient_checkpointing)
 
 
 def find_budget(dollars: float | None, minutes: float | None, price: float | None) -> tuple[str, float] | None:
@@ -269,24 +172,15 @@ def planned_steps(config: RunConfig, data: TokenCounts, speed: Speed) -> tuple[i
     return int(by_steps), ""
 
 
-def does_not_fit(plan: Plan, config: RunConfig, machine: Machine) -> str:
-    """Say that the memory is too small, and what to do."""
-    usable = f"{gb(plan.usable_bytes)} usable on {machine.name}"
-    need = f"not even one sequence of {config.batch.sequence_length} tokens fits into the {usable}"
-    if config.model.gradient_checkpointing:
-        return f"{need}; try a shorter batch.sequence_length or a smaller model."
-    return f"{need}; try model.gradient_checkpointing true, a shorter batch.sequence_length or a smaller model."
-
-
-def describe(config: RunConfig, plan: Plan, data: TokenCounts, machine: Machine, speed: Speed) -> list[str]:
+def describe(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machine, speed: Speed) -> list[str]:
     """Return the lines of a plan."""
     from hfgolf.measure.memory import fragmented_bytes
 
-    batch, flops, total = config.batch, plan.flops, sum(plan.parameters.values())
+    batch, flops, total = config.batch, needs.flops, sum(needs.parameters.values())
     precision = {"no": "fp32"}.get(str(config.train.mixed_precision), config.train.mixed_precision)
     lines = [f"{config.run.name}: {total:,} parameters, vocabulary {data.vocabulary:,}"]
-    lines += table((part, f"{count:,}", f"{count / total:.1%}") for part, count in plan.parameters.items())
-    lines += table((f"updated by {rule}", f"{count:,}", f"{count / total:.1%}") for rule, count in plan.rules.items())
+    lines += table((part, f"{count:,}", f"{count / total:.1%}") for part, count in needs.parameters.items())
+    lines += table((f"updated by {rule}", f"{count:,}", f"{count / total:.1%}") for rule, count in needs.rules.items())
     lines += ["", f"{scaled(flops.useful)}FLOPs per token, forward and backward"]
     spent = {"matrices": flops.matrices, "attention": flops.attention, "head": flops.head}
     lines += table((name, f"{scaled(count)}FLOPs", f"{count / flops.useful:.1%}") for name, count in spent.items())
@@ -295,20 +189,23 @@ def describe(config: RunConfig, plan: Plan, data: TokenCounts, machine: Machine,
     lines += table([(recomputed, f"{scaled(flops.recomputation)}FLOPs", more)])
     lines += [
         "",
-        f"memory, {precision}, {plan.micro_batch_size} x {batch.sequence_length} tokens x {plan.accumulation_steps}"
+        f"memory, {precision}, {needs.micro_batch_size} x {batch.sequence_length} tokens x {needs.accumulation_steps}"
         f" accumulation steps x {machine.processes} process{'es' if machine.processes > 1 else ''}"
         f"{', FSDP2' if machine.is_sharded else ''}, uncompiled",
     ]
-    stated = [dataclasses.asdict(plan.memory_without_checkpointing), dataclasses.asdict(plan.memory_with_checkpointing)]
+    stated = [
+        dataclasses.asdict(needs.memory_without_checkpointing),
+        dataclasses.asdict(needs.memory_with_checkpointing),
+    ]
     names = ITEMS | {"buckets": "gathered by FSDP2"} if machine.is_sharded else ITEMS
     rows = [(name, *(gb(memory[item]) for memory in stated)) for item, name in names.items() if stated[0][item]]
     lines += table([("checkpointing", "no", "yes"), *rows])
     if machine.device == "cpu":
-        lost = gb(fragmented_bytes(plan.memory))
+        lost = gb(fragmented_bytes(needs.memory))
         lines.append(
             f"  the peak counts tensors only; `top` also shows {lost} of heap fragmentation, and Python itself"
         )
-    lines.append(fit(config, plan, machine))
+    lines.append(fit(needs, machine))
     if data.train_tokens is None:
         lines += ["", f"data: not counted ({data.note})"]
     else:
@@ -316,17 +213,17 @@ def describe(config: RunConfig, plan: Plan, data: TokenCounts, machine: Machine,
     return [*lines, f"speed: {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"]
 
 
-def fit(config: RunConfig, plan: Plan, machine: Machine) -> str:
+def fit(needs: Needs, machine: Machine) -> str:
     """Describe whether the run fits, and the largest micro-batch that would."""
     from hfgolf.measure.memory import MAX_CPU_TOKENS, USABLE_SHARE
 
-    if plan.largest_micro_batch is None:
-        return f"  does not fit: {does_not_fit(plan, config, machine)}"
-    usable = f"{gb(plan.usable_bytes)} usable ({USABLE_SHARE:.0%} of the free memory on {machine.name})"
-    largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
+    if needs.largest_micro_batch is None:
+        return f"  does not fit: {needs.problem}"
+    usable = f"{gb(needs.usable_bytes)} usable ({USABLE_SHARE:.0%} of the free memory on {machine.name})"
+    largest = f"the largest micro-batch that fits is {needs.largest_micro_batch}"
     if machine.device == "cpu":
         largest += f" (a CPU is slower with more than {MAX_CPU_TOKENS:,} tokens)"
-    return f"  {'fits' if plan.fits else 'does not fit'} into {usable}; {largest}"
+    return f"  {'fits' if needs.fits else 'does not fit'} into {usable}; {largest}"
 
 
 def describe_length(length: Length | None, parameters: int, price: float | None, note: str) -> list[str]:
@@ -365,7 +262,7 @@ def describe_budget(affordable: Length, length: Length | None, stated: str, seco
 
 def as_json(
     config: RunConfig,
-    plan: Plan,
+    needs: Needs,
     data: TokenCounts,
     machine: Machine,
     speed: Speed,
@@ -375,7 +272,7 @@ def as_json(
     """Return everything as JSON; null means unknown or not requested."""
     parts: dict[str, Any] = {"data": data, "machine": machine, "speed": speed, "length": length, "budget": affordable}
     numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
-    numbers |= dataclasses.asdict(plan) | {"fits": plan.fits}
+    numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
     numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}
     return json.dumps(numbers, indent=1)
 

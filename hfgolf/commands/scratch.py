@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tempfile
 from collections.abc import Iterator
@@ -10,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from hfgolf.command_line import ResolvedConfig
+from hfgolf.hooks import model_hooks
 from hfgolf.ranks import together
 from hfgolf.train.feed import start_batches
+from hfgolf.train.hooks import Hooks
 from hfgolf.train.process import processes
 from hfgolf.train.run import Run
 from hfgolf.train.setup import set_up
@@ -31,11 +32,11 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
         together(processes().num_processes),
     ):
         resolved = resolved.resolve(source, train__resume=None, track__trackers=[], hub__push=False, **values)
-        run = set_up(resolved.resolve(source, run__output_dir=folder))
+        run = set_up(resolved.resolve(source, run__output_dir=folder), Hooks(model_hooks(resolved.config)))
         run.checkpoints.wait()
         run.folder.path.mkdir(exist_ok=True)  # on other processes: only the main one has made its folder
-        stated = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for reports
-        run = dataclasses.replace(run, resolved=stated, step_limit=math.inf, is_stepping=True)
+        run.resolved = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for reports
+        run.step_limit, run.is_stepping = math.inf, True
         start_batches(run)
         run.model.train()
         yield run

@@ -55,7 +55,7 @@ class WatchedRun:
     def __init__(self, path: Path) -> None:
         """Raises UserError if there is no such folder."""
         if not path.is_dir():
-            raise UserError(f"{path} is no folder; name the folder of a run, such as runs/small.")
+            raise UserError(f"{path} is not a folder; name the folder of a run, such as runs/small.")
         self._folder = RunFolder(path)
         self._lock = threading.Lock()
         self._state: object = None

@@ -81,7 +81,7 @@ def other_encoding(error: UnicodeDecodeError) -> str:
     if good > len(high) / 2:
         return "most of it is UTF-8, so these bytes are damaged; `iconv -c -f UTF-8 -t UTF-8 OLD > NEW` leaves them out"
     if block.count(0) > len(block) / 100:
-        return "it is probably no text; remove it"
+        return "it is probably not text; remove it"
     if len(high) < len(block) / 3:
         name = "WINDOWS-1252" if any(0x80 <= byte < 0xA0 for byte in high) else "ISO-8859-1"
         other = "Windows-1252" if name == "WINDOWS-1252" else "Latin-1"

@@ -109,7 +109,9 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
     if path.suffix == ".npy":
         return _open_array(path)
     if path.suffix not in SHARDS:
-        raise UserError(f"data.files: {path} is no shard; allowed: {', '.join(SHARDS)} (rename raw token ids to .bin).")
+        raise UserError(
+            f"data.files: {path} is not a shard; allowed: {', '.join(SHARDS)} (rename raw token ids to .bin)."
+        )
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     magic = int(header[0]) if len(header) else 0
@@ -175,7 +177,7 @@ def _proven_width(path: Path, size: int, vocab_size: int) -> int:
     pairs = values[: len(values) // 2 * 2].reshape(-1, 2)
     pairs = pairs[pairs.any(axis=1)]
     if len(pairs) >= _MIN_EVIDENCE and np.mean(pairs[:, 0] == 0) > _DOUBTFUL:
-        raise _unknown_width(path, "every second 16-bit value is 0, but they are no little-endian ids")
+        raise _unknown_width(path, "every second 16-bit value is 0, but they are not little-endian ids")
     if vocab_size > 2**16:
         raise _unknown_width(path, f"its ids have 16 bits, too few for the {vocab_size:,} entries of the tokenizer")
     if (values >= vocab_size).any() and (values.byteswap() < vocab_size).all():

@@ -1,6 +1,6 @@
 """The budget: which files count, what they take on disk, and whether that is within it.
 
-Owns what an artifact needs besides itself, the ledger and the gate. Does not know how an artifact is made.
+Owns what an artifact needs beyond itself, the ledger and the gate. Does not know how an artifact is made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTS = ("challenge", "everything")
 def files_besides(
     config: GolfConfig, tokenizer: PreTrainedTokenizerFast, run_config: RunConfig | None
 ) -> dict[str, tuple[bytes, tuple[str, ...]]]:
-    """Return {name: (content, those of COUNTS that count it)} of all that a budget must hold besides the artifact.
+    """Return {name: (content, those of COUNTS that count it)} of all that a budget must hold next to the artifact.
 
     run_config: what it takes to train the model again; None: it is not known.
     """
@@ -46,7 +46,7 @@ def files_besides(
 
 
 def bytes_besides(config: GolfConfig, tokenizer: PreTrainedTokenizerFast, run_config: RunConfig, count: str) -> int:
-    """Return what the files besides the artifact take, of those that `count`, one of COUNTS, counts."""
+    """Return what the files next to the artifact take, of those that `count`, one of COUNTS, counts."""
     files = files_besides(config, tokenizer, run_config).values()
     return sum(len(content) for content, counted_by in files if count in counted_by)
 

@@ -23,13 +23,12 @@ from torch import nn
 from hfgolf.data.batches import Batch
 from hfgolf.durable import replace_folder, write_bytes, write_text
 from hfgolf.errors import UserError, writing
-from hfgolf.evaluate.certificate import Certificate, certify
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.evaluate.windows import plan_windows
 from hfgolf.golf import artifact
 from hfgolf.golf.budget import COUNTS, Ledger, files_besides, read_ledger
-from hfgolf.golf.compressors import Compressed, compare
+from hfgolf.golf.certificate import Certificate, certify
 from hfgolf.golf.curvature import calibration_batches, measure_curvature, token_counts
 from hfgolf.golf.decoder import weights_of, weights_sha256
 from hfgolf.golf.grid import Quantized
@@ -48,10 +47,10 @@ MEASURED_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Settings:
-    """How to export. count: one of budget.COUNTS. code_files: files that count besides.
+    """How to export. count: one of budget.COUNTS. code_files: more files that count.
 
     mode, stride: of the evaluation, see evaluate/windows.py. measure_each: evaluate the model with each matrix alone
-    rounded, for the table. compare_seconds: for other compressors, on the same integers.
+    rounded, for the table.
     """
 
     budget_bytes: int
@@ -65,11 +64,10 @@ class Settings:
     stride: int | None = None
     code_files: Sequence[Path] = ()
     measure_each: bool = False
-    compare_seconds: float = 10.0
 
 
 @dataclass
-class Outcome:
+class Exported:
     """What an export found. problems: each reason why it does not count; empty if all is well.
 
     before, after: figures of program.evaluate, of the float weights, and of the files in a clean process; empty without
@@ -85,7 +83,6 @@ class Outcome:
     quantized: QuantizedModel | None = None
     weights_sha256: str = ""
     rows: list[Row] = field(default_factory=list)
-    compressors: list[Compressed] = field(default_factory=list)
     table: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -94,7 +91,7 @@ class Outcome:
 
 def export(
     source: Source, settings: Settings, folder: Path, progress: Callable[[str], None] = lambda line: None
-) -> Outcome:
+) -> Exported:
     """Export a model to `folder`, replacing what is there: artifact, program, evaluation text, ledger, table and model.
 
     Raises UserError if the budget is too small for the model, or a file can't be written.
@@ -111,28 +108,28 @@ class _Export:
         self.seconds: dict[str, float] = {}
         self.say = lambda line: progress(f"[{time.perf_counter() - self.started_at:5.0f} s] {line}")
 
-    def run(self) -> Outcome:
+    def run(self) -> Exported:
         shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True)
-        outcome = Outcome(self.folder, self._certificate())
-        outcome.seconds = self.seconds
-        outcome.certificate.write(self.partial / CERTIFICATE)
-        if outcome.certificate.holds:
-            self._export(outcome)
+        exported = Exported(self.folder, self._certificate())
+        exported.seconds = self.seconds
+        exported.certificate.write(self.partial / CERTIFICATE)
+        if exported.certificate.holds:
+            self._export(exported)
         else:
-            outcome.problems.append(outcome.certificate.line)
+            exported.problems.append(exported.certificate.line)
         replace_folder(self.partial, self.folder)
-        return outcome
+        return exported
 
-    def _export(self, outcome: Outcome) -> None:
+    def _export(self, exported: Exported) -> None:
         source, settings = self.source, self.settings
         tokens, token_bytes = self._write_text()
         files = self._write_files()
         fixed = sum(path.stat().st_size for path, counted_by in files.items() if settings.count in counted_by)
-        outcome.before = self._timed("score before", lambda: self._score(tokens, token_bytes))
+        exported.before = self._timed("score before", lambda: self._score(tokens, token_bytes))
         curvature = self._timed("curvature", self._curvature)
         weights, coder = matrices(source.model), _Coder(source.model)
-        outcome.quantized = self._timed(
+        exported.quantized = self._timed(
             "rounding and coding",
             lambda: quantize_model(
                 source.model,
@@ -147,26 +144,24 @@ class _Export:
                 progress=self.say,
             ),
         )
-        encoded = coder.encode(outcome.quantized.tensors)
+        encoded = coder.encode(exported.quantized.tensors)
         write_bytes(self.partial / ARTIFACT, encoded.data)
         decoded = artifact.decode(encoded.data, _shapes(source.model))[1]
-        outcome.weights_sha256 = weights_sha256(weights_of(decoded.values()))
-        if not _is_same(outcome.quantized.tensors, decoded):
-            outcome.problems.append("The artifact does not decode to the integers that were coded.")
-        outcome.after = self._timed("score of the files", self._rescore)
-        self._check(outcome)
+        exported.weights_sha256 = weights_sha256(weights_of(decoded.values()))
+        if not _is_same(exported.quantized.tensors, decoded):
+            exported.problems.append("The artifact does not decode to the integers that were coded.")
+        exported.after = self._timed("score of the files", self._rescore)
+        self._check(exported)
         files = {self.partial / ARTIFACT: COUNTS} | files
-        outcome.ledger = read_ledger(files, settings.count, settings.budget_bytes)
-        if outcome.ledger.problem:
-            outcome.problems.append(outcome.ledger.problem)
-        measured = self._measured(outcome.quantized) if settings.measure_each else None
-        outcome.rows = table(weights, outcome.quantized.tensors, curvature, encoded.tensors, measured)
-        outcome.compressors = self._timed("comparison", lambda: self._compare(outcome.quantized, encoded))
-        compared = [vars(result) for result in outcome.compressors]
-        outcome.table = as_data(outcome.rows) | {"parts": encoded.parts, "compressors": compared}
-        self._write_figures(outcome)
+        exported.ledger = read_ledger(files, settings.count, settings.budget_bytes)
+        if exported.ledger.problem:
+            exported.problems.append(exported.ledger.problem)
+        measured = self._measured(exported.quantized) if settings.measure_each else None
+        exported.rows = table(weights, exported.quantized.tensors, curvature, encoded.tensors, measured)
+        exported.table = as_data(exported.rows) | {"parts": encoded.parts}
+        self._write_figures(exported)
         _load(source.model, decoded)
-        export_model(source.model, source.tokenizer, self.partial / "model", self._card(outcome))
+        export_model(source.model, source.tokenizer, self.partial / "model", self._card(exported))
 
     def _timed(self, step: str, work: Callable[[], Any]) -> Any:
         started_at = time.perf_counter()
@@ -250,43 +245,35 @@ class _Export:
     def _rescore(self) -> dict[str, Any]:
         return rescore(self.partial, self.settings.mode, self.settings.stride)
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, exported: Exported) -> None:
         """Compare what the clean process says with what this one knows."""
-        if outcome.after["sha256"] != outcome.weights_sha256:
-            outcome.problems.append("The round trip differs: score.py decoded other weights than this process.")
-        scored = {key: outcome.after[key] for key in outcome.before if key not in ("nats", "bpb")}
-        expected = {key: outcome.before[key] for key in scored}
-        if scored != expected or scored["bytes"] != outcome.certificate.facts["scored_bytes"]:
-            outcome.problems.append(f"The round trip differs: score.py scored {scored} instead of {expected}.")
+        if exported.after["sha256"] != exported.weights_sha256:
+            exported.problems.append("The round trip differs: score.py decoded other weights than this process.")
+        scored = {key: exported.after[key] for key in exported.before if key not in ("nats", "bpb")}
+        expected = {key: exported.before[key] for key in scored}
+        if scored != expected or scored["bytes"] != exported.certificate.facts["scored_bytes"]:
+            exported.problems.append(f"The round trip differs: score.py scored {scored} instead of {expected}.")
 
-    def _compare(self, quantized: QuantizedModel | None, encoded: artifact.Encoded) -> list[Compressed]:
-        tensors = quantized.tensors if quantized else {}
-        sizes = [encoded.tensors[name] for name in tensors]
-        ours = sum(size.weights + size.side - size.steps for size in sizes)
-        ours += encoded.parts["lanes"] + encoded.parts["histograms"]
-        results = [Compressed("hfgolf, classes and histograms counted", round(ours))]
-        return results + compare(tensors.values(), self.settings.compare_seconds)
-
-    def _write_figures(self, outcome: Outcome) -> None:
-        if outcome.ledger is None or outcome.quantized is None:
+    def _write_figures(self, exported: Exported) -> None:
+        if exported.ledger is None or exported.quantized is None:
             return
         settings = {key: value for key, value in vars(self.settings).items() if key != "code_files"}
-        outcome.figures = outcome.ledger.as_data() | {
-            "weights_sha256": outcome.weights_sha256,
-            "before": outcome.before,
-            "after": outcome.after,
+        exported.figures = exported.ledger.as_data() | {
+            "weights_sha256": exported.weights_sha256,
+            "before": exported.before,
+            "after": exported.after,
             "settings": settings,
-            "D": outcome.quantized.scale,
-            "sdclip_k": outcome.quantized.sdclip_k,
+            "D": exported.quantized.scale,
+            "sdclip_k": exported.quantized.sdclip_k,
             "seconds": self.seconds,
-            "problems": outcome.problems,
+            "problems": exported.problems,
         }
-        write_text(self.partial / LEDGER, json.dumps(outcome.figures, indent=1) + "\n")
-        write_text(self.partial / "table.json", json.dumps(outcome.table, indent=1) + "\n")
+        write_text(self.partial / LEDGER, json.dumps(exported.figures, indent=1) + "\n")
+        write_text(self.partial / "table.json", json.dumps(exported.table, indent=1) + "\n")
 
-    def _card(self, outcome: Outcome) -> str:
+    def _card(self, exported: Exported) -> str:
         """Return the model's card with a section on its bytes, in front of the one on its training."""
-        after, before, ledger = outcome.after, outcome.before, outcome.ledger
+        after, before, ledger = exported.after, exported.before, exported.ledger
         assert ledger is not None
         loss = after["nats"] / after["tokens"]
         figures = {
@@ -305,7 +292,7 @@ class _Export:
             f" entropy-coded. With the program that decodes and scores it, that is {ledger.total():,} bytes of a budget"
             f" of {ledger.budget_bytes:,}. The program, run on these files alone, scores {after['bpb']:.4f} bits per"
             f" byte ({before['bpb']:.4f} before rounding) on {after['tokens']:,} tokens, {after['bytes']:,} bytes, in"
-            f" mode {after['mode']}. SHA-256 of the weights in fp32: `{outcome.weights_sha256}`.\n\n"
+            f" mode {after['mode']}. SHA-256 of the weights in fp32: `{exported.weights_sha256}`.\n\n"
         )
         before_training, heading, training = card.partition("## How it was trained")
         return f"{before_training.rstrip()}\n\n{section}{heading}{training}".rstrip() + "\n"

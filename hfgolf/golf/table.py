@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,21 +18,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hfgolf.golf.allocate import SIDE_BYTES_PER_COLUMN, SIDE_BYTES_PER_ROW
+from hfgolf.golf.artifact import TensorBytes
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.grid import Quantized, entropy_bits
 
 HIGH_KURTOSIS = 10.0
 FEW_LEVELS = 5
 EXTRA_BITS = 1.0
-
-
-class CodedBytes(Protocol):
-    """The real bytes of one matrix in the artifact, as the coder counts them (artifact.TensorBytes)."""
-
-    @property
-    def weights(self) -> float: ...
-    @property
-    def side(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ def table(
     weights: Mapping[str, NDArray[np.float32]],
     tensors: Mapping[str, Quantized],
     curvature: Mapping[str, Curvature],
-    coded: Mapping[str, CodedBytes] | None = None,
+    coded: Mapping[str, TensorBytes] | None = None,
     measured: Mapping[str, float] | None = None,
 ) -> list[Row]:
     """Return one row per matrix. The first one is where bytes are best spent, the last where they are best taken.
@@ -147,11 +139,16 @@ def as_text(rows: list[Row]) -> str:
     if all(row.measured_loss is None for row in rows):
         dropped = _HEADER.index("measured")
         lines = [line[:dropped] + line[dropped + 1 :] for line in lines]
+    return aligned(lines, "l" + "r" * (len(lines[0]) - 1))
+
+
+def aligned(lines: list[list[str]], sides: str) -> str:
+    """Return columns of text. sides: l or r for each column."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.rjust(width) if side == "r" else cell.ljust(width)
+            for cell, width, side in zip(line, widths, sides, strict=True)
         ).rstrip()
         for line in lines
     )
@@ -188,7 +185,7 @@ def _row(
     weight: NDArray[np.float32],
     one: Quantized,
     curvature: Curvature,
-    coded: CodedBytes | None,
+    coded: TensorBytes | None,
     measured: float | None,
 ) -> Row:
     exact = weight.astype(np.float64)

@@ -92,99 +92,115 @@ class TrainingMemory:
     """Less than the sum, because activations, loss, backward pass and update do not all peak at the same time."""
 
 
-def training_memory(
-    model: GolfConfig,
-    *,
-    parameters: int,
-    matrix_parameters: int,
-    frozen_parameters: int = 0,
-    frozen_matrix_parameters: int = 0,
-    batch: int,
-    sequence: int,
-    optimizer: str = "muon",
-    ema: bool = False,
-    precision: str = "no",
-    gradient_checkpointing: bool = False,
-    accumulates: bool = False,
-    cautious_weight_decay: bool = False,
-    half_state: bool = False,
-    processes: int = 1,
+def run_memory(
+    config: RunConfig,
+    model: PreTrainedModel,
+    micro_batch_size: int,
+    num_processes: int,
+    device: str,
     is_sharded: bool = False,
-    device: str = "cuda",
-    chunk_elements: int | None = None,
 ) -> TrainingMemory:
     """Predict the bytes of training per process, without compilation (with it, autograd keeps less).
 
     Args:
-        model: the shapes and options of the model.
-        parameters: number of all parameters.
-        matrix_parameters: number of parameters in the blocks' matrices, which Muon updates.
-        frozen_parameters, frozen_matrix_parameters: how many of these have no gradient and no state.
-        batch: sequences per micro-batch.
-        sequence: tokens per sequence.
-        accumulates: whether a step has several micro-batches.
-        half_state: whether the optimizer keeps its state in bf16.
-        is_sharded: whether the processes share weights, gradients, averages and state (FSDP2), not copy them (DDP).
+        config: its precision must be decided.
+        model: may be on the meta device, and must not be sharded yet. A weight without a gradient has no state either.
+        micro_batch_size: sequences per micro-batch.
         device: cuda or cpu.
-        chunk_elements: logits per chunk of the loss (see `chunk_elements`). None: what suits any card.
+        is_sharded: whether the processes share weights, gradients, averages and state (FSDP2), not copy them (DDP); of
+            Golf only.
 
     Weights, gradients, averages and state are fp32: 4 bytes per parameter each, and 8 for the state of AdamW, or half
-    of that for a state in bf16
-    (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only during a pass). Activations
-    are counted by `block_bytes`. The peak of a pass is within 5 % of the live memory on torch's fake tensors, for CUDA
-    and for the CPU. Under FSDP2, a pass also holds whole weights (`_gathered_bytes`), and the update whole directions
-    of Muon's matrices; checked on fake processes, not yet measured on a GPU. Not included: a GPU's context and
-    workspaces (about 0.5 GB) and, on a CPU, `fragmented_bytes`.
+    of that for a state in bf16 (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only
+    during a pass). Activations of Golf are counted by `block_bytes`, and its peak of a pass is within 5 % of the live
+    memory on torch's fake tensors, for CUDA and for the CPU; those of other architectures are measured on fake tensors,
+    with 16-bit copies of weights and the loss among them. Under FSDP2, a pass also holds whole weights
+    (`_gathered_bytes`), and the update whole directions of Muon's matrices; checked on fake processes, not yet measured
+    on a GPU. Not included: a GPU's context and workspaces (about 0.5 GB) and, on a CPU, `fragmented_bytes`.
     """
-    weights = 4 * parameters
-    trained, trained_matrices = parameters - frozen_parameters, matrix_parameters - frozen_matrix_parameters
-    state = 8 * trained if optimizer == "adamw" else 4 * trained
-    if optimizer == "muon":
-        state += 4 * (trained - trained_matrices)
-    state = state // 2 if half_state else state
-    average = weights if ema else 0
-    half = precision != "no"
-    casts = 2 * matrix_parameters if half else 0
-
-    tokens, width, order = batch * sequence, model.hidden_size, layer_order(model)
-    kept, temporary = block_bytes(model, sequence, half, device)
-    extra = [_switch_bytes(model, layer, half) for layer in order]
-    stream = 4 * width  # bytes per token of the residual stream, which is fp32 in any precision
-    norms = 1 + model.embedding_norm  # outside the blocks
-    # the inputs of these norms, and the gradient of the last output, which the loss computes in its forward pass
-    ends = stream * (norms + 1 + (norms if _keeps_normed(model, device) else 0))
-    ends += _switch_bytes_outside_blocks(model, sequence, half, gradient_checkpointing)
-    activations = tokens * (len(order) * kept + sum(extra) + ends)
-    backward = tokens * temporary
-    if gradient_checkpointing:
-        second_lanes = sum(model.lanes and layer >= (model.parallel_from or 0) for layer in order)
-        activations = tokens * ((len(order) + second_lanes) * stream + ends)
-        backward += tokens * (kept + max(extra) - 2 * stream)
-
-    head = model.vocab_size * width
-    loss = 4 * head + tokens * stream + _chunk_bytes(model, tokens, half, device, chunk_elements)
-    backward = max(backward + 4 * head, 8 * head + tokens * stream)
-    gradients = 4 * trained
-    update = _orthogonalization_bytes(model, device) if optimizer == "muon" else 0
-    if cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
+    optim, kinds = config.optim, parameter_kinds(model)
+    named = [(p, kinds[name] == "matrix" and p.ndim == 2) for name, p in model.named_parameters()]
+    parameters = sum(p.numel() for p, _ in named)
+    matrices = sum(p.numel() for p, is_matrix in named if is_matrix)
+    trained = sum(p.numel() for p, _ in named if p.requires_grad)
+    trained_shapes = Counter(p.shape for p, is_matrix in named if is_matrix and p.requires_grad)
+    trained_matrices = sum(number * shape.numel() for shape, number in trained_shapes.items())
+    if isinstance(model, GolfForCausalLM):
+        passes = _golf_pass(config, model, micro_batch_size, matrices, device)
+        update = _orthogonalization_bytes(model.config, device)
+    else:
+        passes, is_sharded = _fake_pass(config, model, micro_batch_size, device), False
+        largest = max((number * shape.numel() for shape, number in trained_shapes.items()), default=0)
+        update = _bucket_bytes(largest, device)
+    update = update if optim.name == "muon" else 0
+    if optim.cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
         update = 4 * trained_matrices + max(update, 8 * trained_matrices)
-    buckets = gradients if processes > 1 else 0
+    kept_numbers = {"muon": 2 * trained - trained_matrices, "adamw": 2 * trained, "sgd": trained}
+    state = (2 if optim.state_dtype == "bf16" else 4) * kept_numbers[optim.name]
+    weights, gradients = 4 * parameters, 4 * trained
+    average = weights if optim.has_ema else 0
+    buckets = in_update = gradients if num_processes > 1 else 0  # DDP's stay in the update
     if is_sharded:
         weights, gradients, state, average = (
-            math.ceil(whole / processes) for whole in (weights, weights, state, average)
+            math.ceil(whole / num_processes) for whole in (weights, weights, state, average)
         )
-        buckets = _gathered_bytes(parameters, matrix_parameters, model.num_hidden_layers)
-        if optimizer == "muon":  # whole directions and updates, and the directions' shards
-            update += 8 * trained_matrices + math.ceil(4 * trained_matrices / processes)
-    casts_in_backward = casts // model.num_hidden_layers if gradient_checkpointing else casts  # of one block only
-    in_pass = activations + max(casts + loss, casts_in_backward + backward) + (gradients if accumulates else 0)
-    in_update = gradients + update
-    in_update += 0 if is_sharded else buckets  # DDP's stay; what FSDP2 gathers is for a pass only
-    peak = weights + state + average + max(in_pass + buckets, in_update)
+        buckets, in_update = _gathered_bytes(parameters, matrices, model.config.num_hidden_layers), 0
+        if optim.name == "muon":  # whole directions and updates, and the directions' shards
+            update += 8 * trained_matrices + math.ceil(4 * trained_matrices / num_processes)
+    in_pass = passes.peak + buckets
+    if micro_batch_size * num_processes < config.batch.sequences_per_step:  # earlier micro-batches
+        in_pass += gradients
+    peak = weights + state + average + max(in_pass, gradients + update + in_update)
     return TrainingMemory(
-        weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, casts=casts,
-        activations=activations, loss=loss, backward=backward, update=update, peak=peak,
+        weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, casts=passes.casts,
+        activations=passes.activations, loss=passes.loss, backward=passes.backward, update=update, peak=peak,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The bytes of one micro-batch's pass without weights and earlier gradients, by use as in TrainingMemory."""
+
+    casts: int
+    activations: int
+    loss: int
+    backward: int
+    peak: int
+
+
+def _golf_pass(config: RunConfig, model: GolfForCausalLM, batch: int, matrices: int, device: str) -> _Pass:
+    """Predict a pass of Golf from its shapes. matrices: the parameters in the blocks' matrices."""
+    golf, half, checkpointing = model.config, config.train.mixed_precision != "no", config.model.gradient_checkpointing
+    sequence = config.batch.sequence_length
+    tokens, width, order = batch * sequence, golf.hidden_size, layer_order(golf)
+    kept, temporary = block_bytes(golf, sequence, half, device)
+    extra = [_switch_bytes(golf, layer, half) for layer in order]
+    stream = 4 * width  # bytes per token of the residual stream, which is fp32 in any precision
+    norms = 1 + golf.embedding_norm  # outside the blocks
+    # the inputs of these norms, and the gradient of the last output, which the loss computes in its forward pass
+    ends = stream * (norms + 1 + (norms if _keeps_normed(golf, device) else 0))
+    ends += _switch_bytes_outside_blocks(golf, sequence, half, checkpointing)
+    activations = tokens * (len(order) * kept + sum(extra) + ends)
+    backward = tokens * temporary
+    casts = casts_in_backward = 2 * matrices if half else 0
+    if checkpointing:
+        second_lanes = sum(golf.lanes and layer >= (golf.parallel_from or 0) for layer in order)
+        activations = tokens * ((len(order) + second_lanes) * stream + ends)
+        backward += tokens * (kept + max(extra) - 2 * stream)
+        casts_in_backward = casts // golf.num_hidden_layers  # of one block only
+    head = golf.vocab_size * width
+    loss = 4 * head + tokens * stream + _chunk_bytes(golf, tokens, half, device, model.chunk_elements)
+    backward = max(backward + 4 * head, 8 * head + tokens * stream)
+    peak = activations + max(casts + loss, casts_in_backward + backward)
+    return _Pass(casts, activations, loss, backward, peak)
+
+
+def _fake_pass(config: RunConfig, model: PreTrainedModel, batch: int, device: str) -> _Pass:
+    """Predict a pass of any architecture."""
+    precision, checkpointing = str(config.train.mixed_precision), config.model.gradient_checkpointing
+    frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    found = pass_bytes(model.config, batch, config.batch.sequence_length, precision, checkpointing, device, frozen)
+    return _Pass(0, found.kept, 0, found.peak - found.kept, found.peak)
 
 
 def _gathered_bytes(parameters: int, matrix_parameters: int, num_layers: int) -> int:
@@ -274,7 +290,7 @@ def _switch_bytes_outside_blocks(model: GolfConfig, sequence: int, half: bool, c
 
 
 def _keeps_normed(model: GolfConfig, device: str) -> bool:
-    """Return whether a norm also keeps its normed values, besides its input. torch has no fused RMSNorm for CPUs."""
+    """Return whether a norm keeps its normed values in addition to its input. torch has no fused RMSNorm for CPUs."""
     return device == "cpu" and model.norm == "rmsnorm" and model.norm_weight
 
 
@@ -321,75 +337,6 @@ def _bucket_bytes(elements: int, device: str) -> int:
     """
     product_bytes = 4 if device == "cpu" else 2
     return min(elements, MAX_BUCKET_ELEMENTS.get(device, DEFAULT_MAX_BUCKET_ELEMENTS)) * (4 + 6 * product_bytes)
-
-
-def run_memory(
-    config: RunConfig,
-    model: PreTrainedModel,
-    micro_batch_size: int,
-    num_processes: int,
-    device: str,
-    is_sharded: bool = False,
-) -> TrainingMemory:
-    """Predict the bytes of a run per process: `training_memory` for a config.
-
-    config: its precision must be decided. model: may be on the meta device, and must not be sharded yet.
-    """
-    accumulates = micro_batch_size * num_processes < config.batch.sequences_per_step
-    if not isinstance(model, GolfForCausalLM):
-        return _other_memory(config, model, micro_batch_size, accumulates, num_processes, device)
-    kinds = parameter_kinds(model)
-    sizes = [(kinds[name], p.numel(), p.requires_grad) for name, p in model.named_parameters()]
-    return training_memory(
-        model.config,
-        parameters=sum(size for _, size, _ in sizes),
-        matrix_parameters=sum(size for kind, size, _ in sizes if kind == "matrix"),
-        frozen_parameters=sum(size for _, size, is_trained in sizes if not is_trained),
-        frozen_matrix_parameters=sum(size for kind, size, is_trained in sizes if kind == "matrix" and not is_trained),
-        batch=micro_batch_size,
-        sequence=config.batch.sequence_length,
-        optimizer=config.optim.name,
-        ema=config.optim.has_ema,
-        precision=str(config.train.mixed_precision),
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        accumulates=accumulates,
-        cautious_weight_decay=config.optim.cautious_weight_decay,
-        half_state=config.optim.state_dtype == "bf16",
-        processes=num_processes,
-        is_sharded=is_sharded,
-        device=device,
-        chunk_elements=model.chunk_elements,
-    )
-
-
-def _other_memory(
-    config: RunConfig, model: PreTrainedModel, micro_batch_size: int, accumulates: bool, processes: int, device: str
-) -> TrainingMemory:
-    """Predict the bytes for any architecture. Its activations include 16-bit copies of weights and the loss."""
-    kinds, optim = parameter_kinds(model), config.optim
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrices = [p.shape for name, p in trained.items() if kinds[name] == "matrix" and p.ndim == 2]
-    of_matrices, weights = sum(shape.numel() for shape in matrices), 4 * model.num_parameters()
-    gradients = 4 * sum(p.numel() for p in trained.values())
-    by_muon = of_matrices if optim.name == "muon" else 0
-    state = gradients if optim.name == "sgd" else 2 * gradients - 4 * by_muon
-    state = state // 2 if optim.state_dtype == "bf16" else state
-    update = 0
-    if by_muon:
-        update = max(_bucket_bytes(count * shape.numel(), device) for shape, count in Counter(matrices).items())
-    if optim.cautious_weight_decay:
-        update = 4 * of_matrices + max(update, 8 * of_matrices)
-    precision, checkpointing = str(config.train.mixed_precision), config.model.gradient_checkpointing
-    length = config.batch.sequence_length
-    frozen = tuple(name for name, _ in model.named_parameters() if name not in trained)
-    measured = pass_bytes(model.config, micro_batch_size, length, precision, checkpointing, device, frozen)
-    average, buckets = weights if optim.has_ema else 0, gradients if processes > 1 else 0
-    in_pass = measured.peak + (gradients if accumulates else 0)
-    return TrainingMemory(
-        weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, casts=0,
-        activations=measured.kept, loss=0, backward=measured.peak - measured.kept, update=update,
-        peak=weights + state + average + buckets + max(in_pass, gradients + update),
-    )  # fmt: skip
 
 
 def expected_bytes(memory: TrainingMemory, device: torch.device) -> int:
@@ -509,8 +456,9 @@ def require_room(config: RunConfig, model: PreTrainedModel, num_processes: int, 
 
 
 def _too_large(config: RunConfig, memory: TrainingMemory, num_bytes: int, kind: str) -> UserError:
+    checkpointing = "" if config.model.gradient_checkpointing else "model.gradient_checkpointing true, "
     return UserError(
         f"batch.micro_batch_size: not even one sequence of {config.batch.sequence_length} tokens fits: it needs"
-        f" {memory.peak / 1e9:.2f} GB of {num_bytes / 1e9:.2f} GB {kind}; try model.gradient_checkpointing true, a"
-        " shorter batch.sequence_length or a smaller model."
+        f" {memory.peak / 1e9:.2f} GB of {num_bytes / 1e9:.2f} GB {kind}; try {checkpointing}a shorter"
+        " batch.sequence_length or a smaller model."
     )

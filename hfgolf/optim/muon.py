@@ -87,9 +87,9 @@ class Muon(torch.optim.Optimizer):
             than bf16 can represent.
         cautious_weight_decay: decay only the entries that the step moves toward 0, under every rule (Chen et al.,
             arXiv 2510.12402). Takes a temporary copy of the group's parameters.
-        muon_every_steps: update each matrix in every so many steps, by so many times the learning rate, and let its
-            momentum follow every gradient. The matrices take turns: in order, each goes to the turn with the fewest
-            elements, so that steps take about the same time, and each updates some matrices of almost every block.
+        muon_every_steps: N updates each matrix only in every Nth step, with N times the learning rate. Its momentum
+            follows every gradient. The matrices take turns: in order, each goes to the turn with the fewest elements,
+            so that steps take about the same time, and each updates some matrices of almost every block.
         process_group: ranks that hold the same parameters and gradients, as under DDP. Each rank orthogonalizes its
             share of the matrices, and then all ranks exchange the results, so every rank must call step(). Momentum is
             identical on all ranks. With sharded DTensors, as under FSDP2, the state is sharded like the parameters,
@@ -251,7 +251,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _due(params: list[Tensor], step: int, every: int) -> set[int]:
-    """Return which parameters a step updates if each is updated in every so many steps, in turn."""
+    """Return which parameters a step updates if they take turns, so that each is updated in every `every`th step."""
     updated = [0] * every  # elements in each turn
     due = set()
     for i, param in enumerate(params):

@@ -37,15 +37,17 @@ class MetricsFile:
         self._path = path
         self._unwritten: list[str] = []
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row or an event. Nonfinite numbers become null, because JSON has none."""
-        self._unwritten.append(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+    def append(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Append a row or an event; return it as written: nonfinite numbers become null, because JSON has none."""
+        written = {key: _finite(value) for key, value in row.items()}
+        self._unwritten.append(json.dumps(written) + "\n")
         reason = self._flush()
         if reason and len(self._unwritten) == 1:
             logger.warning("%s: cannot write (%s); the row is kept and written with the next one", self._path, reason)
+        return written
 
-    def rewind(self, step: int) -> None:
-        """Drop the rows after `step`, which will be written again, and broken lines; keep the events."""
+    def rewind(self, step: int) -> Metrics:
+        """Drop the rows after `step`, which will be written again, and broken lines; return what is left."""
         self._unwritten = [line for line in self._unwritten if _survives_rewind(line, step)]
         try:
             if self._path.is_file():
@@ -53,8 +55,10 @@ class MetricsFile:
                 kept = b"".join(line + b"\n" for line in content.splitlines() if _survives_rewind(line, step))
                 if kept != content:
                     write_bytes(self._path, kept)
+                return read_metrics(self._path)
         except OSError as error:
             logger.warning("%s: cannot remove the rows after step %d (%s)", self._path, step, error.strerror)
+        return Metrics([], [])
 
     def sync(self) -> None:
         """Force the rows so far to disk, if possible. Called before a checkpoint appears, so that its rows exist."""
@@ -100,7 +104,7 @@ def _survives_rewind(line: bytes | str, step: int) -> bool:
         return False  # cut off by a crash, or damaged
 
 
-@dataclass(frozen=True)
+@dataclass
 class Metrics:
     """The rows of a run, one per log interval, and its events, in the order they were written."""
 
@@ -109,7 +113,18 @@ class Metrics:
     broken_lines: int = 0
     """Number of lines that are neither row nor event: cut off by a crash, or with a value of the wrong type."""
     is_sampled: bool = False
-    """True if the file is too long to read completely: evaluations, events and evenly spaced other rows were read."""
+    """True if there are too many lines to keep: these are the evaluations, the events and evenly spaced other rows."""
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add a row or an event; if there are too many rows to draw, drop every second one without an evaluation."""
+        if "event" in line:
+            self.events.append(line)
+            return
+        self.rows.append(line)
+        if len(self.rows) > 2 * SAMPLED_ROWS:
+            *rows, last = self.rows
+            self.rows = [row for i, row in enumerate(rows) if i % 2 == 0 or row.get("val_loss") is not None] + [last]
+            self.is_sampled = True
 
 
 def read_metrics(path: Path) -> Metrics:

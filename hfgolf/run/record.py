@@ -52,18 +52,12 @@ class RunRecord:
         return [event for event in self.metrics.events if event["event"] == kind]
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read a run's folder, whether it is complete or not. Raises UserError if there is not a single row."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; name the folder of a run, such as runs/small.")
-    try:
-        metrics = read_metrics(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
-    if not metrics.rows:
-        held = f"holds no row, only {metrics.broken_lines} broken lines" if metrics.broken_lines else "is empty"
-        raise UserError(f"{path} {held}: the run has logged nothing yet; wait for its first step.")
+def read_run(folder: Path, metrics: Metrics | None = None) -> RunRecord:
+    """Read a run's folder, whether it is complete or not. metrics: its rows and events, if they are at hand.
+
+    Raises UserError if there is not a single row.
+    """
+    metrics = metrics or _read_metrics(folder / "metrics.jsonl")
     return RunRecord(
         name=redact(folder.resolve().name),
         metrics=metrics,
@@ -74,6 +68,19 @@ def read_run(folder: Path) -> RunRecord:
         profile=read_json(folder / "profile.json"),
         golf={name: read_json(folder / "golf" / f"{name}.json") for name in ("ledger", "table")},
     )
+
+
+def _read_metrics(path: Path) -> Metrics:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; name the folder of a run, such as runs/small.")
+    try:
+        metrics = read_metrics(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
+    if not metrics.rows:
+        held = f"holds no row, only {metrics.broken_lines} broken lines" if metrics.broken_lines else "is empty"
+        raise UserError(f"{path} {held}: the run has logged nothing yet; wait for its first step.")
+    return metrics
 
 
 def stated_price(run: RunRecord) -> float | None:

@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hfgolf.command_line import ResolvedConfig
     from hfgolf.config import RunConfig
-    from hfgolf.train.callbacks import Callback
+    from hfgolf.train.hooks import Hook
 
 
 class _CallablePackage(ModuleType):
-    def __call__(
-        self, config: ResolvedConfig | RunConfig | str | Path, callbacks: Sequence[Callback] = ()
-    ) -> dict[str, Any]:
+    def __call__(self, config: ResolvedConfig | RunConfig | str | Path, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
         """Train a model and return the summary: losses, bits per byte, speed and the model's folder.
 
         config: from `load_config`, a RunConfig, or the path or name of a YAML file. In a notebook, `hfgolf.fit` is the
@@ -31,9 +29,9 @@ class _CallablePackage(ModuleType):
         Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if a signal ended the run.
         """
         from hfgolf.command_line import as_resolved
-        from hfgolf.train.loop import train
+        from hfgolf.training import train
 
-        return train(as_resolved(config), callbacks=callbacks)
+        return train(as_resolved(config), hooks=hooks)
 
     def __reduce__(self) -> tuple[Any, ...]:  # picklable, like a function
         import importlib

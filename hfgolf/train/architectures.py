@@ -48,7 +48,7 @@ def other_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTra
     for field in section.overrides:
         if field not in names:
             raise UserError(
-                f"model.overrides: {field} is no field of a {base.model_type}; did you mean {nearest(field, names)}?"
+                f"model.overrides: {field} is not a field of {base.model_type}; did you mean {nearest(field, names)}?"
             )
     fields = {key: value for key, value in (fields | section.overrides).items() if key in names}
     try:
@@ -125,10 +125,12 @@ def _load(name: str) -> PreTrainedConfig:
     if not Path(name).is_dir() and "/" not in name:
         types = ["golf", *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
         raise UserError(
-            f"model.architecture: {name} is no architecture of transformers; did you mean {nearest(name, types)}?"
+            f"model.architecture: {name} is not an architecture of transformers; did you mean {nearest(name, types)}?"
             " A folder or a Hub name works, too."
         )
     result = load_config(name, "model.architecture")
     if result.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"model.architecture: {name} holds a {result.model_type}, which is no causal language model.")
+        raise UserError(
+            f"model.architecture: {name} holds a {result.model_type}, which is not a causal language model."
+        )
     return result

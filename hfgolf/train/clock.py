@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import distributed
@@ -45,7 +45,7 @@ class Clock:
     between the CPUs, so no GPU waits for them.
     """
 
-    train: TrainConfig
+    train: InitVar[TrainConfig]
     state: TrainState
     stopwatch: Stopwatch
     signals: Signals
@@ -57,9 +57,9 @@ class Clock:
     save_is_due: bool = field(default=False, init=False)
     """Whether train.save_every_minutes have passed since the last save, or a checkpoint was requested."""
 
-    def __post_init__(self) -> None:
-        self.max_seconds = 60 * (self.train.max_minutes or math.inf)
-        self._save_every_seconds = 60 * (self.train.save_every_minutes or math.inf)
+    def __post_init__(self, train: TrainConfig) -> None:
+        self.max_seconds = 60 * (train.max_minutes or math.inf)
+        self._save_every_seconds = 60 * (train.save_every_minutes or math.inf)
         self._hosts = distributed.new_group(backend="gloo") if self.num_processes > 1 else None
         self._saved_at = time.perf_counter()
         self._batches = 0
@@ -101,6 +101,11 @@ class Clock:
     def end(self) -> None:
         """Let this step be the last, on all processes, once they synchronize."""
         self._end_is_asked = True
+
+    def agree_on_end(self) -> None:
+        """Agree with all processes on whether `end` was called on one of them."""
+        (is_ended,) = self._maximum(self._end_is_asked)
+        self._is_ended = bool(is_ended)
 
     def note_save(self) -> None:
         """Restart the minutes to the next save, and clear a pending request."""

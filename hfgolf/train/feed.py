@@ -95,7 +95,7 @@ def halve_micro_batch(run: Run, reason: str) -> None:
     accelerator.gradient_accumulation_steps = run.config.batch.accumulation_steps(size, accelerator.num_processes)
     accelerator.step = 0  # counts micro-batches; those of the failed step do not count
     start_batches(run)
-    run.tracker.event("out_of_memory", run.state, micro_batch_size=[before, size], reason=reason)
+    run.event("out_of_memory", micro_batch_size=[before, size], reason=reason)
     logger.warning(
         f"out of memory at step {run.state.step + 1} with a micro-batch of {before}; continuing with {size} and"
         f" {run.accumulation_steps} accumulation steps (same tokens per step)"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
 import shlex
+import signal
 import statistics
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from hfgolf.checkpoint.store import (
     step_of,
     verified_file,
 )
+from hfgolf.data.batches import explain_worker
+from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.durable import list_files, write_text
 from hfgolf.errors import UserError, refusal
 from hfgolf.evaluate.compressors import compressor_scores
@@ -34,18 +36,42 @@ from hfgolf.hardware import accelerator_name
 from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
-from hfgolf.report.report import write_report
-from hfgolf.run.folder import RunFolder
-from hfgolf.run.metrics import read_metrics
+from hfgolf.run.folder import FolderTakenError, RunFolder
 from hfgolf.run.provenance import git_commit
-from hfgolf.run.record import read_run
 from hfgolf.train.console import console
 from hfgolf.train.run import Run
-from hfgolf.train.validation import evaluate, exported_weights, sample
+from hfgolf.train.saving import flush
+from hfgolf.train.validation import evaluate, sample
 from hfgolf.train.whole import whole_model
 from hfgolf.wording import describe_overlap, duration, gigabytes, one_line
 
 logger = logging.getLogger(__name__)
+
+
+def report_failure(run: Run, raised: BaseException) -> BaseException:
+    """Save and report what a failed run still can; return its error, explained if a loader worker raised it."""
+    if isinstance(raised, FolderTakenError):
+        return raised  # the files in the folder belong to another run now: write nothing
+    run.error = explain_worker(raised)
+    if isinstance(run.error, DamagedCacheError):
+        run.event("damaged_cache", reason=str(run.error))
+    flush(run)
+    run.hooks.call("end", run, None)
+    return run.error
+
+
+def exit_after_signal(run: Run) -> None:
+    """End the process after a signal and its save; say how to resume."""
+    console.close()
+    name, step = signal.Signals(run.clock.stop_signal).name, saved_step(run.folder.checkpoints)
+    if step is None:
+        logger.info("stopped by %s at step %d; no checkpoint was saved, so a resume starts over", name, run.state.step)
+    else:
+        text = "stopped by %s at step %d; saved up to step %d; resume with the same command and --train.resume auto"
+        logger.info(text, name, run.state.step, step)
+    run.event("stopped", signal=name)
+    end(run, None)
+    raise SystemExit(128 + run.clock.stop_signal)
 
 
 def conclude(run: Run) -> dict[str, Any]:
@@ -53,8 +79,23 @@ def conclude(run: Run) -> dict[str, Any]:
     if run.accelerator.is_main_process:
         run.folder.hold()
     step, damaged_best = _take_best_weights(run)
-    if run.rounding is not None:
-        run.rounding.round_for_good()
+    with run.hooks.weights(run):
+        summary = _summarize(run, step, damaged_best)
+        end(run, summary)
+    return summary
+
+
+def end(run: Run, summary: dict[str, Any] | None) -> None:
+    """End the hooks, the log and the process group: the last thing that all processes do together."""
+    run.hooks.call("end", run, summary)
+    if run.metrics is not None:
+        run.metrics.close()
+    run.accelerator.wait_for_everyone()
+    run.accelerator.end_training()
+
+
+def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
+    """Return the summary of the model's weights, those of `step`; the main process also exports them."""
     evaluation, old = run.full_evaluations.get(step) or (evaluate(run), _old_text_figures(run))
     summary: dict[str, Any] = {
         "run": run.config.run.name,
@@ -70,7 +111,7 @@ def conclude(run: Run) -> dict[str, Any]:
         "val_bits_per_byte": evaluation.bits_per_byte,
         "val_tokens": evaluation.num_tokens,
         "val_bytes": evaluation.num_bytes,
-        "tokens_per_second": _median_speed(run),
+        "tokens_per_second": statistics.median(run.speeds) if run.speeds else math.nan,
         "train_seconds": run.state.elapsed_seconds,
         "predicted_memory_bytes": run.predicted_memory_bytes,
         "parameters": run.raw_model.num_parameters(),
@@ -80,7 +121,7 @@ def conclude(run: Run) -> dict[str, Any]:
         "model": str(run.folder.model),
     }
     if run.init_from:
-        summary["init_from"] = run.init_from | _evaluation_at_start(run)
+        summary["init_from"] = run.init_from | run.evaluation_at_start
     summary |= old
     if run.tokens.val.is_target is not None:
         summary["targets"] = "the assistant's turns"
@@ -100,12 +141,10 @@ def conclude(run: Run) -> dict[str, Any]:
         summary |= {} if text is None else {"sample": text}
         summary |= run.stopwatch.row()
         summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # so far, for the report
-        report_run(run, summary)
+        run.hooks.call("before_export", run, summary)
         _export(run, summary, model)
         console.close()
         show_summary(summary)
-        run.hub.push_now(run.folder.model, f"step {step}: validation loss {evaluation.loss:.4f}")
-    run.tracker.finish()
     return summary
 
 
@@ -134,22 +173,6 @@ def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
         raise UserError(
             f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); {advice}."
         ) from None
-
-
-def report_run(run: Run, summary: dict[str, Any] | None = None) -> None:
-    """Write the report of a run. If that fails, warn and continue, because exporting the model matters more.
-
-    summary: of a complete run; None if the run was stopped or failed.
-    """
-    if not (run.accelerator.is_main_process and run.folder.metrics.is_file()):
-        return  # nothing logged yet, or the disk is full
-    try:
-        record = dataclasses.replace(read_run(run.folder.path), summary=summary or {})
-        write_report([record], run.folder.report)
-    except Exception as error:  # a full disk, or any error of the drawing library
-        logger.warning("report not written: %s", one_line(error))
-        return
-    run.tracker.attach(run.folder.report, "report")
 
 
 def show_summary(summary: dict[str, Any]) -> None:
@@ -204,26 +227,6 @@ def beside_compressors(summary: dict[str, Any]) -> str:
         f"{abs(share):.0%} {'fewer' if share < 0 else 'more'} than {best} needs: gzip -9 {scores['gzip']:.2f},"
         f" xz -9e {scores['xz']:.2f}, for {text}"
     )
-
-
-def push_in_training(run: Run) -> None:
-    """Export the current weights, or their averages under ema_export, and push them while training continues."""
-    is_main = run.accelerator.is_main_process
-    if not (is_main or run.is_sharded):
-        return
-    folder = run.folder.path / "model-in-training"
-    try:
-        with exported_weights(run):
-            model = whole_model(run)
-            if model is None or not is_main:
-                return
-            figures = {"step": run.state.step, "init_from": run.init_from}
-            card = model_card(run.config, figures, model=model)
-            export_model(model, run.tokens.tokenizer, folder, card)
-    except (OSError, SafetensorError) as error:
-        logger.warning("push at step %d failed: %s", run.state.step, one_line(error))
-        return
-    run.hub.push_later(folder, f"step {run.state.step}")
 
 
 def _take_best_weights(run: Run) -> tuple[int, int | None]:
@@ -287,17 +290,3 @@ def _old_text_figures(run: Run) -> dict[str, Any]:
         return {}
     old = evaluate(run, stream=run.old_text)
     return {"old_val_loss": old.loss, "old_val_bits_per_byte": old.bits_per_byte}
-
-
-def _evaluation_at_start(run: Run) -> dict[str, Any]:
-    """Return the evaluation of the weights of model.init_from, by column; {} if it is not in metrics.jsonl."""
-    events = read_metrics(run.folder.metrics).events if run.folder.metrics.is_file() else []
-    start: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "init_from"), {})
-    return {key: value for key, value in start.items() if "val_" in key}
-
-
-def _median_speed(run: Run) -> float:
-    """Return the median tokens/s of the rows, which ignores warm-up and pauses; NaN if there are no rows."""
-    rows = read_metrics(run.folder.metrics).rows if run.folder.metrics.is_file() else []
-    speeds = [speed for row in rows if (speed := row.get("tokens_per_second")) is not None]
-    return statistics.median(speeds) if speeds else math.nan

@@ -1,102 +1,67 @@
 """The training loop: the page to read first.
 
 train() takes a run from its first step to the exported model; train_step() is one optimizer update. setup.py builds
-the run, feed.py delivers batches, recovery.py handles bad steps and finish.py ends the run. You can follow this page
-without reading any of them.
+the run, feed.py delivers batches, recovery.py handles bad steps, finish.py ends the run, and all else that takes part
+is a hook (hooks.py). You can follow this page without reading any of them.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import signal
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hfgolf.checkpoint.store import saved_step
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.data.batches import explain_worker
-from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.optim.schedule import apply_schedule
-from hfgolf.ranks import together
-from hfgolf.run.folder import FolderTakenError, run_folder
-from hfgolf.train.callbacks import Callback, Callbacks, check_callbacks
-from hfgolf.train.claim import require_shared
-from hfgolf.train.clock import Clock, Interrupted
+from hfgolf.train.clock import Interrupted
 from hfgolf.train.console import console
 from hfgolf.train.feed import epoch, halve_until_it_fits
-from hfgolf.train.finish import conclude, push_in_training, report_run
-from hfgolf.train.forecast import forecast_export
-from hfgolf.train.live import LiveReport
+from hfgolf.train.finish import conclude, exit_after_signal, report_failure
+from hfgolf.train.hooks import Hook, Hooks
 from hfgolf.train.meter import StepResult
-from hfgolf.train.process import own_accelerator, processes
 from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
-from hfgolf.train.recurrence import update_loop
-from hfgolf.train.rounding import update_grid
 from hfgolf.train.run import Run
-from hfgolf.train.setup import set_up, write_description
-from hfgolf.train.signals import Signals
-from hfgolf.train.stopwatch import process_seconds
-from hfgolf.train.validation import rounded_weights, should_stop_early, validate, validate_start, write_sample
+from hfgolf.train.saving import flush, report_failed_saves, save
+from hfgolf.train.session import session
+from hfgolf.train.setup import set_up
+from hfgolf.train.validation import should_stop_early, validate, validate_start, write_sample
+
+if TYPE_CHECKING:
+    from hfgolf.command_line import ResolvedConfig
+    from hfgolf.train.signals import Signals
 
 logger = logging.getLogger(__name__)
 
 
-def train(
-    resolved: ResolvedConfig, signals: Signals | None = None, callbacks: Sequence[Callback] = ()
-) -> dict[str, Any]:
+def train(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     """Train a model and return the summary: losses, bits per byte, speed and the model's folder.
 
     Call it in every process that `accelerate launch` starts. signals: already entered by the caller, before its slow
-    imports; None: handle signals during this call only. callbacks: the same in every process.
+    imports; None: handle signals during this call only. hooks: the same in every process.
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP
     ended the run after a save.
     """
-    check_callbacks(callbacks)
-    not_ours = process_seconds() if signals is None else 0.0  # called from Python, which has done other things before
-    with signals or Signals() as signals, own_accelerator(), console, together(processes().num_processes):
-        if processes().is_main_process:
-            console.open()
-        require_shared(run_folder(resolved.config))
-        run = set_up(resolved)
-        run.stopwatch.carry_over({"setup": -not_ours})
-        accelerator = run.accelerator
-        clock = Clock(
-            run.config.train,
-            run.state,
-            run.stopwatch,
-            signals,
-            run.step_limit,
-            accelerator.num_processes,
-            accelerator.is_main_process,
-        )
-        own = Callbacks(run, clock, callbacks)
+    with session(resolved.config, signals) as (signals, stopwatch):
+        run = set_up(resolved, Hooks(hooks), signals, stopwatch)
         with signals.deferred():
             try:
-                run_steps(run, clock, own)
-            except FolderTakenError:
-                raise  # the files in the folder belong to another run now: write nothing
+                run_steps(run)
             except BaseException as error:
                 raise report_failure(run, error)  # noqa: B904 - usually the same error
             flush(run)
-            if clock.stop_signal:
-                exit_after_signal(run, clock.stop_signal)
+            if run.clock.stop_signal:
+                exit_after_signal(run)
             signals.stop_message = "after the last step; run the same command with --train.resume auto to finish"
-        summary = conclude(run)
-        own.end(summary)
-        return summary
+        return conclude(run)
 
 
-def run_steps(run: Run, clock: Clock, callbacks: Callbacks) -> None:
-    """Run the remaining steps; log, evaluate, forecast and save when due."""
-    every, hub, forecast_every = run.config.train, run.config.hub, run.config.golf.forecast_every_steps
-    recovery, live = Recovery(run), LiveReport(run)
-    callbacks.start()
+def run_steps(run: Run) -> None:
+    """Run the remaining steps; log, evaluate and save when due."""
+    every, clock, recovery = run.config.train, run.clock, Recovery(run)
     run.model.train()
     run.is_stepping = True
     run.stopwatch.switch("train")
@@ -106,12 +71,12 @@ def run_steps(run: Run, clock: Clock, callbacks: Callbacks) -> None:
             validate_start(run, clock.raise_if_stopped)
     if run.state.unfinished_row is not None:
         with run.stopwatch.charge("other"):
-            report_step(run, clock, callbacks, run.state.unfinished_row, evaluating=True, saving=False)
+            report_step(run, run.state.unfinished_row, evaluating=True, saving=False)
     while not (clock.is_over() or clock.stop_signal or should_stop_early(run)):
         result = train_step(run, clock.expected_steps())
         run.state.count_step(run.config.batch)
         run.meter.add(result)
-        callbacks.step(result)
+        run.hooks.call("after_step", run, result)
         clock.synchronize()
         if recovery.review(result) is Next.REPEAT:
             continue
@@ -119,17 +84,11 @@ def run_steps(run: Run, clock: Clock, callbacks: Callbacks) -> None:
         console.step(step, run.state.elapsed_seconds, run.state.best_val_loss)
         evaluating = due(step, every.eval_every_steps, last)
         saving = clock.save_is_due or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
-        pushing = hub.push and due(step, hub.every_steps, False)
-        forecasting = forecast_every is not None and due(step, forecast_every, last)
-        if evaluating or saving or pushing or forecasting or due(step, every.log_every_steps, last or step == 1):
+        logging_is_due = due(step, every.log_every_steps, last or step == 1)
+        if evaluating or saving or logging_is_due or any(run.hooks.call("wants_row", run, last)):
             with run.stopwatch.charge("other"):
                 run.tokens.check()  # before saving: a damaged cache must not reach a checkpoint
-                row = describe(run) | (forecast_export(run) if forecasting else {})
-                report_step(run, clock, callbacks, row, evaluating, saving)
-                if evaluating and not clock.stop_signal:
-                    live.write()
-                if pushing and not clock.stop_signal:
-                    push_in_training(run)
+                report_step(run, describe(run, last), evaluating, saving)
     if not clock.stop_signal:
         run.tokens.check(wait=True)
 
@@ -137,9 +96,8 @@ def run_steps(run: Run, clock: Clock, callbacks: Callbacks) -> None:
 def train_step(run: Run, expected_steps: float) -> StepResult:
     """Run one optimizer update; if the gradient is not finite, leave the weights and the optimizer state unchanged."""
     accelerator, optimizer, state, config = run.accelerator, run.optimizer, run.state, run.config
-    update_loop(run, expected_steps)
-    update_grid(run, expected_steps)
-    with rounded_weights(run):
+    run.hooks.call("before_step", run, expected_steps)
+    with run.hooks.weights(run):
         loss, sample_hash = halve_until_it_fits(run, lambda: accumulate_gradients(run))
     accelerator.unscale_gradients()
     norm = gradient_norm(run.model.parameters())
@@ -191,10 +149,9 @@ def due(step: int, every_steps: int | None, last: bool) -> bool:
     return last or (every_steps is not None and step % every_steps == 0)
 
 
-def report_step(
-    run: Run, clock: Clock, callbacks: Callbacks, row: dict[str, Any], evaluating: bool, saving: bool
-) -> None:
+def report_step(run: Run, row: dict[str, Any], evaluating: bool, saving: bool) -> None:
     """Evaluate if due, log the row of a step, and save if due."""
+    clock = run.clock
     if run.accelerator.is_main_process:
         run.folder.hold()
     is_saved = run.state.unfinished_row is not None  # the previous session stopped in this evaluation and saved
@@ -204,22 +161,19 @@ def report_step(
             row = row | validate(run, clock.raise_if_stopped, is_last=clock.is_over())
             write_sample(run)
         run.state.unfinished_row = None
-        run.tracker.log(row | run.stopwatch.row())
         console.show(row, clock.expected_steps())
-        if evaluating:
-            callbacks.evaluate(row)
+        run.log(row | run.stopwatch.row())
+        if evaluating and run.hooks.call("after_evaluate", run, row):
+            clock.agree_on_end()
     except Interrupted:
         logger.info("evaluation at step %d interrupted; resuming the run repeats it", run.state.step)
         saving = not is_saved
-    report_findings(run)
     if saving or run.state.best_step == run.state.step or should_stop_early(run) or clock.is_over():
         save(run)
-        clock.note_save()
-        callbacks.save()
     report_failed_saves(run)
 
 
-def describe(run: Run) -> dict[str, Any]:
+def describe(run: Run, is_last: bool) -> dict[str, Any]:
     """Return the row of metrics.jsonl for the steps since the last row."""
     row = {
         "step": run.state.step,
@@ -232,66 +186,6 @@ def describe(run: Run) -> dict[str, Any]:
         "skipped_steps": run.state.skipped_steps,
         "elapsed_seconds": run.state.elapsed_seconds,
     }
-    if run.config.golf.qat_fraction:
-        row["golf_rounded_matrices"] = 0 if run.rounding is None else run.rounding.num_rounded
+    for columns in run.hooks.call("columns", run, is_last):
+        row |= columns
     return row
-
-
-def save(run: Run) -> None:
-    """Start writing a checkpoint in the background."""
-    with suppress(OSError):  # if the disk fails, the save fails too and reports it
-        if not run.folder.config.exists():  # someone deleted the folder during the run
-            write_description(run)
-    run.state.seconds = run.stopwatch.seconds()
-    with run.stopwatch.charge("checkpoint"):
-        run.checkpoints.save(is_best=run.state.best_step == run.state.step, before_commit=run.tracker.sync)
-
-
-def report_findings(run: Run) -> None:
-    """Log the doctor's findings in the rows since the last call."""
-    for finding in run.monitor.new_findings() if run.accelerator.is_main_process else []:
-        find_lr = finding.find_lr(run.folder.config)
-        logger.warning("doctor: %s%s", finding, f", or find them: {find_lr}" if find_lr else "")
-        run.tracker.event("finding", run.state, **asdict(finding))
-
-
-def report_failed_saves(run: Run) -> None:
-    """Warn once about each checkpoint that could not be written, and name the newest one on disk."""
-    for failure in run.checkpoints.failures():
-        step = saved_step(run.folder.checkpoints)
-        logger.warning("%s; %s", failure, "no checkpoint exists" if step is None else f"the newest is of step {step}")
-        run.tracker.event("save_failed", run.state, reason=failure)
-
-
-def flush(run: Run) -> None:
-    """Wait for the pending save and log its outcome, however the loop ended."""
-    run.stopwatch.switch("other")
-    with run.stopwatch.charge("checkpoint"):
-        run.checkpoints.wait()
-    report_findings(run)
-    report_failed_saves(run)
-
-
-def report_failure(run: Run, raised: BaseException) -> BaseException:
-    """Save and report what a failed run still can; return its error, explained if a loader worker raised it."""
-    error = explain_worker(raised)
-    if isinstance(error, DamagedCacheError):
-        run.tracker.event("damaged_cache", run.state, reason=str(error))
-    flush(run)
-    report_run(run)
-    return error
-
-
-def exit_after_signal(run: Run, signal_number: int) -> None:
-    """End the process after a signal and its save; say how to resume."""
-    console.close()
-    name, step = signal.Signals(signal_number).name, saved_step(run.folder.checkpoints)
-    if step is None:
-        logger.info("stopped by %s at step %d; no checkpoint was saved, so a resume starts over", name, run.state.step)
-    else:
-        text = "stopped by %s at step %d; saved up to step %d; resume with the same command and --train.resume auto"
-        logger.info(text, name, run.state.step, step)
-    run.tracker.event("stopped", run.state, signal=name)
-    report_run(run)
-    run.tracker.finish()
-    raise SystemExit(128 + signal_number)

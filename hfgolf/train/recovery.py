@@ -93,9 +93,8 @@ class Recovery:
             f"step {run.state.step}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), "
             f"first in {result.nonfinite_parameter}, blocks from tokens {join_words(blocks, maximum=6)}"
         )
-        run.tracker.event(
+        run.event(
             "skipped_step",
-            run.state,
             first_parameter=result.nonfinite_parameter,
             train_loss=result.loss,
             grad_norm=result.grad_norm,
@@ -109,7 +108,7 @@ class Recovery:
     def _report_overflow(self, result: StepResult, scale: float) -> None:
         """Report a step that overflowed under fp16's loss scale. scale: the scaler's new, lower scale."""
         run, first = self._run, result.nonfinite_parameter
-        run.tracker.event("fp16_overflow", run.state, first_parameter=first, loss_scale=scale)
+        run.event("fp16_overflow", first_parameter=first, loss_scale=scale)
         where = f"step {run.state.step}: fp16 overflow, first in {first}"
         logger.info(f"{where}; update skipped, loss scale lowered to {scale:,.0f}")
 
@@ -158,10 +157,9 @@ class Recovery:
         state = rolled_back(run.state, current, train.rollback_learning_rate_factor)
         run.state.load_state_dict(state.state_dict())
         start_batches(run)
-        run.tracker.rewind(state.step)
-        run.tracker.event(
+        run.restart_hooks()
+        run.event(
             "rollback",
-            run.state,
             cause=cause,
             from_step=current.step,
             excluded_blocks=state.excluded_blocks,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hfgolf.measure.flops import training_flops_per_token
+from hfgolf.train.hooks import Hook
 
 if TYPE_CHECKING:
     from hfgolf.train.run import Run
@@ -18,22 +19,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def update_loop(run: Run, expected_steps: float) -> None:
-    """Begin the loop if it is due before the next step, and record that as an event. expected_steps: of the run."""
-    if run.config.model.loop is None:
-        return
-    start = run.config.schedule.loop_start
-    is_due = not start or run.state.step >= start * expected_steps
-    if is_due == run.raw_model.config.loop_active:
-        return
-    length = run.config.batch.sequence_length
-    before = training_flops_per_token(run.raw_model, length)
-    run.raw_model.config.loop_active = run.state.loop_active = is_due
-    run.meter.flops_per_second_of_peak *= training_flops_per_token(run.raw_model, length) / before
-    first, last, times = run.raw_model.config.loop
-    count = f"{times} times" if is_due else "once"
-    logger.info("loop: from step %d on, layers %d to %d run %s", run.state.step + 1, first, last, count)
-    run.tracker.event("loop", run.state, active=is_due)
+class Recurrence(Hook):
+    """Begins the loop when it is due, and records that as an event."""
+
+    def before_step(self, run: Run, expected_steps: float) -> None:
+        start = run.config.schedule.loop_start
+        is_due = not start or run.state.step >= start * expected_steps
+        if is_due == run.raw_model.config.loop_active:
+            return
+        length = run.config.batch.sequence_length
+        before = training_flops_per_token(run.raw_model, length)
+        run.raw_model.config.loop_active = run.state.loop_active = is_due
+        run.meter.flops_per_second_of_peak *= training_flops_per_token(run.raw_model, length) / before
+        first, last, times = run.raw_model.config.loop
+        count = f"{times} times" if is_due else "once"
+        logger.info("loop: from step %d on, layers %d to %d run %s", run.state.step + 1, first, last, count)
+        run.event("loop", active=is_due)
 
 
 def each_loop_state(run: Run) -> Iterator[None]:

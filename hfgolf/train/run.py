@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +16,17 @@ from hfgolf.command_line import ResolvedConfig
 from hfgolf.config import RunConfig
 from hfgolf.data.batches import Stream
 from hfgolf.data.token_cache import TokenCache
-from hfgolf.doctor.monitor import Monitor
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
-from hfgolf.golf.qat import Rounding
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
-from hfgolf.publish.hub import HubPusher
+from hfgolf.redact import redact_values
 from hfgolf.run.folder import RunFolder
+from hfgolf.run.metrics import Metrics, MetricsFile
+from hfgolf.train.clock import Clock
+from hfgolf.train.hooks import Hooks
 from hfgolf.train.meter import Meter
 from hfgolf.train.stopwatch import Stopwatch
-from hfgolf.train.trackers import Tracker
 
 
 @dataclass
@@ -45,14 +45,15 @@ class Run:
     state: TrainState
     checkpoints: Checkpointer
     stopwatch: Stopwatch
-    meter: Meter
-    tracker: Tracker
-    monitor: Monitor
-    hub: HubPusher
-    step_limit: float
-    """Steps at which max_steps, max_tokens or max_epochs end the run; infinity if only max_minutes does."""
+    hooks: Hooks
+    metrics: MetricsFile | None
+    """metrics.jsonl; None on processes other than the main one."""
     predicted_memory_bytes: int
     """Predicted peak: of this process, as `top` shows it, on a CPU; of its tensors on a GPU."""
+    step_limit: float = field(init=False)
+    """Steps at which max_steps, max_tokens or max_epochs end the run; infinity if only max_minutes does."""
+    clock: Clock = field(init=False)
+    meter: Meter = field(init=False)
     batches: Iterator[dict[str, Tensor]] = field(default_factory=lambda: iter(()))
     """This process's micro-batches, in order (see feed.py)."""
     first_step: int = 0
@@ -64,7 +65,14 @@ class Run:
     of the run need not repeat it."""
     old_text: Stream | None = None
     """Tokens of data.old_text, which the weights of model.init_from know; None if it is not given."""
-    _rounding: Rounding | None = None
+    earlier: Metrics = field(default_factory=lambda: Metrics([], []))
+    """The rows and events of earlier sessions, or up to a rollback, for `Hook.start`; empty on other processes."""
+    speeds: list[float] = field(default_factory=list)
+    """Tokens/s of each row so far."""
+    evaluation_at_start: dict[str, Any] = field(default_factory=dict)
+    """The evaluation of the weights of model.init_from, by column of metrics.jsonl; empty without them."""
+    error: BaseException | None = None
+    """What a failed run ended with."""
 
     @property
     def config(self) -> RunConfig:
@@ -86,16 +94,6 @@ class Run:
         return self.accelerator.gradient_accumulation_steps
 
     @property
-    def rounding(self) -> Rounding | None:
-        """What rounds the weights in forward and backward passes: to state.grid, if there is one (see rounding.py)."""
-        codes = self.state.grid.get("codes")
-        if codes is None:
-            return None
-        if self._rounding is None or self._rounding.codes is not codes:
-            self._rounding = Rounding(self.raw_model, codes)
-        return self._rounding
-
-    @property
     def golf_model(self) -> GolfForCausalLM:
         """The unwrapped model, for what only Golf has. Raises UserError if it is another architecture."""
         if not isinstance(self.raw_model, GolfForCausalLM):
@@ -106,6 +104,34 @@ class Run:
     def is_sharded(self) -> bool:
         """Whether each process holds only its shards of the weights (FSDP2)."""
         return self.accelerator.distributed_type == DistributedType.FSDP
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write a row to metrics.jsonl and hand it to the hooks; on the main process only."""
+        if "tokens_per_second" in row:
+            self.speeds.append(row["tokens_per_second"])
+        if self.metrics is not None:
+            self.hooks.call("logged", self, self.metrics.append(row))
+
+    def event(self, name: str, /, **details: Any) -> None:
+        """Log an event at this step, {"step", "event", "elapsed_seconds", ...}; on the main process only."""
+        of_all = {"step": self.state.step, "event": name, "elapsed_seconds": self.state.elapsed_seconds}
+        self.log(of_all | redact_values(details))
+
+    def restart_hooks(self) -> None:
+        """Drop the rows after this step, which will be written again, and start the hooks from the rest."""
+        if self.metrics is not None:
+            self.earlier = self.metrics.rewind(self.state.step)
+        self.speeds = [speed for row in self.earlier.rows if (speed := row.get("tokens_per_second")) is not None]
+        for event in self.earlier.events:
+            if event["event"] == "init_from":
+                self.evaluation_at_start = {key: value for key, value in event.items() if "val_" in key}
+        self.hooks.load_state_dict(self.state.hooks)
+        self.hooks.call("start", self)
+        self.earlier = Metrics([], [])
+
+    def stop(self) -> None:
+        """End the run after this step, as if it were the last: with an evaluation, a checkpoint and the model."""
+        self.clock.end()
 
     def decide(self, source: str, **values: Any) -> None:
         """Set `section__key=value` for the rest of the run, including its checkpoints."""

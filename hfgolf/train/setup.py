@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.contents import Checkpointer
@@ -33,12 +32,11 @@ from hfgolf.checkpoint.identity import (
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import HubConfig, RunConfig
+from hfgolf.config import RunConfig
 from hfgolf.data.batches import num_blocks
 from hfgolf.data.corpus import load_corpus, text_name
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import embedding_rows, keep_old_documents, text_start
-from hfgolf.doctor.monitor import Monitor
 from hfgolf.errors import UserError, writing
 from hfgolf.hardware import (
     accelerator_name,
@@ -64,19 +62,20 @@ from hfgolf.optim.ema import Ema, ema_decay
 from hfgolf.optim.groups import build_optimizer, group_rows, group_table
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
-from hfgolf.publish.hub import HubPusher
 from hfgolf.publish.load import load_config
 from hfgolf.ranks import agree, first_of_machine, gather
 from hfgolf.run.folder import RunFolder, run_folder
+from hfgolf.run.metrics import MetricsFile
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.train.architectures import other_config
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.build import build_model
 from hfgolf.train.claim import agree_on_config, claim
-from hfgolf.train.clock import step_limit
+from hfgolf.train.clock import Clock, step_limit
 from hfgolf.train.compilation import choose_compilation, has_compiler, warm_up
 from hfgolf.train.console import console
 from hfgolf.train.feed import is_out_of_memory, start_batches
+from hfgolf.train.hooks import Hooks
 from hfgolf.train.init_from import frozen_names, keep_architecture, load_old_text, load_weights, take_architecture
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
@@ -89,26 +88,33 @@ from hfgolf.train.process import (
     tune_memory,
 )
 from hfgolf.train.run import Run
+from hfgolf.train.signals import Signals
 from hfgolf.train.stopwatch import Stopwatch
-from hfgolf.train.trackers import Tracker, check_trackers
 from hfgolf.train.validation import describe_validation
 from hfgolf.wording import count_of, gigabytes, labeled
 
 logger = logging.getLogger(__name__)
 
 
-def set_up(resolved: ResolvedConfig) -> Run:
+def set_up(
+    resolved: ResolvedConfig,
+    hooks: Hooks | None = None,
+    signals: Signals | None = None,
+    stopwatch: Stopwatch | None = None,
+) -> Run:
     """Build a run: folder, data, model, optimizer. Resume from a checkpoint if train.resume says so.
 
-    Raises UserError for a problem that the user can fix; an earlier run in the folder is not harmed.
+    signals and stopwatch: of the session; None: there is none. Raises UserError for a problem that the user can fix; an
+    earlier run in the folder is not harmed.
     """
-    stopwatch = Stopwatch(console.switch)
+    stopwatch = stopwatch or Stopwatch(console.switch)
     folder, origin = _claim(resolved)
     resolved, accelerator = _resolve(resolved, origin)
     tokens = _load_tokens(resolved, accelerator, origin)
-    learner = _build(resolved, accelerator, tokens, folder, origin)
-    _restore(learner, origin, folder, stopwatch)
-    return _start(learner, origin, tokens, folder, stopwatch)
+    run = _build(resolved, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())
+    _restore(run, origin)
+    _start(run, origin, signals or Signals())
+    return run
 
 
 @dataclass
@@ -127,21 +133,6 @@ class _Origin:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(self.checkpoint)
         keep_old_documents(tokenizer)
         return tokenizer
-
-
-@dataclass
-class _Learner:
-    """The fields of Run that exist before a checkpoint is loaded. In `resolved`, the micro-batch is decided."""
-
-    resolved: ResolvedConfig
-    accelerator: Accelerator
-    raw_model: PreTrainedModel
-    model: nn.Module
-    optimizer: Any
-    ema: Ema | None
-    state: TrainState
-    checkpoints: Checkpointer
-    predicted_memory_bytes: int
 
 
 def _claim(resolved: ResolvedConfig) -> tuple[RunFolder, _Origin | None]:
@@ -206,7 +197,6 @@ def _is_possible(resolved: ResolvedConfig, before: dict[str, Any], key: str, val
 
 
 def _build_accelerator(config: RunConfig) -> Accelerator:
-    check_trackers(config.track.trackers)
     already = AcceleratorState._shared_state.get("_mixed_precision")  # of an Accelerator of the user's own
     if already not in (None, config.train.mixed_precision):
         raise UserError(
@@ -292,8 +282,14 @@ def _load_tokens(resolved: ResolvedConfig, accelerator: Accelerator, origin: _Or
 
 
 def _build(
-    resolved: ResolvedConfig, accelerator: Accelerator, tokens: TokenCache, folder: RunFolder, origin: _Origin | None
-) -> _Learner:
+    resolved: ResolvedConfig,
+    accelerator: Accelerator,
+    tokens: TokenCache,
+    folder: RunFolder,
+    origin: _Origin | None,
+    stopwatch: Stopwatch,
+    hooks: Hooks,
+) -> Run:
     """Phase 4: build the model, optimizer, EMA and checkpointer. Nothing is loaded from a checkpoint yet."""
     console.now("building the model")
     building = _building_config(resolved.config, origin)
@@ -311,7 +307,6 @@ def _build(
     init_from = origin.identity.get("init_from") if origin else None
     if resolved.config.model.init_from is not None and not origin:
         init_from = load_weights(resolved.config, raw_model, tokens)
-    _require_native(resolved.config.hub, raw_model)
     resolved, predicted_memory_bytes = _choose_micro_batch(resolved, raw_model, accelerator)
     config = resolved.config
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, **layout(raw_model))
@@ -335,19 +330,23 @@ def _build(
         run_identity(resolved, tokens.identity, tokens.tokenizer_sha256, init_from, frozen),
         support,
     )
-    return _Learner(resolved, accelerator, raw_model, model, optimizer, ema, state, checkpoints, predicted_memory_bytes)
-
-
-def _require_native(hub: HubConfig, model: PreTrainedModel) -> None:
-    """Refuse, before any training, to push a native form that does not exist."""
-    if not (hub.push and hub.format == "native" and isinstance(model, GolfForCausalLM)):
-        return
-    from hfgolf.publish.native import find_architecture  # late: it imports eight architectures
-
-    try:
-        find_architecture(model.config)
-    except UserError as error:
-        raise UserError(f"hub.format: {error}") from None
+    metrics = MetricsFile(folder.metrics) if accelerator.is_main_process else None
+    return Run(
+        resolved,
+        folder,
+        accelerator,
+        tokens,
+        raw_model,
+        model,
+        optimizer,
+        ema,
+        state,
+        checkpoints,
+        stopwatch,
+        hooks,
+        metrics,
+        predicted_memory_bytes,
+    )
 
 
 def _building_config(config: RunConfig, origin: _Origin | None) -> RunConfig:
@@ -426,56 +425,48 @@ def _choose_micro_batch(
     return resolved, predicted
 
 
-def _restore(learner: _Learner, origin: _Origin | None, folder: RunFolder, stopwatch: Stopwatch) -> None:
+def _restore(run: Run, origin: _Origin | None) -> None:
     """Phase 5: load the checkpoint, if there is one, and allocate what the first step and the first save need."""
-    if learner.accelerator.is_main_process:
-        folder.mark_incomplete()
+    if run.accelerator.is_main_process:
+        run.folder.mark_incomplete()
     if origin:
-        learner.checkpoints.load(origin.checkpoint)
-        stopwatch.carry_over(learner.state.seconds)
-        logger.info("resumed from %s at step %d", origin.checkpoint, learner.state.step)
+        run.checkpoints.load(origin.checkpoint)
+        run.stopwatch.carry_over(run.state.seconds)
+        logger.info("resumed from %s at step %d", origin.checkpoint, run.state.step)
         if origin.changes:
             logger.info("changed since then: %s", ", ".join(origin.changes))
-    elif learner.resolved.config.train.resume:
+    elif run.config.train.resume:
         logger.debug("no checkpoint to resume from; starting the run")
     try:
-        learner.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
-        learner.checkpoints.reserve()
+        run.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
+        run.checkpoints.reserve()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        free = gigabytes(_free_bytes(learner.accelerator.device))
+        free = gigabytes(_free_bytes(run.accelerator.device))
         raise UserError(
             f"memory: not enough for the optimizer's state, {free} are free; set train.low_memory or a smaller"
             " model.hidden_size, or end other programs."
         ) from None
 
 
-def _start(
-    learner: _Learner, origin: _Origin | None, tokens: TokenCache, folder: RunFolder, stopwatch: Stopwatch
-) -> Run:
-    """Phase 6: assemble the run, record how it was started, compile, and start the loader."""
-    config, accelerator, state = learner.resolved.config, learner.accelerator, learner.state
-    blocks_per_epoch = num_blocks(len(tokens.train), config.batch.sequence_length)
+def _start(run: Run, origin: _Origin | None, signals: Signals) -> None:
+    """Phase 6: say when the run ends, start the hooks, record how it was started, compile, and start the loader."""
+    config, accelerator, state = run.config, run.accelerator, run.state
     with first_of_machine():
-        old_text = load_old_text(config, tokens)
-    run = Run(
-        **vars(learner),
-        folder=folder,
-        tokens=tokens,
-        stopwatch=stopwatch,
-        meter=_build_meter(config, learner.raw_model, accelerator, stopwatch),
-        tracker=Tracker(accelerator, config, folder.path, state),
-        monitor=Monitor(folder.metrics, config.flat()),
-        hub=HubPusher(config.hub.repo_id if config.hub.push else None, config.hub.private, config.hub.format),
-        step_limit=step_limit(config.train, config.batch, blocks_per_epoch, state),
-        first_step=state.step,
-        old_text=old_text,
-    )
+        run.old_text = load_old_text(config, run.tokens)
+    run.first_step = state.step
+    blocks_per_epoch = num_blocks(len(run.tokens.train), config.batch.sequence_length)
+    run.step_limit = step_limit(config.train, config.batch, blocks_per_epoch, state)
+    processes, is_main = accelerator.num_processes, accelerator.is_main_process
+    gather(None)  # as before `prepare`
+    run.clock = Clock(config.train, state, run.stopwatch, signals, run.step_limit, processes, is_main)
+    run.meter = _build_meter(config, run.raw_model, accelerator, run.stopwatch)
+    run.restart_hooks()
     if origin:
-        run.tracker.event("resumed", state, changed=origin.changes, begins_data=not state.blocks)
+        run.event("resumed", changed=origin.changes, begins_data=not state.blocks)
     choose_compilation(run)
-    with writing("run.output_dir", folder.path):
+    with writing("run.output_dir", run.folder.path):
         write_description(run)
     logger.info("%s", labeled("evaluate", describe_validation(run)))
     logger.debug("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
@@ -485,7 +476,6 @@ def _start(
         trim_memory()
     start_batches(run)
     gather(None)
-    return run
 
 
 def _build_meter(config: RunConfig, model: PreTrainedModel, accelerator: Accelerator, stopwatch: Stopwatch) -> Meter:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -67,7 +67,7 @@ def _evaluate_all_weights(
     run: Run, budget: int | None, before_batch: Callable[[], None]
 ) -> tuple[dict[str, Any], Evaluation]:
     """Return columns of the row, and the evaluation of the weights that an export would take."""
-    with rounded_weights(run):
+    with run.hooks.weights(run):
         evaluation = evaluate(run, budget, before_batch)
     row = _columns(evaluation)
     if run.ema is not None:
@@ -87,7 +87,8 @@ def validate_start(run: Run, before_batch: Callable[[], None]) -> None:
     columns = _columns(before) | _old_text_columns(run, None, before_batch)
     old = f", old text {columns['old_val_bits_per_byte']:.4f} bits per byte" if run.old_text is not None else ""
     logger.info(f"step 0  val loss {before.loss:.4f} ({before.bits_per_byte:.4f} bits per byte){old}")
-    run.tracker.event("init_from", run.state, **run.init_from or {}, **columns)
+    run.evaluation_at_start = columns
+    run.event("init_from", **run.init_from or {}, **columns)
 
 
 def _columns(evaluation: Evaluation) -> dict[str, Any]:
@@ -143,19 +144,16 @@ def _stops_early(train: TrainConfig, evals_without_improvement: int) -> bool:
     return train.patience_evals is not None and evals_without_improvement >= train.patience_evals
 
 
-def exported_weights(run: Run) -> AbstractContextManager[None]:
-    """Return a context in which the model has the weights to export: averaged (ema_export), rounded, or its own."""
-    return rounded_weights(run) if run.rounding is not None else averaged_weights(run)
+@contextmanager
+def exported_weights(run: Run) -> Iterator[None]:
+    """Give the model the weights to export inside a `with` block: averaged (ema_export), and as hooks want them."""
+    with averaged_weights(run), run.hooks.weights(run):
+        yield
 
 
 def averaged_weights(run: Run) -> AbstractContextManager[None]:
     """Return a context in which the model has the averaged weights under ema_export, and else its own."""
     return run.ema.applied() if run.ema is not None and run.config.optim.ema_export else nullcontext()
-
-
-def rounded_weights(run: Run) -> AbstractContextManager[None]:
-    """Return a context in which the model has rounded weights while golf.qat_fraction says so, and else its own."""
-    return nullcontext() if run.rounding is None else run.rounding.applied()
 
 
 def write_sample(run: Run) -> None:
@@ -167,7 +165,7 @@ def write_sample(run: Run) -> None:
         model = whole_model(run)
         text = sample(run, max_new_tokens, model) if is_main and model is not None else None
     if text is not None:
-        run.tracker.event("sample", run.state, text=text)
+        run.event("sample", text=text)
 
 
 def sample(run: Run, max_new_tokens: int, model: PreTrainedModel) -> str | None:
@@ -182,7 +180,7 @@ def sample(run: Run, max_new_tokens: int, model: PreTrainedModel) -> str | None:
     except Exception as error:
         reason = one_line(error)[:200]
     logger.warning("no sample at step %d: %s", run.state.step, reason)
-    run.tracker.event("sample_failed", run.state, reason=reason)
+    run.event("sample_failed", reason=reason)
     return None
 
 

@@ -252,7 +252,7 @@ def test_page_has_every_saved_result(monkeypatch):
     run_all = importlib.import_module("benchmarks.run_all")
 
     page = run_all.PAGE.read_text()
-    assert page == run_all.page(), "docs/benchmarks.md is older than benchmarks/results: run_all.page() makes it"
+    assert page == run_all.page(), "benchmarks/tables.md is older than benchmarks/results: run_all.page() makes it"
     kept = {path.stem.removesuffix(f"_{kind}") for kind in ("cpu", "gpu") for path in RESULTS.glob(f"*_{kind}.json")}
     assert {"ladder", "optimizer_step", "against_gpt2"} <= kept
     assert [name for name in kept if f"\n### {name}\n" not in page] == []

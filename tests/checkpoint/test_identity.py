@@ -237,7 +237,7 @@ def test_resume_reuses_earlier_decisions(run, tiny_run, monkeypatch, caplog):
         monkeypatch.setattr(f"hfgolf.train.{module}.fast_product_dtype", lambda device: torch.float32)
     seen: list[Any] = []
     real = loop.set_up
-    monkeypatch.setattr(loop, "set_up", lambda resolved: seen.append(real(resolved)) or seen[-1])
+    monkeypatch.setattr(loop, "set_up", lambda *arguments: seen.append(real(*arguments)) or seen[-1])
     run(tiny_run(train__max_steps=4, train__resume="latest", **undecided))
     config = seen[0].config.flat()
     assert {key: config[key] for key in decided} == decided

@@ -61,7 +61,7 @@ def test_state_survives_json():
 @pytest.mark.parametrize(
     "damage",
     [
-        {"wandb_id": 3},
+        {"hooks": {"Trackers": 3}},
         {"seconds": {"train": "long"}},
         {"step": True},
         {"rollbacks": 1.0},
@@ -110,7 +110,7 @@ def test_a_watch_that_starts_again_at_random_steps_judges_as_one_that_goes_on(sy
 
 def test_the_state_of_an_older_version_is_loaded():
     """The first versions knew neither loops nor grids, and their loss watch began again with each session."""
-    newer = {"loop_active", "grid", "bad_steps", "suspect_step"}
+    newer = {"loop_active", "hooks", "bad_steps", "suspect_step"}
     newer |= {"usual_losses", "recent_losses", "first_loss", "lowest_level", "lowest_level_step"}
     state, saved = used_state(), used_state().state_dict()
     state.load_state_dict({name: value for name, value in saved.items() if name not in newer})

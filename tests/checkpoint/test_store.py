@@ -524,7 +524,7 @@ def test_failed_save_does_not_stop_training(run, tiny_run, monkeypatch):
         {"step": "six"},
         {"seconds": [1]},
         {"excluded_blocks": [["a"]]},
-        {"wandb_id": 3},
+        {"hooks": {"Trackers": 3}},
         {"best_val_loss": True},
         "deep",
         "less",

@@ -14,7 +14,6 @@ import pytest
 
 from hfgolf.commands.golf_record import Score, judge, welch_test
 from hfgolf.errors import UserError
-from hfgolf.tools.student import incomplete_beta, student_quantile, student_tail
 
 TOKENS, BYTES = 62_021_632, 151_078_221  # the challenge's validation split with 1,024 entries
 SEQ_2048 = [1.20576485, 1.2061746, 1.20715923]
@@ -106,43 +105,6 @@ def test_no_number_of_seeds_proves_a_negative_lead():
     assert test.p > 0.5 and test.needed_seeds is None
     same = welch_test([1.0, 1.0], [1.5], 0.0, 0.01)
     assert (same.t, same.p) == (math.inf, 0.0)
-
-
-# Abramowitz and Stegun, table 26.10: t with the one-sided tail probability
-TABLE = [
-    (1, 0.25, 1.000),
-    (1, 0.005, 63.657),
-    (2, 0.01, 6.965),
-    (3, 0.05, 2.353),
-    (10, 0.025, 2.228),
-    (30, 0.005, 2.750),
-]
-
-
-@pytest.mark.parametrize(("degrees_of_freedom", "tail", "t"), TABLE)
-def test_t_distribution_matches_published_tables(degrees_of_freedom, tail, t):
-    assert student_quantile(tail, degrees_of_freedom) == pytest.approx(t, abs=6e-4)
-    assert student_tail(t, degrees_of_freedom) == pytest.approx(tail, rel=1e-3)
-
-
-@pytest.mark.parametrize("n", [0.7, 1, 2, 3.31, 8, 40, 500.5])
-def test_t_distribution_matches_its_integrated_density(n):
-    scale = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi)
-    for t in (0.0, 1e-3, 0.3, 1.0, 2.5, 6.0):
-        x = np.linspace(0, t, 20001)
-        between = np.trapezoid(scale * (1 + x**2 / n) ** (-(n + 1) / 2), x)
-        assert student_tail(t, n) == pytest.approx(0.5 - between, abs=1e-7)
-        assert student_tail(-t, n) == pytest.approx(0.5 + between, abs=1e-7)
-    for t in (2.0, 31.4, 1e3):
-        assert student_tail(t, 1) == pytest.approx(math.atan2(1, t) / math.pi, rel=1e-12)
-        assert student_tail(t, 2) == pytest.approx(1 / (2 + t * t + t * math.sqrt(2 + t * t)), rel=1e-12)
-
-
-def test_incomplete_beta_in_closed_form():
-    for x in (0.0, 0.1, 0.5, 0.9, 1.0):
-        assert incomplete_beta(x, 1, 1) == pytest.approx(x, abs=1e-15)
-        assert incomplete_beta(x, 3, 1) == pytest.approx(x**3, abs=1e-15)
-        assert incomplete_beta(x, 2, 3) == pytest.approx(6 * x**2 - 8 * x**3 + 3 * x**4, abs=1e-14)
 
 
 @pytest.fixture

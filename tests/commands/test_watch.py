@@ -64,7 +64,7 @@ def test_nothing_else_is_served(served):
 
 
 def test_bad_folder_and_taken_port_are_one_line(served, tmp_path):
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         watch.build_server(tmp_path / "none")
     taken = watch.build_server(tmp_path)
     with taken, pytest.raises(UserError, match="--port: cannot listen"):

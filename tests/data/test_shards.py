@@ -237,8 +237,8 @@ def test_ids_are_read_by_the_width_that_the_file_states_or_proves(tmp_path, name
             "read as 32 bits, 50% of 5,000 values are in the vocabulary",
         ),
         (TEXT_IDS, 50_257, ">u2", "its 16-bit ids are big-endian"),
-        (TEXT_IDS, 50_257, ">u4", "every second 16-bit value is 0, but they are no little-endian ids"),
-        (TEXT_IDS, 50_257, ">i8", "every second 16-bit value is 0, but they are no little-endian ids"),
+        (TEXT_IDS, 50_257, ">u4", "every second 16-bit value is 0, but they are not little-endian ids"),
+        (TEXT_IDS, 50_257, ">i8", "every second 16-bit value is 0, but they are not little-endian ids"),
         (TEXT_IDS, LARGE, "<u2", "its ids have 16 bits, too few for the 128,256 entries of the tokenizer"),
     ],
 )
@@ -255,8 +255,8 @@ def test_width_that_nothing_tells_is_refused(tmp_path, ids, vocab_size, dtype, p
         ("a.bin", np.append(TEXT_IDS, 1).astype("<u4").tobytes()[:-2], "not a whole number of 32-bit ids; write it"),
         ("a.bin", TEXT_IDS.astype("<i8").tobytes()[:-4], "not a whole number of 64-bit ids; write it"),
         ("a.bin", b"", "has 0 bytes, not a whole number of"),
-        ("a.npz", b"PK", r"is no shard; allowed: \.bin, \.npy, \.ds \(rename raw token ids to \.bin\)"),
-        ("a.txt", b"text", "is no shard; allowed"),
+        ("a.npz", b"PK", r"is not a shard; allowed: \.bin, \.npy, \.ds \(rename raw token ids to \.bin\)"),
+        ("a.txt", b"text", "is not a shard; allowed"),
     ],
 )
 def test_file_of_another_kind_or_cut_is_one_line(tmp_path, name, content, problem):

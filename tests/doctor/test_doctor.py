@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hfgolf.command_line import load_config
+from hfgolf.config import RunConfig
 from hfgolf.doctor import doctor
 from hfgolf.doctor.doctor import Doctor, examine
 from hfgolf.doctor.finding import Finding
-from hfgolf.doctor.monitor import Monitor
 from hfgolf.errors import UserError
+from hfgolf.hooks.doctor import Diagnosis
 from hfgolf.run import metrics
+from hfgolf.run.folder import RunFolder
+from hfgolf.run.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 Line = dict[str, Any]
@@ -513,41 +517,49 @@ def as_event(finding: Finding) -> Line:
     return {"event": "finding", **vars(finding)}
 
 
-def test_monitor_and_examine_agree(tmp_path):
-    """Its calls together find what one pass over the file finds, and never repeat a finding that is in the file."""
+class Watched:
+    """What a hook sees of a run: it logs each event, as Run does, and hands it to the hook."""
+
+    def __init__(self, folder: Path, earlier: Sequence[Line] = ()) -> None:
+        self.accelerator, self.folder = SimpleNamespace(is_main_process=True), RunFolder(folder)
+        self.config, self.lines = RunConfig(), [*earlier]
+        self.earlier = Metrics(
+            [line for line in earlier if "event" not in line], [line for line in earlier if "event" in line]
+        )
+        self.hook: Any = Diagnosis()
+        self.hook.start(self)
+
+    def log(self, line: Line) -> None:
+        self.lines.append(line)
+        self.hook.logged(self, line)
+
+    def event(self, name: str, **details: Any) -> None:
+        self.log({"event": name, **details})
+
+    def found(self) -> list[Line]:
+        return [line for line in self.lines if line.get("event") == "finding"]
+
+
+def test_training_and_examine_agree(tmp_path):
+    """A run finds what one pass over its file finds, and a resumed one does not repeat a finding."""
     for lines in UNHEALTHY.values():
-        folder = write(tmp_path / "run", [])
-        monitor, seen = Monitor(folder / "metrics.jsonl", {}), []
+        run = Watched(tmp_path)
         for line in lines:
-            with (folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                new = monitor.new_findings()
-                file.writelines(json.dumps(as_event(finding)) + "\n" for finding in new)
-            seen += new
-        assert seen == diagnose(lines) == examine(folder)[0]
-        assert monitor.new_findings() == [] == Monitor(folder / "metrics.jsonl", {}).new_findings()
-        rewritten = (folder / "metrics.jsonl").read_text()
-        (folder / "other").write_text(rewritten)
-        (folder / "other").replace(folder / "metrics.jsonl")  # as a rollback does
-        assert monitor.new_findings() == []
+            run.log(line)
+        assert run.found() == [as_event(finding) for finding in diagnose(lines)]
+        assert Watched(tmp_path, run.lines).found() == run.found()
 
 
-def test_monitor_never_raises(tmp_path, caplog, monkeypatch):
+def test_defect_of_the_doctor_is_one_line(tmp_path, caplog, monkeypatch):
     def fail(*arguments: Any) -> Any:
         raise ValueError("a defect\nof the doctor")
 
-    monitor = Monitor(tmp_path / "metrics.jsonl", {})
-    assert monitor.new_findings() == []
-    path = write(tmp_path, [{"step": 1, "train_losses": [7.0]}]) / "metrics.jsonl"
-    assert monitor.new_findings() == []
-    path.write_text(path.read_text() + '{"step": 2, "train_losses": "seven"}\n')
-    assert monitor.new_findings() == [] and not caplog.messages  # a broken line is passed over
+    run = Watched(tmp_path)
     monkeypatch.setattr(Doctor, "observe", fail)
-    path.write_text(path.read_text() + '{"step": 3, "train_losses": [7.0]}\n')
-    assert monitor.new_findings() == [] == monitor.new_findings()
+    run.log({"step": 1, "train_losses": [7.0]})
+    run.log({"step": 2, "train_losses": [7.0]})
     (line,) = caplog.messages
-    assert line.startswith(f"doctor: gave up on {tmp_path}/metrics.jsonl (ValueError: ") and "\n" not in line
+    assert line.startswith("doctor: gave up on this run (ValueError: ") and "\n" not in line
 
 
 def test_damaged_run_folder_can_be_examined(tmp_path):

@@ -21,25 +21,27 @@ pytestmark = [pytest.mark.ecosystem, pytest.mark.slow]
 SESSION = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from accelerate import Accelerator
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.config import RunConfig
-from hfgolf.train.trackers import Tracker
+from hfgolf.hooks.trackers import Trackers
 
 kind, step, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 accelerator = Accelerator()
 resume = "latest" if step else None
 config = RunConfig().replace(run__name="blue", track__project="green", track__trackers=[kind], train__resume=resume)
-state = TrainState(step=step, wandb_id="cafe0123")
-tracker = Tracker(accelerator, config, folder, state)
-tracker.log({"step": step + 1, "train_loss": 1 / (step + 1)})
-state.step += 1
-tracker.event("sample", state, text="a line\\nand another")
-tracker.event("symptom", state, text="one")
-tracker.event("symptom", state, text="another")
-tracker.attach(folder / "metrics.jsonl", "report")
-tracker.finish()
-print("kept", [kept.name for kept in tracker._trackers])
+place = SimpleNamespace(path=folder, report=folder / "report.html")
+run = SimpleNamespace(config=config, folder=place, state=TrainState(step=step), accelerator=accelerator, error=None)
+place.report.write_text("a page")
+trackers = Trackers([kind])
+trackers.load_state_dict({"id": "cafe0123"})
+trackers.start(run)
+trackers.logged(run, {"step": step + 1, "train_loss": 1 / (step + 1)})
+for name, text in (("sample", "a line\\nand another"), ("symptom", "one"), ("symptom", "another")):
+    trackers.logged(run, {"step": step + 1, "event": name, "elapsed_seconds": 1.0, "text": text})
+trackers.end(run, {})
+print("kept", [kept.name for kept in trackers._trackers])
 """
 
 

@@ -37,8 +37,7 @@ def foreign(tmp_path, tokenizer):
 def test_script_agrees_with_the_run_on_its_validation_text(tiny_run, tmp_path, corpus_file, evaluate, precision):
     from accelerate.state import AcceleratorState, GradientState
 
-    from hfgolf.command_line import load_config
-    from hfgolf.train.loop import train
+    from hfgolf import load_config, train
 
     val = tmp_path / "val.txt"
     val.write_text(corpus_file.read_text(encoding="utf-8")[-4000:], encoding="utf-8")

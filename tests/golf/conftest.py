@@ -1,4 +1,4 @@
-"""A folder with a tiny artifact and all that scores it."""
+"""A folder with a tiny artifact and all that scores it; fixtures of tests/tiny_streams.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_golf import VOCABULARY, build_model, encode_model
+import tiny_golf
+from tiny_golf import VOCABULARY, encode_model
+from tiny_streams import build_model, sentencepiece_like, tokenize, tokenizer
 
 from hfgolf.golf.script import packed_script
+
+__all__ = ["build_model", "sentencepiece_like", "tokenize", "tokenizer"]
 
 
 @pytest.fixture
@@ -19,8 +23,8 @@ def golf_files(tmp_path: Path) -> Path:
     tokens[random.integers(0, 500, 12)] = 0
     tokens[0] = 0
     token_bytes = np.where(tokens == 0, 0, random.integers(0, 4, 500))
-    (tmp_path / "score.py").write_bytes(packed_script(build_model().config))
-    (tmp_path / "artifact.bin").write_bytes(encode_model(build_model()))
+    (tmp_path / "score.py").write_bytes(packed_script(tiny_golf.build_model().config))
+    (tmp_path / "artifact.bin").write_bytes(encode_model(tiny_golf.build_model()))
     (tmp_path / "tokens.bin").write_bytes(tokens.astype("<u2").tobytes())
     (tmp_path / "bytes.bin").write_bytes(token_bytes.astype("<u2").tobytes())
     return tmp_path

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from tiny_export import ROOT
 from transformers import AutoModelForCausalLM
 
+from hfgolf import train
 from hfgolf.command_line import load_config
 from hfgolf.errors import UserError
 from hfgolf.golf import artifact
@@ -27,7 +28,6 @@ from hfgolf.golf.script import MAX_BYTES
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.publish.hub import exported_files
-from hfgolf.train.loop import train
 
 pytestmark = pytest.mark.slow
 BUDGET = 22_000
@@ -68,8 +68,7 @@ def exported(trained, tmp_path_factory):
     from hfgolf.golf.export import Settings, export
     from hfgolf.golf.source import run_source
 
-    outcome = export(run_source(trained), Settings(BUDGET, calibration_tokens=512), trained / "golf")
-    assert not outcome.problems
+    assert not export(run_source(trained), Settings(BUDGET, calibration_tokens=512), trained / "golf").problems
     return trained / "golf"
 
 
@@ -209,8 +208,6 @@ def test_table_adds_up_to_the_artifact(exported):
     assert matrices + sum(table["parts"].values()) < size < matrices + sum(table["parts"].values()) + 500, (
         "and the rest"
     )
-    names = [each["name"] for each in table["compressors"]]
-    assert "zlib 9, Huffman only" in names and "LZMA 9e" in names and "brotli 11" in names
 
 
 def test_golf_score_reproduces_the_score(exported, run_script):
@@ -364,7 +361,7 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
     options += ["--mode", "sliding", "--stride", "16", "--measure_each", "--column_steps"]
     ended = run_script("golf_export.py", "--run", trained, *options)
     assert ended.status == 0, ended.err
-    for line in ("Certificate holds", "bits per byte", "sliding, stride 16", "SDClip", "artifact.bin", "LZMA"):
+    for line in ("Certificate holds", "bits per byte", "sliding, stride 16", "SDClip", "artifact.bin"):
         assert line in ended.out
     assert re.search(r"coding 1: D .*bytes", ended.err), "progress"
     ledger = json.loads((output / "ledger.json").read_text())

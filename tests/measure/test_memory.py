@@ -10,6 +10,7 @@ import torch
 from architectures import VOCABULARY, tiny_config, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hfgolf.commands.needs import Machine, find_needs, meta_model
 from hfgolf.config import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
 from hfgolf.errors import UserError
 from hfgolf.measure import memory
@@ -18,13 +19,13 @@ from hfgolf.measure.memory import (
     MAX_CPU_TOKENS,
     MAX_GPU_TOKENS,
     USABLE_SHARE,
+    TrainingMemory,
     block_bytes,
     choose_micro_batch_size,
     chunk_elements,
     expected_bytes,
     fragmented_bytes,
     run_memory,
-    training_memory,
 )
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_lm import checkpoint_layers
@@ -32,7 +33,6 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.layout import layout
-from hfgolf.tools.plan import Machine, make_plan, meta_model
 from hfgolf.train.build import build_model
 
 GPT2_BLOCK = {
@@ -70,21 +70,41 @@ RECORD = BASELINE | {
     "bos_token_id": 7,
 }
 SHAPE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
-PARAMETERS = {"parameters": 124_000_000, "matrix_parameters": 85_000_000}
+MATRICES = 12 * 12 * 768**2  # per block: queries, keys, values and output 4 C^2, MLP 8 C^2
 
 
-def predict(golf: GolfConfig | None = None, **options: Any) -> Any:
-    golf = golf or GolfConfig(vocab_size=50_257, **SHAPE)
-    return training_memory(golf, **{**PARAMETERS, "batch": 1, "sequence": 1024} | options)
+def predict(
+    golf: GolfConfig | None = None,
+    *,
+    batch: int = 1,
+    sequence: int = 1024,
+    processes: int = 1,
+    device: str = "cuda",
+    precision: str = "no",
+    checkpointing: bool = False,
+    accumulation: int = 1,
+    chunk_elements: int | None = None,
+    **optim: Any,
+) -> TrainingMemory:
+    """Predict the memory of a model of GPT-2's size, or of another one. optim: the optimizer's options."""
+    with torch.device("meta"):
+        model = GolfForCausalLM(golf or GolfConfig(vocab_size=50_257, **SHAPE))
+    model.chunk_elements = chunk_elements
+    config = RunConfig(
+        model=ModelSection(gradient_checkpointing=checkpointing),
+        batch=BatchConfig(sequence, batch * sequence * processes * accumulation),
+        optim=OptimConfig(**optim),
+        train=TrainConfig(max_steps=1, mixed_precision=precision),
+    )
+    return run_memory(config, model, batch, processes, device)
 
 
 def test_weights_gradients_and_state_take_four_bytes_each():
     muon = predict()
-    assert muon.weights == muon.gradients == 4 * 124_000_000
-    assert muon.optimizer == 4 * 85_000_000 + 8 * 39_000_000
-    assert predict(optimizer="adamw").optimizer == 8 * 124_000_000
-    assert predict(optimizer="sgd").optimizer == 4 * 124_000_000
-    assert predict(ema=True).ema == 4 * 124_000_000
+    assert muon.weights == muon.gradients > 4 * (MATRICES + 50_257 * 768)
+    assert muon.optimizer == 2 * muon.weights - 4 * MATRICES
+    assert predict(name="adamw").optimizer == 2 * muon.weights
+    assert predict(name="sgd").optimizer == predict(ema_decay=0.9).ema == muon.weights
 
 
 def test_gpt2_block_by_hand():
@@ -109,12 +129,12 @@ def test_modern_block_by_hand():
     [
         ({"batch": 2}, True),
         ({"sequence": 2048}, True),
-        ({"gradient_checkpointing": True, "batch": 8}, True),  # compared with one sequence
-        ({"gradient_checkpointing": True}, False),
-        ({"accumulates": True}, True),
+        ({"checkpointing": True, "batch": 8}, True),  # compared with one sequence
+        ({"checkpointing": True}, False),
+        ({"accumulation": 2}, True),
         ({"processes": 2}, True),
-        ({"ema": True}, True),
-        ({"optimizer": "adamw"}, True),
+        ({"ema_decay": 0.9}, True),
+        ({"name": "adamw"}, True),
         ({"cautious_weight_decay": True, "sequence": 16}, True),
     ],
 )
@@ -133,7 +153,7 @@ def test_16_bits_save_memory():
 def test_activations_grow_with_tokens():
     one, eight = (predict(batch=batch) for batch in (1, 8))
     assert eight.activations == 8 * one.activations
-    assert predict(batch=8, gradient_checkpointing=True).activations < eight.activations / 10
+    assert predict(batch=8, checkpointing=True).activations < eight.activations / 10
 
 
 def peak_of_a_pass(golf: GolfConfig, tokens: tuple[int, int], precision: str, checkpointing: bool) -> int:
@@ -183,20 +203,16 @@ def test_prediction_matches_live_bytes(options, precision, attention, checkpoint
     golf._attn_implementation = attention
     batch, sequence = 8, 256
     alive = peak_of_a_pass(golf, (batch, sequence), precision, checkpointing)
-    with torch.device("meta"):
-        parameters = GolfForCausalLM(golf).named_parameters()
-    matrices = sum(p.numel() for name, p in parameters if p.ndim == 2 and ".layers." in name)
-    predicted = training_memory(
+    memory = predict(
         golf,
-        parameters=0,
-        matrix_parameters=matrices,
         batch=batch,
         sequence=sequence,
-        optimizer="adamw",
+        name="adamw",
         precision=precision,
-        gradient_checkpointing=checkpointing,
+        checkpointing=checkpointing,
         device="cpu",
-    ).peak
+    )
+    predicted = memory.peak - memory.weights - memory.optimizer
     assert predicted == pytest.approx(alive, rel=0.08 if checkpointing else 0.03)
 
 
@@ -220,7 +236,7 @@ def test_prediction_knows_the_chunks_of_the_loss():
 def test_a_plan_counts_the_chunks_that_the_card_will_have():
     config = gpu_config().replace(batch__micro_batch_size=32)
     plans = [
-        make_plan(config, meta_model(config, 50_257, "cuda"), Machine(name, "cuda", 1, 1e15, size * 10**9))
+        find_needs(config, meta_model(config, 50_257, "cuda"), Machine(name, "cuda", 1, 1e15, size * 10**9))
         for name, size in (("H100", 80), ("H200", 141))
     ]
     small, large = (plan.memory.loss for plan in plans)
@@ -238,9 +254,7 @@ def test_update_memory_matches_orthogonalization(options):
     alive = LiveBytes()
     with alive:
         optimizer.step()
-    predicted = training_memory(
-        golf, parameters=0, matrix_parameters=0, batch=1, sequence=1, optimizer="muon", device="cpu"
-    ).update
+    predicted = predict(golf, device="cpu").update
     assert alive.peak <= predicted <= 1.6 * alive.peak
 
 
@@ -332,7 +346,7 @@ def test_prediction_matches_gpu_allocations(checkpointing):
 def test_heap_fragmentation_is_a_share_of_freed_memory(monkeypatch):
     """Memory kept between steps leaves no holes. Other C libraries than glibc were not measured."""
     monkeypatch.setattr(memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    small, large, averaged = (predict(device="cpu", **options) for options in ({}, {"batch": 8}, {"ema": True}))
+    small, large, averaged = (predict(device="cpu", **options) for options in ({}, {"batch": 8}, {"ema_decay": 0.9}))
     assert fragmented_bytes(large) > 2 * fragmented_bytes(small) > 0
     assert averaged.peak > small.peak and fragmented_bytes(averaged) == fragmented_bytes(small)
     on_cpu, on_gpu = (expected_bytes(small, torch.device(kind)) for kind in ("cpu", "cuda"))

@@ -12,13 +12,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hfgolf.config import OptimConfig
+from hfgolf.config import BatchConfig, OptimConfig, RunConfig, TrainConfig
 from hfgolf.measure.fake_pass import LiveBytes
-from hfgolf.measure.memory import training_memory
+from hfgolf.measure.memory import run_memory
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
-from hfgolf.optim.layout import parameter_kinds
 
 RANKS = 4
 
@@ -49,19 +48,13 @@ def follow_storages(monkeypatch: pytest.MonkeyPatch, live: LiveBytes) -> None:
 def test_fsdp2_needs_what_is_predicted(fake_world, monkeypatch, batch):
     golf = GolfConfig(vocab_size=512, hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
     model = GolfForCausalLM(golf)
-    kinds, fused = parameter_kinds(model), model.fused_projections()
-    sizes = [(kinds[name], param.numel()) for name, param in model.named_parameters()]
-    predicted = training_memory(
-        golf,
-        parameters=sum(size for _, size in sizes),
-        matrix_parameters=sum(size for kind, size in sizes if kind == "matrix"),
-        batch=batch,
-        sequence=64,
-        ema=True,
-        processes=RANKS,
-        is_sharded=True,
-        device="cpu",
+    fused = model.fused_projections()
+    config = RunConfig(
+        batch=BatchConfig(64, batch * 64 * RANKS),
+        optim=OptimConfig(ema_decay=0.9),
+        train=TrainConfig(max_steps=1, mixed_precision="no"),
     )
+    predicted = run_memory(config, model, batch, RANKS, "cpu", is_sharded=True)
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

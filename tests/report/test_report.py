@@ -209,7 +209,7 @@ def test_failing_report_does_not_stop_the_run(run, tiny_run, monkeypatch, caplog
     def fail(*arguments):
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(finish, "write_report", fail)
+    monkeypatch.setattr("hfgolf.hooks.report.write_report", fail)
     path = run(tiny_run(train__max_steps=1))
     assert "report not written: no ink" in caplog.text
     assert (path / "summary.json").exists() and "](loss.png)" not in (path / "model" / "README.md").read_text()

@@ -27,19 +27,22 @@ from safetensors.torch import load_file
 from test_resume import TIMINGS, Interrupted, assert_same_bits, rows, saved
 
 import hfgolf
-from hfgolf.train import loop, loss_watch, meter, recovery, rounding
+from hfgolf.golf import hooks
+from hfgolf.train import loop, loss_watch, meter, recovery
 
 pytestmark = pytest.mark.slow
 
 EXEMPT = {
-    r"^(result|row|step|last|evaluating|saving|pushing|forecasting)\b": "the loop sets it anew in each step",
+    r"^(result|row|step|last|evaluating|saving|logging_is_due)\b": "the loop sets it anew in each step",
     r"\._?(seconds|elapsed_seconds|since|saved_at|written_at)\b": "times",
     r"\._on_switch\.self\.": "the progress bar: this session, the last row",
     r"optimizer\.state_dict\['param_groups'\]": "the schedule sets the rates before each update",
-    r"^clock\._batches$": "how often evaluations ask for a stop",
+    r"\bclock\._batches$": "how often evaluations ask for a stop",
     r"^run\.full_evaluations": "what is missing at the end is evaluated again",
-    r"^run\._rounding\b": "made from the grid in the state when it is needed",
-    r"^run\.monitor\.": "read from metrics.jsonl again; its findings are compared",
+    r"\._rounding\b": "made from the grid in the state when it is needed",
+    r"\._metrics\.": "the rows so far, for the report; those of the file are compared",
+    r"^run\.speeds": "times",
+    r"\._doctor\.": "made again from the rows so far; its findings are compared",
     r"^run\.first_step$|^run\.tokens\.is_hit$|^run\.predicted_memory_bytes$": "of this session",
     r"\btrain\.resume(_with_other)?\b": "how the session was started",
     r"^run\.resolved\.sources": "which says that a decision is of the run so far",
@@ -128,13 +131,13 @@ def everything(frame: types.FrameType) -> dict[str, str]:
     return {path: value for name, each in held.items() for path, value in leaves(each, name, seen)}
 
 
-class Counting(hfgolf.Callback):
+class Counting(hfgolf.Hook):
     """Overrides every method, so that a run calls them all."""
 
-    def on_start(self, moment: Any) -> None: ...
-    def on_step(self, moment: Any) -> None: ...
-    def on_evaluate(self, moment: Any) -> None: ...
-    def on_save(self, moment: Any) -> None: ...
+    def start(self, run: Any) -> None: ...
+    def after_step(self, run: Any, result: Any) -> None: ...
+    def after_evaluate(self, run: Any, row: Any) -> None: ...
+    def after_save(self, run: Any, checkpoint: Path) -> None: ...
 
 
 OPTIONS = {
@@ -186,7 +189,7 @@ def trouble(monkeypatch, spoil_gradients):
 
     monkeypatch.setattr(loop, "accumulate_gradients", accumulate_gradients)
     monkeypatch.setattr(loss_watch, "LEVEL_STEPS", 10)
-    monkeypatch.setattr(rounding, "GRIDS", 2)
+    monkeypatch.setattr(hooks, "GRIDS", 2)
 
 
 @pytest.fixture
@@ -219,7 +222,7 @@ def trace(monkeypatch, reset_accelerate):
             reset_accelerate()
             resume = ["--train.resume=auto"] if held else []
             try:
-                loop.train(load_config(arguments + resume), callbacks=[Counting()])
+                hfgolf.train(load_config(arguments + resume), hooks=[Counting()])
                 return folder, held
             except Interrupted:
                 in_a_new_process()
@@ -283,7 +286,7 @@ def test_new_state_outside_of_the_checkpoint_is_found(tiny_run, tmp_path, trace,
 
     def review(self: Any, result: Any) -> Any:
         self.count = getattr(self, "count", 0) + 1
-        deep = self._run.tracker._metrics
+        deep = self._run.metrics
         deep.lowest = min(getattr(deep, "lowest", math.inf), result.loss)
         latest[self._run.state.step] = result.loss
         return real(self, result)
@@ -294,4 +297,4 @@ def test_new_state_outside_of_the_checkpoint_is_found(tiny_run, tmp_path, trace,
     latest.clear()
     _, held_again = trace(tiny_run(**options, run__output_dir=tmp_path / "two" / "runs"), [5], latest.clear)
     found = {re.sub(r"\[.*", "", path) for path in differences(held, held_again)}
-    assert found == {"recovery.count", "run.tracker._metrics.lowest", "hfgolf.train.meter._LATEST"}
+    assert found == {"recovery.count", "run.metrics.lowest", "hfgolf.train.meter._LATEST"}

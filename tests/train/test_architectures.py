@@ -67,10 +67,10 @@ def test_folder_has_the_shape_and_the_run_has_the_rest(tmp_path):
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("lama", {}, r"model\.architecture: lama is no architecture of transformers; did you mean llama\?"),
+        ("lama", {}, r"model\.architecture: lama is not an architecture of transformers; did you mean llama\?"),
         ("a/b", {}, r"model\.architecture: cannot load a/b: .+"),
         ("bart", {}, r"model\.architecture: bart is an encoder and a decoder; choose a decoder alone\."),
-        ("llama", {"rms_norm_epss": 1.0}, r"rms_norm_epss is no field of a llama; did you mean rms_norm_eps\?"),
+        ("llama", {"rms_norm_epss": 1.0}, r"rms_norm_epss is not a field of llama; did you mean rms_norm_eps\?"),
         ("llama", {"hidden_size": "wide"}, r"model\.architecture: llama rejects this shape \(.+\)\."),
     ],
 )

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from faults import FORKING, before_step, differences, losses, rows, start, valid_steps
 
+import hfgolf
 from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.errors import UserError
 from hfgolf.run import metrics
@@ -118,7 +119,7 @@ def _train_and_tell(resolved: ResolvedConfig, answers: Any, fault: Callable[[Pat
     # at step 8, because the save of step 6 must fail before the disk works again, however slow the disk is
     actions = {5: lambda run: mend.append(fault(run.folder.path)), 8: lambda run: run.checkpoints.wait(), 9: after}
     loop.train_step = before_step(actions)
-    loop.train(resolved)
+    hfgolf.train(resolved)
     answers.send((said, *there))
 
 

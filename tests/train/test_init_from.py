@@ -480,11 +480,11 @@ def test_a_run_from_weights_with_bos_resumes_with_its_tokens(weights_with_bos, f
     assert load_exported(str(folder / "model"))[0].config.bos_token_id == (256 if is_old else 257)
 
 
-def test_a_stated_tokenizer_that_begins_documents_otherwise_is_refused(weights_with_bos, tmp_path):
+def test_a_stated_tokenizer_that_begins_documents_differently_is_refused(weights_with_bos, tmp_path):
     other = AutoTokenizer.from_pretrained(weights_with_bos)
     other.backend_tokenizer.post_processor = None
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(UserError, match=r"begins documents otherwise .* \(ids 256 here, 256 257 there\)"):
+    with pytest.raises(UserError, match=r"begins documents differently from .* \(ids 256 here, 256 257 there\)"):
         taken(
             f"--model.init_from={weights_with_bos}",
             "--tokenizer.kind=pretrained",

@@ -190,14 +190,14 @@ def test_a_step_without_a_finite_gradient_changes_nothing_and_others_move_the_av
     assert [row["skipped_steps"] for row in rows(folder)] == [0, 1, 1]
 
 
-class StopAt(hfgolf.Callback):
+class StopAt(hfgolf.Hook):
     """Signals the process, as a cluster does before it takes the machine."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step(self, moment: Any) -> None:
-        if moment.step == self.step:
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.state.step == self.step:
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -207,7 +207,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_straight_one(run, tiny_run, r
     reset_accelerate()
     arguments = tiny_run(run__name="stopped", **options, train__resume="auto")
     with pytest.raises(SystemExit) as ended:
-        loop.train(hfgolf.load_config(arguments), callbacks=[StopAt(2)])
+        hfgolf.train(hfgolf.load_config(arguments), hooks=[StopAt(2)])
     assert ended.value.code == 143
     assert (straight.with_name("stopped") / "checkpoints" / "step-000002").is_dir()
     stopped = run(arguments)

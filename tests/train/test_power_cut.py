@@ -17,11 +17,13 @@ from accelerate.state import AcceleratorState, GradientState
 from faults import FORKING, before_step, differences, rows
 from power import FOLDER, Disk, Moment, Tree, below, write_tree
 
+import hfgolf
 from hfgolf.checkpoint import contents
 from hfgolf.checkpoint.store import is_whole, step_of
 from hfgolf.command_line import ResolvedConfig, load_config
+from hfgolf.hooks.report import Report
 from hfgolf.run.metrics import read_metrics
-from hfgolf.train import finish, loop
+from hfgolf.train import loop
 
 pytestmark = pytest.mark.slow
 
@@ -62,13 +64,13 @@ def _live(resolved: ResolvedConfig, disk: Path, answer: Path) -> None:
     step = loop.train_step
     loop.train_step = before_step({4: lambda run: os.kill(os.getpid(), signal.SIGTERM)})
     try:
-        loop.train(resolved)
+        hfgolf.train(resolved)
     except SystemExit as stop:
         assert stop.code == 128 + signal.SIGTERM
     loop.train_step = step
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    loop.train(resolved)
+    hfgolf.train(resolved)
     answer.write_bytes(pickle.dumps((recorder.states, recorder.contents, recorder.now())))
 
 
@@ -176,7 +178,7 @@ def figures(folder: Path) -> list[tuple[Any, ...]]:
 
 def test_same_command_resumes_after_a_power_cut(life, run, tiny_run, tmp_path, monkeypatch):
     """Bitwise equal to an undisturbed run."""
-    monkeypatch.setattr(finish, "report_run", lambda *arguments: None)  # drawing takes longer than everything else
+    monkeypatch.setattr(Report, "_write", lambda *arguments: None)  # drawing takes longer than everything else
     straight = run(tiny_run(**OPTIONS))
     for number, tree in enumerate(kinds(life)):
         disk = write_tree(tree, tmp_path / str(number), life.contents)

@@ -119,8 +119,8 @@ def test_ranks_with_other_text_are_told(tiny_run, tmp_path):
 def other_config_on_second_rank() -> None:
     real = setup.set_up
 
-    def set_up(resolved: Any) -> Any:
-        return real(resolved.resolve("file", optim__learning_rate=0.5) if on_second_rank() else resolved)
+    def set_up(resolved: Any, *others: Any) -> Any:
+        return real(resolved.resolve("file", optim__learning_rate=0.5) if on_second_rank() else resolved, *others)
 
     loop.set_up = set_up
 

@@ -438,8 +438,8 @@ def spoil_the_second_rank() -> None:
     """Make gradients of rank 1 NaN on three batches, and keep the weights that each rank ends with."""
     real_set_up, real_conclude = loop.set_up, loop.conclude
 
-    def set_up(resolved: Any) -> Any:
-        run = real_set_up(resolved)
+    def set_up(*arguments: Any) -> Any:
+        run = real_set_up(*arguments)
 
         def hook(gradient: Tensor) -> Tensor:
             bad = run.state.next_positions(1)[0] // 8 in (1, 4, 5)

@@ -9,10 +9,10 @@ import pytest
 from faults import differences, losses, rows, train_on_two
 
 from hfgolf.errors import UserError
+from hfgolf.golf import hooks
 from hfgolf.golf.qat import grid_of
 from hfgolf.golf.quantize import matrices
 from hfgolf.publish.load import load_exported
-from hfgolf.train import rounding
 
 QAT = {"golf__budget_bytes": 22_000, "train__max_steps": 10, "train__save_every_steps": 1, "train__eval_every_steps": 2}
 
@@ -23,7 +23,9 @@ def checkpoint(folder, step):
 
 def grid_at(folder, step):
     """Return the grid that a checkpoint keeps; {} if nothing is rounded yet."""
-    return json.loads((checkpoint(folder, step) / "train_state.json").read_text())["grid"]
+    return json.loads((checkpoint(folder, step) / "train_state.json").read_text())["hooks"].get(
+        "QuantizationAwareTraining", {}
+    )
 
 
 @pytest.mark.slow
@@ -51,7 +53,7 @@ def test_the_end_of_the_run_is_rounded_and_exported_on_its_grid(run, tiny_run):
     ],
 )
 def test_a_resumed_run_rounds_as_before(run, tiny_run, tmp_path, monkeypatch, step, count):
-    monkeypatch.setattr(rounding, "GRIDS", 4)
+    monkeypatch.setattr(hooks, "GRIDS", 4)
     options = QAT | {"train__max_steps": 12, "golf__qat_fraction": 2 / 3, "train__keep_last": 20, "golf__count": count}
     whole = run(tiny_run(**options))
     grids = [grid_at(whole, at) for at in (4, 5, 8, 11)]

@@ -14,11 +14,14 @@ from accelerate import Accelerator
 from faults import rewrite_manifest
 
 from hfgolf.command_line import load_config
+from hfgolf.config import HubConfig
 from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
 from hfgolf.errors import UserError
+from hfgolf.hooks import push, standard_hooks
 from hfgolf.run.metrics import read_rows
-from hfgolf.train import finish, setup, validation
+from hfgolf.train import setup, validation
 from hfgolf.train.feed import blocks_per_epoch, epoch, halve_until_it_fits, start_batches
+from hfgolf.train.hooks import Hooks
 from hfgolf.train.run import Run
 
 
@@ -28,7 +31,8 @@ def build(tiny_run, reset_accelerate) -> Callable[..., Run]:
 
     def build_(**options: Any) -> Run:
         reset_accelerate()
-        return setup.set_up(load_config(tiny_run(**options)))
+        resolved = load_config(tiny_run(**options))
+        return setup.set_up(resolved, Hooks(standard_hooks(resolved.config)))
 
     return build_
 
@@ -179,10 +183,10 @@ def test_samples_and_pushes_use_the_exported_weights(build, monkeypatch, is_aver
         seen.append(torch.equal(weight, expected))
 
     monkeypatch.setattr(validation, "generate_text", look)
-    monkeypatch.setattr(finish, "export_model", look)
-    monkeypatch.setattr(run.hub, "push_later", lambda *arguments: None)
+    monkeypatch.setattr(push, "export_model", look)
+    monkeypatch.setattr(push.HubPusher, "push_later", lambda *arguments: None)
     validation.write_sample(run)
-    finish.push_in_training(run)
+    push.Push(HubConfig(push=True, repo_id="user/name", every_steps=1)).after_step(run, None)
     assert seen == [True, True]
     assert torch.equal(weight, initial + 1)
 

@@ -272,6 +272,7 @@ def test_all_processes_leave_an_evaluation_at_the_same_batch(tiny_run, tmp_path)
 DRIVER = """
 import sys, time
 from pathlib import Path
+import hfgolf
 from hfgolf.command_line import load_config, run_command
 from hfgolf.train import loop
 from hfgolf.checkpoint import contents
@@ -282,7 +283,7 @@ def never_done(*arguments):
 
 contents.commit_checkpoint = never_done
 resolved = load_config(sys.argv[2:])
-run_command(lambda: loop.train(resolved) and None)
+run_command(lambda: hfgolf.train(resolved) and None)
 """
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from hfgolf.errors import UserError
+from hfgolf.hooks import tracker_kinds, trackers
 from hfgolf.run.metrics import read_rows
-from hfgolf.train import tracker_kinds, trackers
 
 ROOT = Path(__file__).parents[2]
 STATE = "checkpoints/latest/train_state.json"
@@ -98,7 +98,7 @@ def test_wandb_gets_the_rows_of_metrics_jsonl_also_after_a_resume(run, tiny_run,
     folder = run(tiny_run(**options, train__max_steps=6, train__resume="latest"))
     records = wandb_records(folder, sessions=2)
     starts = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert {start.run_id for start in starts} == {json.loads((folder / STATE).read_text())["wandb_id"]}
+    assert {start.run_id for start in starts} == {json.loads((folder / STATE).read_text())["hooks"]["Trackers"]["id"]}
     config = {item.key: json.loads(item.value_json) for start in starts for item in start.config.update}
     config |= {item.key: json.loads(item.value_json) for record in records for item in record.config.update}
     assert config["optim.learning_rate"] == 0.0123
@@ -195,9 +195,9 @@ def test_stopped_wandb_process_does_not_block_the_run(tiny_run, tmp_path):
     program = """
 import os, signal, sys
 import psutil
-from hfgolf.command_line import load_config
+import hfgolf
 from hfgolf.train import loop
-from hfgolf.train import tracker_kinds, trackers
+from hfgolf.hooks import tracker_kinds, trackers
 
 trackers.FINISH_SECONDS = 1
 tracker_kinds.WANDB_TIMEOUT_SECONDS = 600  # starting it is not tested here, and is slow on a busy machine
@@ -211,7 +211,7 @@ def stop_wandb(run, total_steps):
     return real(run, total_steps)
 
 loop.train_step = stop_wandb
-print(loop.train(load_config(sys.argv[1:]))["step"])
+print(hfgolf.train(hfgolf.load_config(sys.argv[1:]))["step"])
 """
     command = [sys.executable, "-c", program, *tiny_run(track__trackers="[wandb]", track__offline="true")]
     environment = os.environ | {"WANDB_X_SERVICE_WAIT": "600"}

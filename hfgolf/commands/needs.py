@@ -1,0 +1,326 @@
+"""What a run needs, before it starts: parameters, FLOPs, memory, duration and cost.
+
+Owns the arithmetic from a config to these figures. The model is built on the meta device, where it takes no memory,
+unless its speed is measured. Does not know how long the config trains or what the budget is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import PreTrainedModel
+
+from hfgolf.config import RunConfig
+from hfgolf.data import token_cache
+from hfgolf.data.corpus import load_corpus
+from hfgolf.data.files import cache_folder
+from hfgolf.data.token_stream import open_stream, stream_path
+from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
+from hfgolf.errors import UserError
+from hfgolf.hardware import Device, device_name, free_memory_bytes, peak_flops, synchronize
+from hfgolf.measure.flops import TokenFlops, token_flops
+from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, chunk_elements, run_memory
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.groups import KINDS, build_optimizer, parameter_groups
+from hfgolf.optim.layout import layout, parameter_kinds
+from hfgolf.train.build import build_model
+
+# The MFU of uncompiled training if it is not measured. configs/small.yaml reaches 0.6 in fp32 on two CPU cores;
+# published small GPTs reach 0.3 to 0.5 on a GPU.
+ASSUMED_MFU = 0.4
+MAX_CHEAP_BYTES = 20_000_000  # of text that is tokenized just to count its tokens
+VOCABULARIES = {"byte": 257, "char": 257}  # 256 bytes and the end of text; char adds the text's non-ASCII characters
+PARTS = {
+    "norms": ("norm",),
+    "attention": (".self_attn.", ".attention_scale"),
+    "mlp": (".mlp.", ".mlp_scale"),
+    "embedding": (".embed_", ".table.", ".proj.", ".bigram.", ".smear."),
+    "head": ("lm_head", "head_proj"),
+    "residual stream": (".residual_mix", ".skip_", ".lane_mix"),
+}
+MEASURED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """The vocabulary and the tokens of a config, as far as they are known without a run."""
+
+    vocabulary: int
+    train_tokens: int | None = None
+    val_tokens: int | None = None
+    note: str = ""
+    """Why the tokens are not counted or the vocabulary is assumed."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a run is planned for."""
+
+    name: str
+    device: str
+    """cuda or cpu."""
+    processes: int
+    peak_flops: float
+    """FLOP/s of all processes together, in the run's precision."""
+    free_bytes: int
+    """Free memory of each process."""
+    is_sharded: bool = False
+    """Whether the processes share weights, gradients and state (FSDP2)."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The tokens per second of all processes, and where that figure comes from."""
+
+    tokens_per_second: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a config needs on a machine. Bytes are per process."""
+
+    parameters: dict[str, int]
+    """{part of the model: parameters}; a tied head counts as the embedding."""
+    rules: dict[str, int]
+    """{rule of the optimizer: parameters}."""
+    flops: TokenFlops
+    """FLOPs per token."""
+    micro_batch_size: int
+    accumulation_steps: int
+    memory: TrainingMemory
+    memory_with_checkpointing: TrainingMemory
+    memory_without_checkpointing: TrainingMemory
+    usable_bytes: int
+    largest_micro_batch: int | None
+    """The largest micro-batch that fits; None if not even one sequence does."""
+    problem: str | None
+    """Why not even one sequence fits, and what to do."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.usable_bytes
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run takes; None means unknown."""
+
+    steps: int
+    tokens: int
+    epochs: float | None
+    seconds: float
+    """Seconds of the steps only, without evaluations, startup, compiling and saving."""
+    evaluation_seconds: float | None
+    dollars: float | None
+
+
+def meta_model(config: RunConfig, vocabulary: int, device: str) -> PreTrainedModel:
+    """Build the model of a config on the meta device, with the attention of a device type (cuda, cpu).
+
+    train.mixed_precision must be decided.
+    """
+    with torch.device("meta"):
+        return build_model(config, vocabulary, device)
+
+
+def count_tokens(config: RunConfig) -> TokenCounts:
+    """Count the tokens if they are cached or quick to tokenize; otherwise note why not.
+
+    Raises UserError if the config's tokenizer cannot be loaded.
+    """
+    tokenizer, found = config.tokenizer, None
+    try:
+        corpus = load_corpus(config.data)
+        listed = [*corpus.identity.get("files", []), *corpus.identity.get("val_files", [])]
+        num_bytes = sum(size for _, size, _ in listed)
+        if 0 < num_bytes <= MAX_CHEAP_BYTES or config.data.source == "shards":
+            tokens = token_cache.load_tokens(config.data, tokenizer)
+            return TokenCounts(embedding_rows(tokens.tokenizer), len(tokens.train), len(tokens.val))
+        found = token_cache.find_cache(corpus, tokenizer, cache_folder(config.data))
+        reason = "not tokenized yet" + (f": {num_bytes / 1e6:,.0f} MB of text" if listed else "")
+    except UserError as error:
+        reason = str(error)
+    if found:
+        folder, known = found
+        try:
+            train, val = (len(open_stream(stream_path(folder, split))) for split in ("train", "val"))
+            return TokenCounts(embedding_rows(known), train, val)
+        except (OSError, ValueError) as error:
+            reason = f"the token cache is damaged: {error}"
+    if tokenizer.kind == "pretrained":
+        loaded = find_tokenizer(tokenizer, {}, Path())
+        return TokenCounts(embedding_rows(loaded) if loaded else 0, note=reason)
+    return TokenCounts(VOCABULARIES.get(tokenizer.kind, tokenizer.max_vocab_size), note=reason)
+
+
+def this_machine(precision: str, processes: int) -> Machine:
+    """Describe this machine."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = peak_flops(device, precision) * processes
+    free_bytes = free_memory_bytes(device) // (processes if device.type == "cpu" else 1)
+    return Machine(device_name(device), device.type, processes, peak, free_bytes)
+
+
+def machine_with(device: Device, precision: str, processes: int) -> Machine:
+    """Describe a machine with devices of the table (hardware.DEVICES), with all their memory free."""
+    return Machine(device.name, "cuda", processes, device.peak_flops(precision) * processes, device.memory_gb * 10**9)
+
+
+def assumed_speed(flops: TokenFlops, machine: Machine, mfu: float, recomputes: bool) -> Speed:
+    """Return the speed at an assumed MFU. recomputes: gradient checkpointing costs extra FLOPs."""
+    each = flops.useful + (flops.recomputation if recomputes else 0)
+    source = f"assumed: {mfu:.0%} of the peak of {machine.name}, {machine.peak_flops / 1e12:,.4g} TFLOP/s"
+    return Speed(mfu * machine.peak_flops / each, source)
+
+
+def measured_speed(config: RunConfig, vocabulary: int, micro_batch_size: int, machine: Machine) -> Speed:
+    """Measure the passes and updates of the real model, uncompiled, on random tokens: medians of MEASURED_STEPS.
+
+    Measures one process, and assumes that the others are as fast and that communication is free.
+    """
+    device, precision, length = torch.device(machine.device), config.train.mixed_precision, config.batch.sequence_length
+    with device:
+        model = build_model(config, vocabulary, machine.device).train()
+    optimizer = build_optimizer(model.named_parameters(), config.optim, **layout(model))
+    ids = torch.randint(vocabulary, (micro_batch_size, length), device=device)
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+
+    def run_pass() -> None:
+        with torch.autocast(device.type, dtype, enabled=precision != "no"):
+            loss = model(input_ids=ids, shift_labels=ids).loss
+        loss.backward()
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    times = [(_seconds(run_pass, device), _seconds(update, device)) for _ in range(1 + MEASURED_STEPS)]
+    pass_seconds, update_seconds = (median(column) for column in zip(*times[1:], strict=True))  # the first warms up
+    accumulation = config.batch.accumulation_steps(micro_batch_size, machine.processes)
+    speed = config.batch.tokens_per_step / (accumulation * pass_seconds + update_seconds)
+    return Speed(speed, f"measured: {MEASURED_STEPS} steps on {machine.name}, uncompiled")
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    started_at = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - started_at
+
+
+def parameter_parts(model: PreTrainedModel) -> dict[str, int]:
+    """Count the parameters by part of the model; if it is not Golf, by kind.
+
+    Raises UserError for a parameter that belongs to no part.
+    """
+    if not isinstance(model, GolfForCausalLM):
+        kinds, of_kind = parameter_kinds(model), dict.fromkeys(KINDS, 0)
+        for name, parameter in model.named_parameters():
+            of_kind[kinds[name]] += parameter.numel()
+        return of_kind
+    counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head"), 0)
+    for name, parameter in model.named_parameters():
+        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), None)
+        if part is None:
+            raise UserError(f"parameter {name} belongs to no part of the model; add a row to PARTS in {__name__}.")
+        counts[part] = counts.get(part, 0) + parameter.numel()
+    return counts
+
+
+def find_needs(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Needs:
+    """Compute what a config needs on a machine. train.mixed_precision must be decided.
+
+    Raises UserError if no micro-batch divides the step evenly.
+    """
+    if isinstance(model, GolfForCausalLM):
+        model.chunk_elements = chunk_elements(machine.device, machine.free_bytes)
+    processes, device, is_sharded = machine.processes, machine.device, machine.is_sharded
+    config.batch.accumulation_steps(1, processes)  # raises if it does not divide
+    largest = problem = None
+    try:
+        largest = choose_micro_batch_size(config, model, processes, device, machine.free_bytes, is_sharded)
+    except UserError as error:
+        problem = str(error).removeprefix("batch.micro_batch_size: ")
+    stated = config.batch.micro_batch_size
+    size = (largest or 1) if stated == "auto" else stated
+    with_, without = (
+        run_memory(config.replace(model__gradient_checkpointing=on), model, size, processes, device, is_sharded)
+        for on in (True, False)
+    )
+    rules: Counter[str] = Counter()
+    for group in parameter_groups(model.named_parameters(), config.optim, **layout(model)):
+        rules[group["rule"]] += sum(parameter.numel() for _, parameter in group["params"])
+    return Needs(
+        parameters=parameter_parts(model),
+        rules=dict(rules),
+        flops=token_flops(model, config.batch.sequence_length),
+        micro_batch_size=size,
+        accumulation_steps=config.batch.accumulation_steps(size, processes),
+        memory=with_ if config.model.gradient_checkpointing else without,
+        memory_with_checkpointing=with_,
+        memory_without_checkpointing=without,
+        usable_bytes=int(machine.free_bytes * USABLE_SHARE),
+        largest_micro_batch=largest,
+        problem=problem,
+    )
+
+
+def run_length(config: RunConfig, data: TokenCounts, speed: Speed, steps: int, price_per_hour: float | None) -> Length:
+    """Return tokens, epochs, time and cost of a number of steps. price_per_hour: dollars; None if unknown."""
+    tokens = steps * config.batch.tokens_per_step
+    seconds, evaluating = tokens / speed.tokens_per_second, evaluation_seconds(config, data, speed, steps)
+    return Length(
+        steps=steps,
+        tokens=tokens,
+        epochs=tokens / data.train_tokens if data.train_tokens else None,
+        seconds=seconds,
+        evaluation_seconds=evaluating,
+        dollars=None if price_per_hour is None else (seconds + (evaluating or 0.0)) / 3600 * price_per_hour,
+    )
+
+
+def evaluation_seconds(config: RunConfig, data: TokenCounts, speed: Speed, steps: int) -> float | None:
+    """Return the seconds of all evaluations; None if the tokens are not counted.
+
+    Per token, an evaluation takes a third of the work of a training step (only the forward pass).
+    """
+    if data.val_tokens is None:
+        return None
+    times = math.ceil(steps / config.train.eval_every_steps)
+    each = min(config.eval_tokens or data.val_tokens, data.val_tokens)
+    at_the_end = data.val_tokens if each < data.val_tokens else 0
+    tokens = (times * each + at_the_end) * (2 if config.optim.has_ema else 1)
+    return tokens / (3 * speed.tokens_per_second)
+
+
+def affordable_steps(config: RunConfig, data: TokenCounts, speed: Speed, seconds: float, budget: str) -> int:
+    """Return the number of steps that fit into a time, including their evaluations.
+
+    budget: the option that set it, for the error message. Raises UserError if not even one step fits.
+    """
+    per_step = config.batch.tokens_per_step / speed.tokens_per_second
+
+    def total(steps: int) -> float:
+        return steps * per_step + (evaluation_seconds(config, data, speed, steps) or 0.0)
+
+    max_steps = math.floor(min(seconds / per_step, 1e15)) + 1
+    # 1 + 1e-9: rounding must not cost a step
+    steps = bisect.bisect_right(range(1, max_steps + 1), seconds * (1 + 1e-9), key=total)
+    if steps < 1:
+        raise UserError(
+            f"{budget}: {seconds:,.3g} s is too short for one step of {config.batch.tokens_per_step:,} tokens"
+            f" ({per_step:,.3g} s at {speed.tokens_per_second:,.0f} tokens/s) with its evaluation"
+            f" ({total(1) - per_step:,.3g} s); allow more, or choose a smaller model, batch.tokens_per_step or"
+            " train.eval_tokens."
+        )
+    return steps

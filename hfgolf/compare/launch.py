@@ -1,0 +1,174 @@
+"""Launch the missing runs of an experiment, each as its own `hfgolf train` process on this machine.
+
+Owns the processes and the progress messages. Knows only a run's folder and its exit status.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hfgolf.compare.experiment import PlannedRun
+from hfgolf.durable import write_text
+from hfgolf.errors import UserError
+from hfgolf.hardware import cpu_cores
+from hfgolf.train.claim import changes, completed
+from hfgolf.train.process import resolve_precision
+from hfgolf.train.signals import Signals
+from hfgolf.wording import duration, join_words, one_line
+
+logger = logging.getLogger(__name__)
+
+CONCURRENT_RUNS = "HFGOLF_CONCURRENT_RUNS"
+"""Environment variable of a run that shares the machine with others. It is in metadata.json: such timings are void."""
+FAILURE_NAME = "failed.txt"
+"""In the folder of a failed run: the reason."""
+
+_FAILED = (1, 2)  # exit statuses of errors that would happen again; a signal has another status
+_SMALL_BYTES = 2**24
+_SAVE_SECONDS = 60  # a stopped run first finishes its step and saves
+_POLL_SECONDS = 0.1
+
+
+def run_missing(
+    runs: Sequence[PlannedRun], at_once: int = 1, command: Sequence[str] = (sys.executable, "-m", "hfgolf", "train")
+) -> dict[str, str]:
+    """Run the unfinished runs; return {name of a failed run: its reason in one line}.
+
+    at_once: runs that share this machine's cores. command: what each run's arguments are given to.
+
+    An interrupted run is resumed, and one that another process still trains, as after a kill -9 of a comparison, is
+    waited for. A failed run is left alone, because a resumed one could hide the failure, but only if it failed in its
+    training: what kept it from beginning, or a full disk, may be gone the next time. Raises UserError, before any run
+    starts, if a folder holds a run with another config. However this call ends, also by a signal, active runs save and
+    stop first.
+    """
+    complete = [run for run in runs if _is_complete(run)]
+    failures = {run.name: _failure(run).read_text(encoding="utf-8") for run in runs if _failure(run).exists()}
+    missing = [run for run in runs if run not in complete and run.name not in failures]
+    logger.info("%d runs: %d already complete, %d to do", len(runs), len(complete), len(missing))
+    if failures:
+        logger.info("%d failed before; delete %s in a run's folder to try it again", len(failures), FAILURE_NAME)
+    waiting, active, begun = list(missing), dict[subprocess.Popen[bytes], PlannedRun](), dict[str, Any]()
+    waited_for: set[str] = set()
+    started_at = time.perf_counter()
+    signals = Signals("before all runs were complete; run the same command to continue")
+    with signals, signals.deferred():
+        try:
+            while (waiting or active) and not signals.stop:
+                free = _not_in_use(waiting, waited_for)
+                while free and len(active) < at_once:
+                    run = free.pop(0)
+                    waiting.remove(run)
+                    if run.name in waited_for and _is_complete(run):
+                        continue
+                    begun[run.name] = _last_start(run)
+                    active[_start(run, at_once, command)] = run
+                time.sleep(_POLL_SECONDS)
+                for process, status in [(process, process.poll()) for process in active]:
+                    if status is None:
+                        continue
+                    run = active.pop(process)
+                    if status:
+                        failures[run.name] = _failure_reason(run)
+                        if status in _FAILED and _last_start(run) != begun[run.name] and not _is_disk_full(run):
+                            write_text(_failure(run), failures[run.name])
+                    end = f"failed: {failures[run.name]}" if status else "is complete"
+                    done = len(missing) - len(waiting) - len(active)
+                    progress = _progress(done, len(missing), time.perf_counter() - started_at)
+                    logger.info("[%d/%d] %s %s; %s", done, len(missing), run.name, end, progress)
+        finally:
+            _stop(list(active))
+    return failures
+
+
+def _start(run: PlannedRun, at_once: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    arguments, environment = list(run.arguments), dict(os.environ)
+    if at_once > 1:
+        arguments.append(f"--train.cpu_threads={max(1, cpu_cores() // at_once)}")
+        environment[CONCURRENT_RUNS] = str(at_once)
+    run.folder.path.mkdir(parents=True, exist_ok=True)
+    logger.info("%s started; log: %s", run.name, run.log)
+    with run.log.open("wb") as log:
+        return subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # only this process gets Ctrl-C, and then stops the runs
+        )
+
+
+def _stop(active: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Let the runs save and stop."""
+    for process in active:
+        process.terminate()
+    for process in active:
+        try:
+            process.wait(timeout=_SAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _not_in_use(waiting: Sequence[PlannedRun], waited_for: set[str]) -> list[PlannedRun]:
+    """Return the runs that no other process trains; note those that one does in waited_for, and say so once."""
+    free = []
+    for run in waiting:
+        owner = run.folder.owner()
+        if owner is None:
+            free.append(run)
+        elif run.name not in waited_for:
+            waited_for.add(run.name)
+            logger.info("%s is trained by another process (%s); waiting for it", run.name, owner)
+    return free
+
+
+def _last_start(run: PlannedRun) -> tuple[int, int] | None:
+    """Return what changes when training begins, which writes config.yaml anew."""
+    try:
+        status = run.folder.config.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _is_disk_full(run: PlannedRun) -> bool:
+    return shutil.disk_usage(run.folder.path).free < _SMALL_BYTES
+
+
+def _is_complete(run: PlannedRun) -> bool:
+    resolved, folder = resolve_precision(run.resolved), run.folder
+    if completed(folder, resolved):
+        return True
+    changed = changes(folder, resolved) if folder.config.exists() else []
+    if changed:
+        raise UserError(
+            f"--output_dir: {folder.path} holds a run with another config ({join_words(changed[:3])}"
+            f"{', ...' if len(changed) > 3 else ''}); choose another --output_dir or delete that folder."
+        )
+    return False
+
+
+def _failure(run: PlannedRun) -> Path:
+    return run.folder.path / FAILURE_NAME
+
+
+def _failure_reason(run: PlannedRun) -> str:
+    """Return why a run failed: its last error line, or else its last line."""
+    lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return one_line((errors or lines)[-1])
+
+
+def _progress(done: int, total: int, seconds: float) -> str:
+    left = f", about {duration(seconds / done * (total - done))} left" if done < total else ""
+    return f"{duration(seconds)} so far{left}"

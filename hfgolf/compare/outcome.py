@@ -1,0 +1,167 @@
+"""Read finished runs for a comparison: their curves, the validation tokens behind them, and the machine.
+
+Reads config, metrics, metadata and summary from the run folders, and groups the runs by arm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfgolf.compare.experiment import PlannedRun
+from hfgolf.compare.launch import CONCURRENT_RUNS
+from hfgolf.compare.statistics import Curve, Point
+from hfgolf.errors import UserError
+from hfgolf.run.folder import RunFolder
+from hfgolf.run.metrics import read_rows
+from hfgolf.run.record import read_json, read_summary
+from hfgolf.run.schema import on_subset
+from hfgolf.wording import one_line
+
+# Keys in which runs of one arm may differ: seed, location, and settings that do not affect the results.
+_NOT_OF_THE_ARM = re.compile(
+    r"run\.|track\.|hub\.|data\.(cache_dir|num_workers|prefetch_factor|in_memory)$|train\.(resume|cpu_threads|save_\w+|keep_last)$"
+)
+_METADATA: dict[str, Any] = {
+    "seed": int,
+    "config": dict,
+    "sources": dict,
+    "environment": dict,
+    "hardware": dict,
+    "packages": dict,
+    "commit": str | None,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run."""
+
+    path: Path
+    curve: Curve
+    """Validation losses (nats per token) of the weights that the run exports, raw or averaged."""
+    evaluated_on: tuple[int, int]
+    """Validation tokens and their bytes behind the final loss."""
+    is_whole: bool
+    """Whether that is the whole validation set; False for runs of earlier versions, if train.eval_tokens limits it."""
+    curve_tokens: int
+    """Validation tokens behind each point of the curve."""
+    config: dict[str, Any]
+    """{"section.key": value}, from metadata.json."""
+    metadata: dict[str, Any]
+    summary: dict[str, Any]
+
+    @property
+    def seed(self) -> int:
+        return self.metadata["seed"]
+
+    @property
+    def shared_the_machine(self) -> bool:
+        return CONCURRENT_RUNS in self.metadata["environment"]
+
+
+def read_outcome(folder: RunFolder) -> Outcome:
+    """Read a finished run. Raises UserError if it is not finished or its last loss is not finite.
+
+    The final loss is that of the last step, not that of the best step in the summary: selecting the best step on the
+    validation set would favor noisy curves. The seconds count compilation and the median step time, without
+    evaluations, saves, and pauses of the machine or between sessions.
+    """
+    if not (folder.summary.is_file() and folder.metrics.is_file() and folder.metadata.is_file()):
+        raise UserError(f"{folder.path} holds no complete run; finish its training, or leave it out.")
+    try:
+        return _outcome(folder)
+    except (KeyError, TypeError, OSError) as error:
+        raise UserError(
+            f"{folder.path} is damaged: something is missing in summary.json, metadata.json or metrics.jsonl"
+            f" ({type(error).__name__}: {one_line(error)}); train it again, or leave it out."
+        ) from None
+
+
+def _outcome(folder: RunFolder) -> Outcome:
+    summary, metadata, rows = read_summary(folder.summary), read_json(folder.metadata), read_rows(folder.metrics)
+    for key, kind in _METADATA.items():
+        if not isinstance(metadata[key], kind):
+            raise TypeError(f"{key} in metadata.json")
+    column = {"raw": "val_loss", "ema": "val_loss_ema"}[summary["weights"]]
+    if not rows:
+        raise KeyError("rows")
+    first, last = rows[0], rows[-1]
+    step_seconds = statistics.median(_training_seconds(row) / len(row["train_losses"]) for row in rows)
+    before_seconds = first["elapsed_seconds"] - _training_seconds(first)  # compilation; the clock starts before it
+    curve = [
+        Point(row["step"], before_seconds + row["step"] * step_seconds, on_subset(row)[column])
+        for row in rows
+        if on_subset(row).get(column) is not None  # None: no evaluation, or a nonfinite loss
+    ]
+    if not curve or curve[-1].step != last["step"]:
+        raise UserError(f"{folder.path} ended with a validation loss that is not finite.")
+    curve[-1] = curve[-1]._replace(loss_on_all=last[column])
+    return Outcome(
+        path=folder.path,
+        curve=curve,
+        evaluated_on=(last["val_tokens"], last["val_bytes"]),
+        is_whole=last["val_tokens"] == summary["val_tokens"],
+        curve_tokens=on_subset(last)["val_tokens"],
+        config=metadata["config"],
+        metadata=metadata,
+        summary=summary,
+    )
+
+
+def read_outcomes(
+    runs: Sequence[PlannedRun], failed: Mapping[str, str]
+) -> tuple[dict[str, dict[int, Outcome]], dict[str, dict[int, str]]]:
+    """Return ({arm: {seed: finished run}}, {arm: {seed: why it did not finish}}); every arm is in both.
+
+    failed: {name of a run: why it failed, in one line}.
+    """
+    outcomes: dict[str, dict[int, Outcome]] = {run.arm: {} for run in runs}
+    failures: dict[str, dict[int, str]] = {run.arm: {} for run in runs}
+    for run in runs:
+        try:
+            if run.name in failed:
+                raise UserError(failed[run.name])
+            outcomes[run.arm][run.seed] = read_outcome(run.folder)
+        except UserError as error:
+            failures[run.arm][run.seed] = str(error)
+    return outcomes, failures
+
+
+def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
+    """Return {arm: {seed: run}}. Runs belong to one arm if they differ only in the seed and their location.
+
+    An arm is named after its first run, without a final `-seed1`. Raises UserError for two runs with one arm and seed.
+    """
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(json.dumps(_settings(outcome), sort_keys=True), []).append(outcome)
+    arms: dict[str, dict[int, Outcome]] = {}
+    for members in groups.values():
+        name = re.sub(r"[-_.]seed\d+$", "", members[0].path.name)
+        name = str(members[0].path) if name in arms else name
+        for outcome in members:
+            twin = arms.setdefault(name, {}).setdefault(outcome.seed, outcome)
+            if twin is not outcome:
+                raise UserError(f"--runs: {twin.path} and {outcome.path} are the same config and seed; leave one out.")
+    return arms
+
+
+def _settings(outcome: Outcome) -> dict[str, Any]:
+    """Return the text and the part of the config that define the arm, without what each machine decides for itself."""
+    sources = outcome.metadata["sources"]
+    return {"corpus": outcome.metadata.get("corpus")} | {
+        key: value
+        for key, value in outcome.config.items()
+        if not _NOT_OF_THE_ARM.match(key) and sources.get(key) != "auto"
+    }
+
+
+def _training_seconds(row: dict[str, Any]) -> float:
+    """Return the seconds of the steps since the previous row."""
+    return row["data_seconds"] + row["compute_seconds"]

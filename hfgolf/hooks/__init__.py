@@ -1,0 +1,43 @@
+"""What takes part in a run beside the loop: this package has its hooks, and golf/hooks.py those of golf."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hfgolf.config import RunConfig
+    from hfgolf.train.hooks import Hook
+
+
+def model_hooks(config: RunConfig) -> list[Hook]:
+    """Return the hooks that change what a step computes."""
+    from hfgolf.train.recurrence import Recurrence
+
+    hooks: list[Hook] = [] if config.model.loop is None else [Recurrence()]
+    if config.golf.qat_fraction:
+        from hfgolf.golf.hooks import QuantizationAwareTraining
+
+        hooks.append(QuantizationAwareTraining())
+    return hooks
+
+
+def standard_hooks(config: RunConfig) -> list[Hook]:
+    """Return the hooks of a run with this config. Raises UserError for a tracker that does not exist."""
+    from hfgolf.hooks.doctor import Diagnosis
+    from hfgolf.hooks.report import Report
+
+    hooks = model_hooks(config)
+    if config.golf.forecast_every_steps:
+        from hfgolf.golf.hooks import Forecast
+
+        hooks.append(Forecast())
+    if config.hub.push:
+        from hfgolf.hooks.push import Push
+
+        hooks.append(Push(config.hub))
+    hooks += [Diagnosis(), Report()]  # the report before the trackers, which upload it
+    if config.track.trackers:
+        from hfgolf.hooks.trackers import Trackers
+
+        hooks.append(Trackers(config.track.trackers))
+    return hooks

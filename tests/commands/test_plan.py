@@ -1,0 +1,304 @@
+"""Plans: the arithmetic, budgets, errors, and the whole script."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sharded import needs_fsdp2
+from tiny_export import build_tiny
+
+from hfgolf.command_line import load_config
+from hfgolf.commands import needs
+from hfgolf.commands.needs import (
+    ASSUMED_MFU,
+    Machine,
+    Speed,
+    TokenCounts,
+    affordable_steps,
+    assumed_speed,
+    count_tokens,
+    evaluation_seconds,
+    find_needs,
+    machine_with,
+    measured_speed,
+    meta_model,
+    parameter_parts,
+    run_length,
+)
+from hfgolf.config import RunConfig
+from hfgolf.errors import UserError
+from hfgolf.hardware import find_device
+from hfgolf.measure.flops import token_flops
+from hfgolf.publish.export import export_model
+from hfgolf.train.build import build_model
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--config", str(ROOT / "configs" / "small.yaml"), "--train.mixed_precision=no"]
+SMALL += ["--batch.tokens_per_step=4096", "--train.max_steps=150", "--train.eval_every_steps=50"]
+CPU = Machine("a CPU", "cpu", processes=1, peak_flops=1e12, free_bytes=16 * 2**30)
+DATA = TokenCounts(vocabulary=4096, train_tokens=3_072_000, val_tokens=30_000)
+FAST = Speed(4096 * 10, "stated")  # ten steps a second
+
+
+def config_of(*options: str) -> RunConfig:
+    return load_config([*SMALL, *options]).config
+
+
+def plan_of(config: RunConfig, machine: Machine = CPU) -> needs.Needs:
+    return find_needs(config, meta_model(config, 4096, machine.device), machine)
+
+
+@pytest.mark.parametrize("options", [[], ["--model.tie_word_embeddings=false", "--model.use_bias=true"]])
+def test_every_parameter_is_in_one_part_and_under_one_rule(options):
+    config = config_of(*options, "--model.position_embedding=learned")
+    planned, whole = plan_of(config), build_model(config, 4096, "cpu")
+    assert sum(planned.parameters.values()) == sum(planned.rules.values()) == whole.num_parameters()
+    assert planned.parameters["embedding"] == (4096 + 256) * 256
+    assert planned.parameters["head"] == (4096 * 256 if options else 0)
+    assert planned.rules["muon"] == 5 * 12 * 256**2
+    assert parameter_parts(whole) == planned.parameters
+
+
+def test_planned_model_uses_no_memory():
+    assert all(parameter.device.type == "meta" for parameter in meta_model(config_of(), 4096, "cpu").parameters())
+
+
+def test_time_tokens_and_cost_in_closed_form():
+    length = run_length(config_of(), DATA, FAST, 150, 36.0)
+    assert length.tokens == 150 * 4096
+    assert length.epochs == pytest.approx(0.2)
+    assert length.seconds == pytest.approx(15)
+    assert length.evaluation_seconds == pytest.approx(3 * 30_000 / (3 * 40_960))
+    assert length.dollars == pytest.approx((15 + length.evaluation_seconds) / 100)
+    unknown = run_length(config_of(), TokenCounts(4096), FAST, 150, None)
+    assert unknown.epochs is unknown.evaluation_seconds is unknown.dollars is None
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "tokens"),
+    [
+        ([], 150, 3 * 30_000),
+        ([], 101, 3 * 30_000),
+        ([], 100, 2 * 30_000),
+        (["--train.eval_every_steps=151"], 150, 30_000),
+        (["--optim.ema_decay=0.99", "--train.eval_tokens=null"], 150, 2 * 3 * 30_000),
+        (["--optim.ema_decay=0.99"], 150, 2 * (3 * 15_360 + 30_000)),
+        (["--train.eval_every_steps=10"], 150, 15 * 6144 + 30_000),
+        (["--train.eval_tokens=1000"], 150, 3 * 1000 + 30_000),
+        (["--train.eval_tokens=100000"], 150, 3 * 30_000),
+    ],
+)
+def test_evaluation_costs_a_third_of_training_per_token(options, steps, tokens):
+    seconds = evaluation_seconds(config_of(*options), DATA, FAST, steps)
+    assert seconds == pytest.approx(tokens / FAST.tokens_per_second / 3)
+
+
+def test_evaluation_time_is_unknown_if_its_length_is():
+    assert evaluation_seconds(config_of(), TokenCounts(4096), FAST, 150) is None
+
+
+def test_assumed_speed_is_a_share_of_the_peak():
+    flops = token_flops(meta_model(config_of(), 4096, "cpu"), 256)
+    speed = assumed_speed(flops, CPU, 0.5, recomputes=False)
+    assert speed.tokens_per_second * flops.useful == pytest.approx(0.5e12)
+    slower = assumed_speed(flops, CPU, 0.5, recomputes=True)
+    assert slower.tokens_per_second * (flops.useful + flops.recomputation) == pytest.approx(0.5e12)
+    assert "50%" in speed.source and "a CPU" in speed.source
+    assert ASSUMED_MFU == 0.4, "what docs/experiments.md promises without --mfu"
+
+
+def test_processes_share_the_step():
+    eight = machine_with(find_device("H100"), "bf16", 8)
+    assert eight.peak_flops == 8 * 989e12
+    planned = plan_of(config_of("--train.mixed_precision=bf16", "--batch.tokens_per_step=32768"), eight)
+    assert planned.micro_batch_size * planned.accumulation_steps * 8 * 256 == 32768
+    assert planned.memory.buckets == planned.memory.weights
+
+
+@needs_fsdp2
+def test_processes_share_weights_and_state_under_fsdp2(script, tiny_run, monkeypatch):
+    """As the trainer predicts, which tests/measure/test_sharded_memory.py compares with a fake world of four."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    options = [*tiny_run(batch__micro_batch_size=1), "--device", "H100"]
+    copied = numbers(script(*options, "--json"))["memory"]
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(name, value)
+    shared = numbers(script(*options, "--json"))["memory"]
+    for part in ("weights", "gradients", "optimizer"):
+        assert shared[part] == math.ceil(copied[part] / 4)
+    said = script(*options)
+    assert "4 processes, FSDP2, uncompiled" in said and "gathered by FSDP2" in said and "DDP" not in said
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert "FSDP version 1, its default, flattens" in script(*options, fails=True)
+
+
+def test_plan_suggests_a_micro_batch_that_fits():
+    config = config_of("--batch.micro_batch_size=16")
+    roomy = plan_of(config, dataclasses.replace(CPU, device="cuda"))
+    assert roomy.fits and roomy.largest_micro_batch == roomy.micro_batch_size == 16
+    tight = plan_of(config, dataclasses.replace(CPU, device="cuda", free_bytes=300 * 2**20))
+    assert not tight.fits and tight.micro_batch_size == 16
+    again = plan_of(config_of(f"--batch.micro_batch_size={tight.largest_micro_batch}"), CPU)
+    assert again.memory.peak <= 300 * 2**20
+    hopeless = plan_of(config, dataclasses.replace(CPU, free_bytes=2**20))
+    assert not hopeless.fits and hopeless.largest_micro_batch is None
+
+
+def test_budget_buys_the_most_steps_it_covers():
+    config = config_of()
+    assert affordable_steps(config, TokenCounts(4096), FAST, 10.0, "") == 100
+    assert affordable_steps(config, TokenCounts(4096), FAST, 0.3, "") == 3, "0.3 / 0.1 is less than 3 in binary"
+    for seconds in (1.0, 10.0, 33.3):
+        steps = affordable_steps(config, DATA, FAST, seconds, "")
+        lasting = [n / 10 + evaluation_seconds(config, DATA, FAST, n) for n in (steps, steps + 1)]
+        assert lasting[0] <= seconds < lasting[1]
+
+
+def test_budget_below_one_step_is_rejected():
+    with pytest.raises(UserError, match=r"^--minutes 1: 0.05 s is too short for one step of 4,096 tokens") as error:
+        affordable_steps(config_of(), DATA, FAST, 0.05, "--minutes 1")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_measured_speed_is_wall_clock_speed(monkeypatch, checkpointing):
+    """With a fake clock, a pass takes two seconds and an update three."""
+    readings = list(itertools.accumulate([0.0, 2.0, 0.0, 3.0] * 6))  # before and after each
+    monkeypatch.setattr(needs, "time", SimpleNamespace(perf_counter=lambda: readings.pop(0)))
+    options = (
+        "--model.hidden_size=32",
+        "--model.num_hidden_layers=1",
+        f"--model.gradient_checkpointing={checkpointing}",
+    )
+    speed = measured_speed(config_of(*options, "--batch.sequence_length=32", "--batch.tokens_per_step=256"), 97, 2, CPU)
+    assert speed.tokens_per_second == pytest.approx(256 / (4 * 2.0 + 3.0))
+    assert readings == []
+
+
+def test_small_text_is_counted_and_cached(tiny_run, monkeypatch):
+    config = load_config(tiny_run()).config
+    counted = count_tokens(config)
+    assert counted.vocabulary == 257 and counted.note == ""
+    assert counted.train_tokens == pytest.approx(9 * counted.val_tokens, rel=0.05)
+    monkeypatch.setattr(needs, "MAX_CHEAP_BYTES", 0)
+    assert count_tokens(config) == counted
+
+
+def test_uncounted_text_is_explained(tiny_run, monkeypatch):
+    monkeypatch.setattr(needs, "MAX_CHEAP_BYTES", 0)
+    assert count_tokens(load_config(tiny_run()).config) == TokenCounts(257, note="not tokenized yet: 0 MB of text")
+    missing = count_tokens(load_config(tiny_run(data__files="nowhere.txt", tokenizer__kind="bpe")).config)
+    assert missing.vocabulary == 4096 and missing.train_tokens is None
+    assert "no file matches 'nowhere.txt'" in missing.note
+
+
+@pytest.fixture
+def script(run_script: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
+    monkeypatch.setattr("hfgolf.hardware.highest_measured_peak", lambda device, dtype: 1e12)
+
+    def run(*arguments: object, fails: bool = False) -> str:
+        said = run_script("plan.py", *arguments)
+        assert said.status == (2 if fails else 0), said.err
+        assert not fails or said.err.count("\n") == 1
+        return said.err if fails else said.out
+
+    return run
+
+
+def numbers(said: str) -> dict[str, Any]:
+    return json.loads(said)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_shipped_config_has_a_plan(script, tiny_run, tmp_path, name):
+    """With the config's own model, batch, optimizer and length, on the tests' text."""
+    of_data = [option for option in tiny_run() if option.startswith("--data.")]
+    own = ["--data.hub_name=null", "--data.hub_config=null", "--data.max_documents=null", "--tokenizer.kind=byte"]
+    if name == "finetune.yaml":  # its model comes from a run
+        export_model(*build_tiny(), tmp_path / "weights", "")
+        own += [f"--model.init_from={tmp_path / 'weights'}"]
+    planned = numbers(script("--config", ROOT / "configs" / name, *of_data, *own, "--json", "--tokens_per_second", 1e5))
+    length = planned["length"]
+    assert planned["fits"] and length["steps"] > 0
+    assert length["tokens"] == pytest.approx(length["seconds"] * 1e5)
+    assert length["epochs"] == pytest.approx(length["tokens"] / planned["data"]["train_tokens"])
+    assert planned["memory"]["peak"] <= planned["usable_bytes"]
+
+
+def test_text_and_json_output_agree(script, tiny_run):
+    options = [*tiny_run(run__price_per_hour=2), "--mfu", 0.5]
+    said, planned = script(*options), numbers(script(*options, "--json"))
+    total, length = sum(planned["parameters"].values()), planned["length"]
+    assert f"tiny: {total:,} parameters, vocabulary 257" in said
+    assert f"{length['steps']} steps, {length['tokens']:,} tokens" in said
+    assert f"speed: {planned['speed']['tokens_per_second']:,.0f} tokens/s (assumed: 50% of the peak of " in said
+    assert f"cost: ${length['dollars']:,.2f} at $2 per hour" in said
+    assert f"{planned['data']['train_tokens']:,} train tokens" in said
+    peaks = [planned[f"memory_{how}_checkpointing"]["peak"] / 1e6 for how in ("without", "with")]
+    (line,) = (line for line in said.splitlines() if line.startswith("  peak"))
+    assert line.split() == ["peak", f"{peaks[0]:.1f}", "MB", f"{peaks[1]:.1f}", "MB"]
+    assert "fits into" in said and planned["budget"] is None
+    assert ("of heap fragmentation" in said) == (planned["machine"]["device"] == "cpu")
+
+
+def test_script_plans_for_a_budget(script, tiny_run):
+    options = [*tiny_run(train__eval_every_steps=10**6), "--tokens_per_second", 256]
+    options += ["--dollars", 1, "--price_per_hour", 6]
+    by_money = numbers(script(*options, "--json"))["budget"]
+    evaluating = by_money["evaluation_seconds"]
+    assert by_money["steps"] == by_money["seconds"] == int(600 - evaluating) > 400
+    assert by_money["dollars"] <= 1
+    assert numbers(script(*options, "--minutes", 9, "--json"))["budget"]["steps"] < by_money["steps"]
+    said = script(*options, "--minutes", 11)
+    assert f"budget: --dollars 1 at 6 per hour (10 min 00 s) pays for {by_money['steps']} steps" in said
+    assert "; the config's 6 steps fit" in said
+    too_long = script(*options, "--train.max_steps", 1000, "--minutes", 1)
+    assert "; the config's 1,000 steps do not fit, but --train.max_steps " in too_long
+
+
+def test_script_plans_for_an_absent_gpu(script, tiny_run):
+    planned = numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "nvidia a100", "--json"))
+    assert planned["precision"] == "bf16"
+    assert planned["machine"]["peak_flops"] == 312e12
+    assert planned["machine"]["free_bytes"] == 80e9
+    assert numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "T4", "--json"))["precision"] == "fp16"
+
+
+def test_script_can_measure_the_speed(script, tiny_run):
+    planned = numbers(script(*tiny_run(), "--measure", "--json"))
+    assert planned["speed"]["source"].startswith("measured: 5 steps on ")
+    assert 10 < planned["speed"]["tokens_per_second"] < 1e7
+
+
+def test_max_minutes_and_max_tokens_limit_the_steps(script, tiny_run):
+    by_clock = numbers(script(*tiny_run(train__max_minutes=1), "--tokens_per_second", 256 / 30, "--json"))
+    assert by_clock["length"]["steps"] == 2
+    by_epochs = script(*tiny_run(train__max_epochs=0.01), "--json")
+    tokens = numbers(by_epochs)["data"]["train_tokens"]
+    assert numbers(by_epochs)["length"]["steps"] == -(-(0.01 * ((tokens - 1) // 32 * 32)) // 256)
+    unknown = tiny_run(train__max_steps="null", train__max_epochs=1, data__files="nowhere.txt")
+    said = script(*unknown)
+    assert "run: number of steps unknown (train.max_epochs" in said and "data: not counted (data.files" in said
+    assert numbers(script(*unknown, "--json"))["length"] is None
+
+
+@pytest.mark.parametrize("config", ["golf_baseline_cpu.yaml", "golf_record_cpu.yaml"])
+def test_golf_configs_are_planned_and_measured(config):
+    """The record needs a separator between documents, which no tokenizer names here."""
+    path = Path(__file__).parents[2] / "configs" / config
+    options = ["--model.hidden_size=64", "--model.intermediate_size=64", "--batch.sequence_length=16"]
+    planned = load_config(
+        ["--config", str(path), *options, "--batch.tokens_per_step=32", "--train.mixed_precision=no"]
+    ).config
+    assert measured_speed(planned, 64, 2, CPU).tokens_per_second > 0
+    parts = parameter_parts(meta_model(planned, 64, "cpu"))
+    assert parts["residual stream"] > 0

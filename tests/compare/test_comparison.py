@@ -1,0 +1,158 @@
+"""What a comparison reports, and its caveats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hfgolf.compare.comparison import compare_experiment, compare_outcomes
+from hfgolf.compare.experiment import Experiment
+from hfgolf.compare.markdown import to_markdown
+from hfgolf.compare.plot import draw
+from hfgolf.errors import UserError
+
+RATES = ["0.01", "0.02", "0.04"]
+
+
+@pytest.fixture
+def experiment() -> Experiment:
+    settings = {f"muon[learning_rate={rate}]": {"optim.learning_rate": rate} for rate in RATES}
+    grids = {"muon": {"optim.learning_rate": RATES}}
+    return Experiment(Path("question.yaml"), None, [1, 2, 3], {"adamw": {}} | settings, grids, "adamw")
+
+
+@pytest.fixture
+def outcomes(outcome) -> dict:
+    def arm(*finals):
+        return {seed: outcome(seed, 4.0, 3.0, final) for seed, final in enumerate(finals, 1)}
+
+    return {
+        "adamw": arm(2.0, 2.1, 2.2),
+        "muon[learning_rate=0.01]": arm(2.05, 2.02, 2.24),
+        "muon[learning_rate=0.02]": arm(1.5, 1.61, 1.69),
+        "muon[learning_rate=0.04]": arm(1.0, 1.0),
+    }
+
+
+def no_failures(outcomes):
+    return {arm: {} for arm in outcomes}
+
+
+def row(page: str, arm: str) -> list[str]:
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| `{arm}` |")]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_page_marks_differences_within_noise(experiment, outcomes):
+    failures = no_failures(outcomes) | {"muon[learning_rate=0.04]": {3: "it diverged"}}
+    comparison = compare_experiment(experiment, "the command", outcomes, failures)
+    page = to_markdown(comparison)
+    assert row(page, "adamw")[:3] == ["2.1000", "0.1000", "2.0000 to 2.2000"]
+    assert row(page, "adamw")[5:] == ["baseline", "30", "3.0"]
+    assert row(page, "muon[learning_rate=0.02]")[3:6] == ["-0.5000 ± 0.0100", "< 0.001", "better"]
+    assert row(page, "muon[learning_rate=0.02]")[6:] == ["26 (0.88x)", "2.6 (0.88x)"]
+    noise = row(page, "muon[learning_rate=0.01]")
+    assert noise[5] == "within noise"
+    assert noise[6] == "29 (0.98x), 2 of 3 seeds"
+    assert row(page, "muon[learning_rate=0.04]")[0] == "1.0000 (1 of 3 failed)"
+    arms = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert arms == [f"muon[learning_rate={rate}]" for rate in ("0.04", "0.02")] + ["adamw", "muon[learning_rate=0.01]"]
+    assert "This page makes 3 comparisons." in page and "here, about 0.2." in page
+    # the arm that failed once cannot be the best, but its value still brackets it
+    assert "best is `muon[learning_rate=0.02]`; bracketed: optim.learning_rate: yes.\n" in page
+    assert "- `muon[learning_rate=0.04]` failed with seed 3: it diverged" in page
+    assert "Measured on an abacus, 2 cores; torch 2, hfgolf 1; commit abc." in page
+    assert "(the whole validation set); 3 seeds (1, 2, 3)" in page and "not comparable" not in page
+
+
+def test_best_at_the_edge_of_a_grid_is_flagged(experiment, outcomes):
+    page = to_markdown(compare_experiment(experiment, "", outcomes, no_failures(outcomes)))
+    assert "best is `muon[learning_rate=0.04]`; bracketed: optim.learning_rate: no. If it is not" in page
+
+
+def test_baseline_may_be_the_best_of_a_grid(experiment, outcomes):
+    experiment = Experiment(**vars(experiment) | {"baseline": "muon"})
+    comparison = compare_experiment(experiment, "", outcomes, no_failures(outcomes))
+    assert comparison.baseline == "muon[learning_rate=0.04]"
+    assert row(to_markdown(comparison), "adamw")[5:] == ["worse", "never", "never"]
+
+
+def test_one_seed_gives_no_verdict(experiment, outcomes):
+    single = {arm: {1: runs[1]} for arm, runs in outcomes.items()}
+    page = to_markdown(compare_experiment(experiment, "", single, no_failures(single)))
+    assert row(page, "muon[learning_rate=0.02]")[1:6] == [
+        "",
+        "1.5000 to 1.5000",
+        "-0.5000",
+        "",
+        "one seed: cannot tell",
+    ]
+    assert "t-test" not in page
+
+
+def test_failed_arms_are_reported(experiment, outcomes):
+    failures = no_failures(outcomes) | {"adamw": {1: "no memory"}}
+    page = to_markdown(compare_experiment(experiment, "", outcomes | {"adamw": {}}, failures))
+    assert row(page, "adamw")[0] == "failed" and "No run of the baseline finished" in page
+    nothing, all_failed = {arm: {} for arm in outcomes}, {arm: {1: f"no memory for {arm}"} for arm in outcomes}
+    with pytest.raises(UserError, match="no run finished; the first failure: no memory for adamw"):
+        compare_experiment(experiment, "", nothing, all_failed)
+
+
+def test_page_lists_caveats(outcome):
+    metadata = outcome(1, 2.0).metadata
+    runs = {
+        "one": {1: outcome(1, 2.0, is_whole=False)},
+        "two": {1: outcome(1, 2.0, metadata=metadata | {"environment": {"HFGOLF_CONCURRENT_RUNS": "2"}})},
+        "three": {1: outcome(1, 2.0, metadata=metadata | {"hardware": {"device": "a GPU", "cores": 9}})},
+        "four": {1: outcome(1, 2.0, config={"train.cpu_threads": 1})},
+        "five": {1: outcome(1, 2.0, summary={"skipped_steps": 3, "rollbacks": 1})},
+    }
+    page = to_markdown(compare_outcomes("five", "", runs))
+    assert "**The seconds are not comparable**: runs shared the machine with other runs (`--jobs`), runs used" in page
+    assert "different machines, runs used different numbers of threads." in page
+    assert "run-seed1 was unstable: 3 skipped steps and 1 rollbacks" in page
+    assert "the beginning of the validation set" in page and "summary and report have another figure" in page
+    assert "Measured on an abacus, 2 cores and a GPU, 9 cores;" in page
+
+
+def test_different_validation_data_is_rejected(outcome):
+    runs = {"one": {1: outcome(1, 2.0)}, "two": {1: outcome(1, 2.0, evaluated_on=(4000, 5100))}}
+    with pytest.raises(UserError, match=r"on 5,000 tokens of 5,100 bytes, .* on 4,000 tokens of 5,100 bytes; compare"):
+        compare_outcomes("two", "", runs)
+
+
+def test_existing_runs_are_labeled_by_their_differing_settings(outcome):
+    runs = {
+        name: {1: outcome(1, 2.0, config={"optim.learning_rate": rate, "run.name": name, "optim.eps": 1})}
+        for name, rate in (("slow", 0.01), ("fast", 0.02))
+    }
+    comparison = compare_outcomes("both", "", runs)
+    assert comparison.settings == {"slow": {"optim.learning_rate": 0.01}, "fast": {"optim.learning_rate": 0.02}}
+    assert comparison.baseline == "slow"
+
+
+def test_json_contains_no_secret(outcome):
+    metadata = outcome(1, 2.0).metadata | {"commit": "hf_" + "x" * 34}
+    comparison = compare_outcomes("one", f"--x {metadata['commit']}", {"one": {1: outcome(1, 2.0, metadata=metadata)}})
+    assert metadata["commit"] not in comparison.to_json() + to_markdown(comparison)
+    assert json.loads(comparison.to_json())["arms"]["one"]["final_losses"] == {"1": 2.0}
+
+
+def test_plot_shows_the_best_of_a_grid_with_its_band(experiment, outcomes, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: drawn.append(figure))
+    draw(compare_experiment(experiment, "", outcomes, no_failures(outcomes)), outcomes, tmp_path / "x.png", experiment)
+    by_steps, by_seconds, grid = drawn[0].axes
+    assert [line.get_label() for line in by_steps.lines] == ["adamw", "muon[learning_rate=0.04]"]
+    assert list(by_steps.lines[0].get_xdata()) == [10, 20, 30]
+    assert list(by_steps.lines[0].get_ydata()) == pytest.approx([4.0, 3.0, 2.1])
+    band = by_steps.collections[0].get_paths()[0].vertices
+    of_last = band[band[:, 0] == 30, 1]
+    assert (of_last.min(), of_last.max()) == (2.0, 2.2)
+    assert list(by_seconds.lines[0].get_xdata()) == [1.0, 2.0, 3.0]
+    assert [list(line.get_xdata()) for line in grid.lines[:1]] == [[0.01, 0.02, 0.04]]
