@@ -20,7 +20,7 @@ import pyarrow as pa
 from hfgolf.config import DataConfig
 from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
 from hfgolf.data.file_hashes import file_hashes, file_state
-from hfgolf.data.files import TABLES, TEXT_TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
+from hfgolf.data.files import TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
 from hfgolf.errors import UserError
 from hfgolf.wording import join_words
@@ -47,15 +47,6 @@ class Corpus:
     """With shards: the files with the bytes of each validation token."""
     states: tuple[list[int], ...] = ()
     """`file_state` of each of `files` when it was hashed."""
-
-    @property
-    def reader(self) -> str | None:
-        """Which reader makes the documents, for the key of their tokens; None if earlier ones made the same.
-
-        Not in the identity: a run that began with an earlier reader goes on.
-        """
-        is_read = any(TABLES.get(file.endings[0]) in TEXT_TABLES or file.endings[0] == ".zip" for file in self.files)
-        return "2: text as written" if is_read or self.data.messages_column is not None else None
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:
         """Write the documents to `folder` and return {"train": Dataset, "val": Dataset}, memory-mapped.

@@ -37,8 +37,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / NAME).read_bytes())
         for name, stated in manifest["files"].items():
-            if not isinstance(stated, dict):
-                raise ValueError(f"{NAME} has no hashes: an earlier version of hfgolf wrote it")
             if (folder / name).stat().st_size != stated["bytes"]:
                 raise ValueError(f"{name} is not {stated['bytes']} bytes long")
         if (folder / _DAMAGED).exists():

@@ -63,10 +63,9 @@ class TokenCache:
     tokenizer_sha256: str
     verification: Verification
     tokenizer_loss: str | None
-    """Why the tokenizer is not lossless. None if it is, or if an earlier version of hfgolf did not check."""
+    """Why the tokenizer is not lossless, or None if it is."""
     overlap: dict[str, Any] = field(default_factory=dict)
-    """How many validation documents also train (count_overlap). Empty if that was not counted: of shards, or by an
-    earlier version of hfgolf."""
+    """How many validation documents also train (count_overlap). Empty for shards, of which that is not counted."""
 
     def check(self, wait: bool = False) -> None:
         """Raise DamagedCacheError if the verification thread has found damage. Cheap: the thread does the work.
@@ -181,8 +180,6 @@ def cache_key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedToke
     }
     if len(start := document_start(tokenizer)) > 1:
         settings["document_start"] = start
-    if corpus.reader is not None:
-        settings["reader"] = corpus.reader
     if corpus.data.messages_column is not None:
         settings["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
     return {**corpus.identity, **settings}

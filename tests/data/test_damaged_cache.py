@@ -124,14 +124,17 @@ def test_file_truncated_while_mapped_is_one_line(data):
     assert not load_tokens(data, BYTE).is_hit
 
 
-def test_cache_without_hashes_is_rebuilt(data, caplog):
-    caplog.set_level("INFO", logger="hfgolf")
-    path = load_tokens(data, BYTE).path / "cache.json"
-    note = json.loads(path.read_text())
-    note["files"] = {name: stated["bytes"] for name, stated in note["files"].items()}
-    path.write_text(json.dumps(note))
-    assert not load_tokens(data, BYTE).is_hit and "no hashes" in caplog.text
-    assert load_tokens(data, BYTE).is_hit
+def test_cache_of_an_earlier_format_is_rebuilt_in_silence_and_its_runs_go_on(data, caplog, monkeypatch):
+    """The key of the cache changes, what a checkpoint compares does not."""
+    caplog.set_level("DEBUG", logger="hfgolf")
+    monkeypatch.setattr(token_cache, "_FORMAT_VERSION", 1)
+    before = load_tokens(data, BYTE)
+    monkeypatch.undo()
+    caplog.clear()
+    now = load_tokens(data, BYTE)
+    assert not now.is_hit and now.identity == before.identity and load_tokens(data, BYTE).is_hit
+    assert "format_version (1 -> 2) changed since" in caplog.text
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
