@@ -3,11 +3,15 @@
 Importing this package imports neither torch nor transformers. The public names load what they need on first use.
 """
 
+from __future__ import annotations
+
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hfgolf import train as train  # a callable package; it imports the loop when called
+from hfgolf import train as train
 
 if TYPE_CHECKING:
     from hfgolf.api import TrainedRun as TrainedRun
@@ -35,6 +39,22 @@ _PUBLIC_NAMES = {
     "load_config": "hfgolf.command_line",
     "open_run": "hfgolf.api",
 }
+
+
+class _CallablePackage(ModuleType):
+    """What hfgolf.train is: a package, which Python puts there with any import from it, and a function."""
+
+    def __call__(self, config: Any, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+        """Train a model and return the summary; see `hfgolf.api.train`."""
+        from hfgolf.api import train
+
+        return train(config, hooks)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # picklable, like a function
+        return import_module, (self.__name__,)
+
+
+train.__class__ = _CallablePackage
 __all__ = sorted([*_PUBLIC_NAMES, "__version__", "train"])
 
 

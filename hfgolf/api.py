@@ -39,27 +39,69 @@ from hfgolf.data.files import cache_folder, require_paths
 from hfgolf.durable import replace_folder
 from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
+from hfgolf.hooks import standard_hooks
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.hub import push_folder
 from hfgolf.publish.load import load_exported, load_model
+from hfgolf.ranks import decide, together
 from hfgolf.report.report import render_page
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_run, read_summary, status
-from hfgolf.train.claim import changed_text, changes
+from hfgolf.train import loop
+from hfgolf.train.claim import changed_text, changes, completed, damage
 from hfgolf.train.console import show_log
+from hfgolf.train.finish import show_summary
 from hfgolf.train.hooks import Hook
 from hfgolf.train.init_from import FROZEN, weights_sha256
-from hfgolf.train.process import resolve_precision
-from hfgolf.training import train_once
+from hfgolf.train.process import processes, resolve_precision
+from hfgolf.train.signals import Signals
 from hfgolf.wording import join_words, one_line, shortened
 
 if TYPE_CHECKING:
     import pandas as pd
     from datasets import Dataset
 
+logger = logging.getLogger(__name__)
+
 _WHERE = "hfgolf.fit"
 _ALLOWED = "pass a Dataset, a DataFrame, a list with a string for each document, or a section as a dict"
+
+
+def train(
+    config: ResolvedConfig | RunConfig | str | Path, hooks: Sequence[Hook] = (), signals: Signals | None = None
+) -> dict[str, Any]:
+    """Train a model and return the summary: losses, bits per byte, speed and the model's folder.
+
+    config: from `load_config`, a RunConfig, or the path or name of a YAML file. In a notebook, `hfgolf.fit` is the
+    shorter way. hooks: see `hfgolf.Hook`. signals: as in `loop.train`.
+    Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if a signal ended the run.
+    """
+    resolved = as_resolved(config)
+    return loop.train(resolved, signals, [*standard_hooks(resolved.config), *hooks])
+
+
+def train_once(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+    """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
+
+    A complete run whose model or summary is damaged is rebuilt from its checkpoints.
+    """
+    resolved = resolve_precision(resolved)  # decide it now, to compare it with that of a complete run
+    folder, state = run_folder(resolved.config), processes()
+    with together(state.num_processes):
+        summary = decide(lambda: completed(folder, resolved))
+        if summary:
+            logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
+            changes = changed_text(folder, resolved.config) if state.is_main_process else []
+            if changes:
+                logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
+            show_summary(summary)
+            return summary
+        damaged = decide(lambda: damage(folder, resolved))
+        if damaged:
+            logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
+            resolved = resolved.resolve("auto", train__resume="auto")
+        return train(resolved, hooks, signals)
 
 
 def fit(
