@@ -184,7 +184,7 @@ class Shape:
         return 6.0 * (self.blocks + attention + self.embedding)
 
     def options(self) -> str:
-        """Return the options of train.py for this shape."""
+        """Return the options of hfgolf train for this shape."""
         keys = f" --model.num_key_value_heads {self.num_key_value_heads}"
         kind = "byte" if self.vocab_size == 257 else f"bpe --tokenizer.vocab_size {self.vocab_size}"
         return (
