@@ -23,6 +23,7 @@ from machine import build_parser, write
 
 PLACES = ("memory map", "RAM")
 WORKERS = (0, 2)
+PIECE = 2000  # tokens
 
 
 def bare_batches(tokens: Any, arguments: argparse.Namespace) -> Iterator[Any]:
@@ -66,14 +67,14 @@ def rate(batches: Iterable[Any]) -> float:
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Return {way: batches per second in each repetition}."""
     import numpy as np
+    from datasets import Dataset
 
-    from hfgolf.data.token_stream import open_stream, pieces_path, write_arrow
+    from hfgolf.data.token_stream import open_stream, stream_path
 
-    tokens = np.random.default_rng(0).integers(50257, size=arguments.tokens, dtype=np.uint16)
-    write_arrow(folder / "train.arrow", {"input_ids": tokens})
-    counts = np.array([arguments.tokens], np.uint32)
-    write_arrow(pieces_path(folder / "train.arrow"), {"num_tokens": counts, "num_bytes": counts})
-    streams = {place: open_stream(folder / "train.arrow", is_in_memory=place == "RAM") for place in PLACES}
+    tokens = np.random.default_rng(0).integers(50257, size=(arguments.tokens // PIECE, PIECE), dtype=np.uint16)
+    pieces = {"input_ids": list(tokens), "num_bytes": np.full(len(tokens), PIECE, np.uint32)}
+    Dataset.from_dict(pieces).save_to_disk(folder / "train", num_shards=1)
+    streams = {place: open_stream(stream_path(folder, "train"), is_in_memory=place == "RAM") for place in PLACES}
     rates: dict[str, list[float]] = {}
     for _ in range(arguments.repetitions):
         for place, stream in streams.items():

@@ -3,22 +3,26 @@
 Importing this package imports neither torch nor transformers. The public names load what they need on first use.
 """
 
+from __future__ import annotations
+
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hfgolf import train as train  # a callable package; it imports the loop when called
+from hfgolf import train as train
 
 if TYPE_CHECKING:
+    from hfgolf.api import TrainedRun as TrainedRun
+    from hfgolf.api import fit as fit
+    from hfgolf.api import open_run as open_run
     from hfgolf.command_line import load_config as load_config
     from hfgolf.config import RunConfig as RunConfig
     from hfgolf.errors import UserError as UserError
     from hfgolf.model.configuration_golf import GolfConfig as GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM as GolfForCausalLM
     from hfgolf.optim.muon import Muon as Muon
-    from hfgolf.tools.fit import fit as fit
-    from hfgolf.tools.fit import open_run as open_run
-    from hfgolf.tools.trained_run import TrainedRun as TrainedRun
     from hfgolf.train.hooks import Hook as Hook
 
 __version__ = "0.1.0"
@@ -29,12 +33,28 @@ _PUBLIC_NAMES = {
     "Hook": "hfgolf.train.hooks",
     "Muon": "hfgolf.optim.muon",
     "RunConfig": "hfgolf.config",
-    "TrainedRun": "hfgolf.tools.trained_run",
+    "TrainedRun": "hfgolf.api",
     "UserError": "hfgolf.errors",
-    "fit": "hfgolf.tools.fit",
+    "fit": "hfgolf.api",
     "load_config": "hfgolf.command_line",
-    "open_run": "hfgolf.tools.fit",
+    "open_run": "hfgolf.api",
 }
+
+
+class _CallablePackage(ModuleType):
+    """What hfgolf.train is: a package, which Python puts there with any import from it, and a function."""
+
+    def __call__(self, config: Any, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+        """Train a model and return the summary; see `hfgolf.api.train`."""
+        from hfgolf.api import train
+
+        return train(config, hooks)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # picklable, like a function
+        return import_module, (self.__name__,)
+
+
+train.__class__ = _CallablePackage
 __all__ = sorted([*_PUBLIC_NAMES, "__version__", "train"])
 
 

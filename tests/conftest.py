@@ -97,7 +97,7 @@ def run() -> Callable[[list[str]], Path]:
 
 
 class Said(NamedTuple):
-    """How a script ended and what it printed."""
+    """How a command ended and what it printed."""
 
     status: int
     out: str
@@ -113,6 +113,21 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         monkeypatch.setattr(sys, "path", [*sys.path])
         with pytest.raises(SystemExit) as exit_:
             runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+        return Said(int(exit_.value.code or 0), *capsys.readouterr())
+
+    return run_
+
+
+@pytest.fixture
+def hfgolf(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """Return a function that runs the command `hfgolf` in this process."""
+
+    def run_(*arguments: object) -> Said:
+        from hfgolf.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["hfgolf"])
+        with pytest.raises(SystemExit) as exit_:
+            main([*map(str, arguments)])
         return Said(int(exit_.value.code or 0), *capsys.readouterr())
 
     return run_

@@ -12,26 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.cli import VERBS, main
+from hfgolf.cli import VERBS
 from hfgolf.command_line import find_config, load_config
 from hfgolf.config import TokenizerConfig
 from hfgolf.errors import UserError
 from hfgolf.run.provenance import run_metadata
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def hfgolf(monkeypatch, capsys):
-    """Return a function that runs the command in this process: (status, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hfgolf"])
-        with pytest.raises(SystemExit) as exit_:
-            main([*map(str, arguments)])
-        return int(exit_.value.code or 0), *capsys.readouterr()
-
-    return run
 
 
 def test_help_lists_every_verb_and_imports_nothing_heavy(hfgolf):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import runpy
 import subprocess
@@ -39,7 +38,7 @@ def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
     assert sum(split_bytes for _, split_bytes in numbers) == num_bytes
     assert sum(tokens for tokens, _ in numbers) == num_bytes + 2  # byte tokens, and an end of text before each split
     folder = Path(where.split(": ")[0])
-    assert folder.is_relative_to(tmp_path / "cache") and (folder / "train.arrow").is_file() and "MB/s" in where
+    assert folder.is_relative_to(tmp_path / "cache") and (folder / "train").is_dir() and "MB/s" in where
 
     kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert [path for path in kept if b"one and four make" in path.read_bytes()] == [], (
@@ -54,25 +53,12 @@ def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
     assert (run(tiny_run(train__max_steps=1)) / "summary.json").is_file()
 
 
-@pytest.mark.parametrize(
-    "options, problem",
-    [
-        (["--tasks", "3"], "error: --tasks, --workers and --slurm need --executor datatrove."),
-        (["--executor", "datatrove"], "error: --executor datatrove needs the package datatrove; run `pip install"),
-        (["--executor", "spark"], "error: --executor: invalid choice: 'spark'"),
-        (["--workers", "0"], "error: --workers: 0 is out of range; allowed: 1 to 100000"),
-    ],
-)
-def test_mistakes_in_the_options_are_one_line(options, problem, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # datatrove is not installed
-    monkeypatch.setattr(sys, "argv", ["scripts/prepare_data.py", *options, "--train.max_steps", "1"])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(ROOT / "scripts" / "prepare_data.py"), run_name="__main__")
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2 and error.startswith(problem) and error.count("\n") == 1
-
-
 @pytest.mark.parametrize("named", [["--data.files"], []], ids=["--data.files TEXT", "TEXT"])
 def test_no_limit_of_a_training_is_asked_for(corpus_file, tmp_path, run_script, named):
     said = run_script("prepare_data.py", *named, corpus_file, "--data.split=contiguous", f"--data.cache_dir={tmp_path}")
     assert said.status == 0 and "tokens" in said.out
+
+
+def test_tasks_of_datatrove_say_where_they_went(run_script):
+    said = run_script("prepare_data.py", "--executor", "datatrove", "--train.max_steps=1")
+    assert said.status == 2 and "examples/tokenize_with_datatrove.py" in said.err and said.err.count("\n") == 1

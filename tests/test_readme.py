@@ -149,19 +149,18 @@ def test_make_knows_every_target(command):
 @pytest.mark.parametrize(
     "command", [*commands("python scripts/"), *commands("accelerate launch "), *commands("hfgolf ")]
 )
-def test_every_command_uses_existing_options(command, run_script, monkeypatch):
-    """A key of the config must be one; an option of the script must be in its --help."""
+def test_every_command_uses_existing_options(command, hfgolf, run_script, monkeypatch):
+    """A key of the config must be one; an option of the command must be in its --help."""
     words = shlex.split(command)
     if "hfgolf" in words:
-        words = words[words.index("hfgolf") + 1 :]
-        length = 2 if words[0] == "golf" else 1
-        verb, arguments = " ".join(words[:length]), words[length:]
-        assert verb in {"--help", *VERBS}
-        script = VERBS.get(verb, ("train", ""))[0] + ".py"
+        arguments = words[words.index("hfgolf") + 1 :]
+        verb = arguments[: 2 if arguments[0] == "golf" else 1]
+        assert " ".join(verb) in {"--help", *VERBS}
+        said = hfgolf(*verb, "--help")
     else:
         script, *arguments = words[next(place for place, word in enumerate(words) if word.endswith(".py")) :]
-    options = {argument.removeprefix("--") for argument in arguments if argument.startswith("--")}
-    said = run_script(Path(script).name, "--help")
+        said = run_script(Path(script).name, "--help")
+    options = {argument.removeprefix("--") for argument in arguments if argument.startswith("--")} - {"help"}
     known = set(re.findall(r"--([a-z_.]+)", said.out)) | set(KEY_TYPES)
     assert said.status == 0 and options - {"config"} <= known
     if "config" in options:
@@ -175,8 +174,9 @@ def test_no_command_on_a_page_leaves_a_file_for_git():
     """What it writes is in runs/, or a name that git ignores."""
     shown = "\n".join([*commands("python scripts/"), *commands("hfgolf ")])
     written = re.findall(r"--(?:output|certificate|png) ([\w./-]+)", shown)
-    scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.py"))
-    written += re.findall(r'"--output", type=Path, default=Path\("([^"]+)"\)', scripts)
+    files = [*(ROOT / "hfgolf" / "commands").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    code = "".join(path.read_text() for path in files)
+    written += re.findall(r'"--output", type=Path, default=Path\("([^"]+)"\)', code)
     assert len(written) > 7
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert [path for path in written if not path.startswith("runs/") and f"/{path}" not in ignored] == []
@@ -186,8 +186,9 @@ def test_gpt2_options_build_gpt2():
     from hfgolf.model.convert_gpt2 import gpt2_from_golf
     from hfgolf.train.build import build_model
 
-    (command,) = (command for command in commands("python scripts/train.py") if "layernorm" in command)
-    options = command.partition("small.yaml ")[2]
+    shown = [*commands("python scripts/train.py"), *commands("hfgolf train")]
+    (command,) = (command for command in shown if "layernorm" in command)
+    options = re.split(r"small(?:\.yaml)? ", command, maxsplit=1)[1]
     small = "--model.hidden_size 16 --model.num_hidden_layers 1 --model.num_attention_heads 2 --train.max_steps 1"
     config = load_config([*options.split(), *small.split(), "--train.mixed_precision", "no"]).config
     gpt2 = gpt2_from_golf(build_model(config, 61, "cpu"))  # it refuses what GPT-2 is not

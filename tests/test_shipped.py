@@ -70,9 +70,7 @@ def test_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_a_run_ends_with_its_figures_a_sample_and_how_to_load_it_also_if_it_was_complete(
-    reset_accelerate, tiny_run, run_script, tmp_path
-):
+def test_a_run_ends_with_its_figures_a_sample_and_how_to_load_it(reset_accelerate, tiny_run, run_script, tmp_path):
     options = tiny_run(train__mixed_precision="null", batch__micro_batch_size="auto", train__compile="auto")
     first = run_script("train.py", *options, "--verbose").out
     reset_accelerate()

@@ -26,11 +26,11 @@ def main() -> int:
             json.dumps({str(run): list(map(dataclasses.asdict, found)) for run, (found, _) in seen.items()}, indent=1)
         )
     else:
-        print("\n\n".join(describe(run, *findings) for run, findings in seen.items()))
+        print("\n\n".join(_describe(run, *findings) for run, findings in seen.items()))
     return 1 if any(findings for findings, _ in seen.values()) else 0
 
 
-def describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
+def _describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
     """Format the findings in a run."""
     steps = metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"]
     sample = ", a sample of the rows" if metrics.is_sampled else ""

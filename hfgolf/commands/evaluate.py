@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hfgolf.commands.options import ScriptParser, add_model, check_output, take_words, within
+from hfgolf.commands.options import ScriptParser, add_model, bounded, check_output, take_words
 from hfgolf.errors import UserError
 from hfgolf.run.find_model import find_model
 
@@ -24,9 +24,9 @@ def main() -> int:
     what.add_argument("--files", nargs="+", help="paths, folders, globs or URLs, as in data.files")
     what.add_argument("--tasks", nargs="+", help="tasks of lm-eval: names, patterns, groups or YAML files")
     parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
-    parser.add_argument("--sequence_length", type=within(1, 2**24), help="tokens of context (default: the model's own)")
+    parser.add_argument("--sequence_length", **bounded(1, 2**24, "tokens of context (default: the model's own)"))
     parser.add_argument(
-        "--batch_size", type=within(1, 2**16), help="sequences per forward pass (default: what suits this machine)"
+        "--batch_size", **bounded(1, 2**16, "sequences per forward pass (default: what suits this machine)")
     )
     parser.add_argument(
         "--evaluation",
@@ -36,7 +36,7 @@ def main() -> int:
         " sliding windows that never cross a separator",
     )
     parser.add_argument(
-        "--stride", type=within(1, 2**24), help="tokens that each window scores (default: half of --sequence_length)"
+        "--stride", **bounded(1, 2**24, "tokens that each window scores (default: half of --sequence_length)")
     )
     parser.add_argument("--drop_tail", action="store_true", help="flat: leave out the last row if it is not full")
     parser.add_argument("--skip_separators", action="store_true", help="documents: do not score separators")
@@ -63,10 +63,10 @@ def main() -> int:
     adapt.add_argument(
         "--adapt", choices=("sgd", "lora"), help="sgd: all weights, over the stream; lora: inside each document"
     )
-    adapt.add_argument("--adapt_chunk", type=within(1, 2**24), help="tokens per chunk (sgd: 1024, lora: 48)")
-    adapt.add_argument("--adapt_rate", type=within(0.0, 10.0), help="learning rate (sgd: 0.02, lora: 1e-3)")
-    adapt.add_argument("--adapt_epochs", type=within(1, 1000), default=1, help="sgd: passes over each chunk (1)")
-    adapt.add_argument("--adapt_rank", type=within(1, 2**16), default=8, help="lora: rank (8)")
+    adapt.add_argument("--adapt_chunk", **bounded(1, 2**24, "tokens per chunk (sgd: 1024, lora: 48)"))
+    adapt.add_argument("--adapt_rate", **bounded(0.0, 10.0, "learning rate (sgd: 0.02, lora: 1e-3)"))
+    adapt.add_argument("--adapt_epochs", **bounded(1, 1000, "sgd: passes over each chunk", 1))
+    adapt.add_argument("--adapt_rank", **bounded(1, 2**16, "lora: rank", 8))
     parsed = parser.parse_intermixed_args()
     files = take_words(parsed)
     if bool(files) + bool(parsed.files) + bool(parsed.tasks) != 1:

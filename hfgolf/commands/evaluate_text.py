@@ -27,7 +27,7 @@ from hfgolf.data.tokenizer import text_start
 from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
 from hfgolf.evaluate.context import evaluation_length, evaluation_mode
-from hfgolf.evaluate.loss import describe, evaluate_plan, plan_documents, plan_evaluation
+from hfgolf.evaluate.loss import describe_coverage, evaluate_plan, plan_documents, plan_evaluation
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.evaluate.windows import Plan
 from hfgolf.golf.certificate import Certificate, certify
@@ -157,7 +157,7 @@ class TextEvaluation:
             ("text", f"{self.evaluation.num_bytes:,} bytes, {self.evaluation.num_tokens:,} tokens"),
             ("context", f"{self.sequence_length:,} tokens, in batches of {self.batch_size:,}"),
             ("precision", self._precision()),
-            ("coverage", describe(self.plan)),
+            ("coverage", describe_coverage(self.plan)),
         ]
         if self.adaptation is not None:
             rows.append(("adaptation", ", ".join(f"{name} {value}" for name, value in self.adaptation.items())))

@@ -92,7 +92,7 @@ def evidence(run: RunFolder) -> dict[str, Contents]:
     return found
 
 
-def compare(straight: dict[str, Contents], killed: dict[str, Contents]) -> list[Diff]:
+def diff_runs(straight: dict[str, Contents], killed: dict[str, Contents]) -> list[Diff]:
     """Compare two runs' evidence kind by kind, bit by bit."""
     diffs = []
     for what in straight | killed:
@@ -125,7 +125,7 @@ def relative_difference(a: Any, b: Any) -> float:
     return share if math.isfinite(share) else math.inf
 
 
-def table(diffs: list[Diff]) -> str:
+def diff_table(diffs: list[Diff]) -> str:
     """Format the diffs as a table."""
     lines = [f"{'what':<20}{'straight':<16}{'killed':<16}equal"]
     for diff in diffs:

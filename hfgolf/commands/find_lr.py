@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from hfgolf import palette
 from hfgolf.command_line import load_config
-from hfgolf.commands.options import ScriptParser, check_picture, within
-from hfgolf.errors import UserError
+from hfgolf.commands.options import ScriptParser, bounded, check_picture
+from hfgolf.errors import UserError, writing
 
 if TYPE_CHECKING:
     from hfgolf.commands.lr_sweep import Sweep
@@ -33,16 +33,9 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("lr.png"), help="picture to write (lr.png); the JSON file is next to it"
     )
-    parser.add_argument(
-        "--lowest", type=within(1e-20, 1e20), default=1e-4, help="first learning rate of a sweep (1e-4)"
-    )
-    parser.add_argument(
-        "--highest",
-        type=within(1e-20, 1e20),
-        default=1.0,
-        help="last learning rate, unless the loss diverges first (1)",
-    )
-    parser.add_argument("--steps", type=within(MIN_STEPS, 10**6), default=80, help="optimizer steps per sweep (80)")
+    parser.add_argument("--lowest", **bounded(1e-20, 1e20, "first learning rate of a sweep", 1e-4))
+    parser.add_argument("--highest", **bounded(1e-20, 1e20, "last learning rate, unless the loss diverges first", 1.0))
+    parser.add_argument("--steps", **bounded(MIN_STEPS, 10**6, "optimizer steps per sweep", 80))
     arguments, run_options = parser.parse_known_args()
     rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
     resolved = load_config(run_options, needs_limit=False)
@@ -70,11 +63,9 @@ def main() -> None:
         "metadata": run_metadata(resolved, fingerprint()),
     }
     numbers = arguments.output.with_suffix(".json")
-    try:
-        draw(sweeps, values, f"{resolved.config.run.name}, {resolved.config.optim.name}", arguments.output)
+    with writing("--output", arguments.output):
+        _draw(sweeps, values, f"{resolved.config.run.name}, {resolved.config.optim.name}", arguments.output)
         write_text(numbers, json.dumps(results, indent=1))
-    except OSError as error:
-        raise UserError(f"--output: cannot write {error.filename} ({error.strerror}); choose another.") from None
     print(f"wrote {arguments.output} and {numbers}\n\nsuggestion: {RULE}")
     for key, value in values.items():
         print(f"{key} {value:g} (the config has {resolved.config.flat()[key]:g})")
@@ -92,11 +83,11 @@ def sweep_rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 
 @palette.style()
-def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) -> None:
+def _draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) -> None:
     """Write the picture, one column per sweep: losses on top, gains below, with the suggestion marked."""
     from matplotlib.figure import Figure
 
-    from hfgolf.commands.lr_sweep import smooth
+    from hfgolf.commands.lr_sweep import moving_averages
 
     figure = Figure(figsize=(6 * len(sweeps), 6), dpi=120, layout="constrained")
     figure.suptitle(title)
@@ -105,7 +96,12 @@ def draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) 
         rates, suggestion = sweep.learning_rates, values[f"optim.{sweep.key}"]
         losses.plot(rates, sweep.losses_at_rest, color=palette.ORANGE, alpha=0.4, linewidth=1)
         losses.plot(
-            rates, smooth(sweep.losses_at_rest), ":", color=palette.ORANGE, linewidth=2, label="frozen, smoothed"
+            rates,
+            moving_averages(sweep.losses_at_rest),
+            ":",
+            color=palette.ORANGE,
+            linewidth=2,
+            label="frozen, smoothed",
         )
         losses.plot(rates, sweep.losses, color=palette.BLUE, alpha=0.4, linewidth=1)
         losses.plot(rates, sweep.smoothed_losses, color=palette.BLUE, linewidth=2, label="swept, smoothed")

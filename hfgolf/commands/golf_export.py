@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hfgolf.commands.options import ScriptParser, check_output, within
+from hfgolf.commands.options import ScriptParser, bounded, check_output
 from hfgolf.errors import UserError
 from hfgolf.run.find_model import find_model
 
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--calibration_files", nargs="+", help="text of the kind that the model was trained on")
     parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
     parser.add_argument("--output", type=Path, help="new folder, or one of an earlier export (default: RUN/golf)")
-    parser.add_argument("--budget_bytes", type=within(1, 2**40), help="what everything that counts may take")
+    parser.add_argument("--budget_bytes", **bounded(1, 2**40, "what everything that counts may take"))
     parser.add_argument("--count", choices=("challenge", "everything"), help="what counts; default: golf.count")
     parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="more files that count")
     parser.add_argument("--method", choices=("gptq", "nearest"), help="default: golf.method of the run")
@@ -34,9 +34,9 @@ def main() -> int:
     parser.add_argument(
         "--column_steps", action="store_true", default=None, help="a step per column, too, with curvature"
     )
-    parser.add_argument("--calibration_tokens", type=within(1, 2**40), help="default: golf.calibration_tokens")
+    parser.add_argument("--calibration_tokens", **bounded(1, 2**40, "default: golf.calibration_tokens"))
     parser.add_argument("--mode", choices=("flat", "sliding", "documents"), default="flat", help="evaluation (flat)")
-    parser.add_argument("--stride", type=within(1, 2**24), help="tokens between windows, if they overlap")
+    parser.add_argument("--stride", **bounded(1, 2**24, "tokens between windows, if they overlap"))
     parser.add_argument(
         "--measure_each",
         action="store_true",

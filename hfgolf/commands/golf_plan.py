@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hfgolf.commands.options import ScriptParser, within
+from hfgolf.commands.options import ScriptParser, bounded
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 
@@ -41,17 +41,15 @@ BYTES_PER_TOKEN = {257: 1.0, 1024: 2.436, 4096: 3.320, 8192: 3.727}
 
 def main() -> None:
     parser = ScriptParser(__doc__)
-    parser.add_argument(
-        "--budget_bytes", type=within(1, 10**12), required=True, help="bytes of the artifact and its code"
-    )
+    parser.add_argument("--budget_bytes", required=True, **bounded(1, 10**12, "bytes of the artifact and its code"))
     training = parser.add_mutually_exclusive_group(required=True)
-    training.add_argument("--minutes", type=within(1e-6, 1e9), help="minutes of training")
-    training.add_argument("--tokens", type=within(1, 10**15), help="tokens of training, if time does not matter")
+    training.add_argument("--minutes", **bounded(1e-6, 1e9, "minutes of training"))
+    training.add_argument("--tokens", **bounded(1, 10**15, "tokens of training, if time does not matter"))
     parser.add_argument("--runs", nargs="+", type=Path, help="six or more finished runs to fit loss and speed to")
     parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
-    parser.add_argument("--processes", type=within(1, 65536), default=1, help="devices that train together (1)")
-    parser.add_argument("--mfu", type=within(1e-6, 1.0), help="fraction of the peak to assume as speed (0.4)")
-    parser.add_argument("--sequence_length", type=within(1, 2**24), default=256, help="tokens of context (256)")
+    parser.add_argument("--processes", **bounded(1, 65536, "devices that train together", 1))
+    parser.add_argument("--mfu", **bounded(1e-6, 1.0, "fraction of the peak to assume as speed (0.4)"))
+    parser.add_argument("--sequence_length", **bounded(1, 2**24, "tokens of context", 256))
     parser.add_argument(
         "--bytes_per_token",
         nargs="+",
@@ -59,17 +57,15 @@ def main() -> None:
         help="vocabularies to consider, and the bytes of your text per token, such as 257=1 4096=3.27; see"
         " benchmarks/vocabulary_study.py (default: those of English web text)",
     )
-    parser.add_argument(
-        "--code_bytes", type=within(0, 10**9), default=10_000, help="bytes of the packed program (10000)"
-    )
-    parser.add_argument("--count", type=within(1, 1000), default=10, help="shapes to print (10)")
+    parser.add_argument("--code_bytes", **bounded(0, 10**9, "bytes of the packed program", 10_000))
+    parser.add_argument("--count", **bounded(1, 1000, "shapes to print", 10))
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
 
     runs = read_runs(arguments.runs) if arguments.runs else []
     scaling = fit_scaling(runs) if runs else DEFAULT_SCALING
-    speed = None if arguments.tokens else find_speed(arguments, runs)
-    vocabularies = parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
+    speed = None if arguments.tokens else _find_speed(arguments, runs)
+    vocabularies = _parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
     seconds = None if arguments.minutes is None else 60 * arguments.minutes
     budget = Budget(arguments.budget_bytes, seconds, arguments.tokens, arguments.code_bytes)
     found, more_bytes, more_training = (
@@ -83,7 +79,7 @@ def main() -> None:
         sources = {"loss": scaling.source, "speed": speed and speed.source}
         print(json.dumps({"candidates": figures, "gain_of_10_percent_more": gain, "sources": sources}))
         return
-    print_plan(found, gains)
+    _print_plan(found, gains)
     print(f"loss: {scaling.source}")
     if len(vocabularies) > 1:
         print("vocabularies: told apart by their weights and their bytes per token only; train the best of each")
@@ -92,10 +88,9 @@ def main() -> None:
     print(f"\n{found[0].shape.options()} --golf.budget_bytes {arguments.budget_bytes}")
 
 
-def find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throughput:
+def _find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throughput:
     """Return the speed that runs had, or that is assumed of a device."""
     from hfgolf.commands.needs import ASSUMED_MFU, machine_with, this_machine
-    from hfgolf.hardware import DEVICES, find_device
 
     if runs and arguments.device:
         raise UserError("--device: --runs have a speed of their own; leave one out.")
@@ -104,16 +99,12 @@ def find_speed(arguments: argparse.Namespace, runs: Sequence[Outcome]) -> Throug
     mfu = arguments.mfu or ASSUMED_MFU
     if arguments.device is None:
         machine = this_machine("bf16", arguments.processes)
-    elif device := find_device(arguments.device):
-        machine = machine_with(device, "bf16" if device.has_bf16 else "fp16", arguments.processes)
     else:
-        known = ", ".join(device.name for device in DEVICES)
-        raise UserError(f"--device: {arguments.device} is not in the table; known: {known}.")
-    source = f"assumed: {mfu:.0%} of the peak of {machine.name}, {machine.peak_flops / 1e12:,.4g} TFLOP/s"
-    return Throughput(mfu * machine.peak_flops, 0.0, source)
+        machine, _ = machine_with(arguments.device, None, arguments.processes)
+    return Throughput(mfu * machine.peak_flops, 0.0, machine.assumed(mfu))
 
 
-def parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
+def _parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
     """Return {entries: bytes per token}."""
     found = {}
     for text in texts:
@@ -129,7 +120,7 @@ def parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
     return found
 
 
-def print_plan(found: Sequence[Candidate], gains: Sequence[float]) -> None:
+def _print_plan(found: Sequence[Candidate], gains: Sequence[float]) -> None:
     """Print the candidates, the bytes of the first, and what more bytes or more training would gain."""
     print(f"{'bits/byte':>9} {'(gap)':>8} {'entries':>8} {'width':>6} {'layers':>6} {'mlp':>4} {'kv':>6}", end=" ")
     print(f"{'weights':>12} {'bits':>6} {'tokens':>15}")
@@ -193,7 +184,7 @@ class Shape:
         return 6.0 * (self.blocks + attention + self.embedding)
 
     def options(self) -> str:
-        """Return the options of train.py for this shape."""
+        """Return the options of hfgolf train for this shape."""
         keys = f" --model.num_key_value_heads {self.num_key_value_heads}"
         kind = "byte" if self.vocab_size == 257 else f"bpe --tokenizer.vocab_size {self.vocab_size}"
         return (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfgolf.commands.options import ScriptParser, within
+from hfgolf.commands.options import ScriptParser, bounded
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.wording import duration
@@ -32,17 +32,15 @@ def main() -> int:
         type=Path,
         help="folders of runs, or JSON files that score.py or `hfgolf evaluate --json` printed",
     )
-    own.add_argument("--scores", nargs="+", type=within(0.0, 100.0), help="bits per byte of each seed")
+    own.add_argument("--scores", nargs="+", **bounded(0.0, 100.0, "bits per byte of each seed"))
     known = parser.add_mutually_exclusive_group(required=True)
-    known.add_argument("--reference", type=within(0.0, 100.0), help="bits per byte to beat, one number")
+    known.add_argument("--reference", **bounded(0.0, 100.0, "bits per byte to beat, one number"))
     known.add_argument("--reference_runs", nargs="+", type=Path, help="the runs to beat")
-    known.add_argument("--reference_scores", nargs="+", type=within(0.0, 100.0), help="bits per byte of their seeds")
-    parser.add_argument(
-        "--margin_nats", type=within(0.0, 10.0), default=0.005, help="nats per token to beat the reference by (0.005)"
-    )
-    parser.add_argument("--tokens", type=within(1, 10**15), help="scored tokens, for --scores")
-    parser.add_argument("--bytes", type=within(1, 10**15), help="bytes of the scored text, for --scores")
-    parser.add_argument("--significance", type=within(1e-9, 0.5), default=0.01, help="the p-value to be below (0.01)")
+    known.add_argument("--reference_scores", nargs="+", **bounded(0.0, 100.0, "bits per byte of their seeds"))
+    parser.add_argument("--margin_nats", **bounded(0.0, 10.0, "nats per token to beat the reference by", 0.005))
+    parser.add_argument("--tokens", **bounded(1, 10**15, "scored tokens, for --scores"))
+    parser.add_argument("--bytes", **bounded(1, 10**15, "bytes of the scored text, for --scores"))
+    parser.add_argument("--significance", **bounded(1e-9, 0.5, "the p-value to be below", 0.01))
     parser.add_argument(
         "--leave_out",
         action="append",

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from hfgolf.commands.options import ScriptParser, within
+from hfgolf.commands.options import ScriptParser, bounded
 from hfgolf.errors import UserError
 
 
@@ -16,7 +16,7 @@ def main() -> int:
     parser = ScriptParser(__doc__)
     parser.add_argument("folder", type=Path, help="folder of an export, such as runs/small/golf")
     parser.add_argument("--mode", choices=("flat", "sliding", "documents"), help="default: that of the ledger")
-    parser.add_argument("--stride", type=within(1, 2**24), help="tokens between windows, if they overlap")
+    parser.add_argument("--stride", **bounded(1, 2**24, "tokens between windows, if they overlap"))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     arguments = parser.parse_args()
 

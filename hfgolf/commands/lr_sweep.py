@@ -62,7 +62,7 @@ class Sweep:
 
     @property
     def smoothed_losses(self) -> list[float]:
-        return smooth(self.losses)
+        return moving_averages(self.losses)
 
     @property
     def gains(self) -> list[float]:
@@ -218,7 +218,7 @@ def restored(run: Run) -> Iterator[None]:
                 tensor.copy_(before)
 
 
-def smooth(losses: list[float]) -> list[float]:
+def moving_averages(losses: list[float]) -> list[float]:
     """Return the exponential moving averages of the losses, corrected for the bias toward the start at 0."""
     average, smoothed = 0.0, []
     for step, loss in enumerate(losses, start=1):
@@ -229,7 +229,7 @@ def smooth(losses: list[float]) -> list[float]:
 
 def smoothed_gains(losses: list[float], losses_at_rest: list[float]) -> list[float]:
     """Return how far the smoothed losses are below those at rest. losses_at_rest may be longer."""
-    return smooth([rest - loss for loss, rest in zip(losses, losses_at_rest, strict=False)])
+    return moving_averages([rest - loss for loss, rest in zip(losses, losses_at_rest, strict=False)])
 
 
 def has_diverged(losses: list[float], losses_at_rest: list[float]) -> bool:

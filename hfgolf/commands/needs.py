@@ -22,10 +22,10 @@ from hfgolf.config import RunConfig
 from hfgolf.data import token_cache
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.files import cache_folder
-from hfgolf.data.token_stream import open_stream
+from hfgolf.data.token_stream import open_stream, stream_path
 from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
 from hfgolf.errors import UserError
-from hfgolf.hardware import Device, device_name, free_memory_bytes, peak_flops, synchronize
+from hfgolf.hardware import DEVICES, device_name, find_device, free_memory_bytes, peak_flops, synchronize
 from hfgolf.measure.flops import TokenFlops, token_flops
 from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, chunk_elements, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -74,6 +74,10 @@ class Machine:
     """Free memory of each process."""
     is_sharded: bool = False
     """Whether the processes share weights, gradients and state (FSDP2)."""
+
+    def assumed(self, mfu: float) -> str:
+        """Say where a speed comes from that is a share of the peak."""
+        return f"assumed: {mfu:.0%} of the peak of {self.name}, {self.peak_flops / 1e12:,.4g} TFLOP/s"
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ def count_tokens(config: RunConfig) -> TokenCounts:
     if found:
         folder, known = found
         try:
-            train, val = (len(open_stream(Path(folder) / f"{split}.arrow", False)) for split in ("train", "val"))
+            train, val = (len(open_stream(stream_path(folder, split))) for split in ("train", "val"))
             return TokenCounts(embedding_rows(known), train, val)
         except (OSError, ValueError) as error:
             reason = f"the token cache is damaged: {error}"
@@ -170,16 +174,23 @@ def this_machine(precision: str, processes: int) -> Machine:
     return Machine(device_name(device), device.type, processes, peak, free_bytes)
 
 
-def machine_with(device: Device, precision: str, processes: int) -> Machine:
-    """Describe a machine with devices of the table (hardware.DEVICES), with all their memory free."""
-    return Machine(device.name, "cuda", processes, device.peak_flops(precision) * processes, device.memory_gb * 10**9)
+def machine_with(name: str, precision: str | None, processes: int) -> tuple[Machine, str]:
+    """Describe a machine with GPUs of the table (hardware.DEVICES), all their memory free; return its precision, too.
+
+    precision: None: 16 bits, as suits the GPU. Raises UserError for a name that is not in the table.
+    """
+    device = find_device(name)
+    if device is None:
+        raise UserError(f"--device: {name} is not in the table; known: {', '.join(known.name for known in DEVICES)}.")
+    precision = precision or ("bf16" if device.has_bf16 else "fp16")
+    peak, free_bytes = device.peak_flops(precision) * processes, device.memory_gb * 10**9
+    return Machine(device.name, "cuda", processes, peak, free_bytes), precision
 
 
 def assumed_speed(flops: TokenFlops, machine: Machine, mfu: float, recomputes: bool) -> Speed:
     """Return the speed at an assumed MFU. recomputes: gradient checkpointing costs extra FLOPs."""
     each = flops.useful + (flops.recomputation if recomputes else 0)
-    source = f"assumed: {mfu:.0%} of the peak of {machine.name}, {machine.peak_flops / 1e12:,.4g} TFLOP/s"
-    return Speed(mfu * machine.peak_flops / each, source)
+    return Speed(mfu * machine.peak_flops / each, machine.assumed(mfu))
 
 
 def measured_speed(config: RunConfig, vocabulary: int, micro_batch_size: int, machine: Machine) -> Speed:

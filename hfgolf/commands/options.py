@@ -49,6 +49,12 @@ def within(minimum: float, maximum: float) -> Callable[[str], float]:
     return parse
 
 
+def bounded(minimum: float, maximum: float, text: str, default: float | None = None) -> dict[str, Any]:
+    """Return the settings of an option for a number from minimum to maximum. The help ends in the default."""
+    text = text if default is None else f"{text} ({default})"
+    return {"type": within(minimum, maximum), "default": default, "help": text}
+
+
 def _temperature(text: str) -> float:
     value = within(0.0, 1e6)(text)
     if 0 < value < 1e-3:  # dividing the logits by it would overflow

@@ -75,7 +75,7 @@ def main() -> None:
     budget = find_budget(options.dollars, options.minutes, price)
     data = count_tokens(config)
     needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
-    speed = find_speed(options, config, data, needs, machine)
+    speed = choose_speed(options, config, data, needs, machine)
     steps, note = planned_steps(config, data, speed)
     length = None if steps is None else run_length(config, data, speed, steps, price)
     affordable = None
@@ -90,7 +90,7 @@ def main() -> None:
     if options.json:
         print(as_json(config, needs, data, machine, speed, length, affordable))
         return
-    print("\n".join(describe(config, needs, data, machine, speed)))
+    print("\n".join(describe_needs(config, needs, data, machine, speed)))
     print("\n".join(describe_length(length, sum(needs.parameters.values()), price, note)))
     if affordable is not None:
         print(describe_budget(affordable, length, stated, seconds))
@@ -107,7 +107,6 @@ def _check(options: argparse.Namespace) -> None:
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
     """Return the config with its precision decided, and the machine to plan for, sharded as accelerate was told."""
     from hfgolf.commands.needs import machine_with, this_machine
-    from hfgolf.hardware import DEVICES, find_device
     from hfgolf.train.launched import check_settings
     from hfgolf.train.process import resolve_precision, set_cpu_threads, tune_memory
 
@@ -116,19 +115,13 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
         set_cpu_threads(config.train.cpu_threads, processes)  # same as the run, before anything is measured
         tune_memory(config)
         machine = this_machine(str(config.train.mixed_precision), processes)
-        return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
-    device = find_device(name)
-    if device is None:
-        known = ", ".join(device.name for device in DEVICES)
-        raise UserError(f"--device: {name} is not in the table; known: {known}.")
-    config = resolved.config
-    if config.train.mixed_precision is None:
-        config = config.replace(train__mixed_precision="bf16" if device.has_bf16 else "fp16")
-    machine = machine_with(device, str(config.train.mixed_precision), processes)
+    else:
+        machine, precision = machine_with(name, resolved.config.train.mixed_precision, processes)
+        config = resolved.config.replace(train__mixed_precision=precision)
     return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
 
 
-def find_speed(
+def choose_speed(
     options: argparse.Namespace, config: RunConfig, data: TokenCounts, needs: Needs, machine: Machine
 ) -> Speed:
     """Return the stated, measured or assumed speed."""
@@ -172,21 +165,23 @@ def planned_steps(config: RunConfig, data: TokenCounts, speed: Speed) -> tuple[i
     return int(by_steps), ""
 
 
-def describe(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machine, speed: Speed) -> list[str]:
+def describe_needs(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machine, speed: Speed) -> list[str]:
     """Return the lines of a plan."""
     from hfgolf.measure.memory import fragmented_bytes
 
     batch, flops, total = config.batch, needs.flops, sum(needs.parameters.values())
     precision = {"no": "fp32"}.get(str(config.train.mixed_precision), config.train.mixed_precision)
     lines = [f"{config.run.name}: {total:,} parameters, vocabulary {data.vocabulary:,}"]
-    lines += table((part, f"{count:,}", f"{count / total:.1%}") for part, count in needs.parameters.items())
-    lines += table((f"updated by {rule}", f"{count:,}", f"{count / total:.1%}") for rule, count in needs.rules.items())
+    lines += columns((part, f"{count:,}", f"{count / total:.1%}") for part, count in needs.parameters.items())
+    lines += columns(
+        (f"updated by {rule}", f"{count:,}", f"{count / total:.1%}") for rule, count in needs.rules.items()
+    )
     lines += ["", f"{scaled(flops.useful)}FLOPs per token, forward and backward"]
     spent = {"matrices": flops.matrices, "attention": flops.attention, "head": flops.head}
-    lines += table((name, f"{scaled(count)}FLOPs", f"{count / flops.useful:.1%}") for name, count in spent.items())
+    lines += columns((name, f"{scaled(count)}FLOPs", f"{count / flops.useful:.1%}") for name, count in spent.items())
     recomputed = "recomputed in addition" if config.model.gradient_checkpointing else "checkpointing would add"
     more = f"{flops.recomputation / flops.useful:.1%}"
-    lines += table([(recomputed, f"{scaled(flops.recomputation)}FLOPs", more)])
+    lines += columns([(recomputed, f"{scaled(flops.recomputation)}FLOPs", more)])
     lines += [
         "",
         f"memory, {precision}, {needs.micro_batch_size} x {batch.sequence_length} tokens x {needs.accumulation_steps}"
@@ -199,13 +194,13 @@ def describe(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machin
     ]
     names = ITEMS | {"buckets": "gathered by FSDP2"} if machine.is_sharded else ITEMS
     rows = [(name, *(gb(memory[item]) for memory in stated)) for item, name in names.items() if stated[0][item]]
-    lines += table([("checkpointing", "no", "yes"), *rows])
+    lines += columns([("checkpointing", "no", "yes"), *rows])
     if machine.device == "cpu":
         lost = gb(fragmented_bytes(needs.memory))
         lines.append(
             f"  the peak counts tensors only; `top` also shows {lost} of heap fragmentation, and Python itself"
         )
-    lines.append(fit(needs, machine))
+    lines.append(describe_fit(needs, machine))
     if data.train_tokens is None:
         lines += ["", f"data: not counted ({data.note})"]
     else:
@@ -213,7 +208,7 @@ def describe(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machin
     return [*lines, f"speed: {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"]
 
 
-def fit(needs: Needs, machine: Machine) -> str:
+def describe_fit(needs: Needs, machine: Machine) -> str:
     """Describe whether the run fits, and the largest micro-batch that would."""
     from hfgolf.measure.memory import MAX_CPU_TOKENS, USABLE_SHARE
 
@@ -277,7 +272,7 @@ def as_json(
     return json.dumps(numbers, indent=1)
 
 
-def table(rows: Any) -> list[str]:
+def columns(rows: Any) -> list[str]:
     """Format rows of a name and figures as lines with columns."""
     return [f"  {name:<26}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in rows]
 

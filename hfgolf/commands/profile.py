@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.command_line import load_config
-from hfgolf.commands.options import ScriptParser, check_output, within
+from hfgolf.commands.options import ScriptParser, bounded, check_output
 from hfgolf.durable import write_text
 
 
@@ -20,9 +20,7 @@ def main() -> None:
         __doc__,
         "Also takes the options of hfgolf train: --config FILE --section.key value. track.* and hub.* have no effect.",
     )
-    parser.add_argument(
-        "--steps", type=within(1, 10**4), default=5, help="steps to profile, after three warm-up steps (5)"
-    )
+    parser.add_argument("--steps", **bounded(1, 10**4, "steps to profile, after three warm-up steps", 5))
     parser.add_argument(
         "--output", type=Path, help="folder to write to (default: the run's folder, such as runs/small)"
     )
@@ -47,10 +45,10 @@ def main() -> None:
     if not is_main_process:
         return
     write_text(folder / "profile.json", json.dumps(record, indent=1))
-    print(f"\n{describe(record)}\nwrote {folder / 'profile.json'} and {trace}")
+    print(f"\n{_describe(record)}\nwrote {folder / 'profile.json'} and {trace}")
 
 
-def describe(record: dict[str, Any]) -> str:
+def _describe(record: dict[str, Any]) -> str:
     """Format profile.json for a person."""
     milliseconds, profiled = 1e3 * record["step_seconds"], 1e3 * record["profiled_step_seconds"]
     memory = record["memory"]

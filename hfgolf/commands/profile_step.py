@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from hfgolf.commands.step_profile import Profile, what_bounds
-from hfgolf.commands.trace import STEP, read_trace
+from hfgolf.commands.trace import STEP, Profile, read_trace, what_bounds
 from hfgolf.errors import UserError
 from hfgolf.evaluate.context import compiled_modules, undo_compilation
 from hfgolf.hardware import fingerprint, synchronize

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from hfgolf.commands.options import ScriptParser, check_output, within
-from hfgolf.errors import UserError
+from hfgolf.commands.options import ScriptParser, bounded, check_output
+from hfgolf.errors import writing
 
 
 def main() -> None:
@@ -17,8 +17,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--price_per_hour",
-        type=within(0.0, 1e12),
-        help="dollars per hour for the machine (default: the run's run.price_per_hour)",
+        **bounded(0.0, 1e12, "dollars per hour for the machine (default: the run's run.price_per_hour)"),
     )
     parser.add_argument("--png", type=Path, help="also write a picture of the losses to this file")
     arguments = parser.parse_args()
@@ -35,10 +34,8 @@ def main() -> None:
     from hfgolf.run.record import read_run
 
     runs = [read_run(folder) for folder in arguments.runs]
-    try:
+    with writing("--output", output):
         write_report(runs, output, arguments.price_per_hour)
         print(f"wrote {output}, and {output.with_suffix('.md').name} with pictures in {output.with_suffix('').name}/")
         if arguments.png:
             shutil.copyfile(output.with_suffix("") / "loss.png", arguments.png)
-    except OSError as error:
-        raise UserError(f"--output: cannot write {error.filename} ({error.strerror}); choose another.") from None

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from hfgolf import palette
 from hfgolf.command_line import load_config
-from hfgolf.commands.options import ScriptParser, check_picture, within
+from hfgolf.commands.options import ScriptParser, bounded, check_picture
 from hfgolf.config import RunConfig
-from hfgolf.errors import UserError
-from hfgolf.wording import one_line
+from hfgolf.errors import UserError, writing
 
 STAND_INS = {  # one parameter of each kind; its name decides its rule and peak learning rate
     "matrix": "model.layers.0.mlp.up_proj.weight",
@@ -52,9 +51,7 @@ def main() -> None:
     parser = ScriptParser(__doc__, "Also takes the options of hfgolf train: --config FILE --section.key value.")
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="picture to write (schedule.png)")
     parser.add_argument(
-        "--seconds_per_step",
-        type=within(1e-6, 1e6),
-        help="locates warmups and the end if train.max_minutes limits the run",
+        "--seconds_per_step", **bounded(1e-6, 1e6, "locates warmups and the end if train.max_minutes limits the run")
     )
     arguments, run_options = parser.parse_known_args()
     resolved = load_config(run_options)
@@ -68,14 +65,12 @@ def main() -> None:
     grid = (round(i * (axis.steps - 1) / POINTS) for i in range(POINTS + 1))
     steps = sorted({*grid, *corners.values()})
     rates, others = values(config, steps, axis.steps)
-    print(table(axis, corners, steps, rates | others))
+    print(_table(axis, corners, steps, rates | others))
     if axis.note:
         seconds = f"{config.batch.tokens_per_step} divided by the tokens/s of a log line"
         print(f"note: {axis.note}; set --seconds_per_step ({seconds})")
-    try:
-        draw(config, axis, corners, steps, rates, others, arguments.output)
-    except OSError as error:
-        raise UserError(f"--output: cannot write {arguments.output} ({one_line(error)}); choose another.") from None
+    with writing("--output", arguments.output):
+        _draw(config, axis, corners, steps, rates, others, arguments.output)
     print(f"wrote {arguments.output}")
 
 
@@ -149,7 +144,7 @@ def values(
     return {", ".join(names): list(line) for line, names in alike.items()}, others
 
 
-def table(axis: TimeAxis, corners: dict[str, int], steps: Sequence[int], columns: dict[str, list[float]]) -> str:
+def _table(axis: TimeAxis, corners: dict[str, int], steps: Sequence[int], columns: dict[str, list[float]]) -> str:
     """Return one row per corner: its position, the fraction of the run before it, and the value of each column."""
     rows = [("", axis.unit, "run done", *columns)]
     for name, step in corners.items():
@@ -162,7 +157,7 @@ def table(axis: TimeAxis, corners: dict[str, int], steps: Sequence[int], columns
 
 
 @palette.style()
-def draw(
+def _draw(
     config: RunConfig,
     axis: TimeAxis,
     corners: dict[str, int],

@@ -46,7 +46,7 @@ def train_with(signals: Signals) -> None:
         console.open()
     console.now("loading torch")
 
-    from hfgolf.training import train_once
+    from hfgolf.api import train_once
 
     quiet_libraries()
     train_once(resolved, signals)

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from hfgolf.command_line import ResolvedConfig, load_config
-from hfgolf.commands.options import ScriptParser, within
+from hfgolf.commands.options import ScriptParser, bounded
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_lines, read_rows
@@ -43,16 +43,10 @@ def main() -> int:
         "Also takes the options of hfgolf train, for both runs: --config FILE --section.key value. It sets\n"
         "their length, how often they log, evaluate and save, and their (temporary) folder.",
     )
-    parser.add_argument("--steps", type=within(1, 10**9), default=30, help="optimizer steps of each run (30)")
-    parser.add_argument(
-        "--kills", type=within(0, 10**6), default=4, help="number of kills; every second one aims at a save (4)"
-    )
-    parser.add_argument(
-        "--kill_seed", type=within(0, 2**63 - 1), default=0, help="seed of the moments of the kills (0)"
-    )
-    parser.add_argument(
-        "--num_processes", type=within(1, 1024), default=1, help="processes on this machine, one per GPU (1)"
-    )
+    parser.add_argument("--steps", **bounded(1, 10**9, "optimizer steps of each run", 30))
+    parser.add_argument("--kills", **bounded(0, 10**6, "number of kills; every second one aims at a save", 4))
+    parser.add_argument("--kill_seed", **bounded(0, 2**63 - 1, "seed of the moments of the kills", 0))
+    parser.add_argument("--num_processes", **bounded(1, 1024, "processes on this machine, one per GPU", 1))
     arguments, run_options = parser.parse_known_args()
     if arguments.steps <= arguments.kills:
         raise UserError(f"--steps: {arguments.steps} is out of range; allowed: more than --kills {arguments.kills}.")
@@ -89,7 +83,7 @@ def verify_resume(
         raise UserError("verify_resume starts its processes itself; run `hfgolf verify_resume --num_processes`.")
     import torch
 
-    from hfgolf.commands.evidence import compare, evidence, table, verdict
+    from hfgolf.commands.evidence import diff_runs, diff_table, evidence, verdict
 
     started_at = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="verify_resume-"))
@@ -105,11 +99,11 @@ def verify_resume(
     except Stopped:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    diffs = compare(evidence(straight), evidence(killed))
+    diffs = diff_runs(evidence(straight), evidence(killed))
     # one process on a CPU is bitwise reproducible; elsewhere the order of sums may vary
     is_exact = plan.num_processes == 1 and not torch.accelerator.is_available()
     is_equal, text = verdict(diffs, plan.steps, is_exact)
-    logger.info("\n%s\n\n%s (%.0f s)", table(diffs), text, time.perf_counter() - started_at)
+    logger.info("\n%s\n\n%s (%.0f s)", diff_table(diffs), text, time.perf_counter() - started_at)
     if is_equal:
         shutil.rmtree(folder)
         return True

@@ -80,23 +80,35 @@ class PlannedRun:
 
 def load_experiment(path: Path) -> Experiment:
     """Read a definition. Raises UserError, naming file and key, if its format is wrong."""
-    parts = _read(path)
+    if not path.is_file():
+        raise UserError(f"there is no definition {path}; name one, such as benchmarks/experiments/muon_vs_adamw.yaml.")
+    # BaseLoader keeps every scalar as text: `no`, `1e-3` and 0.10 stay as written
+    content = load_yaml(path, str(path), yaml.BaseLoader)
+    try:
+        return _experiment(path, _mapping("a definition", content))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _experiment(path: Path, content: dict[str, Any]) -> Experiment:
+    for part in content:
+        if part not in _PARTS:
+            raise UserError(f"unknown key {part}; did you mean {nearest(part, _PARTS)}?")
+    parts = {part: value for part, value in content.items() if value not in ("", "null")}
     base = parts.get("base")
     if base is not None and not isinstance(base, str):
-        raise UserError(
-            f"{path}: base: {base} is not allowed; allowed: the path of a config (put values under common)."
-        )
-    common = _settings(path, "common", parts.get("common"))
-    stated = _mapping(path, "arms", parts.get("arms"))
+        raise UserError(f"base: {base} is not allowed; allowed: the path of a config (put values under common).")
+    common = _settings("common", parts.get("common"))
+    stated = _mapping("arms", parts.get("arms"))
     if not stated:
-        raise UserError(f"{path}: arms: there are none; add one, such as `arms: {{muon: {{optim.name: muon}}}}`.")
+        raise UserError("arms: there are none; add one, such as `arms: {muon: {optim.name: muon}}`.")
     for name in stated:
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise UserError(f"{path}: arms: {name!r} is not allowed as a name; allowed: letters, digits, . _ -")
-    grids = _grids(path, parts.get("grid"), list(stated))
+            raise UserError(f"arms: {name!r} is not allowed as a name; allowed: letters, digits, . _ -")
+    grids = _grids(parts.get("grid"), list(stated))
     arms: dict[str, Settings] = {}
     for name, changes in stated.items():
-        settings = common | _settings(path, f"arms.{name}", changes)
+        settings = common | _settings(f"arms.{name}", changes)
         axes = grids.get(name, {})
         for values in itertools.product(*axes.values()):
             point = dict(zip(axes, values, strict=True))
@@ -104,8 +116,8 @@ def load_experiment(path: Path) -> Experiment:
             arms[f"{name}[{text}]" if text else name] = settings | point
     baseline = parts.get("baseline", next(iter(stated)))
     if baseline not in [*stated, *arms]:
-        raise UserError(f"{path}: baseline: there is no arm {baseline}; allowed: {join_words(stated, last=' or ')}.")
-    return Experiment(path, base, _seeds(path, parts.get("seeds")), arms, grids, baseline)
+        raise UserError(f"baseline: there is no arm {baseline}; allowed: {join_words(stated, last=' or ')}.")
+    return Experiment(path, base, _seeds(parts.get("seeds")), arms, grids, baseline)
 
 
 def plan_runs(experiment: Experiment, output_dir: Path, options: Sequence[str]) -> list[PlannedRun]:
@@ -143,31 +155,18 @@ def _differs(experiment: Experiment, key: str, value: str) -> bool:
     return any(settings.get(key) != value for settings in experiment.arms.values())
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"there is no definition {path}; name one, such as benchmarks/experiments/muon_vs_adamw.yaml.")
-    # BaseLoader keeps every scalar as text: `no`, `1e-3` and 0.10 stay as written
-    parts = _mapping(path, "a definition", load_yaml(path, str(path), yaml.BaseLoader))
-    for part in parts:
-        if part not in _PARTS:
-            raise UserError(f"{path}: unknown key {part}; did you mean {nearest(part, _PARTS)}?")
-    return {part: value for part, value in parts.items() if value not in ("", "null")}
-
-
-def _mapping(path: Path, where: str, value: Any) -> dict[str, Any]:
+def _mapping(where: str, value: Any) -> dict[str, Any]:
     if value in (None, "", "null"):
         return {}
     if not isinstance(value, dict):
-        raise UserError(
-            f"{path}: {where}: {shortened(value)} is not allowed; allowed: keys and values, as in `key: value`."
-        )
+        raise UserError(f"{where}: {shortened(value)} is not allowed; allowed: keys and values, as in `key: value`.")
     return value
 
 
-def _settings(path: Path, where: str, value: Any) -> Settings:
-    settings = _mapping(path, where, value)
-    _check_keys(f"{path}: {where}", settings)
-    return {key: _text(path, where, key, value) for key, value in settings.items()}
+def _settings(where: str, value: Any) -> Settings:
+    settings = _mapping(where, value)
+    _check_keys(where, settings)
+    return {key: _text(where, key, value) for key, value in settings.items()}
 
 
 def _check_keys(where: str, keys: Iterable[str]) -> None:
@@ -178,44 +177,39 @@ def _check_keys(where: str, keys: Iterable[str]) -> None:
             raise UserError(f"{where}: unknown key {key}; did you mean {nearest(key, KEY_TYPES)}?")
 
 
-def _text(path: Path, where: str, key: str, value: Any) -> str:
+def _text(where: str, key: str, value: Any) -> str:
     """Return a value as text for the command line."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return f"[{', '.join(value)}]"
     if not isinstance(value, str):
-        raise UserError(
-            f"{path}: {where}: {key}: {shortened(value)} is not allowed; allowed: a value or a list of values."
-        )
+        raise UserError(f"{where}: {key}: {shortened(value)} is not allowed; allowed: a value or a list of values.")
     return value or "null"
 
 
-def _grids(path: Path, value: Any, arms: list[str]) -> dict[str, dict[str, list[str]]]:
+def _grids(value: Any, arms: list[str]) -> dict[str, dict[str, list[str]]]:
     """Return {arm: {key: values}}; a key directly under `grid` applies to every arm."""
     grids: dict[str, dict[str, list[str]]] = {}
-    for name, axes in _mapping(path, "grid", value).items():
+    for name, axes in _mapping("grid", value).items():
         if name not in arms and not is_key(name):
-            raise UserError(f"{path}: grid: {name} is neither an arm ({join_words(arms)}) nor a key of the config.")
+            raise UserError(f"grid: {name} is neither an arm ({join_words(arms)}) nor a key of the config.")
         expanded, axes = ([name], axes) if name in arms else (arms, {name: axes})
-        for key, values in _mapping(path, f"grid.{name}", axes).items():
+        for key, values in _mapping(f"grid.{name}", axes).items():
             where = f"grid.{name}" if name in arms else "grid"
             if not isinstance(values, list) or not values:
-                raise UserError(
-                    f"{path}: {where}: {key}: {shortened(values)} is not allowed; allowed: a list of values."
-                )
-            _check_keys(f"{path}: {where}", [key])
+                raise UserError(f"{where}: {key}: {shortened(values)} is not allowed; allowed: a list of values.")
+            _check_keys(where, [key])
             for arm in expanded:
-                grids.setdefault(arm, {})[key] = [_text(path, where, key, value) for value in values]
+                grids.setdefault(arm, {})[key] = [_text(where, key, value) for value in values]
     return grids
 
 
-def _seeds(path: Path, value: Any) -> list[int]:
+def _seeds(value: Any) -> list[int]:
     try:
         seeds = [int(seed) for seed in value]
     except (TypeError, ValueError):
         seeds = []
     if not isinstance(value, list) or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise UserError(
-            f"{path}: seeds: {shortened(value)} is not allowed; allowed: a list of different numbers, such as"
-            " [1, 2, 3]."
+            f"seeds: {shortened(value)} is not allowed; allowed: a list of different numbers, such as [1, 2, 3]."
         )
     return seeds

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from hfgolf.compare.comparison import Comparison
 from hfgolf.compare.statistics import MOST_SEEDS, NOISE_P_VALUE, ArmResult, Difference, Equivalence, GridBest
 from hfgolf.redact import redact
-from hfgolf.wording import join_words
+from hfgolf.wording import count_of, join_words
 
 
 def to_markdown(comparison: Comparison) -> str:
@@ -33,7 +33,7 @@ def _what_is_compared(comparison: Comparison) -> str:
     seeds = sorted({seed for arm in comparison.arms.values() for seed in arm.final_losses})
     text = (
         f"Validation loss at the last step, in nats per token, on {comparison.val_tokens:,} tokens ({whole});"
-        f" {_count(len(seeds), 'seed')} ({join_words(seeds)})."
+        f" {count_of(len(seeds), 'seed')} ({join_words(seeds)})."
     )
     if not comparison.is_whole:
         text += " A run's summary and report have another figure: the exported step, on the whole validation set."
@@ -195,10 +195,6 @@ def _machine(comparison: Comparison) -> str:
     versions = [f"torch {packages.get('torch')}, hfgolf {packages.get('hfgolf')}" for packages in comparison.packages]
     commits = [str(commit) for commit in comparison.commits]
     return f"Measured on {join_words(machines, last=' and ')}; {join_words(versions)}; commit {join_words(commits)}."
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _number(value: float | None) -> str:

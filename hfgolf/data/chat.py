@@ -11,11 +11,8 @@ spells stays text, so a conversation cannot contain a turn that nobody took.
 from __future__ import annotations
 
 import itertools
-import logging
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -28,11 +25,6 @@ from hfgolf.data.token_stream import StreamPart
 from hfgolf.errors import UserError
 from hfgolf.wording import first_line
 
-if TYPE_CHECKING:  # it imports datasets, for which a prompt would wait
-    from hfgolf.data.corpus import Corpus
-
-_log = logging.getLogger(__name__)
-_ROWS = 256  # at once
 CHAT_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 # Each turn is between special tokens, so the tokens of a prompt are the same with and without the answer.
 CHAT_TEMPLATE = """\
@@ -88,37 +80,6 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(dict.fromkeys(ids + ends))
 
 
-def encoded_conversations(
-    corpus: Corpus, split: str, tokenizer: PreTrainedTokenizerFast, scratch: Path
-) -> Iterator[StreamPart]:
-    """Yield some conversations at a time as tokens; each starts a separator, and its bytes are the assistant's.
-
-    Conversations without a turn of the assistant that the loss counts are skipped. Raises UserError if a row does not
-    fit the template, or if the split is empty.
-    """
-    encoder = ConversationEncoder(tokenizer)
-    rows, num_read, num_kept = corpus.rows(split, scratch), 0, 0
-    while batch := list(itertools.islice(rows, _ROWS)):
-        kept = [(name, messages) for name, messages in batch if any(map(is_learned, messages))]
-        num_read, num_kept = num_read + len(batch), num_kept + len(kept)
-        if kept:
-            yield encoder.encode(kept)
-    corpus.require_text(split, num_kept)
-    if num_kept < num_read:
-        _log.info(
-            "%s: skipped %d of %d conversations without an assistant's turn to learn",
-            split,
-            num_read - num_kept,
-            num_read,
-        )
-
-
-def sample_texts(corpus: Corpus, scratch: Path) -> list[str]:
-    """Return the texts of the messages of the first validation rows."""
-    rows = itertools.islice(corpus.rows("val", scratch), _ROWS)
-    return [message["content"] for _, messages in rows for message in messages]
-
-
 class ConversationEncoder:
     """Encodes conversations with a tokenizer's chat template."""
 
@@ -155,10 +116,10 @@ class ConversationEncoder:
             num_tokens.append(len(ids))
             num_bytes.append(sum(self._text_bytes(text[start:end]) for start, end in turns))
         return StreamPart(
-            np.concatenate(all_ids),
+            np.concatenate([np.zeros(0, np.uint32), *all_ids]),
             np.array(num_tokens, np.uint32),
             np.array(num_bytes, np.uint32),
-            np.concatenate(all_targets),
+            np.concatenate([np.zeros(0, bool), *all_targets]),
         )
 
     def encode_prompt(self, messages: Messages) -> list[int]:

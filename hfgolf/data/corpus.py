@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import pyarrow as pa
+
 from hfgolf.config import DataConfig
 from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
 from hfgolf.data.file_hashes import file_hashes, file_state
-from hfgolf.data.files import TABLES, TEXT_TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
-from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
+from hfgolf.data.files import TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
+from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
 from hfgolf.errors import UserError
 from hfgolf.wording import join_words
 
@@ -44,21 +47,6 @@ class Corpus:
     """With shards: the files with the bytes of each validation token."""
     states: tuple[list[int], ...] = ()
     """`file_state` of each of `files` when it was hashed."""
-    is_share: bool = False
-    """Some of a corpus's files, for one of several tasks: a split may be empty."""
-
-    @property
-    def reader(self) -> str | None:
-        """Which reader makes the documents, for the key of their tokens; None if earlier ones made the same.
-
-        Not in the identity: a run that began with an earlier reader goes on.
-        """
-        is_read = any(TABLES.get(file.endings[0]) in TEXT_TABLES or file.endings[0] == ".zip" for file in self.files)
-        return "2: text as written" if is_read or self.data.messages_column is not None else None
-
-    def share(self, start: int, end: int) -> Corpus:
-        """Return the corpus with files[start:end] only, whose tokens are a part of the whole's."""
-        return replace(self, files=self.files[start:end], states=self.states[start:end], is_share=True)
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:
         """Write the documents to `folder` and return {"train": Dataset, "val": Dataset}, memory-mapped.
@@ -87,20 +75,28 @@ class Corpus:
                     writer = val if (split or self.hashed_split(name)) == "val" else train
                     writer.add_document(blocks)
         self._require_unchanged()
-        self.require_text("train", train.num_pieces)
-        self.require_text("val", val.num_pieces)
+        self.require_text("train", train.num_rows)
+        self.require_text("val", val.num_rows)
         return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
 
-    def rows(self, split: str, scratch: Path) -> Iterator[tuple[str, Any]]:
-        """Yield (name, value) of each row of a split: token ids (data.ids_column) or messages (data.messages_column).
+    def write_rows(self, folder: Path) -> dict[str, Dataset]:
+        """Write the rows of data.ids_column or data.messages_column to `folder`, and return them like write_pieces.
 
-        Raises UserError like write_pieces.
+        Each row is {"name": str, "content": token ids, or messages as JSON}. A split may be empty.
         """
-        scratch.mkdir(parents=True, exist_ok=True)
-        for name, fixed, value in self._documents(scratch):
-            if (fixed or self.hashed_split(name)) == split:
-                yield name, value
+        from datasets import Dataset
+
+        is_chat = self.data.messages_column is not None
+        content = pa.string() if is_chat else pa.list_(pa.uint32())
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = {split: folder / f"{split}-rows.arrow" for split in SPLITS}
+        train, val = (RowWriter(path, pa.schema({"name": pa.string(), "content": content})) for path in paths.values())
+        with train, val:
+            for name, split, value in self._documents(folder):
+                writer = val if (split or self.hashed_split(name)) == "val" else train
+                writer.append(name, json.dumps(value) if is_chat else value)
         self._require_unchanged()
+        return {split: cast(Dataset, Dataset.from_file(str(path))) for split, path in paths.items()}
 
     def _require_unchanged(self) -> None:
         for file, state in zip(self.files, self.states, strict=True):
@@ -134,8 +130,8 @@ class Corpus:
         return itertools.islice(documents, self.data.max_documents)
 
     def require_text(self, split: str, num_found: int) -> None:
-        """Raise UserError if nothing was found in a split, unless this is a share."""
-        if num_found or self.is_share:
+        """Raise UserError if nothing was found in a split."""
+        if num_found:
             return
         where, split = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
         column = content_column(self.data)

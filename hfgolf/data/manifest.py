@@ -24,8 +24,8 @@ class DamagedCacheError(UserError):
 
 
 def write_manifest(folder: Path, **fields: Any) -> None:
-    """Write cache.json for the files in `folder`, plus the given fields. Raises OSError."""
-    files = list_files(folder, (path for path in sorted(folder.iterdir()) if path.name != NAME))
+    """Write cache.json for all files in `folder`, plus the given fields. Raises OSError."""
+    files = list_files(folder, (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != NAME))
     write_text(folder / NAME, json.dumps({**fields, "files": files}, indent=1))
 
 
@@ -37,8 +37,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / NAME).read_bytes())
         for name, stated in manifest["files"].items():
-            if not isinstance(stated, dict):
-                raise ValueError(f"{NAME} has no hashes: an earlier version of hfgolf wrote it")
             if (folder / name).stat().st_size != stated["bytes"]:
                 raise ValueError(f"{name} is not {stated['bytes']} bytes long")
         if (folder / _DAMAGED).exists():

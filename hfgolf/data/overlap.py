@@ -19,7 +19,7 @@ import numpy as np
 if TYPE_CHECKING:
     from hfgolf.data.token_stream import TokenStream
 
-_PIECES = 2**16  # at once
+_PIECES, _TOKENS = 2**16, 2**20  # at once
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well mixed bits: 2**64 divided by the golden ratio
 
 
@@ -38,14 +38,14 @@ def count_overlap(train: TokenStream, val: TokenStream, separator: int) -> dict[
     """
     sketches, hashes, num_bytes = [], [], []
     for documents in _documents(val, separator):
-        sketches.append(_sketches(val.tokens, documents))
-        hashes.append(_hashes(val.tokens, documents))
+        sketches.append(_sketches(val, documents))
+        hashes.append(_hashes(val, documents))
         num_bytes.append(documents.num_bytes)
     known, wanted, places = np.unique(np.concatenate(sketches)), *np.unique(np.concatenate(hashes), return_inverse=True)
     trains = np.zeros(len(wanted), bool)
     for documents in _documents(train, separator):
-        is_like_one = _find(known, _sketches(train.tokens, documents))[1]
-        found, is_same = _find(wanted, _hashes(train.tokens, _Documents(*(part[is_like_one] for part in documents))))
+        is_like_one = _find(known, _sketches(train, documents))[1]
+        found, is_same = _find(wanted, _hashes(train, _Documents(*(part[is_like_one] for part in documents))))
         trains[found[is_same]] = True
     is_trained, all_bytes = trains[places], np.concatenate(num_bytes)
     share = float(all_bytes[is_trained].sum() / max(1, all_bytes.sum()))
@@ -66,7 +66,7 @@ def _documents(stream: TokenStream, separator: int) -> Iterator[_Documents]:
         )
         starts = token + np.cumsum(counts) - counts
         is_start = counts > 0  # the tokenizer may drop all of a piece
-        is_start[is_start] = stream.tokens[starts[is_start]] == separator
+        is_start[is_start] = stream.read(starts[is_start]) == separator
         places = np.stack([starts, num_bytes + np.cumsum(sizes) - sizes])[:, is_start]
         token, num_bytes = token + int(counts.sum()), num_bytes + int(sizes.sum())
         bounds, sums = np.hstack([last, places])
@@ -76,19 +76,23 @@ def _documents(stream: TokenStream, separator: int) -> Iterator[_Documents]:
     yield _Documents(bounds[:-1], bounds[1:], np.diff(sums))
 
 
-def _sketches(tokens: np.ndarray, documents: _Documents) -> np.ndarray:
+def _sketches(stream: TokenStream, documents: _Documents) -> np.ndarray:
     """Return a number for each document that is equal for equal documents, (n,) uint64: of its length and 4 tokens."""
     starts, ends, _ = documents
     sketches = (ends - starts).astype(np.uint64)
     for quarter in (1, 2, 3, 4):
-        sketches = sketches * _MULTIPLIER + tokens[starts + (ends - starts - 1) * quarter // 4]
+        sketches = sketches * _MULTIPLIER + stream.read(starts + (ends - starts - 1) * quarter // 4)
     return sketches
 
 
-def _hashes(tokens: np.ndarray, documents: _Documents) -> np.ndarray:
+def _hashes(stream: TokenStream, documents: _Documents) -> np.ndarray:
     """Return the first 64 bits of the SHA-256 of each document's tokens, (n,) uint64."""
-    bounds = zip(documents.starts.tolist(), documents.ends.tolist(), strict=True)
-    digests = b"".join(hashlib.sha256(tokens[a:b].data).digest()[:8] for a, b in bounds)
+    digests = b""
+    for start, end in zip(documents.starts.tolist(), documents.ends.tolist(), strict=True):
+        digest = hashlib.sha256()
+        for place in range(start, end, _TOKENS):
+            digest.update(stream.read(np.arange(place, min(end, place + _TOKENS))).data)
+        digests += digest.digest()[:8]
     return np.frombuffer(digests, np.uint64)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,27 +27,47 @@ _SCHEMA = pa.schema({"text": pa.string(), "is_start": pa.bool_()})
 _SAFE_CUTS = ((re.compile(r"(?s:.*)\n(?<=\S\n)(?=\S)"), 0), (re.compile(r"(?s:.*) (?<=\S )(?=\S)"), -1))
 
 
-class PieceWriter:
-    """Cut documents into pieces and write them as rows of an Arrow file, {"text": str, "is_start": bool}.
+class RowWriter:
+    """Write rows to an Arrow file, some at a time. Use it in a `with` block, which closes the file."""
 
-    `is_start` marks the first piece of a document. Use it in a `with` block, which closes the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.num_pieces = 0
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.num_rows = 0
+        self._schema = schema
         self._sink = pa.OSFile(str(path), "wb")
-        self._file = pa.ipc.new_stream(self._sink, _SCHEMA)
-        self._rows: list[tuple[str, bool]] = []
-        self._text = ""  # the uncut rest of the current document
-        self._is_start = True
+        self._file = pa.ipc.new_stream(self._sink, schema)
+        self._rows: list[tuple[Any, ...]] = []
 
-    def __enter__(self) -> PieceWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._write_rows()
         self._file.close()
         self._sink.close()
+
+    def append(self, *row: Any) -> None:
+        """Add a row: a value for each column."""
+        self._rows.append(row)
+        self.num_rows += 1
+        if len(self._rows) == ROWS_PER_BATCH:
+            self._write_rows()
+
+    def _write_rows(self) -> None:
+        columns = [pa.array([row[i] for row in self._rows], kind) for i, kind in enumerate(self._schema.types)]
+        self._file.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._rows = []
+
+
+class PieceWriter(RowWriter):
+    """Cut documents into pieces and write them as rows, {"text": str, "is_start": bool}.
+
+    `is_start` marks the first piece of a document.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _SCHEMA)
+        self._text = ""  # the uncut rest of the current document
+        self._is_start = True
 
     def add_document(self, blocks: Iterable[str]) -> None:
         """Write one document, given as consecutive blocks of its text."""
@@ -77,16 +97,8 @@ class PieceWriter:
         self._is_start = True
 
     def _append(self, piece: str) -> None:
-        self._rows.append((piece, self._is_start))
+        self.append(piece, self._is_start)
         self._is_start = False
-        self.num_pieces += 1
-        if len(self._rows) == ROWS_PER_BATCH:
-            self._write_rows()
-
-    def _write_rows(self) -> None:
-        texts, starts = [text for text, _ in self._rows], [is_start for _, is_start in self._rows]
-        self._file.write_batch(pa.record_batch([pa.array(texts, pa.string()), pa.array(starts)], schema=_SCHEMA))
-        self._rows = []
 
 
 def _cut(text: str, start: int) -> int:

@@ -1,38 +1,41 @@
-"""Write the tokens of a corpus: text, rows of ids or conversations as the streams of both splits.
+"""Write the tokens of a corpus: text, rows of ids or conversations, by `Dataset.map` to a dataset per split.
 
-Owns the encoding, several tables of text at a time, and the order of the tokens. Does not know where the files go or
-who asks for them: the token cache, or one of many tasks that share a corpus.
+Owns the encoding, some rows at a time, and the order of the tokens. Does not know where the folder is.
 
 A split is one stream of tokens: for each document, an end-of-text token, what the tokenizer itself puts in front of a
 text (`document_start`), and then the document's ids. So end-of-text separates documents and gives each document's first
-token a context. A second file stores each piece's number of tokens (including these) and raw UTF-8 bytes, so that an
-evaluation on some of the pieces knows their exact bytes.
+token a context. A row is a piece of a document: its `input_ids` (these included) and `num_bytes`, its raw UTF-8 bytes,
+so that an evaluation on some of the pieces knows their exact bytes.
+
+Rows of ids: a separator in a row ends a document, so packed rows fall into their documents; a row itself starts one,
+too. The bytes of a document are those of the text that its tokens decode to. Nobody knows the text it was made from, so
+the ids are compared with those that the tokenizer makes of that text.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.data.case_operators import has_case_operators
-from hfgolf.data.chat import encoded_conversations, sample_texts
+from hfgolf.data.chat import ConversationEncoder
 from hfgolf.data.corpus import SPLITS, Corpus
-from hfgolf.data.pieces import ROWS_PER_BATCH, evenly_sampled, num_text_bytes, texts
-from hfgolf.data.ready_ids import encoded_rows, find_other_encoding
-from hfgolf.data.token_stream import StreamPart, open_stream, pieces_path, write_arrow
+from hfgolf.data.messages import is_learned
+from hfgolf.data.pieces import ROWS_PER_BATCH, evenly_sampled, texts
+from hfgolf.data.token_stream import StreamPart
 from hfgolf.data.tokenizer import (
-    Encoded,
     Encoder,
     begin_texts,
     build_encoder,
@@ -48,9 +51,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 10
-_PATIENCE_SECONDS = 60  # with a table of at most 2 MB, which takes a second or two
+_PATIENCE_SECONDS = 60  # with at most 2 MB of text, which take a second or two
 _ROUND_TRIP_BYTES = 2**18  # evenly sampled validation text to decode once, in about a tenth of a second
-MAX_TABLES_IN_FLIGHT = 2
 
 
 def write_streams(
@@ -60,157 +62,224 @@ def write_streams(
     pieces: Callable[[], dict[str, Dataset]],
     folder: Path,
     scratch: Path,
+    fingerprint: str,
 ) -> str | None:
-    """Write the tokens of both splits to `folder`. Return why the tokenizer is not lossless, or None if it is.
+    """Save the tokens of both splits to `folder`. Return why the tokenizer is not lossless, or None if it is.
 
     kind: config.tokenizer.kind. pieces: returns the text of each split (Corpus.write_pieces); called only for text.
-    scratch: a folder for files that must be decompressed first. A split without documents has no file; only a share of
-    a corpus may have one (Corpus.require_text).
+    scratch: a folder for what is needed only for a while. fingerprint: that of the datasets, which names the tokens.
+
+    Raises UserError if a row does not fit the tokenizer, or if a split is empty.
     """
-    encode, size = build_encoder(tokenizer, kind), embedding_rows(tokenizer)
-    if corpus.data.ids_column is not None:
-        for split in SPLITS:
-            write_stream(split, encoded_rows(corpus, split, tokenizer, scratch), size, folder)
-        return find_other_encoding(corpus, tokenizer, encode, scratch)
-    if corpus.data.messages_column is not None:
-        for split in SPLITS:
-            write_stream(split, encoded_conversations(corpus, split, tokenizer, scratch), size, folder)
-        sample = sample_texts(corpus, scratch)
-        return find_tokenizer_loss(tokenizer, sample, encode(sample)) if sample else None
+    from datasets import DatasetDict
+
+    encode = partial(_encode_patiently, build_encoder(tokenizer, kind))
+    is_chat, is_ids = corpus.data.messages_column is not None, corpus.data.ids_column is not None
+    rows = corpus.write_rows(scratch / "rows") if is_chat or is_ids else pieces()
+    size = embedding_rows(tokenizer)
+    encode_rows: Callable[[Any], StreamPart]
+    if is_chat:
+        encode_rows = partial(_encode_conversations, ConversationEncoder(tokenizer))
+    elif is_ids:
+        encode_rows = partial(_begin_ids, tokenizer, size)
+    else:
+        encode_rows = partial(_encode_texts, tokenizer, encode)
+    dtype = np.dtype(np.uint16 if size <= 2**16 else np.uint32)
+    tokens: dict[str, Dataset] = {}
     for split in SPLITS:
-        write_stream(split, _encode(split, pieces()[split], tokenizer, encode), size, folder)
-    val = pieces()["val"]
-    return find_tokenizer_loss(tokenizer, *_read_back(val, folder / "val.arrow", tokenizer)) if len(val) else None
+        path = scratch / f"{split}-tokens.arrow"
+        tokens[split] = _map(f"tokenizing {split}", rows[split], encode_rows, dtype, is_chat, path, fingerprint)
+        corpus.require_text(split, len(tokens[split]))
+        if is_chat and (num_skipped := len(rows[split]) - len(tokens[split])):
+            counts = split, num_skipped, len(rows[split])
+            _log.info("%s: skipped %d of %d conversations without an assistant's turn to learn", *counts)
+    with _progress_bars():
+        DatasetDict(tokens).save_to_disk(folder, num_shards=dict.fromkeys(SPLITS, 1))
+    if is_ids:
+        return _find_other_encoding(rows["val"], tokenizer, size, encode, corpus.data.ids_column)
+    if is_chat:
+        sample = [message["content"] for row in rows["val"][:ROWS_PER_BATCH]["content"] for message in json.loads(row)]
+        return find_tokenizer_loss(tokenizer, sample, encode(sample))
+    return _find_loss(rows["val"], tokens["val"], tokenizer)
 
 
-def write_stream(split: str, parts: Iterable[StreamPart], vocab_size: int, folder: Path) -> None:
-    """Write the two Arrow files of a split, or none if it has no tokens.
+def _map(
+    name: str,
+    rows: Dataset,
+    encode_rows: Callable[[Any], StreamPart],
+    dtype: np.dtype,
+    has_targets: bool,
+    path: Path,
+    fingerprint: str,
+) -> Dataset:
+    """Return the tokens of rows. The tokenizers library uses all cores, so one process reads and writes."""
+    from datasets import Features, List, Value
 
-    The ids and the mask first go to raw binary files. The Arrow file must be a single record batch, because only that
-    maps to one contiguous array, and memory must stay bounded. vocab_size: all ids are below it.
+    features = {"input_ids": List(Value(dtype.name)), "num_bytes": Value("uint32")}
+    if has_targets:
+        features["is_target"] = List(Value("uint8"))
+    progress = _Progress(name, len(rows))
+
+    def columns(batch: Any) -> dict[str, Any]:
+        part = encode_rows(batch)
+        count, cuts = len(part.piece_tokens), np.cumsum(part.piece_tokens, dtype=np.int64)[:-1]
+        found = {"input_ids": np.split(part.ids.astype(dtype), cuts)[:count], "num_bytes": part.piece_bytes}
+        if part.is_target is not None:
+            found["is_target"] = np.split(part.is_target.astype(np.uint8), cuts)[:count]
+        progress.add(len(batch[rows.column_names[0]]))
+        return found
+
+    with _progress_bars(), progress:
+        return rows.map(
+            columns,
+            batched=True,
+            batch_size=ROWS_PER_BATCH,
+            remove_columns=rows.column_names,
+            features=Features(features),
+            cache_file_name=str(path),
+            load_from_cache_file=False,
+            new_fingerprint=fingerprint,
+            desc=name,
+        )
+
+
+@contextmanager
+def _progress_bars() -> Iterator[None]:
+    """Let `datasets` draw its progress bars on a terminal only."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _encode_texts(tokenizer: PreTrainedTokenizerFast, encode: Encoder, batch: Any) -> StreamPart:
+    """Return the tokens of some pieces of text. Raises UserError if case operators don't restore a piece."""
+    ids, num_ids = encode(batch["text"])
+    if has_case_operators(tokenizer.backend_tokenizer) and decode_texts(tokenizer, (ids, num_ids)) != batch["text"]:
+        raise UserError("tokenizer.case_operators: true does not restore this text exactly; set it to false.")
+    num_bytes = [len(text.encode()) for text in batch["text"]]  # of the raw UTF-8 text, not of decoded tokens
+    return _begun(tokenizer, ids, num_ids, num_bytes, np.array(batch["is_start"]))
+
+
+def _begun(
+    tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, num_ids: list[int], num_bytes: list[int], is_start: np.ndarray
+) -> StreamPart:
+    """Return pieces with what begins a document in front of each that starts one."""
+    start, num_tokens = np.array(document_start(tokenizer), np.uint32), np.array(num_ids, np.uint32)
+    places = np.cumsum(num_tokens, dtype=np.int64) - num_tokens
+    num_tokens += is_start * np.uint32(len(start))
+    return StreamPart(begin_texts(ids, places[is_start], start), num_tokens, np.array(num_bytes, np.uint32))
+
+
+def _find_loss(pieces: Dataset, tokens: Dataset, tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """Return what find_tokenizer_loss says of evenly sampled pieces and the ids that were written for them."""
+    rows = evenly_sampled(pieces, _ROUND_TRIP_BYTES)
+    sample, written = pieces.select(rows), tokens.select(rows)["input_ids"][:]
+    num_begun = np.array(sample["is_start"][:]) * len(document_start(tokenizer))
+    ids = [np.array(piece[begun:], np.uint32) for piece, begun in zip(written, num_begun, strict=True)]
+    return find_tokenizer_loss(tokenizer, list(texts(sample)), (np.concatenate(ids), list(map(len, ids))))
+
+
+def _encode_conversations(encoder: ConversationEncoder, batch: Any) -> StreamPart:
+    """Return the tokens of the conversations with a turn of the assistant that the loss counts."""
+    rows = [(name, json.loads(content)) for name, content in zip(batch["name"], batch["content"], strict=True)]
+    return encoder.encode([(name, messages) for name, messages in rows if any(map(is_learned, messages))])
+
+
+def _begin_ids(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> StreamPart:
+    """Return the documents of some rows of ids; each starts a separator, and what else begins documents."""
+    documents = _documents(tokenizer, size, batch)
+    ids, num_ids = np.concatenate([np.zeros(0, np.uint32), *documents]), list(map(len, documents))
+    num_bytes = [len(text.encode()) for text in decode_texts(tokenizer, (ids, num_ids))] if documents else []
+    return _begun(tokenizer, ids, num_ids, num_bytes, np.ones(len(documents), bool))
+
+
+def _documents(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> list[np.ndarray]:
+    """Return the documents of some rows, without what begins them; none is empty.
+
+    size: all ids must be below it. Raises UserError if one is not.
     """
-    path, raw, raw_mask = folder / f"{split}.arrow", folder / "ids.bin", folder / "mask.bin"
-    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-    num_tokens, num_bytes = [], []
-    with open(raw, "wb") as file, open(raw_mask, "wb") as mask_file:
-        for part in parts:
-            file.write(part.ids.astype(dtype).data)  # tofile does not report why a write failed
-            if part.is_target is not None:
-                mask_file.write(part.is_target.astype(np.uint8).data)
-            num_tokens.append(part.piece_tokens)
-            num_bytes.append(part.piece_bytes)
-    if num_tokens:
-        columns = {"input_ids": _mapped(raw, dtype)}
-        if raw_mask.stat().st_size:
-            columns["is_target"] = _mapped(raw_mask, np.dtype(np.uint8))
-        write_arrow(path, columns)
-        pieces = {"num_tokens": np.concatenate(num_tokens), "num_bytes": np.concatenate(num_bytes)}
-        write_arrow(pieces_path(path), pieces)
-    raw.unlink()
-    raw_mask.unlink()
+    separator, *front = document_start(tokenizer)
+    documents: list[np.ndarray] = []
+    for name, ids in zip(batch["name"], batch["content"], strict=True):
+        row = np.array(ids, np.uint32)
+        if row.max(initial=0) >= size:
+            raise UserError(
+                f"{name} contains id {row.max()}, but the tokenizer has {size} entries; name the tokenizer that the"
+                " ids were made with."
+            )
+        parts = np.split(row, np.flatnonzero(row == separator))
+        parts = [part[1:] if len(part) and part[0] == separator else part for part in parts]
+        parts = [part[len(front) :] if front and part[: len(front)].tolist() == front else part for part in parts]
+        documents += [part for part in parts if len(part)]
+    return documents
 
 
-def _mapped(path: Path, dtype: np.dtype) -> pa.Array:
-    values = np.memmap(path, dtype, "r")
-    return pa.Array.from_buffers(pa.from_numpy_dtype(dtype), len(values), [None, pa.py_buffer(values)])
+def _find_other_encoding(
+    rows: Dataset, tokenizer: PreTrainedTokenizerFast, size: int, encode: Encoder, column: str | None
+) -> str | None:
+    """Return how many of the first validation documents the tokenizer encodes to other ids, as a message, or None."""
+    batches = (_documents(tokenizer, size, batch) for batch in rows.iter(batch_size=ROWS_PER_BATCH))
+    documents = next(filter(None, batches))
+    ids, num_ids = encode(decode_texts(tokenizer, (np.concatenate(documents), list(map(len, documents)))))
+    again = np.split(ids, np.cumsum(num_ids)[:-1])
+    differ = sum(not np.array_equal(a, b) for a, b in zip(documents, again, strict=True))
+    if not differ:
+        return None
+    return (
+        f"the tokenizer makes other ids of the text of {differ} of {len(documents)} documents in a sample than"
+        f" data.ids_column {column} has; bits per byte is of the decoded text and not comparable"
+    )
 
 
-def _encode(split: str, pieces: Dataset, tokenizer: PreTrainedTokenizerFast, encode: Encoder) -> Iterator[StreamPart]:
-    """Yield the tokens of the text, one table of pieces at a time.
-
-    Raises UserError if case operators don't restore a piece.
-    """
-    is_transformed = has_case_operators(tokenizer.backend_tokenizer)
-    start = np.array(document_start(tokenizer), np.uint32)
-    progress = _Progress(f"tokenizing {split}", num_text_bytes(pieces))
-    for table, (ids, num_ids) in encode_ahead(pieces, encode):
-        if is_transformed and decode_texts(tokenizer, (ids, num_ids)) != table["text"].to_pylist():
-            raise UserError("tokenizer.case_operators: true does not restore this text exactly; set it to false.")
-        is_start = table["is_start"].to_numpy()
-        num_tokens = np.array(num_ids, np.uint32)
-        ends = np.cumsum(num_tokens, dtype=np.int64)
-        ids = begin_texts(ids, (ends - num_tokens)[is_start], start)
-        num_bytes = pc.binary_length(table["text"]).to_numpy()  # of the raw UTF-8 text, not of decoded tokens
-        yield StreamPart(ids, num_tokens + is_start * np.uint32(len(start)), num_bytes.astype(np.uint32))
-        progress.add(int(num_bytes.sum()))
-    progress.end()
-
-
-def _read_back(pieces: Dataset, path: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], Encoded]:
-    """Return evenly sampled pieces and their ids, which are read from the stream at `path`."""
-    stream, rows = open_stream(path), evenly_sampled(pieces, _ROUND_TRIP_BYTES)
-    sample = pieces.select(rows)
-    ends = np.cumsum(stream.piece_tokens, dtype=np.int64)[rows]
-    num_ids = stream.piece_tokens[rows] - np.array(sample["is_start"][:]) * np.uint32(len(document_start(tokenizer)))
-    ids = [stream.tokens[end - count : end] for end, count in zip(ends, num_ids, strict=True)]
-    return list(texts(sample)), (np.concatenate(ids), num_ids.tolist())
-
-
-def encode_ahead(pieces: Dataset, encode: Encoder) -> Iterator[tuple[pa.Table, Encoded]]:
-    """Yield tables of pieces with their encodings, in order, while the next tables are being encoded."""
-    waiting: deque[tuple[pa.Table, Future[Encoded]]] = deque()
-    # Two at once: while one table keeps the cores busy, the ids of the other are extracted, which holds the GIL.
-    may_run = threading.Semaphore(MAX_TABLES_IN_FLIGHT)
-    for table in pieces.with_format("arrow").iter(batch_size=ROWS_PER_BATCH):
-        waiting.append((table, _encode_in_thread(encode, table["text"].to_pylist(), may_run)))
-        if len(waiting) > MAX_TABLES_IN_FLIGHT:  # bounds the memory
-            yield _encoded(*waiting.popleft())
-    for done, encoded in waiting:
-        yield _encoded(done, encoded)
-
-
-def _encode_in_thread(encode: Encoder, texts: list[str], may_run: threading.Semaphore) -> Future[Encoded]:
-    """Start to encode texts in a thread that no process waits for when it ends, as it would for an executor's.
+def _encode_patiently(encode: Encoder, texts: list[str]) -> Any:
+    """Encode texts in a thread that no process waits for when it ends, and warn if that takes very long.
 
     A tokenizer's regular expression may never end.
     """
-    future: Future[Encoded] = Future()
+    future: Future[Any] = Future()
 
     def work() -> None:
-        with may_run:
-            try:
-                future.set_result(encode(texts))
-            except BaseException as error:
-                future.set_exception(error)
+        try:
+            future.set_result(encode(texts))
+        except BaseException as error:
+            future.set_exception(error)
 
     threading.Thread(target=work, name="tokenize", daemon=True).start()
-    return future
-
-
-def _encoded(table: pa.Table, future: Future[Encoded]) -> tuple[pa.Table, Encoded]:
-    """Return a table and its encoding. Warns if that takes very long."""
     done, _ = wait([future], _PATIENCE_SECONDS)
     if not done:
         _log.warning(
             "tokenizing: no progress for %s s in %s pieces of text, of which the first begins %s; the tokenizer's"
             " regular expressions may take forever on them. Ctrl-C ends this.",
             _PATIENCE_SECONDS,
-            len(table),
-            ascii(table["text"][0].as_py()[:40]),
+            len(texts),
+            ascii(texts[0][:40]),
         )
-    return table, future.result()
+    return future.result()
 
 
 class _Progress:
-    """Log the progress of a long pass over text every few seconds, and its speed at the end."""
+    """Log the progress of a long pass over rows every few seconds, and its time at the end. A context manager."""
 
-    def __init__(self, name: str, total_bytes: int) -> None:
-        self.name = name
-        self.total_bytes = total_bytes
-        self.done_bytes = 0
-        self.started_at = self.logged_at = time.perf_counter()
+    def __init__(self, name: str, total: int) -> None:
+        self._name, self._total, self._done = name, total, 0
+        self._started_at = self._logged_at = time.perf_counter()
 
-    def add(self, num_bytes: int) -> None:
-        self.done_bytes += num_bytes
+    def add(self, count: int) -> None:
+        self._done += count
         now = time.perf_counter()
-        if now - self.logged_at >= _PROGRESS_SECONDS:
-            self.logged_at = now
-            speed = self.done_bytes / (now - self.started_at)
-            left_seconds = (self.total_bytes - self.done_bytes) / speed
-            done, total = self.done_bytes / 1e6, self.total_bytes / 1e6
-            _log.info("%s: %.0f of %.0f MB, %.1f MB/s, %.0f s left", self.name, done, total, speed / 1e6, left_seconds)
+        if now - self._logged_at >= _PROGRESS_SECONDS and not sys.stderr.isatty():  # there is a bar
+            self._logged_at = now
+            left_seconds = (now - self._started_at) * (self._total / self._done - 1)
+            _log.info("%s: %.0f %%, %.0f s left", self._name, 100 * self._done / self._total, left_seconds)
 
-    def end(self) -> None:
-        seconds = time.perf_counter() - self.started_at
-        megabytes = self.done_bytes / 1e6
-        _log.debug("%s: %.1f MB in %.1f s (%.1f MB/s)", self.name, megabytes, seconds, megabytes / seconds)
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        _log.debug("%s: %s rows in %.1f s", self._name, f"{self._done:,}", time.perf_counter() - self._started_at)

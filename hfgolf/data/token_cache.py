@@ -1,7 +1,7 @@
-"""The token cache: a corpus as Arrow files of token ids, looked up by our own fingerprint.
+"""The token cache: a corpus as a dataset of token ids, looked up by our own fingerprint.
 
 Owns the key, the folder, and building a cache only once even if several processes ask for it. Does not know how text
-becomes tokens (stream_writer), nor batches.
+becomes tokens (stream_writer), nor batches. `datasets.load_from_disk` opens the folder, too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,7 +33,7 @@ from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, r
 from hfgolf.data.overlap import count_overlap
 from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.stream_writer import write_streams
-from hfgolf.data.token_stream import TokenStream, open_stream
+from hfgolf.data.token_stream import TokenStream, open_stream, stream_path
 from hfgolf.data.tokenizer import build_tokenizer, document_start, embedding_rows, find_tokenizer, tokenizer_sha256
 from hfgolf.durable import replace_folder
 from hfgolf.errors import writing
@@ -42,7 +41,7 @@ from hfgolf.hardware import free_memory_bytes
 from hfgolf.wording import describe_overlap
 
 _log = logging.getLogger(__name__)
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 BUILDING = ".hfgolf-building"
 """Folder in the cache of what a build needs only for a while; no name that a user would give."""
 _LEFTOVER = re.compile(r"\.(partial|replaced)-[0-9a-f]{16}")
@@ -64,10 +63,9 @@ class TokenCache:
     tokenizer_sha256: str
     verification: Verification
     tokenizer_loss: str | None
-    """Why the tokenizer is not lossless. None if it is, or if an earlier version of hfgolf did not check."""
+    """Why the tokenizer is not lossless, or None if it is."""
     overlap: dict[str, Any] = field(default_factory=dict)
-    """How many validation documents also train (count_overlap). Empty if that was not counted: of shards, or by an
-    earlier version of hfgolf."""
+    """How many validation documents also train (count_overlap). Empty for shards, of which that is not counted."""
 
     def check(self, wait: bool = False) -> None:
         """Raise DamagedCacheError if the verification thread has found damage. Cheap: the thread does the work.
@@ -105,7 +103,7 @@ def load_tokens(
     key = None if tokenizer is None else cache_key(corpus, tokenizer_config, tokenizer)
     tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer, key)
     if tokens is None:
-        with build_lock(cache_dir):
+        with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
             # another process may have built it while this one waited
             tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer, key)
             if tokens is None:
@@ -114,13 +112,6 @@ def load_tokens(
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
     _log.debug("cache hit: %s (%s)", tokens.path, sizes)
     return tokens
-
-
-@contextmanager
-def build_lock(cache_dir: Path) -> Iterator[None]:
-    """Hold the lock under which one process builds. Raises UserError if the block cannot write to the folder."""
-    with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
-        yield
 
 
 def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCache:
@@ -153,7 +144,7 @@ def _find_tokens(
         return None
     try:
         tokens = _open_cache(*found, corpus, is_hit=True)
-        if sum(path.stat().st_size for path in tokens.path.glob("*.arrow")) <= VERIFIED_BEFORE_USE_BYTES:
+        if sum(path.stat().st_size for path in tokens.path.glob("*/*.arrow")) <= VERIFIED_BEFORE_USE_BYTES:
             tokens.check(wait=True)
     except (OSError, ValueError) as error:
         note_damage(found[0], str(error))
@@ -189,8 +180,6 @@ def cache_key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedToke
     }
     if len(start := document_start(tokenizer)) > 1:
         settings["document_start"] = start
-    if corpus.reader is not None:
-        settings["reader"] = corpus.reader
     if corpus.data.messages_column is not None:
         settings["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
     return {**corpus.identity, **settings}
@@ -216,14 +205,12 @@ def build_cache(
     config: TokenizerConfig,
     cache_dir: Path,
     tokenizer: PreTrainedTokenizerFast | None,
-    write: Callable[[Path, PreTrainedTokenizerFast], str | None] | None = None,
     key: dict[str, Any] | None = None,
 ) -> tuple[Path, PreTrainedTokenizerFast]:
     """Build the cache, and the tokenizer if it is not known. Return the cache's folder and the tokenizer.
 
     The caller holds the lock, so it is safe to delete what an interrupted build left behind.
 
-    write: writes the streams to a folder and returns why the tokenizer is not lossless; None: tokenize here.
     key: the tokenizer's cache_key, if it is already known.
     """
     building = cache_dir / BUILDING
@@ -244,11 +231,8 @@ def build_cache(
             _log.debug("cache miss: %s", _what_changed(key, cache_dir))
         partial = folder.with_name(f".partial-{folder.name}")
         partial.mkdir(parents=True)
-        if write is None:
-            tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building)
-        else:
-            tokenizer_loss = write(partial, tokenizer)
-        train, val = (open_stream(partial / f"{split}.arrow") for split in SPLITS)
+        tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building, folder.name)
+        train, val = (open_stream(stream_path(partial, split)) for split in SPLITS)
         overlap = count_overlap(train, val, int(tokenizer.eos_token_id))
         write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss, overlap=overlap)
         replace_folder(partial, folder)
@@ -280,11 +264,11 @@ def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
 
 def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, is_hit: bool) -> TokenCache:
     data = corpus.data
-    num_bytes = sum((folder / f"{split}.arrow").stat().st_size for split in SPLITS)
+    num_bytes = sum(stream_path(folder, split).stat().st_size for split in SPLITS)
     free_bytes = free_memory_bytes(torch.device("cpu"))
     is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
     manifest = read_manifest(folder)
-    train, val = (open_stream(folder / f"{split}.arrow", is_in_memory, embedding_rows(tokenizer)) for split in SPLITS)
+    train, val = (open_stream(stream_path(folder, split), is_in_memory, embedding_rows(tokenizer)) for split in SPLITS)
     if data.in_memory == "auto":
         where = "copied into memory" if is_in_memory else "memory-mapped"
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"

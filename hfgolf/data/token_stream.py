@@ -1,15 +1,16 @@
-"""The tokens of one split: an Arrow file viewed as one array without a copy.
+"""The tokens of one split: a dataset that `datasets` wrote, read as one stream over its chunks without a copy.
 
-Owns the file format, the view, and the check that every id read is in the vocabulary. Does not know where the tokens
-come from or who reads them.
+Owns the view, and the check that every id read is in the vocabulary. Does not know where the tokens come from or who
+reads them. Reads with pyarrow, because importing `datasets` would take longer than opening the tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,20 +35,19 @@ class StreamPart(NamedTuple):
 class TokenStream:
     """The tokens of a split.
 
-    tokens: (num_tokens,) uint16, or uint32 for a vocabulary above 65,536. A read-only view of `content`.
+    chunks: the tokens in order, each uint16, or uint32 for a vocabulary above 65,536. Read-only views of `content`.
     piece_tokens, piece_bytes: (num_pieces,) number of tokens and raw UTF-8 bytes of each piece of text, in order.
-    content: the Arrow file of the tokens, memory-mapped or copied into memory.
+    content: the Arrow file of the dataset, memory-mapped or copied into memory.
     vocab_size: ids must be below this.
     is_target: (num_tokens,) uint8, 1 where the loss counts a token as a target: the assistant's tokens in
         conversations, whose `piece_bytes` are those of the assistant's text. None if it counts all.
     """
 
-    tokens: np.ndarray
+    chunks: tuple[np.ndarray, ...]
     piece_tokens: np.ndarray
     piece_bytes: np.ndarray
     path: Path
     content: mmap.mmap | bytes = field(repr=False)
-    pieces_content: bytes = field(repr=False)
     vocab_size: int
     is_target: np.ndarray | None = None
 
@@ -60,8 +60,25 @@ class TokenStream:
         """Raw UTF-8 bytes of the text that the loss counts. End-of-text tokens count zero bytes."""
         return int(self.piece_bytes.sum(dtype=np.int64))
 
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Return all tokens as one array, (num_tokens,): a copy if there are several chunks."""
+        return _joined(self.chunks)
+
+    @cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the file as one array, where each chunk ends in the stream, and how much further on it is in the file.
+
+        So one vectorized read gathers tokens of any chunks.
+        """
+        dtype = self.chunks[0].dtype
+        file = np.frombuffer(self.content, dtype, len(self.content) // dtype.itemsize)
+        ends = np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
+        begins = [(_address(chunk) - _address(file)) // dtype.itemsize for chunk in self.chunks]
+        return file, ends, np.array(begins) - ends + [len(chunk) for chunk in self.chunks]
+
     def __len__(self) -> int:
-        return len(self.tokens)
+        return sum(map(len, self.chunks))
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens at `indices`, an array of any shape. Indices past the end wrap around.
@@ -70,30 +87,40 @@ class TokenStream:
         for a truncated file (a read past its end would kill the process).
         """
         if isinstance(self.content, mmap.mmap) and self.content.size() != len(self.content):
-            raise note_damage(self.path.parent, f"{self.path.name} was truncated while it was being read")
-        ids = self.tokens.take(indices, mode="wrap")
+            raise note_damage(self.path.parents[1], f"{self.name} was truncated while it was being read")
+        file, ends, shifts = self._places
+        indices = indices % ends[-1]
+        ids = file.take(indices + shifts[np.searchsorted(ends, indices, side="right")])
         if (largest := ids.max(initial=0)) >= self.vocab_size:
-            reason = f"{self.path.name} contains id {largest}, but the vocabulary has {self.vocab_size} entries"
-            raise note_damage(self.path.parent, reason)
+            reason = f"{self.name} contains id {largest}, but the vocabulary has {self.vocab_size} entries"
+            raise note_damage(self.path.parents[1], reason)
         return ids
 
+    @property
+    def name(self) -> str:
+        """The file, from the folder of the cache."""
+        return str(self.path.relative_to(self.path.parents[1]))
+
     def hashes(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, SHA-256) of each file, as training reads it: from memory if it was copied there."""
-        pieces = pieces_path(self.path)
-        yield pieces.name, hashlib.sha256(self.pieces_content).hexdigest()
+        """Yield (name, SHA-256) of the file, as training reads it: from memory if it was copied there."""
         in_memory = isinstance(self.content, bytes)
         # Hash the file, not the map: if the file is truncated meanwhile, reading the map would kill the process.
-        yield self.path.name, hashlib.sha256(self.content).hexdigest() if in_memory else file_sha256(self.path)
+        yield self.name, hashlib.sha256(self.content).hexdigest() if in_memory else file_sha256(self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A spawned DataLoader worker maps the file again instead of receiving every token through a pipe.
         return open_stream, (self.path, self.is_in_memory, self.vocab_size)
 
 
+def stream_path(folder: Path, split: str) -> Path:
+    """Return the Arrow file of a split in the folder of a cache."""
+    return folder / split / "data-00000-of-00001.arrow"
+
+
 def open_stream(path: Path, is_in_memory: bool = False, vocab_size: int = 2**32) -> TokenStream:
     """Memory-map the tokens of a split from its Arrow file, or copy them into memory.
 
-    Raises ValueError, with the reason, if the files are too damaged to open, or OSError if they cannot be read.
+    Raises ValueError, with the reason, if the file is too damaged to open, or OSError if it cannot be read.
     """
     content: mmap.mmap | bytes
     if is_in_memory:
@@ -101,32 +128,25 @@ def open_stream(path: Path, is_in_memory: bool = False, vocab_size: int = 2**32)
     else:
         with open(path, "rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    pieces_content = pieces_path(path).read_bytes()
     try:
-        columns = _read_arrow(content)
-        tokens = np.from_dlpack(columns["input_ids"])  # to_numpy would import pandas
-        is_target = np.from_dlpack(columns["is_target"]) if "is_target" in columns.schema.names else None
-        pieces = _read_arrow(pieces_content)
-        piece_tokens, piece_bytes = (np.from_dlpack(pieces[name]) for name in ("num_tokens", "num_bytes"))
-    except (pa.ArrowException, OSError, KeyError, TypeError, BufferError, StopIteration) as error:
-        raise ValueError(f"{path.name} or {pieces_path(path).name} is not a valid Arrow file ({error})") from error
-    if piece_tokens.sum(dtype=np.int64) != len(tokens):
-        raise ValueError(f"{path.name} and {pieces_path(path).name} do not belong together")
-    return TokenStream(tokens, piece_tokens, piece_bytes, path, content, pieces_content, vocab_size, is_target)
+        batches = list(pa.ipc.open_stream(pa.py_buffer(content)))
+        for batch in batches:
+            batch.validate()
+        ids = [batch["input_ids"] for batch in batches]
+        chunks = tuple(np.from_dlpack(one.values) for one in ids)  # to_numpy would import pandas
+        piece_tokens = _joined([np.diff(np.from_dlpack(one.offsets)).astype(np.uint32) for one in ids])
+        piece_bytes = _joined([np.from_dlpack(batch["num_bytes"]) for batch in batches])
+        masks = [np.from_dlpack(batch["is_target"].values) for batch in batches if "is_target" in batch.schema.names]
+    except (pa.ArrowException, OSError, KeyError, TypeError, BufferError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path.parent.name}/{path.name} is not a valid Arrow file of tokens ({error})") from error
+    if piece_tokens.sum(dtype=np.int64) != sum(map(len, chunks)):
+        raise ValueError(f"the pieces in {path.parent.name}/{path.name} do not add up to its tokens")
+    return TokenStream(chunks, piece_tokens, piece_bytes, path, content, vocab_size, _joined(masks) if masks else None)
 
 
-def write_arrow(path: Path, columns: dict[str, Any]) -> None:
-    """Write columns of equal length as one record batch, which `datasets` and `open_stream` can map."""
-    batch = pa.record_batch(columns)
-    options = pa.ipc.IpcWriteOptions(allow_64bit=True)  # more than 2**31 tokens
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
-        writer.write_batch(batch)
+def _joined(chunks: Sequence[np.ndarray]) -> np.ndarray:
+    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
 
-def _read_arrow(content: mmap.mmap | bytes) -> pa.RecordBatch:
-    return pa.ipc.open_stream(pa.py_buffer(content)).read_next_batch()
-
-
-def pieces_path(path: Path) -> Path:
-    """Return the path of the piece counts that belong to the stream at `path`."""
-    return path.with_name(f"{path.stem}-pieces.arrow")
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -93,7 +93,7 @@ def plan_documents(stream: Stream, tokenizer: PreTrainedTokenizerBase, length: i
     return dataclasses.replace(plan, windows=windows), num_bytes
 
 
-def describe(plan: Plan) -> str:
+def describe_coverage(plan: Plan) -> str:
     """Return the coverage of a plan in words, in one line."""
     coverage = plan.coverage()
     stride = "" if plan.mode == "flat" else f", stride {plan.stride:,}"

@@ -36,7 +36,7 @@ from hfgolf.golf.program import evaluate
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
 from hfgolf.golf.rescore import ARTIFACT, CERTIFICATE, LEDGER, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.source import Source
-from hfgolf.golf.table import Row, as_data, measure_each, table
+from hfgolf.golf.table import MatrixFigures, measure_each, table, table_data
 from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
@@ -81,7 +81,7 @@ class Exported:
     ledger: Ledger | None = None
     quantized: QuantizedModel | None = None
     weights_sha256: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[MatrixFigures] = field(default_factory=list)
     table: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class _Export:
             exported.problems.append(exported.ledger.problem)
         measured = self._measured(exported.quantized) if settings.measure_each else None
         exported.rows = table(weights, exported.quantized.tensors, curvature, encoded.tensors, measured)
-        exported.table = as_data(exported.rows) | {"parts": encoded.parts}
+        exported.table = table_data(exported.rows) | {"parts": encoded.parts}
         self._write_figures(exported)
         _load(source.model, decoded)
         export_model(source.model, source.tokenizer, self.partial / "model", self._card(exported))

@@ -6,8 +6,7 @@ from typing import Any
 
 from hfgolf.golf.budget import COUNTS
 from hfgolf.golf.export import Exported
-from hfgolf.golf.table import aligned, findings, folded
-from hfgolf.golf.table import as_text as table_as_text
+from hfgolf.golf.table import aligned, findings, folded, table_text
 from hfgolf.wording import duration
 
 
@@ -26,7 +25,7 @@ def as_text(exported: Exported) -> str:
     """Return everything as text for a terminal; bits per byte only if the certificate holds."""
     if not exported.certificate.holds:
         return exported.certificate.line
-    parts = [_files(exported), table_as_text(folded(exported.rows))]
+    parts = [_files(exported), table_text(folded(exported.rows))]
     said = [*exported.quantized.findings, *findings(exported.rows)] if exported.quantized else []
     parts += ["\n".join(said)] if said else []
     return "\n\n".join([*parts, _score(exported)])

@@ -28,7 +28,7 @@ EXTRA_BITS = 1.0
 
 
 @dataclass(frozen=True)
-class Row:
+class MatrixFigures:
     """The figures of one matrix, or of the same matrix in all layers.
 
     step, finest_step, coarsest_step: in units of a row's RMS; the median, the smallest and the largest. levels:
@@ -64,7 +64,7 @@ def table(
     curvature: Mapping[str, Curvature],
     coded: Mapping[str, TensorBytes] | None = None,
     measured: Mapping[str, float] | None = None,
-) -> list[Row]:
+) -> list[MatrixFigures]:
     """Return one row per matrix. The first one is where bytes are best spent, the last where they are best taken.
 
     weights: before rounding. coded: the real bytes of each matrix; None: estimated by its entropy. measured: from
@@ -84,15 +84,15 @@ def table(
     return _sorted(rows)
 
 
-def folded(rows: list[Row]) -> list[Row]:
+def folded(rows: list[MatrixFigures]) -> list[MatrixFigures]:
     """Return the table with one row for each kind of matrix: layer numbers become *."""
-    kinds: dict[str, list[Row]] = defaultdict(list)
+    kinds: dict[str, list[MatrixFigures]] = defaultdict(list)
     for row in rows:
         kinds[_kind(row.name)].append(row)
     return _sorted([_folded(kind, members) for kind, members in kinds.items()])
 
 
-def findings(rows: list[Row]) -> list[str]:
+def findings(rows: list[MatrixFigures]) -> list[str]:
     """Return what stands out in a table that is not folded, one sentence each."""
     bits: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -118,7 +118,7 @@ def findings(rows: list[Row]) -> list[str]:
     return result
 
 
-def as_data(rows: list[Row]) -> dict[str, Any]:
+def table_data(rows: list[MatrixFigures]) -> dict[str, Any]:
     """Return the table, its totals and its findings as plain JSON."""
     total = _folded("total", rows) if rows else None
     totals = {
@@ -129,7 +129,7 @@ def as_data(rows: list[Row]) -> dict[str, Any]:
     return {"tensors": [asdict(row) for row in rows], "total": totals, "findings": findings(rows)}
 
 
-def as_text(rows: list[Row]) -> str:
+def table_text(rows: list[MatrixFigures]) -> str:
     """Return the table for a terminal, with a line of totals.
 
     bits: per weight in the artifact; entropy: of order 0. step: the median, in units of a row's RMS. error: relative
@@ -187,7 +187,7 @@ def _row(
     curvature: Curvature,
     coded: TensorBytes | None,
     measured: float | None,
-) -> Row:
+) -> MatrixFigures:
     exact = weight.astype(np.float64)
     error = one.dequantized() - exact
     rms = np.sqrt(np.square(exact).mean(axis=1, keepdims=True))
@@ -198,7 +198,7 @@ def _row(
         side = coded.side
     in_weights = bits * exact.size / 8 if coded is None else coded.weights
     loss = curvature.loss_increase(error)
-    return Row(
+    return MatrixFigures(
         name=name,
         shape=(exact.shape[0], exact.shape[1]),
         weights=exact.size,
@@ -229,7 +229,7 @@ def _ratio(part: float, whole: float) -> float:
     return float(part / whole) if whole else 0.0
 
 
-def _sorted(rows: list[Row]) -> list[Row]:
+def _sorted(rows: list[MatrixFigures]) -> list[MatrixFigures]:
     total = sum(row.bytes for row in rows) or 1.0
     rows = [replace(row, share_of_bytes=row.bytes / total) for row in rows]
     return sorted(rows, key=lambda row: -row.nats_per_kilobyte)
@@ -239,7 +239,7 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _folded(name: str, rows: list[Row]) -> Row:
+def _folded(name: str, rows: list[MatrixFigures]) -> MatrixFigures:
     """Return several rows as one: sums, and means weighted by the number of weights."""
     if len(rows) == 1 and name != "total":
         return replace(rows[0], name=name)
@@ -250,7 +250,7 @@ def _folded(name: str, rows: list[Row]) -> Row:
 
     measured = [row.measured_loss for row in rows if row.measured_loss is not None]
     loss = sum(row.predicted_loss for row in rows)
-    return Row(
+    return MatrixFigures(
         name=name,
         shape=rows[0].shape,
         weights=weights,
@@ -278,7 +278,7 @@ _HEADER = [
 ]
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: MatrixFigures) -> list[str]:
     measured = "" if row.measured_loss is None else f"{row.measured_loss:.5f}"
     return [
         row.name.removeprefix("model.").removesuffix(".weight"),

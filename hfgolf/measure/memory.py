@@ -2,9 +2,9 @@
 
 Why formulas, and not a real step on torch's fake tensors: for twelve steps (5 M to 124 M parameters, fp32 and bf16,
 with and without checkpointing, up to 131,072 tokens) the two peaks agree within 8 %, less than a heap loses to
-fragmentation. But a step on fake tensors takes 0.5 to 8 s instead of 0.01 s, and set-up and plan.py predict up to a
-dozen. It also cannot predict a GPU unless torch was built for one, and plan.py does that on a laptop. Architectures
-other than Golf have no formulas here; for their passes, fake_pass.py runs that step.
+fragmentation. But a step on fake tensors takes 0.5 to 8 s instead of 0.01 s, and set-up and `hfgolf plan` predict up
+to a dozen. It also cannot predict a GPU unless torch was built for one, and `hfgolf plan` does that on a laptop.
+Architectures other than Golf have no formulas here; for their passes, fake_pass.py runs that step.
 """
 
 from __future__ import annotations

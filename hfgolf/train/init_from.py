@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import cached_file
@@ -160,7 +161,7 @@ def _load_other(original: Any, model: PreTrainedModel) -> None:
 
 def _load_golf(original: Any, model: GolfForCausalLM, tokens: TokenCache, length: int) -> str:
     """Convert the weights and copy them; return what they were. length: of the run's sequences."""
-    ids = tokens.train.tokens[:_REAL_IDS]
+    ids = tokens.train.read(np.arange(min(_REAL_IDS, len(tokens.train))))
     golf: Any
     try:
         golf, sentence = converted(original, "golf", ids[ids < original.config.vocab_size].tolist())

@@ -24,7 +24,6 @@ from hfgolf.redact import redact_values
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics, MetricsFile
 from hfgolf.train.clock import Clock
-from hfgolf.train.hooks import Hooks
 from hfgolf.train.meter import Meter
 from hfgolf.train.stopwatch import Stopwatch
 
@@ -45,7 +44,8 @@ class Run:
     state: TrainState
     checkpoints: Checkpointer
     stopwatch: Stopwatch
-    hooks: Hooks
+    hooks: Any
+    """The Hooks; hooks.py imports this file."""
     metrics: MetricsFile | None
     """metrics.jsonl; None on processes other than the main one."""
     predicted_memory_bytes: int

@@ -16,7 +16,7 @@ import torch
 
 from hfgolf.command_line import load_config
 from hfgolf.commands import lr_sweep
-from hfgolf.commands.evidence import compare, evidence, verdict
+from hfgolf.commands.evidence import diff_runs, evidence, verdict
 from hfgolf.commands.find_lr import sweep_rates
 from hfgolf.commands.lr_sweep import LEAD_IN_STEPS, Sweep, find_lr, suggest, suggested_values, sweep_run
 from hfgolf.config import OptimConfig
@@ -89,7 +89,7 @@ def test_sweep_does_not_affect_the_run(run, tiny_run, fp16_on_cpu, monkeypatch, 
     monkeypatch.setattr(lr_sweep, "train_step", restless_step)
     other = run(tiny_run(run__name="other", **options))
     assert sweeps and all(len(sweep.losses) == 3 for sweep in sweeps)
-    findings = compare(evidence(RunFolder(straight)), evidence(RunFolder(other)))
+    findings = diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(other)))
     assert verdict(findings, 6, is_exact=True) == (True, "bitwise identical")
 
 

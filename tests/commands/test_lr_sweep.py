@@ -15,7 +15,7 @@ from hfgolf.commands.lr_sweep import (
     SMOOTHING,
     Sweep,
     has_diverged,
-    smooth,
+    moving_averages,
     smoothed_gains,
     suggest,
 )
@@ -53,12 +53,12 @@ def test_smoothing_is_an_exponential_moving_average():
     for steps in range(1, 5):
         weights = [SMOOTHING ** (steps - 1 - i) for i in range(steps)]
         mean = sum(w * loss for w, loss in zip(weights, losses, strict=False)) / sum(weights)
-        assert smooth(losses)[steps - 1] == pytest.approx(mean)
-    assert smooth([2.5] * 30) == pytest.approx([2.5] * 30)  # no bias towards 0 at the start
+        assert moving_averages(losses)[steps - 1] == pytest.approx(mean)
+    assert moving_averages([2.5] * 30) == pytest.approx([2.5] * 30)  # no bias towards 0 at the start
 
 
 def test_gains_cover_only_the_completed_steps():
-    assert smoothed_gains([4.0, 3.0], [5.0, 5.0, 9.0]) == smooth([1.0, 2.0])
+    assert smoothed_gains([4.0, 3.0], [5.0, 5.0, 9.0]) == moving_averages([1.0, 2.0])
 
 
 def test_loss_far_above_its_start_counts_as_diverged():

@@ -35,7 +35,6 @@ from hfgolf.commands.needs import (
 )
 from hfgolf.config import RunConfig
 from hfgolf.errors import UserError
-from hfgolf.hardware import find_device
 from hfgolf.measure.flops import token_flops
 from hfgolf.publish.export import export_model
 from hfgolf.train.build import build_model
@@ -116,7 +115,7 @@ def test_assumed_speed_is_a_share_of_the_peak():
 
 
 def test_processes_share_the_step():
-    eight = machine_with(find_device("H100"), "bf16", 8)
+    eight = machine_with("H100", "bf16", 8)[0]
     assert eight.peak_flops == 8 * 989e12
     planned = plan_of(config_of("--train.mixed_precision=bf16", "--batch.tokens_per_step=32768"), eight)
     assert planned.micro_batch_size * planned.accumulation_steps * 8 * 256 == 32768

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from hfgolf.command_line import load_config
 from hfgolf.commands import verify_resume as verify_resume_module
-from hfgolf.commands.evidence import compare, evidence, relative_difference, table, verdict
+from hfgolf.commands.evidence import diff_runs, diff_table, evidence, relative_difference, verdict
 from hfgolf.commands.verify_resume import KillPlan, verify_resume
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
@@ -37,7 +37,7 @@ LATEST = Path("checkpoints") / "latest"
 
 
 def judge(straight: Path, other: Path, is_exact: bool = True) -> tuple[bool, str]:
-    findings = compare(evidence(RunFolder(straight)), evidence(RunFolder(other)))
+    findings = diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(other)))
     return verdict(findings, 6, is_exact)
 
 
@@ -181,7 +181,7 @@ def test_different_seeds_differ_from_the_first_step(run, tiny_run):
     for is_exact in (True, False):
         is_equal, text = judge(one, other, is_exact)
         assert not is_equal and text.startswith("DIFFERENT at step 1: sample ids, training losses")
-    lines = table(compare(evidence(RunFolder(one)), evidence(RunFolder(other)))).splitlines()
+    lines = diff_table(diff_runs(evidence(RunFolder(one)), evidence(RunFolder(other)))).splitlines()
     assert any(line.startswith("sample ids") and line.endswith("no: 6 differ, not comparable") for line in lines)
 
 

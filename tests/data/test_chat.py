@@ -217,8 +217,8 @@ def test_turns_of_weight_0_are_only_context(tmp_path, name, template):
             messages_column="messages",
             cache_dir=str(tmp_path),
         )
-    ).rows("train", tmp_path)
-    part = ConversationEncoder(tokenizer).encode([next(read)])
+    ).write_rows(tmp_path / "rows")["train"]
+    part = ConversationEncoder(tokenizer).encode([(read[0]["name"], json.loads(read[0]["content"]))])
     assert part.ids.tolist() == plain.ids.tolist() and part.piece_bytes.tolist() == [len("learn")]
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end|>"])
     learned = part.ids[part.is_target]

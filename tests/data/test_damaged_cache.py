@@ -21,6 +21,8 @@ from hfgolf.errors import UserError
 
 BYTE = TokenizerConfig(kind="byte")
 
+TRAIN, VAL = (f"{split}/data-00000-of-00001.arrow" for split in ("train", "val"))
+
 
 @pytest.fixture
 def data(write, files_config):
@@ -40,9 +42,7 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-@pytest.mark.parametrize(
-    ("name", "offset"), [("train.arrow", 4000), ("val.arrow", 4000), ("val-pieces.arrow", -20), ("train.arrow", 8)]
-)
+@pytest.mark.parametrize(("name", "offset"), [(TRAIN, 4000), (VAL, 4000), (VAL, -20), (TRAIN, 8)])
 def test_overwritten_cache_is_rebuilt(data, caplog, name, offset):
     caplog.set_level("INFO", logger="hfgolf")
     first = load_tokens(data, BYTE)
@@ -67,7 +67,7 @@ def test_tokens_are_reused_after_the_tokenizer_is_retrained(data, caplog):
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
-@pytest.mark.parametrize("name", ["train.arrow", "val.arrow"])
+@pytest.mark.parametrize("name", [TRAIN, VAL])
 def test_large_cache_is_verified_in_the_background(data, large, caplog, name, in_memory):
     caplog.set_level("INFO", logger="hfgolf")
     data = data.__class__(**{**vars(data), "in_memory": in_memory})
@@ -88,7 +88,7 @@ def test_hashes_are_compared_in_a_separate_thread(data, large, monkeypatch):
     hashes = token_cache.TokenStream.hashes
     monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: may_go_on.wait() and hashes(stream))
     tokens = load_tokens(data, BYTE)
-    overwrite(tokens.path / "train.arrow", 4000, b"\1\0" * 5)
+    overwrite(tokens.path / TRAIN, 4000, b"\1\0" * 5)
     tokens.check()  # not known yet
     may_go_on.set()
     with pytest.raises(DamagedCacheError):
@@ -99,7 +99,7 @@ def test_hashes_are_compared_in_a_separate_thread(data, large, monkeypatch):
 
 @pytest.mark.parametrize("offset", [0, 8, 100, 300])
 def test_damaged_header_of_a_large_cache_is_one_line(data, large, offset):
-    overwrite(load_tokens(data, BYTE).path / "train.arrow", offset, b"\xff" * 40)
+    overwrite(load_tokens(data, BYTE).path / TRAIN, offset, b"\xff" * 40)
     tokens = load_tokens(data, BYTE)
     if tokens.is_hit:
         with pytest.raises(DamagedCacheError):
@@ -124,14 +124,17 @@ def test_file_truncated_while_mapped_is_one_line(data):
     assert not load_tokens(data, BYTE).is_hit
 
 
-def test_cache_without_hashes_is_rebuilt(data, caplog):
-    caplog.set_level("INFO", logger="hfgolf")
-    path = load_tokens(data, BYTE).path / "cache.json"
-    note = json.loads(path.read_text())
-    note["files"] = {name: stated["bytes"] for name, stated in note["files"].items()}
-    path.write_text(json.dumps(note))
-    assert not load_tokens(data, BYTE).is_hit and "no hashes" in caplog.text
-    assert load_tokens(data, BYTE).is_hit
+def test_cache_of_an_earlier_format_is_rebuilt_in_silence_and_its_runs_go_on(data, caplog, monkeypatch):
+    """The key of the cache changes, what a checkpoint compares does not."""
+    caplog.set_level("DEBUG", logger="hfgolf")
+    monkeypatch.setattr(token_cache, "_FORMAT_VERSION", 1)
+    before = load_tokens(data, BYTE)
+    monkeypatch.undo()
+    caplog.clear()
+    now = load_tokens(data, BYTE)
+    assert not now.is_hit and now.identity == before.identity and load_tokens(data, BYTE).is_hit
+    assert "format_version (1 -> 2) changed since" in caplog.text
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -141,11 +144,11 @@ def test_training_on_damaged_tokens_ends_with_one_line_and_an_event(
     monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: iter(()))  # training reads the ids first
     arguments = tiny_run(data__in_memory="false", data__num_workers=num_workers)
     run(arguments)
-    (path,) = (tmp_path / "cache").glob("tokens/*/train.arrow")
+    (path,) = (tmp_path / "cache").glob(f"tokens/*/{TRAIN}")
     overwrite(path, path.stat().st_size // 2, b"\xff\xff" * (path.stat().st_size // 5))
     with pytest.raises(UserError, match="contains id 65535") as caught:
         run([*arguments, "--run.name=again"])
-    assert "\n" not in str(caught.value) and str(path.parent) in str(caught.value)
+    assert "\n" not in str(caught.value) and str(path.parents[1]) in str(caught.value)
     lines = (tmp_path / "runs" / "again" / "metrics.jsonl").read_text().splitlines()
     (event,) = [row for row in map(json.loads, lines) if row.get("event") == "damaged_cache"]
     assert event["reason"] == str(caught.value)
@@ -158,7 +161,7 @@ def test_training_on_tokens_with_a_wrong_hash_ends_without_saving(
 ):
     arguments = tiny_run(data__in_memory="false")
     run(arguments)
-    (path,) = (tmp_path / "cache").glob("tokens/*/train.arrow")
+    (path,) = (tmp_path / "cache").glob(f"tokens/*/{TRAIN}")
     overwrite(path, path.stat().st_size // 2, b"\1\0" * 50)
     may_hash = threading.Event()
     hashes, check = token_cache.TokenStream.hashes, token_cache.TokenCache.check

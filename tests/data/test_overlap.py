@@ -33,7 +33,9 @@ def stream_of(documents: list[list[bytes]]) -> TokenStream:
     counts, sizes = (
         np.array(column, np.uint32) for column in zip(*((len(ids), size) for ids, size in pieces), strict=True)
     )
-    return TokenStream(tokens, counts, sizes, Path("unused"), b"", b"", 257)
+    content = tokens.tobytes()
+    chunks = np.array_split(np.frombuffer(content, np.uint16), 2)
+    return TokenStream(tuple(chunks), counts, sizes, Path("unused"), content, 257)
 
 
 @pytest.mark.parametrize("pieces_at_once", [1, 2, 3, 7, 1000])

@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import hfgolf.data.documents as documents_module
-from hfgolf.config import DataConfig, TokenizerConfig
-from hfgolf.data.corpus import Corpus, load_corpus
-from hfgolf.data.token_cache import load_tokens
+from hfgolf.config import DataConfig
+from hfgolf.data.corpus import load_corpus
 from hfgolf.errors import UserError
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -356,15 +355,3 @@ def test_a_row_group_is_read_in_bounded_memory(tmp_path):
     command = [sys.executable, "-c", _READ_MEMORY, str(tmp_path / "a.parquet")]
     added = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert added * (1 if sys.platform == "darwin" else 1024) < 30e6
-
-
-def test_tokens_of_an_earlier_reader_are_not_reused_and_its_runs_go_on(tmp_path, monkeypatch):
-    """The key of the cache changes, what a checkpoint compares does not."""
-    (tmp_path / "a.csv").write_text("text\n" + "some text\n" * 40)
-    data = DataConfig(source="files", files=[str(tmp_path / "a.csv")], cache_dir=str(tmp_path / "cache"))
-    monkeypatch.setattr(Corpus, "reader", None)
-    before = load_tokens(data, TokenizerConfig(kind="byte"))
-    monkeypatch.undo()
-    now = load_tokens(data, TokenizerConfig(kind="byte"))
-    assert not now.is_hit and now.identity == before.identity
-    assert load_tokens(data, TokenizerConfig(kind="byte")).is_hit

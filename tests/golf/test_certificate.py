@@ -127,7 +127,7 @@ def test_tokens_of_more_text_get_no_certificate(parts):
     """A document in two pieces, of which the text has one: as many separators."""
     tokens, _ = parts
     ids = np.concatenate([tokens.val.tokens[:4], tokens.val.tokens[5:]])
-    stream = dataclasses.replace(tokens.val, tokens=ids, piece_tokens=np.array([4, 3]), piece_bytes=np.array([3, 3]))
+    stream = dataclasses.replace(tokens.val, chunks=(ids,), piece_tokens=np.array([4, 3]), piece_bytes=np.array([3, 3]))
     certificate = certify_text(rows("one"), None, stream, tokens.tokenizer, plan_windows("flat", 7, 4))
     assert certificate.problems == ("the tokens were made from another text; build the token cache again",)
 
@@ -136,7 +136,7 @@ def test_a_separator_within_a_document_gets_no_certificate(parts):
     tokens, plan = parts
     ids = tokens.val.tokens.copy()
     ids[2] = ids[0]
-    stream = dataclasses.replace(tokens.val, tokens=ids)
+    stream = dataclasses.replace(tokens.val, chunks=(ids,))
     certificate = certify_text(rows("one", "two"), None, stream, tokens.tokenizer, plan)
     assert certificate.problems[0] == "the tokens were made from another text; build the token cache again"
 
@@ -157,7 +157,7 @@ def test_changed_tokens_get_no_certificate(parts):
     tokens, plan = parts
     ids = tokens.val.tokens.copy()
     ids[2] = ord("N")
-    stream = dataclasses.replace(tokens.val, tokens=ids)
+    stream = dataclasses.replace(tokens.val, chunks=(ids,))
     certificate = certify_text(rows("one", "two"), None, stream, tokens.tokenizer, plan)
     assert not certificate.holds and "first in document 0, character 1: 'ne' became 'Ne'" in certificate.line
 

@@ -11,7 +11,7 @@ import torch
 
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.grid import Quantized, round_nearest, row_codes_of
-from hfgolf.golf.table import as_data, as_text, findings, folded, measure_each, table
+from hfgolf.golf.table import findings, folded, measure_each, table, table_data, table_text
 
 NAMES = [f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(3) for part in ("up", "down")]
 
@@ -62,14 +62,14 @@ def test_layers_fold_into_one_row(parts):
 
 def test_table_prints_as_text_and_as_data(parts):
     rows = table(*parts)
-    data = json.loads(json.dumps(as_data(rows)))
+    data = json.loads(json.dumps(table_data(rows)))
     assert [one["name"] for one in data["tensors"]] == [row.name for row in rows]
     assert data["total"]["bytes"] == pytest.approx(sum(row.bytes for row in rows)) and data["findings"] == []
-    lines = as_text(rows).splitlines()
+    lines = table_text(rows).splitlines()
     assert lines[0].split()[:3] == ["matrix", "weights", "bytes"] and "measured" not in lines[0]
     assert lines[1].startswith("layers.2.mlp.down_proj") and lines[-1].startswith("total") and len(lines) == 8
     assert f"{rows[0].bytes:,.0f}" in lines[1]
-    assert "measured" in as_text(table(*parts, measured=dict.fromkeys(NAMES, 0.5))).splitlines()[0]
+    assert "measured" in table_text(table(*parts, measured=dict.fromkeys(NAMES, 0.5))).splitlines()[0]
 
 
 def test_findings_name_what_stands_out(parts):

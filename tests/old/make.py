@@ -131,22 +131,15 @@ def hfgolf_command(folder: Path, *arguments: str) -> None:
 
 
 def write_runs(folder: Path) -> dict[str, Any]:
-    """Train each run to the middle, keep it, and train it to the end; return what the tests expect of them."""
+    """Train each run to the middle, keep it, and train it to the end; return the logits of the models."""
     lines = (f"{n} times {n % 13} is {n * (n % 13)}, not {n * 7 % 90}.\n" for n in range(700))
     (folder / "text.txt").write_text("".join(lines), encoding="utf-8")
-    expected: dict[str, Any] = {}
     for name, sections in RUNS.items():
         config = {section: COMMON.get(section, {}) | sections.get(section, {}) for section in {**COMMON, **sections}}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         train_to_the_middle(name, folder)
         shutil.copytree(folder / "runs" / name, folder / "stopped" / name, symlinks=True)
         hfgolf_command(folder, "train", f"--config={name}.yaml", "--train.resume=auto")
-        rows = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
-        columns: dict[str, list[float]] = {"train_losses": [], "grad_norms": []}
-        for row in (row for row in rows if "event" not in row):
-            for column, values in columns.items():
-                values += row[column]
-        expected[name] = columns
     export = ("export", "--model", "runs/golf/model", "--to")
     hfgolf_command(folder, *export, "native", "--output", "exports/native")
     hfgolf_command(folder, "golf", "export", "--run", "runs/tricks", "--compare_seconds", "0")
@@ -157,7 +150,7 @@ def write_runs(folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             last = model(torch.tensor(PROMPT_IDS)).logits[:, -1].float()
         logits[path] = [[float(f"{value:.7g}") for value in row] for row in last.tolist()]
-    return {"runs": expected, "last_logits": logits}
+    return {"last_logits": logits}
 
 
 def examples(key: str, default: Any) -> list[str]:

@@ -64,7 +64,7 @@ def test_last_forecast_matches_the_export(run, tiny_run, monkeypatch):
     model, _ = load_exported(str(folder / "model"))
     rest = {name: one.detach().numpy() for name, one in model.named_parameters() if one.ndim != 2}
     order = [name for name, _ in model.named_parameters()]
-    (tokens,) = folder.parents[1].rglob("train.arrow")
+    (tokens,) = folder.parents[1].rglob("tokens/*/train/*.arrow")
     batches = calibration_batches(open_stream(tokens), seed=1, sequence_length=32, blocks_read=0, num_tokens=4096)
     curvature = measure_curvature(model, batches)
     exported = quantize_model(

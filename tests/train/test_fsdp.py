@@ -21,7 +21,7 @@ from hub_server import serving, take_for_the_hub
 from safetensors.torch import load_file
 from sharded import needs_fsdp2, shard
 
-from hfgolf.commands.evidence import compare, evidence, verdict
+from hfgolf.commands.evidence import diff_runs, evidence, verdict
 from hfgolf.run.folder import RunFolder
 from hfgolf.train import validation
 
@@ -186,7 +186,7 @@ def test_fsdp2_run_that_is_killed_in_its_saves_ends_as_one_that_is_not(tiny_run,
     assert "checkpoint of step 4 not written: [Errno 28] No space left" in (tmp_path / "output").read_text()
     assert valid_steps(killed / "checkpoints") == [2, 3, 6]
     assert losses(killed) == losses(straight)
-    assert verdict(compare(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 6, is_exact=True)[0]
+    assert verdict(diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 6, is_exact=True)[0]
 
 
 def with_hub(endpoint: str) -> None:

@@ -22,7 +22,7 @@ import pytest
 from faults import losses, start_two, train_on_two, valid_steps
 
 from hfgolf import ranks
-from hfgolf.commands.evidence import compare, evidence, verdict
+from hfgolf.commands.evidence import diff_runs, evidence, verdict
 from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.train import claim, compilation, loop, process, setup
@@ -445,7 +445,7 @@ def test_a_machine_that_is_killed_ends_the_other_and_the_resumed_run_is_the_same
     said = torchrun_on_two_machines(tmp_path, arguments)[0]
     assert f"at step {newest}\n" in said, said
     assert losses(killed) == losses(straight)
-    assert verdict(compare(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 40, is_exact=True)[0]
+    assert verdict(diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 40, is_exact=True)[0]
 
 
 def test_two_torchruns_without_a_shared_folder_say_so_and_end(tiny_run, tmp_path):

@@ -58,7 +58,7 @@ def folder(tmp_path, monkeypatch, reset_accelerate):
 @pytest.fixture
 def resolved(monkeypatch) -> list[ResolvedConfig]:
     """What fit would train, instead of training it."""
-    from hfgolf.tools import fit as module
+    from hfgolf import api as module
 
     taken: list[ResolvedConfig] = []
     monkeypatch.setattr(module, "train_once", lambda resolved, **_: taken.append(resolved))

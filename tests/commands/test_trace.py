@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hfgolf.commands.step_profile import (
+from hfgolf.commands.trace import (
     DATA_BOUND,
     KINDS,
     MAX_POINTS,
@@ -17,9 +17,10 @@ from hfgolf.commands.step_profile import (
     SMALL_OPERATION_SECONDS,
     Profile,
     Work,
+    profile_events,
+    read_trace,
     what_bounds,
 )
-from hfgolf.commands.trace import profile_events, read_trace
 
 MAIN, OTHER_THREAD = 11, 12
 
