@@ -88,7 +88,7 @@ def measure(gigabytes: float, vocab_size: int, folder: Path) -> dict[str, Any]:
         **json.loads(output.splitlines()[-1]),
         "peak_own_bytes": own * 1024,
         "peak_with_files_bytes": with_files * 1024,
-        "cache_bytes": sum(path.stat().st_size for path in cache.glob("tokens/*/*")),
+        "cache_bytes": sum(path.stat().st_size for path in cache.glob("tokens/*/*/*")),
     }
 
 

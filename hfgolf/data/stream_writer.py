@@ -93,7 +93,7 @@ def write_streams(
         if is_chat and (num_skipped := len(rows[split]) - len(tokens[split])):
             counts = split, num_skipped, len(rows[split])
             _log.info("%s: skipped %d of %d conversations without an assistant's turn to learn", *counts)
-    with _progress_bars():
+    with _progress_bars(False):
         DatasetDict(tokens).save_to_disk(folder, num_shards=dict.fromkeys(SPLITS, 1))
     if is_ids:
         return _find_other_encoding(rows["val"], tokenizer, size, encode, corpus.data.ids_column)
@@ -129,7 +129,7 @@ def _map(
         progress.add(len(batch[rows.column_names[0]]))
         return found
 
-    with _progress_bars(), progress:
+    with _progress_bars(sys.stderr.isatty()), progress:
         return rows.map(
             columns,
             batched=True,
@@ -144,11 +144,11 @@ def _map(
 
 
 @contextmanager
-def _progress_bars() -> Iterator[None]:
-    """Let `datasets` draw its progress bars on a terminal only."""
+def _progress_bars(are_shown: bool) -> Iterator[None]:
+    """Let `datasets` draw its progress bars, or not."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if sys.stderr.isatty() or are_progress_bars_disabled():
+    if are_shown or are_progress_bars_disabled():
         yield
         return
     disable_progress_bars()

@@ -153,7 +153,9 @@ def build_encoder(tokenizer: PreTrainedTokenizerFast, kind: str) -> Encoder:
     """
     if kind == "byte":
         return _encode_bytes
-    backend, start = _text_only(tokenizer), document_start(tokenizer)
+    with _garbage_collection_paused():
+        backend = _text_only(tokenizer)
+    start = document_start(tokenizer)
 
     def encode(texts: list[str]) -> Encoded:
         try:
