@@ -177,7 +177,7 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
 
 def _each_field(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return a flat config with all defaults, and with model.overrides of Golf as one key for each field."""
-    flat = RunConfig().flat() | dict(flat)
+    flat = RunConfig().flat() | in_current_names(flat)
     if flat["model.architecture"] != "golf":
         return flat
     fields = {key: value for name, value in MODEL_FIELDS.items() if (key := model_key(name)) not in KEY_TYPES}
