@@ -256,7 +256,8 @@ def added_around(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[in
     backend = tokenizer.backend_tokenizer
     if backend.post_processor is None:
         return [], []
-    for text in ("a", *itertools.islice(tokenizer.get_vocab(), _PROBES)):
+    texts = itertools.chain.from_iterable(probes() for probes in (lambda: ["a"], tokenizer.get_vocab))
+    for text in itertools.islice(texts, 1 + _PROBES):  # get_vocab, which takes a while, only if "a" is unknown
         try:
             encoding = backend.encode(text)
         except Exception:  # no unk_token for it
