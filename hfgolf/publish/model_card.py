@@ -174,7 +174,7 @@ def set_location(path: Path, location: str) -> None:
     card = path.read_text(encoding="utf-8")
     # only the first ones: a sample from a model trained on Python may contain more
     named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
-    named = re.sub(r'(?<=export\.py --model ")[^"]*(?=" --to gguf)', lambda _: location, named, count=1)
+    named = re.sub(r'(?<=export --model ")[^"]*(?=" --to gguf)', lambda _: location, named, count=1)
     if named != card:
         write_text(path, named)
 

@@ -71,6 +71,12 @@ def test_long_streams_are_counted_in_evenly_spaced_parts(monkeypatch):
     class Stream:
         tokens = np.repeat(np.arange(8, dtype=np.uint16), 1000)
 
+        def __len__(self) -> int:
+            return len(self.tokens)
+
+        def read(self, positions: np.ndarray) -> np.ndarray:
+            return self.tokens[positions]
+
     np.testing.assert_array_equal(token_counts(Stream(), 10), [1000] * 8 + [0, 0])
     monkeypatch.setattr(curvature_module, "_COUNTED_TOKENS", 640)
     counted = token_counts(Stream(), 10)

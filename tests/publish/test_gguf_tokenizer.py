@@ -67,12 +67,12 @@ def test_card_of_a_native_model_says_how_to_run_it_in_llama_cpp(exported, tmp_pa
     options: Any = {"needs_code": False, "is_limited": False, "num_tokens": 8, "targets": [], "has_gguf": True}
     convert_folder(str(exported), tmp_path / "native", "native")
     path = tmp_path / "native" / "README.md"
-    assert f'export.py --model "{tmp_path / "native"}" --to gguf --output model.gguf\n' in path.read_text()
+    assert f'hfgolf export --model "{tmp_path / "native"}" --to gguf --output model.gguf\n' in path.read_text()
     assert """printf 'FROM ./model.gguf\\nTEMPLATE "{{ .Prompt }}"\\n' > Modelfile\n""" in path.read_text()
     assert usage("a", **options, is_chat=True).endswith(
         """--output model.gguf\nllama-completion -m model.gguf --jinja -st -p "..."\n```"""
     )
     set_location(path, "user/name")
-    assert 'export.py --model "user/name" --to gguf' in path.read_text()
+    assert 'hfgolf export --model "user/name" --to gguf' in path.read_text()
     convert_folder(str(tmp_path / "native"), tmp_path / "golf", "golf")
     assert "llama-completion" not in (tmp_path / "golf" / "README.md").read_text()

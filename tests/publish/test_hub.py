@@ -71,7 +71,7 @@ def test_a_model_without_a_native_form_is_pushed_as_golf(our_hub, tmp_path, tiny
     folder = tmp_path / "runs" / "tiny" / "model"
     folder.parent.mkdir(parents=True)
     export_model(*build_tiny(logit_soft_cap=15.0), folder, model_card(tiny_config, SUMMARY))
-    with pytest.raises(UserError, match=r"Apertus needs model\.logit_soft_cap null"):
+    with pytest.raises(UserError, match=r"Apertus needs model\.overrides\.logit_soft_cap null"):
         push_folder(folder, "user/name", private=False, message="m", format="native")
     assert not our_hub.repositories
     said = push_folder(folder, "user/name", private=False, message="m")

@@ -37,8 +37,9 @@ def test_run_writes_the_columns_and_events_of_the_schema(run, tiny_run, tmp_path
 
 
 def test_every_event_in_the_code_is_in_the_schema():
-    code = "".join(path.read_text() for path in (ROOT / "hfgolf" / "train").glob("*.py"))
-    assert set(re.findall(r"tracker\.event\(\s*\"(\w+)\"", code)) == EVENTS.keys()
+    folders = [ROOT / "hfgolf" / name for name in ("train", "hooks", "golf")]
+    code = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    assert set(re.findall(r"run\.event\(\s*\"(\w+)\"", code)) == EVENTS.keys()
 
 
 def test_page_is_up_to_date():
