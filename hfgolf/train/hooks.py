@@ -54,7 +54,7 @@ class Hook:
         """Act after each step, also one that is repeated later because its gradient was not finite."""
 
     def wants_row(self, run: Run, is_last: bool) -> bool:
-        """Return whether this step needs a row of metrics.jsonl, because `columns` has something to say."""
+        """Return whether this step needs a row of metrics.jsonl for `columns`: the same on all processes."""
         return False
 
     def columns(self, run: Run, is_last: bool) -> Mapping[str, Any]:
