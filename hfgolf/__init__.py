@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hfgolf.command_line import load_config as load_config
     from hfgolf.config import RunConfig as RunConfig
     from hfgolf.errors import UserError as UserError
+    from hfgolf.measure.memory import training_memory as training_memory
     from hfgolf.model.configuration_golf import GolfConfig as GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM as GolfForCausalLM
     from hfgolf.optim.muon import Muon as Muon
@@ -38,6 +39,7 @@ _PUBLIC_NAMES = {
     "fit": "hfgolf.api",
     "load_config": "hfgolf.command_line",
     "open_run": "hfgolf.api",
+    "training_memory": "hfgolf.measure.memory",
 }
 
 

@@ -436,6 +436,8 @@ class OptimConfig:
     """Decoupled weight decay of the matrices; multiplied by the group's learning rate."""
     embedding_weight_decay: float = 0.0
     """The same for the embeddings, and with them a tied head."""
+    head_weight_decay: float = 0.0
+    """The same for an untied head."""
     vector_weight_decay: float = 0.0
     """The same for norms, biases, gains and gates."""
     newton_schulz_coefficients: Literal["classic", "polar_express"] = "polar_express"
@@ -470,7 +472,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         rates = ("learning_rate", "adamw_learning_rate", "embedding_learning_rate", "vector_learning_rate")
         _require_positive("optim", self, *rates, "eps", "muon_every_steps")
-        decays = ("weight_decay", "embedding_weight_decay", "vector_weight_decay")
+        decays = ("weight_decay", "embedding_weight_decay", "head_weight_decay", "vector_weight_decay")
         _require_not_negative("optim", self, *decays, "momentum_warmup_steps")
         for name in ("momentum", "momentum_start"):
             value = getattr(self, name)

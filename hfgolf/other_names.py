@@ -135,7 +135,6 @@ MOVED_TO_OVERRIDES: dict[str, Any] = {
 _HALF_LIFE = "optim.ema_half_life_tokens"
 GONE: dict[str, tuple[Any, str]] = {
     _HALF_LIFE: (None, "set optim.ema_decay to 0.5 ** (batch.tokens_per_step / the half-life)"),
-    "optim.head_weight_decay": (0.0, "leave it out: an untied head is not decayed"),
     "optim.nesterov": (True, "leave it out: the momentum of Muon and SGD is Nesterov's"),
     "optim.momentum_end": (None, "leave it out: momentum stays at optim.momentum"),
     "optim.split_qkv": (True, "leave it out: Muon takes queries, keys and values apart"),

@@ -17,11 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
 
+from hfgolf.config import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
 from hfgolf.errors import UserError
 from hfgolf.measure.fake_pass import pass_bytes
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
@@ -35,7 +36,6 @@ from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hfgolf.config import RunConfig
     from hfgolf.model.configuration_golf import GolfConfig
 
 logger = logging.getLogger(__name__)
@@ -155,6 +155,38 @@ def run_memory(
         weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, casts=passes.casts,
         activations=passes.activations, loss=passes.loss, backward=passes.backward, update=update, peak=peak,
     )  # fmt: skip
+
+
+def training_memory(
+    model: GolfConfig,
+    *,
+    batch: int,
+    sequence: int,
+    accumulation: int = 1,
+    processes: int = 1,
+    is_sharded: bool = False,
+    device: str = "cuda",
+    precision: Literal["no", "bf16", "fp16"] = "no",
+    checkpointing: bool = False,
+    chunk_elements: int | None = None,
+    **optim: Any,
+) -> TrainingMemory:
+    """Predict the bytes of training a Golf model per process, from its shape and the sizes of a step; see `run_memory`.
+
+    batch: sequences per micro-batch. sequence: tokens per sequence. accumulation: micro-batches per step. device: cuda
+    or cpu. chunk_elements: logits per chunk of the loss; None: what suits any card. optim: keys of the config's section
+    optim, such as name="adamw". Raises UserError for a value that no config may have.
+    """
+    with torch.device("meta"):
+        golf = GolfForCausalLM(model)
+    golf.chunk_elements = chunk_elements
+    config = RunConfig(
+        model=ModelSection(gradient_checkpointing=checkpointing),
+        batch=BatchConfig(sequence, batch * sequence * processes * accumulation),
+        optim=OptimConfig(**optim),
+        train=TrainConfig(max_steps=1, mixed_precision=precision),
+    )
+    return run_memory(config, golf, batch, processes, device, is_sharded)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _group(
     stated, weight_decay = {
         "matrix": (None, optim.weight_decay),
         "embedding": (optim.embedding_learning_rate, optim.embedding_weight_decay),
-        "head": (None, 0.0),
+        "head": (None, optim.head_weight_decay),
         "vector": (optim.vector_learning_rate, optim.vector_weight_decay),
     }[kind]
     learning_rate = learning_rate if stated is None else stated

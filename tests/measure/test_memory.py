@@ -26,6 +26,7 @@ from hfgolf.measure.memory import (
     expected_bytes,
     fragmented_bytes,
     run_memory,
+    training_memory,
 )
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_lm import checkpoint_layers
@@ -73,30 +74,10 @@ SHAPE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
 MATRICES = 12 * 12 * 768**2  # per block: queries, keys, values and output 4 C^2, MLP 8 C^2
 
 
-def predict(
-    golf: GolfConfig | None = None,
-    *,
-    batch: int = 1,
-    sequence: int = 1024,
-    processes: int = 1,
-    device: str = "cuda",
-    precision: str = "no",
-    checkpointing: bool = False,
-    accumulation: int = 1,
-    chunk_elements: int | None = None,
-    **optim: Any,
-) -> TrainingMemory:
-    """Predict the memory of a model of GPT-2's size, or of another one. optim: the optimizer's options."""
-    with torch.device("meta"):
-        model = GolfForCausalLM(golf or GolfConfig(vocab_size=50_257, **SHAPE))
-    model.chunk_elements = chunk_elements
-    config = RunConfig(
-        model=ModelSection(gradient_checkpointing=checkpointing),
-        batch=BatchConfig(sequence, batch * sequence * processes * accumulation),
-        optim=OptimConfig(**optim),
-        train=TrainConfig(max_steps=1, mixed_precision=precision),
-    )
-    return run_memory(config, model, batch, processes, device)
+def predict(golf: GolfConfig | None = None, **sizes: Any) -> TrainingMemory:
+    """Predict the memory of a model of GPT-2's size, or of another one."""
+    golf = golf or GolfConfig(vocab_size=50_257, **SHAPE)
+    return training_memory(golf, **{"batch": 1, "sequence": 1024} | sizes)
 
 
 def test_weights_gradients_and_state_take_four_bytes_each():

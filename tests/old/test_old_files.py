@@ -49,7 +49,7 @@ _MOVED_TO_OVERRIDES = (
     *("value_embedding_size", "embedding_size", "soft_cap_form", "logit_soft_cap_negative"),
 )
 _GONE = (
-    *("data.prefetch_factor", "optim.head_weight_decay", "optim.momentum_end", "optim.nesterov", "optim.split_qkv"),
+    *("data.prefetch_factor", "optim.momentum_end", "optim.nesterov", "optim.split_qkv"),
     *("schedule.warmdown_shape", "track.run_name", "train.min_improvement", "train.rollback_learning_rate_factor"),
     *("golf.column_steps", "golf.damping"),
 )

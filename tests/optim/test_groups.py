@@ -109,10 +109,10 @@ def test_each_parameter_of_the_golf_switches_is_in_exactly_one_group(is_record):
 
 
 def test_embeddings_heads_and_vectors_have_their_own_decay_and_rate():
-    own = {"embedding_weight_decay": 0.085, "vector_weight_decay": 0.02}
+    own = {"embedding_weight_decay": 0.085, "head_weight_decay": 0.03, "vector_weight_decay": 0.02}
     groups = by_kind(OptimConfig(**own, vector_learning_rate=0.05))
     decays = {kind: (group["weight_decay"], group["initial_weight_decay"]) for kind, group in groups.items()}
-    assert decays == {"matrix": (0.1, 0.1), "embedding": (0.085, 0.085), "head": (0.0, 0.0), "vector": (0.02, 0.02)}
+    assert decays == {"matrix": (0.1, 0.1), "embedding": (0.085, 0.085), "head": (0.03, 0.03), "vector": (0.02, 0.02)}
     assert {kind: group["lr"] for kind, group in groups.items()} == {
         "matrix": 0.02,
         "embedding": 0.003,
