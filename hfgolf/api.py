@@ -81,7 +81,7 @@ def train(
     return loop.train(resolved, signals, [*standard_hooks(resolved.config), *hooks])
 
 
-def train_once(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Signals | None = None) -> dict[str, Any]:
     """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
 
     A complete run whose model or summary is damaged is rebuilt from its checkpoints.

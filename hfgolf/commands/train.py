@@ -49,4 +49,4 @@ def train_with(signals: Signals) -> None:
     from hfgolf.api import train_once
 
     quiet_libraries()
-    train_once(resolved, signals)
+    train_once(resolved, signals=signals)

@@ -165,7 +165,7 @@ class Session:
         version = self._metrics_version()
         if version not in (self._version_before, self._version_read):
             with contextlib.suppress(OSError):  # it is being replaced
-                lines, _ = read_lines(self._metrics)
+                lines = read_lines(self._metrics)
                 self._version_read, self._last_step = version, lines[-1]["step"] if lines else 0
         return 0 if version == self._version_before else self._last_step
 

@@ -41,7 +41,6 @@ NOT_TEXT = {
     **dict.fromkeys((".bin", ".npy", ".ds"), "set data.source shards if it holds token ids"),
     **dict.fromkeys((".tar", ".tgz", ".7z", ".rar"), "unpack it, and name the folder"),
 }
-TEXT_TABLES = ("json", "csv", "tsv")
 SHARDS = (".bin", ".npy", ".ds")
 _RUN_FILES = {"config.yaml", "metadata.json"}  # what tells a run's folder
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")

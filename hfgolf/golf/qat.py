@@ -52,12 +52,6 @@ class Rounding:
             for weight, values in zip(self._weights, kept, strict=True):
                 weight.data = values
 
-    @torch.no_grad()
-    def round_for_good(self) -> None:
-        """Round the parameters themselves."""
-        for weight, steps in zip(self._weights, self._steps, strict=True):
-            weight.copy_(_rounded(weight.data, steps))
-
 
 def _rounded(weight: Tensor, steps: Tensor) -> Tensor:
     return (weight / steps).round_().clamp_(-MAX_INTEGER, MAX_INTEGER).mul_(steps)

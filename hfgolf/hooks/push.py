@@ -29,6 +29,7 @@ class Push(Hook):
     """Pushes in a process of its own, which never delays or stops the run."""
 
     def __init__(self, hub: HubConfig) -> None:
+        assert hub.repo_id is not None  # HubConfig asks for it
         self._every_steps = hub.every_steps
         self._hub = HubPusher(hub.repo_id, hub.private, hub.format)
 

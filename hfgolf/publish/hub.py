@@ -123,12 +123,9 @@ def _reason(error: Exception) -> str:
 
 
 class HubPusher:
-    """Push for a run: one push at a time, in a separate process, without ever stopping or delaying the run.
+    """Push for a run: one push at a time, in a separate process, without ever stopping or delaying the run."""
 
-    repo_id: None pushes nothing.
-    """
-
-    def __init__(self, repo_id: str | None, private: bool, format: str = "auto") -> None:
+    def __init__(self, repo_id: str, private: bool, format: str = "auto") -> None:
         self._repo_id, self._private, self._format = repo_id, private, format
         self._running: threading.Thread | None = None
 
@@ -157,8 +154,6 @@ class HubPusher:
             raise
 
     def _start(self, folder: Path, message: str, delete_after: bool) -> None:
-        if self._repo_id is None:
-            return
         # a daemon thread, so that the end of the run does not wait for it
         self._running = threading.Thread(target=self._push, args=(folder, message, delete_after), daemon=True)
         self._running.start()
@@ -168,7 +163,7 @@ class HubPusher:
         seconds = int(PUSH_TIMEOUT_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
         options = [f"--seconds={seconds}", f"--message={message}", f"--format={self._format}"]
         options += ["--private"] * self._private
-        command = [sys.executable, "-m", "hfgolf.publish.hub", str(folder), str(self._repo_id), *options]
+        command = [sys.executable, "-m", "hfgolf.publish.hub", str(folder), self._repo_id, *options]
         package = Path(__file__).parents[2]
         environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         try:

@@ -144,21 +144,14 @@ def read_metrics(path: Path) -> Metrics:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return all rows of a metrics.jsonl, without sampling, events and broken lines."""
-    lines, _ = read_lines(path)
-    return [line for line in lines if "event" not in line]
+    return [line for line in read_lines(path) if "event" not in line]
 
 
-def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows and events from byte `start` on, and the byte after the last complete line.
-
-    For files that are still being written: a line without its end is left for the next call.
-    """
-    with path.open("rb") as file:
-        file.seek(start)
-        new = file.read()
-    end = new.rfind(b"\n") + 1
-    lines = [_parse(line) for line in new[:end].splitlines()]
-    return [line for line in lines if line is not None], start + end
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows and events of a file that may still be written: a line without its end is left out."""
+    content = path.read_bytes()
+    lines = [_parse(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+    return [line for line in lines if line is not None]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

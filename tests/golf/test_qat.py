@@ -115,7 +115,9 @@ def test_export_keeps_the_grid_of_a_rounded_model(model, batch):
 
     codes = codes_of(model)
     curvature = measure_curvature(model, [batch])
-    Rounding(model, packed_codes(codes)).round_for_good()
+    with Rounding(model, packed_codes(codes)).applied():
+        rounded = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(rounded)
     weights = matrices(model)
     size = 500 + size_of({name: round_nearest(weight, codes[name]) for name, weight in weights.items()})
     kept = quantize_model(model, curvature, budget_bytes=size + 100, overhead_bytes=500, size_of=size_of)

@@ -120,7 +120,6 @@ def test_failed_push_in_a_run_is_a_warning(exported, our_hub, caplog):
         pusher.push_now(exported, "step 6")
         our_hub.fail_with = None
         pusher.push_now(exported, "step 7")
-        HubPusher(None, private=False).push_now(exported, "nothing")
     levels = [record.levelname for record in caplog.records]
     assert levels == ["WARNING", "INFO"], caplog.text
     assert f"--run {exported.parent} --repo user/name" in caplog.text
