@@ -92,6 +92,8 @@ class Hooks:
             if not isinstance(one, Hook):
                 raise UserError(f"hooks: {one!r} is not one; make a subclass of hfgolf.Hook and pass an object.")
         self._hooks = hooks
+        kinds = [type(one).__name__ for one in hooks]
+        self._names = [f"{kind}-{n}" if (n := kinds[:i].count(kind)) else kind for i, kind in enumerate(kinds)]
 
     def overriding(self, method: str) -> list[Any]:
         """Return that method of each hook that overrides it, in order."""
@@ -118,11 +120,11 @@ class Hooks:
             yield
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return {class name: state} of the hooks that have any."""
-        states = {type(one).__name__: one.state_dict() for one in self._hooks}
+        """Return {class name: state} of the hooks that have any; the second of a class is NAME-1, and so on."""
+        states = {name: one.state_dict() for name, one in zip(self._names, self._hooks, strict=True)}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Give each hook its state, {} if there is none."""
-        for one in self._hooks:
-            one.load_state_dict(states.get(type(one).__name__, {}))
+        for name, one in zip(self._names, self._hooks, strict=True):
+            one.load_state_dict(states.get(name, {}))

@@ -13,6 +13,7 @@ import torch
 from faults import losses, rows
 
 import hfgolf
+from hfgolf.train.hooks import Hooks
 
 
 class Shrinking(hfgolf.Hook):
@@ -79,3 +80,12 @@ def test_a_hook_keeps_its_state_and_adds_columns_also_over_a_resume(tiny_run, re
     assert losses(folders[0]) == losses(folders[1])
     assert resumed.earlier == [1, 2, 3, 4] and [line["step"] for line in resumed.lines if "event" not in line] == [6]
     assert [line["event"] for line in resumed.lines if "event" in line] == ["resumed", "sample"]
+
+
+def test_two_hooks_of_one_class_keep_a_state_each():
+    before, after = ([Shrinking(), Shrinking(), Shrinking()] for _ in range(2))
+    for passes, hook in enumerate(before):
+        hook.passes = passes
+    states = Hooks(before).state_dict()
+    Hooks(after).load_state_dict(states)
+    assert [hook.passes for hook in after] == [0, 1, 2] and len(states) == 3
