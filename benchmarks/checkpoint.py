@@ -28,7 +28,7 @@ from typing import Any
 
 from machine import build_parser, write
 
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = {"small": ("small.yaml", 4096), "124m": ("fineweb_124m.yaml", 50257)}

@@ -48,8 +48,8 @@ STEPS = 10
 
 def child(shape: str, kind: str) -> dict[str, float]:
     """Return a step's median seconds and page faults, and the peak memory of the process in bytes."""
-    from hfgolf.command_line import load_config
     from hfgolf.commands.scratch import scratch_run
+    from hfgolf.config.parse import load_config
     from hfgolf.train import setup
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.loop import train_step

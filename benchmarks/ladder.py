@@ -33,19 +33,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfgolf import palette
-from hfgolf.command_line import load_config, run_command
 from hfgolf.commands.options import ScriptParser, check_output, within
 from hfgolf.commands.scratch import scratch_run
+from hfgolf.config.parse import load_config, run_command
 from hfgolf.data.batches import block_starts, gather
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.token_stream import TokenStream, open_stream
-from hfgolf.durable import write_text
-from hfgolf.errors import UserError
-from hfgolf.hardware import accelerator_name, fingerprint, measured_peak_flops, synchronize
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.run.provenance import run_metadata
+from hfgolf.system.durable import write_text
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import accelerator_name, fingerprint, measured_peak_flops, synchronize
 from hfgolf.train.compilation import has_compiler
 from hfgolf.train.console import show_log
 from hfgolf.train.feed import blocks_per_epoch, is_out_of_memory

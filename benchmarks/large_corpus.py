@@ -44,7 +44,7 @@ def child(path: str, cache_dir: str, vocab_size: int) -> dict[str, Any]:
     """Build the cache, and load it once more; the log goes to the terminal."""
     import logging
 
-    from hfgolf.config import DataConfig, TokenizerConfig
+    from hfgolf.config.sections import DataConfig, TokenizerConfig
     from hfgolf.data.token_cache import load_tokens
 
     logging.basicConfig(level="INFO", format="%(message)s")

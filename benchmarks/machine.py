@@ -33,8 +33,8 @@ def write(path: Path | None, packages: Sequence[str], **figures: Any) -> None:
     """
     if path is None:
         return
-    from hfgolf.hardware import cpu_cores, fingerprint
     from hfgolf.run.provenance import git_commit
+    from hfgolf.system.hardware import cpu_cores, fingerprint
 
     versions = {package: _version(package) for package in packages} | {"hfgolf": git_commit()}
     machine = {"hardware": fingerprint(), "cores": cpu_cores(), "load": os.getloadavg()[0], "versions": versions}

@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from hfgolf.command_line import run_command
-from hfgolf.errors import UserError
+from hfgolf.config.parse import run_command
+from hfgolf.system.errors import UserError
+from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train.console import Console
-from hfgolf.train.stopwatch import Stopwatch
 
 STEPS = 500
 STEP_SECONDS = 0.01

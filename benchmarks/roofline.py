@@ -24,18 +24,24 @@ from torch.utils.benchmark import Timer
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from hfgolf import palette
-from hfgolf.command_line import load_config, run_command
 from hfgolf.commands.options import ScriptParser, check_output
 from hfgolf.commands.profile_step import timed_steps
 from hfgolf.commands.scratch import scratch_run
-from hfgolf.durable import write_text
-from hfgolf.errors import UserError
-from hfgolf.hardware import accelerator_name, fast_product_dtype, fingerprint, free_memory_bytes, measured_peak_flops
+from hfgolf.config.parse import load_config, run_command
 from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.run.provenance import run_metadata
+from hfgolf.system.durable import write_text
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import (
+    accelerator_name,
+    fast_product_dtype,
+    fingerprint,
+    free_memory_bytes,
+    measured_peak_flops,
+)
 from hfgolf.train.console import show_log
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"

@@ -21,7 +21,7 @@ from typing import Any
 
 from machine import build_parser, write
 
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 
 ROOT = Path(__file__).parents[1]
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from machine import build_parser, write
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 
 VOCABULARIES = {"byte": 257, "bpe 4,096": 4096, "bpe 50,257": 50257}
 TEXTS = ("python", "torch")

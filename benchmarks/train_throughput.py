@@ -245,8 +245,8 @@ def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
 
 
 def train_hfgolf(job: Job, turns: Turns) -> None:
-    from hfgolf.command_line import load_config
     from hfgolf.commands.scratch import scratch_run
+    from hfgolf.config.parse import load_config
     from hfgolf.model.convert_gpt2 import golf_from_gpt2
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.loop import train_step
@@ -369,7 +369,7 @@ def write_tokens(shape: Shape, num_steps: int, path: Path) -> None:
     """Write the sequences that hfgolf's first steps read, in order."""
     import numpy as np
 
-    from hfgolf.command_line import load_config
+    from hfgolf.config.parse import load_config
     from hfgolf.data.batches import block_starts, gather, num_blocks
     from hfgolf.data.token_cache import load_tokens
 

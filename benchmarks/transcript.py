@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from hfgolf.hardware import cpu_cores, device_name
-from hfgolf.wording import count_of
+from hfgolf.system.hardware import cpu_cores, device_name
+from hfgolf.system.wording import count_of
 
 ROOT = Path(__file__).parents[1]
 ROWS, COLUMNS = 24, 80

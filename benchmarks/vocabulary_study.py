@@ -24,9 +24,9 @@ import torch
 from datasets import Dataset
 
 from hfgolf import palette
-from hfgolf.command_line import load_config, run_command
 from hfgolf.commands.options import MARK, ScriptParser, check_output, within
-from hfgolf.config import RunConfig, TokenizerConfig
+from hfgolf.config.parse import load_config, run_command
+from hfgolf.config.sections import RunConfig, TokenizerConfig
 from hfgolf.data.pieces import ROWS_PER_BATCH, PieceWriter, num_text_bytes
 from hfgolf.data.tokenizer import (
     Encoded,
@@ -36,13 +36,13 @@ from hfgolf.data.tokenizer import (
     build_tokenizer,
     find_tokenizer_loss,
 )
-from hfgolf.durable import write_text
-from hfgolf.errors import UserError
-from hfgolf.hardware import fingerprint
 from hfgolf.run.provenance import run_metadata
+from hfgolf.system.durable import write_text
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import fingerprint
+from hfgolf.system.signals import Signals
 from hfgolf.train.build import build_model
 from hfgolf.train.console import show_log
-from hfgolf.train.signals import Signals
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "small.yaml"
 NUM_BYTES = 256

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from hfgolf.api import TrainedRun as TrainedRun
     from hfgolf.api import fit as fit
     from hfgolf.api import open_run as open_run
-    from hfgolf.command_line import load_config as load_config
-    from hfgolf.config import RunConfig as RunConfig
-    from hfgolf.errors import UserError as UserError
+    from hfgolf.config.parse import load_config as load_config
+    from hfgolf.config.sections import RunConfig as RunConfig
     from hfgolf.measure.memory import training_memory as training_memory
     from hfgolf.model.configuration_golf import GolfConfig as GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM as GolfForCausalLM
     from hfgolf.optim.muon import Muon as Muon
+    from hfgolf.system.errors import UserError as UserError
     from hfgolf.train.hooks import Hook as Hook
 
 __version__ = "0.1.0"
@@ -33,11 +33,11 @@ _PUBLIC_NAMES = {
     "GolfForCausalLM": "hfgolf.model.modeling_golf",
     "Hook": "hfgolf.train.hooks",
     "Muon": "hfgolf.optim.muon",
-    "RunConfig": "hfgolf.config",
+    "RunConfig": "hfgolf.config.sections",
     "TrainedRun": "hfgolf.api",
-    "UserError": "hfgolf.errors",
+    "UserError": "hfgolf.system.errors",
     "fit": "hfgolf.api",
-    "load_config": "hfgolf.command_line",
+    "load_config": "hfgolf.config.parse",
     "open_run": "hfgolf.api",
     "training_memory": "hfgolf.measure.memory",
 }

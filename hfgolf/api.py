@@ -33,21 +33,23 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hfgolf.command_line import ResolvedConfig, as_resolved, find_config, load_config, read_yaml, shipped_base
-from hfgolf.config import DataConfig, RunConfig
+from hfgolf.config.parse import ResolvedConfig, as_resolved, find_config, load_config, read_yaml, shipped_base
+from hfgolf.config.sections import DataConfig, RunConfig
 from hfgolf.data.files import cache_folder, require_paths
-from hfgolf.durable import replace_folder
-from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.hub import push_folder
 from hfgolf.publish.load import load_exported, load_model
-from hfgolf.ranks import decide, together
 from hfgolf.report.report import render_page
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_run, read_summary, status
+from hfgolf.system.durable import replace_folder
+from hfgolf.system.errors import UserError
+from hfgolf.system.ranks import decide, together
+from hfgolf.system.signals import Signals
+from hfgolf.system.wording import join_words, one_line, shortened
 from hfgolf.train import loop
 from hfgolf.train.claim import changed_text, changes, completed, damage
 from hfgolf.train.console import show_log
@@ -55,8 +57,6 @@ from hfgolf.train.finish import show_summary
 from hfgolf.train.hooks import Hook
 from hfgolf.train.init_from import FROZEN, weights_sha256
 from hfgolf.train.process import processes, resolve_precision
-from hfgolf.train.signals import Signals
-from hfgolf.wording import join_words, one_line, shortened
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,9 +10,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hfgolf.command_line import run_command
-from hfgolf.errors import UserError
-from hfgolf.wording import close_match
+from hfgolf.config.parse import run_command
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import close_match
 
 VERBS = {
     "train": "train a GPT: hfgolf train my.txt, or hfgolf train --config small",

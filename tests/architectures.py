@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hfgolf.config import BatchConfig, ModelSection, RunConfig, TrainConfig
+from hfgolf.config.sections import BatchConfig, ModelSection, RunConfig, TrainConfig
 from hfgolf.train.build import build_model
 
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}

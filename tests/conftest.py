@@ -143,7 +143,7 @@ def quiet() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_measured_peak() -> None:
     """Measure this machine's FLOP/s once, not in each run."""
-    from hfgolf import hardware
+    from hfgolf.system import hardware
 
     hardware.measured_peak_flops = functools.cache(hardware.measured_peak_flops)
 

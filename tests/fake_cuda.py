@@ -95,14 +95,14 @@ def measure_step(batch: int = 16, sequence: int = 1024) -> dict[str, Any]:
     An operation that needs a value on the host raises, so a step that ends has not waited for the device. Clipping is
     run for that alone: torch does not take its foreach kernels for fake tensors.
     """
-    from hfgolf.config import OptimConfig
-    from hfgolf.hardware import find_device
+    from hfgolf.config.sections import OptimConfig
     from hfgolf.measure.memory import chunk_elements
     from hfgolf.model.configuration_golf import GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM, chunked_cross_entropy
     from hfgolf.optim.ema import Ema
     from hfgolf.optim.groups import build_optimizer
     from hfgolf.optim.layout import layout
+    from hfgolf.system.hardware import find_device
     from hfgolf.train.loop import gradient_norm
 
     F.scaled_dot_product_attention = _flash_attention

@@ -31,7 +31,7 @@ class RefuseFp64(TorchDispatchMode):
 
 def train_and_score() -> dict[str, str]:
     """Run each part of training and scoring once. Return where its result is."""
-    from hfgolf.config import OptimConfig, ScheduleConfig
+    from hfgolf.config.sections import OptimConfig, ScheduleConfig
     from hfgolf.evaluate.loss import summed_nats
     from hfgolf.evaluate.windows import as_fp64, sum_nats, zero_nats
     from hfgolf.model.configuration_golf import GolfConfig

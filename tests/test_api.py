@@ -29,8 +29,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import hfgolf
 from hfgolf.checkpoint.store import newest_first, verify
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.parse import ResolvedConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM

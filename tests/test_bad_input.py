@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data.tokenizer import find_tokenizer
 
 ABSURD = ("0", "-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many")

@@ -15,10 +15,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hfgolf.command_line import KEY_TYPES, SECTIONS
-from hfgolf.config import OptimConfig, RunConfig, ScheduleConfig, TokenizerConfig, _choices
+from hfgolf.config.parse import KEY_TYPES, SECTIONS
+from hfgolf.config.sections import OptimConfig, RunConfig, ScheduleConfig, TokenizerConfig, _choices
 from hfgolf.data.tokenizer import build_tokenizer
-from hfgolf.errors import UserError
 from hfgolf.golf.allocate import allocate
 from hfgolf.golf.quantize import plan_steps
 from hfgolf.model.configuration_golf import _CHOICES, GolfConfig
@@ -28,6 +27,7 @@ from hfgolf.optim.muon import _product_dtype, update_scale
 from hfgolf.optim.orthogonalize import newton_schulz_polynomials
 from hfgolf.optim.schedule import learning_rate_multiplier, weight_decay_multiplier
 from hfgolf.optim.state import new_state
+from hfgolf.system.errors import UserError
 
 CHOICES = {f"{section}.{key}": names for section, cls in SECTIONS.items() for key, names in _choices(cls).items()}
 UNKNOWN = "unheard-of"

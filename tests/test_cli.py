@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from hfgolf.cli import VERBS
-from hfgolf.command_line import find_config, load_config
-from hfgolf.config import TokenizerConfig
-from hfgolf.errors import UserError
+from hfgolf.config.parse import find_config, load_config
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.run.provenance import run_metadata
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hfgolf.command_line import (
+from hfgolf.config.other_names import GONE, MOVED_TO_OVERRIDES, in_current_names
+from hfgolf.config.parse import (
     KEY_TYPES,
     SECTIONS,
     ResolvedConfig,
@@ -21,11 +22,10 @@ from hfgolf.command_line import (
     read_settings,
     run_command,
 )
-from hfgolf.config import RunConfig
-from hfgolf.errors import UserError
+from hfgolf.config.sections import RunConfig
 from hfgolf.model.configuration_golf import MODEL_FIELDS
-from hfgolf.other_names import GONE, MOVED_TO_OVERRIDES, in_current_names
 from hfgolf.run.folder import run_folder
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 LEVELS = "abcdefghi"

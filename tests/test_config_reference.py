@@ -1,18 +1,18 @@
-"""docs/config.md is generated from config.py, and has every key with its values and default."""
+"""docs/config.md is generated from config/sections.py, and has every key with its values and default."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from hfgolf.command_line import KEY_TYPES
-from hfgolf.config_reference import markdown
+from hfgolf.config.parse import KEY_TYPES
+from hfgolf.config.reference import markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
 
 
 def test_page_is_up_to_date():
-    """To regenerate: python -m hfgolf.config_reference > docs/config.md"""
+    """To regenerate: python -m hfgolf.config.reference > docs/config.md"""
     assert PAGE.read_text(encoding="utf-8") == markdown()
 
 

@@ -12,12 +12,12 @@ from hfgolf.compare.comparison import compare_outcomes
 from hfgolf.compare.markdown import to_markdown
 from hfgolf.compare.outcome import group_by_arm, read_outcome
 from hfgolf.doctor.doctor import examine
-from hfgolf.errors import UserError
 from hfgolf.report.curves import read_curve
 from hfgolf.report.report import write_report
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import final_figures, format_figures, read_run, status
+from hfgolf.system.errors import UserError
 
 JUNK: dict[str, Any] = {
     "a text": "junk",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.durable import HashedFile, list_files, make_folder, replace_folder, sync_tree, write_text
+from hfgolf.system.durable import HashedFile, list_files, make_folder, replace_folder, sync_tree, write_text
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from hfgolf import errors
-from hfgolf.command_line import run_command
-from hfgolf.errors import UserError, explained, writing
+from hfgolf.config.parse import run_command
+from hfgolf.system import errors
+from hfgolf.system.errors import UserError, explained, writing
+from hfgolf.system.wording import labeled
 from hfgolf.train.console import _SafeFormatter
-from hfgolf.wording import labeled
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from hfgolf import hardware
-from hfgolf.hardware import fast_product_dtype, find_device, free_cgroup_bytes, measured_peak_flops, peak_flops
+from hfgolf.system import hardware
+from hfgolf.system.hardware import fast_product_dtype, find_device, free_cgroup_bytes, measured_peak_flops, peak_flops
 
 CPU = torch.device("cpu")
 

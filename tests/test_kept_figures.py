@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.train.build import build_model
 

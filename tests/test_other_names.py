@@ -8,9 +8,9 @@ import re
 import pytest
 from transformers import TrainingArguments
 
-from hfgolf.command_line import KEY_TYPES, SECTIONS, load_config
-from hfgolf.errors import UserError
-from hfgolf.other_names import OTHER_NAMES
+from hfgolf.config.other_names import OTHER_NAMES
+from hfgolf.config.parse import KEY_TYPES, SECTIONS, load_config
+from hfgolf.system.errors import UserError
 
 
 def test_every_answer_names_existing_keys_only():

@@ -178,9 +178,9 @@ def test_importing_hfgolf_does_not_import_torch():
     "imports",
     [
         "import hfgolf",
-        "import hfgolf; hfgolf.train; import hfgolf.train.stopwatch",
-        "import hfgolf.train.stopwatch",
-        "from hfgolf.train.stopwatch import Stopwatch; import hfgolf",
+        "import hfgolf; hfgolf.train; import hfgolf.system.stopwatch",
+        "import hfgolf.system.stopwatch",
+        "from hfgolf.system.stopwatch import Stopwatch; import hfgolf",
     ],
 )
 def test_train_is_callable_in_any_import_order(imports):
@@ -189,8 +189,8 @@ def test_train_is_callable_in_any_import_order(imports):
 import inspect, pickle
 from hfgolf import train
 assert train is hfgolf.train and pickle.loads(pickle.dumps(train)) is train
-import hfgolf.train.stopwatch
-assert train is hfgolf.train and hfgolf.train.stopwatch.Stopwatch
+import hfgolf.system.stopwatch
+assert train is hfgolf.train and hfgolf.system.stopwatch.Stopwatch
 print(*inspect.signature(train).parameters, "train" in dir(hfgolf))"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("config hooks True", "")

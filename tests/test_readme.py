@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hfgolf.cli import VERBS
-from hfgolf.command_line import KEY_TYPES, load_config
+from hfgolf.config.parse import KEY_TYPES, load_config
 
 ROOT = Path(__file__).parents[1]
 GENERATED = {"benchmarks/tables.md", "docs/metrics.md"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.redact import is_secret_name, redact, redact_values
+from hfgolf.system.redact import is_secret_name, redact, redact_values
 
 ROOT = Path(__file__).parents[1]
 # made up here, so that this file holds nothing that a patch of it would lose

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hfgolf.rendezvous import Launch, LaunchError, find_launch
+from hfgolf.system.rendezvous import Launch, LaunchError, find_launch
 
 COMPLETE = {
     "WORLD_SIZE": "2",
@@ -79,9 +79,9 @@ def test_several_processes_are_found_only_if_somebody_started_them(launched, var
 ALONE = """
 import logging, sys
 from datetime import timedelta
-from hfgolf import rendezvous
-from hfgolf.command_line import run_command
-from hfgolf.train.signals import Signals
+from hfgolf.system import rendezvous
+from hfgolf.config.parse import run_command
+from hfgolf.system.signals import Signals
 
 logging.basicConfig(format="%(message)s")
 rendezvous.PATIENCE_SECONDS = 0.2

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hub_server import HubServer
 
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import find_tokenizer

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.commands.evaluate_text import EvaluationOptions, evaluate_text
-from hfgolf.durable import write_text
-from hfgolf.hardware import fingerprint
+from hfgolf.system.durable import write_text
+from hfgolf.system.hardware import fingerprint
 from hfgolf.train.console import quiet_libraries
 
 RESULT = Path(__file__).parent / "results" / "evaluation_modes.json"

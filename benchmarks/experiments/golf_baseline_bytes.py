@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hfgolf.command_line import load_config
-from hfgolf.durable import write_text
+from hfgolf.config.parse import load_config
 from hfgolf.golf.allocate import allocate
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.grid import gaussian_bits, round_nearest
 from hfgolf.golf.quantize import has_grid, matrices, quantize_model
 from hfgolf.golf.script import packed_script
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.system.durable import write_text
 from hfgolf.train.build import golf_config
 from hfgolf.train.console import quiet_libraries
 

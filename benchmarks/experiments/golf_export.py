@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hfgolf.durable import write_text
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.golf import artifact
 from hfgolf.golf.decoder import weights_of
@@ -34,6 +33,7 @@ from hfgolf.golf.quantize import matrices, quantize_model
 from hfgolf.golf.script import packed_script
 from hfgolf.golf.source import Source, run_source
 from hfgolf.model.layers_golf import GolfNetwork
+from hfgolf.system.durable import write_text
 from hfgolf.train.console import quiet_libraries
 
 RESULT = Path(__file__).parent / "results" / "golf_export.json"

@@ -24,11 +24,10 @@ import numpy as np
 import torch
 
 from hfgolf.checkpoint.store import STATE_NAME
-from hfgolf.command_line import load_config
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import RunConfig
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
-from hfgolf.durable import write_text
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.budget import bytes_besides
 from hfgolf.golf.curvature import calibration_batches, measure_curvature, token_counts
@@ -39,6 +38,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_exported
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.durable import write_text
 from hfgolf.train.console import quiet_libraries
 
 RESULT = Path(__file__).parent / "results" / "golf_forecast.json"

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from golf_export import Scorer, Weights, int8_rows
 
-from hfgolf.durable import write_text
 from hfgolf.golf.quantize import matrices
 from hfgolf.golf.source import run_source
+from hfgolf.system.durable import write_text
 from hfgolf.train.console import quiet_libraries
 
 RESULT = Path(__file__).parent / "results" / "golf_laptop.json"

@@ -23,8 +23,8 @@ import transformers
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_with_min_lr_schedule_with_warmup
 
-from hfgolf.durable import write_text
-from hfgolf.hardware import fingerprint
+from hfgolf.system.durable import write_text
+from hfgolf.system.hardware import fingerprint
 
 CONTEXT, BATCH, STEPS = 64, 12, 2000
 WARMUP_STEPS, LEARNING_RATE, MIN_LEARNING_RATE = 100, 1e-3, 1e-4

@@ -68,13 +68,13 @@ from hfgolf.checkpoint.store import (
     replace_link,
     step_folder,
 )
-from hfgolf.durable import HashedFile, sync, sync_tree
-from hfgolf.errors import UserError
-from hfgolf.hardware import free_memory_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.optim.shards import copy_full, is_sharded, local_shards, on_any_rank
-from hfgolf.wording import one_line
+from hfgolf.system.durable import HashedFile, sync, sync_tree
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import free_memory_bytes
+from hfgolf.system.wording import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import KEY_TYPES, SECTIONS, ResolvedConfig
-from hfgolf.config import RunConfig, model_key
+from hfgolf.config.other_names import GONE, in_current_names
+from hfgolf.config.parse import KEY_TYPES, SECTIONS, ResolvedConfig
+from hfgolf.config.sections import RunConfig, model_key
 from hfgolf.data.corpus import identity_changes
-from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import MODEL_FIELDS
-from hfgolf.other_names import GONE, in_current_names
-from hfgolf.redact import redact_values
-from hfgolf.wording import one_line
+from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact_values
+from hfgolf.system.wording import one_line
 
 logger = logging.getLogger(__name__)
 

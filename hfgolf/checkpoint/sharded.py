@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfgolf.durable import write_text
 from hfgolf.optim.muon import Muon
 from hfgolf.optim.shards import full_tensor
 from hfgolf.optim.state import matched_state
+from hfgolf.system.durable import write_text
 
 OPTIMIZER_FOLDER = "optimizer"
 _GROUPS_NAME = "groups.json"

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hfgolf.command_line import has_type
-from hfgolf.config import BatchConfig
+from hfgolf.config.parse import has_type
+from hfgolf.config.sections import BatchConfig
 from hfgolf.data.batches import as_ranges, stream_positions
 
 _NEWER = (

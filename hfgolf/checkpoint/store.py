@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.durable import find_damage, list_files, make_folder, sync, sync_tree
-from hfgolf.errors import UserError
-from hfgolf.ranks import decide
-from hfgolf.wording import join_words, one_line
+from hfgolf.system.durable import find_damage, list_files, make_folder, sync, sync_tree
+from hfgolf.system.errors import UserError
+from hfgolf.system.ranks import decide
+from hfgolf.system.wording import join_words, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hfgolf.commands.options import SAMPLING, ScriptParser, add_model, add_sampling, read_utf8, take_words
-from hfgolf.errors import UserError
 from hfgolf.run.find_model import find_model
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import close_match
 from hfgolf.train.console import quiet_libraries, shown
-from hfgolf.wording import close_match
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

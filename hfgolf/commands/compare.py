@@ -9,10 +9,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from hfgolf.command_line import split_options
 from hfgolf.commands.options import MARK, ScriptParser, check_output, within
 from hfgolf.compare.experiment import load_experiment, plan_runs
-from hfgolf.errors import UserError
+from hfgolf.config.parse import split_options
+from hfgolf.system.errors import UserError
 
 
 def main() -> None:
@@ -56,8 +56,8 @@ def main() -> None:
     from hfgolf.compare.markdown import to_markdown
     from hfgolf.compare.outcome import group_by_arm, read_outcome, read_outcomes
     from hfgolf.compare.plot import draw
-    from hfgolf.durable import write_text
     from hfgolf.run.folder import RunFolder
+    from hfgolf.system.durable import write_text
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.commands.options import ScriptParser, add_model, bounded, check_output, take_words
-from hfgolf.errors import UserError
 from hfgolf.run.find_model import find_model
+from hfgolf.system.errors import UserError
 
 _FOR_TASKS = ("model", "tasks", "batch_size", "sequence_length", "mixed_precision")
 
@@ -86,8 +86,8 @@ def main() -> int:
         check_output("--certificate", path, ["json"])
 
     from hfgolf.commands.evaluate_text import EvaluationOptions, evaluate_text
+    from hfgolf.system.signals import Signals
     from hfgolf.train.console import quiet_libraries
-    from hfgolf.train.signals import Signals
 
     options = EvaluationOptions(**arguments, certify=path is not None)
     quiet_libraries()
@@ -106,8 +106,8 @@ def main() -> int:
 
 def _evaluate_tasks(options: dict[str, Any], as_json: bool) -> int:
     from hfgolf.commands.evaluate_tasks import evaluate_tasks, record
+    from hfgolf.system.signals import Signals
     from hfgolf.train.console import quiet_libraries
-    from hfgolf.train.signals import Signals
 
     quiet_libraries()
     with Signals("before the end; nothing was written"):

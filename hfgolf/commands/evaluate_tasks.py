@@ -18,14 +18,14 @@ import torch
 from accelerate import PartialState
 
 from hfgolf.commands.evaluate_text import evaluation_precision
-from hfgolf.durable import list_files, write_text
-from hfgolf.errors import UserError
 from hfgolf.evaluate.context import evaluation_length
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import add_task_results
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.record import read_json
-from hfgolf.wording import one_line
+from hfgolf.system.durable import list_files, write_text
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import one_line
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

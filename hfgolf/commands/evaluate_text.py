@@ -20,11 +20,10 @@ from accelerate.utils import gather_object
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import RunConfig, TrainConfig
+from hfgolf.config.parse import ResolvedConfig
+from hfgolf.config.sections import RunConfig, TrainConfig
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.tokenizer import text_start
-from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
 from hfgolf.evaluate.context import evaluation_length, evaluation_mode
 from hfgolf.evaluate.loss import describe_coverage, evaluate_plan, plan_documents, plan_evaluation
@@ -33,12 +32,13 @@ from hfgolf.evaluate.windows import Plan
 from hfgolf.golf.certificate import Certificate, certify
 from hfgolf.golf.legality import legality_problems
 from hfgolf.golf.scorer import ScorerSettings, build_scorer, evaluate_adapting, legality_slice
-from hfgolf.hardware import free_memory_bytes
 from hfgolf.measure.memory import evaluation_batch_size
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.publish.load import load_exported
-from hfgolf.ranks import decide
 from hfgolf.run.find_model import find_model
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import free_memory_bytes
+from hfgolf.system.ranks import decide
 from hfgolf.train.process import resolve_precision
 
 _CHUNK_TOKENS = {"sgd": 1024, "lora": 48}

@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hfgolf.commands.options import ScriptParser, check_output
-from hfgolf.config import RunConfig
-from hfgolf.errors import UserError, writing
+from hfgolf.config.sections import RunConfig
 from hfgolf.run.find_model import find_model, models_here
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
-from hfgolf.wording import join_words, one_line
+from hfgolf.system.errors import UserError, writing
+from hfgolf.system.wording import join_words, one_line
 
 
 def main() -> None:

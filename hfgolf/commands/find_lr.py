@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfgolf import palette
-from hfgolf.command_line import load_config
 from hfgolf.commands.options import ScriptParser, bounded, check_picture
-from hfgolf.errors import UserError, writing
+from hfgolf.config.parse import load_config
+from hfgolf.system.errors import UserError, writing
 
 if TYPE_CHECKING:
     from hfgolf.commands.lr_sweep import Sweep
@@ -42,9 +42,9 @@ def main() -> None:
     check_picture("--output", arguments.output, [arguments.output.with_suffix(".json")])
 
     from hfgolf.commands.lr_sweep import RULE, find_lr, suggested_values
-    from hfgolf.durable import write_text
-    from hfgolf.hardware import fingerprint
     from hfgolf.run.provenance import run_metadata
+    from hfgolf.system.durable import write_text
+    from hfgolf.system.hardware import fingerprint
     from hfgolf.train.console import show_log
 
     is_main_process = os.environ.get("RANK", "0") == "0"

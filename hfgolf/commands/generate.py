@@ -7,8 +7,8 @@ import argparse
 import sys
 
 from hfgolf.commands.options import SAMPLING, ScriptParser, add_model, add_sampling, read_utf8, take_words, within
-from hfgolf.errors import UserError
 from hfgolf.run.find_model import find_model
+from hfgolf.system.errors import UserError
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from hfgolf.commands.options import ScriptParser, bounded, check_output
-from hfgolf.errors import UserError
 from hfgolf.run.find_model import find_model
+from hfgolf.system.errors import UserError
 
 
 def main() -> int:
@@ -63,8 +63,8 @@ def main() -> int:
     from hfgolf.golf.source import model_source, run_source
     from hfgolf.report.report import write_report
     from hfgolf.run.record import read_run
+    from hfgolf.system.signals import Signals
     from hfgolf.train.console import quiet_libraries
-    from hfgolf.train.signals import Signals
 
     quiet_libraries()
     with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as cache:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hfgolf.commands.options import ScriptParser, bounded
-from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from hfgolf.compare.outcome import Outcome

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.commands.options import ScriptParser, bounded
-from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
-from hfgolf.wording import duration
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import duration
 
 _MOST_SEEDS = 1000
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from hfgolf.commands.options import ScriptParser, bounded
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 
 def main() -> int:

@@ -25,10 +25,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hfgolf.checkpoint.contents import leaves
-from hfgolf.command_line import ResolvedConfig
 from hfgolf.commands.scratch import scratch_run
-from hfgolf.config import OptimConfig
-from hfgolf.errors import UserError
+from hfgolf.config.parse import ResolvedConfig
+from hfgolf.config.sections import OptimConfig
+from hfgolf.system.errors import UserError
 from hfgolf.train.feed import start_batches
 from hfgolf.train.loop import train_step
 from hfgolf.train.run import Run

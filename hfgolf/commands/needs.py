@@ -18,19 +18,19 @@ from statistics import median
 import torch
 from transformers import PreTrainedModel
 
-from hfgolf.config import RunConfig
+from hfgolf.config.sections import RunConfig
 from hfgolf.data import token_cache
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.files import cache_folder
 from hfgolf.data.token_stream import open_stream, stream_path
 from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
-from hfgolf.errors import UserError
-from hfgolf.hardware import DEVICES, device_name, find_device, free_memory_bytes, peak_flops, synchronize
 from hfgolf.measure.flops import TokenFlops, token_flops
 from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, chunk_elements, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import KINDS, build_optimizer, parameter_groups
 from hfgolf.optim.layout import layout, parameter_kinds
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import DEVICES, device_name, find_device, free_memory_bytes, peak_flops, synchronize
 from hfgolf.train.build import build_model
 
 # The MFU of uncompiled training if it is not measured. configs/small.yaml reaches 0.6 in fp32 on two CPU cores;

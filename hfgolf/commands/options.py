@@ -1,6 +1,6 @@
 """What the options of all commands share: bounds, --output checked before any work, one line per mistake.
 
-Does not know any command, or the options of a config (command_line.py). Imports nothing heavy before it is needed.
+Does not know any command, or the options of a config (parse.py). Imports nothing heavy before it is needed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hfgolf.errors import UserError
-from hfgolf.wording import shortened
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import shortened
 
 
 class ScriptParser(argparse.ArgumentParser):

@@ -14,14 +14,14 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.commands.options import ScriptParser, within
-from hfgolf.errors import UserError
-from hfgolf.wording import duration
+from hfgolf.config.parse import ResolvedConfig, load_config
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import duration
 
 if TYPE_CHECKING:
     from hfgolf.commands.needs import Length, Machine, Needs, Speed, TokenCounts
-    from hfgolf.config import RunConfig
+    from hfgolf.config.sections import RunConfig
 
 ITEMS = {
     "weights": "weights",

@@ -6,8 +6,8 @@ Training then finds the tokens in the cache. Verifies the hashes of an existing 
 import dataclasses
 import time
 
-from hfgolf.command_line import load_config
 from hfgolf.commands.options import ScriptParser
+from hfgolf.config.parse import load_config
 
 
 def main() -> None:

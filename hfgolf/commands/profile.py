@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import load_config
 from hfgolf.commands.options import ScriptParser, bounded, check_output
-from hfgolf.durable import write_text
+from hfgolf.config.parse import load_config
+from hfgolf.system.durable import write_text
 
 
 def main() -> None:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from hfgolf.commands.trace import STEP, Profile, read_trace, what_bounds
-from hfgolf.errors import UserError
 from hfgolf.evaluate.context import compiled_modules, undo_compilation
-from hfgolf.hardware import fingerprint, synchronize
 from hfgolf.model.layers_golf import GolfAttention, GolfMLP, GolfRMSNorm
 from hfgolf.model.modeling_golf import GolfForCausalLM, GolfModel
 from hfgolf.run.provenance import run_metadata
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import fingerprint, synchronize
 from hfgolf.train.loop import train_step
 from hfgolf.train.run import Run
 

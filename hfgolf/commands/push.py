@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from hfgolf.commands.options import ScriptParser
-from hfgolf.errors import UserError
 from hfgolf.run.find_model import models_here
 from hfgolf.run.folder import RunFolder
+from hfgolf.system.errors import UserError
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from hfgolf.commands.options import ScriptParser, bounded, check_output
-from hfgolf.errors import writing
+from hfgolf.system.errors import writing
 
 
 def main() -> None:

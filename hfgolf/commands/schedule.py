@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfgolf import palette
-from hfgolf.command_line import load_config
 from hfgolf.commands.options import ScriptParser, bounded, check_picture
-from hfgolf.config import RunConfig
-from hfgolf.errors import UserError, writing
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import RunConfig
+from hfgolf.system.errors import UserError, writing
 
 STAND_INS = {  # one parameter of each kind; its name decides its rule and peak learning rate
     "matrix": "model.layers.0.mlp.up_proj.weight",

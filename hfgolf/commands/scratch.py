@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hfgolf.command_line import ResolvedConfig
+from hfgolf.config.parse import ResolvedConfig
 from hfgolf.hooks import model_hooks
-from hfgolf.ranks import together
+from hfgolf.system.ranks import together
+from hfgolf.system.signals import Signals
 from hfgolf.train.feed import start_batches
 from hfgolf.train.hooks import Hooks
 from hfgolf.train.process import processes
 from hfgolf.train.run import Run
 from hfgolf.train.setup import set_up
-from hfgolf.train.signals import Signals
 
 
 @contextmanager

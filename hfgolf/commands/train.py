@@ -4,9 +4,9 @@ import logging
 import os
 import sys
 
-from hfgolf.command_line import load_config
-from hfgolf.errors import UserError
-from hfgolf.train.signals import Signals
+from hfgolf.config.parse import load_config
+from hfgolf.system.errors import UserError
+from hfgolf.system.signals import Signals
 
 _DESCRIPTION = "Train a GPT from text. With --verbose, also print each detail of the start, such as parameter groups."
 
@@ -31,8 +31,8 @@ def train_with(signals: Signals) -> None:
     from hfgolf.data.files import require_paths
     from hfgolf.run.find_model import find_model
     from hfgolf.run.folder import run_folder
+    from hfgolf.system.wording import labeled
     from hfgolf.train.console import console, quiet_libraries, start_log
-    from hfgolf.wording import labeled
 
     folder, logger = run_folder(resolved.config), logging.getLogger("hfgolf")
     if os.environ.get("WORLD_SIZE", "1") == "1" and not folder.path.exists():

@@ -24,12 +24,12 @@ from typing import Any
 
 import psutil
 
-from hfgolf.command_line import ResolvedConfig, load_config
 from hfgolf.commands.options import ScriptParser, bounded
-from hfgolf.errors import UserError
+from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_lines, read_rows
-from hfgolf.train.signals import Signals, Stopped
+from hfgolf.system.errors import UserError
+from hfgolf.system.signals import Signals, Stopped
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from time import perf_counter
 from typing import ClassVar
 
 from hfgolf.commands.options import ScriptParser, within
-from hfgolf.errors import UserError
 from hfgolf.report.report import render_page
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.record import read_run
+from hfgolf.system.errors import UserError
 
 HOST = "127.0.0.1"
 _REWRITES_EVERY = 20.0  # seconds expected between two rows; the page reloads four times as often

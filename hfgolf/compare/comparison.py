@@ -15,8 +15,8 @@ from typing import Any
 from hfgolf.compare.experiment import Experiment
 from hfgolf.compare.outcome import Outcome
 from hfgolf.compare.statistics import ArmResult, GridBest, arm_results, best_of_grid
-from hfgolf.errors import UserError
-from hfgolf.redact import redact_values
+from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact_values
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
 """{arm: {seed: finished run}}"""

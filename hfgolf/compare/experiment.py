@@ -1,7 +1,7 @@
 """The definition of an experiment: which configs to compare, over which seeds, against which baseline.
 
 Owns the format of benchmarks/experiments/*.yaml (see the README there) and its expansion into a list of runs. Passes
-values on as written, so that command_line.py alone checks them. Does not know how runs are launched or evaluated.
+values on as written, so that parse.py alone checks them. Does not know how runs are launched or evaluated.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hfgolf.command_line import KEY_TYPES, ResolvedConfig, is_key, load_config, load_yaml
-from hfgolf.errors import UserError
-from hfgolf.wording import join_words, nearest, shortened
+from hfgolf.config.parse import KEY_TYPES, ResolvedConfig, is_key, load_config, load_yaml
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import join_words, nearest, shortened
 
 if TYPE_CHECKING:
     from hfgolf.run.folder import RunFolder

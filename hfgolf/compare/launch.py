@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.compare.experiment import PlannedRun
-from hfgolf.durable import write_text
-from hfgolf.errors import UserError
-from hfgolf.hardware import cpu_cores
+from hfgolf.system.durable import write_text
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import cpu_cores
+from hfgolf.system.signals import Signals
+from hfgolf.system.wording import duration, join_words, one_line
 from hfgolf.train.claim import changes, completed
 from hfgolf.train.process import resolve_precision
-from hfgolf.train.signals import Signals
-from hfgolf.wording import duration, join_words, one_line
 
 logger = logging.getLogger(__name__)
 

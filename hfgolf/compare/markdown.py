@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from hfgolf.compare.comparison import Comparison
 from hfgolf.compare.statistics import MOST_SEEDS, NOISE_P_VALUE, ArmResult, Difference, Equivalence, GridBest
-from hfgolf.redact import redact
-from hfgolf.wording import count_of, join_words
+from hfgolf.system.redact import redact
+from hfgolf.system.wording import count_of, join_words
 
 
 def to_markdown(comparison: Comparison) -> str:

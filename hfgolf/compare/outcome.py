@@ -16,13 +16,13 @@ from typing import Any
 from hfgolf.compare.experiment import PlannedRun
 from hfgolf.compare.launch import CONCURRENT_RUNS
 from hfgolf.compare.statistics import Curve, Point
-from hfgolf.errors import UserError
-from hfgolf.other_names import in_current_names
+from hfgolf.config.other_names import in_current_names
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.run.record import read_json, read_summary
 from hfgolf.run.schema import on_subset
-from hfgolf.wording import one_line
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import one_line
 
 # Keys in which runs of one arm may differ: seed, location, and settings that do not affect the results.
 _NOT_OF_THE_ARM = re.compile(

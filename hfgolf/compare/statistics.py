@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 try:
     from scipy import stats

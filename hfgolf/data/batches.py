@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 Batch = dict[str, torch.Tensor]
 Ranges = Sequence[Sequence[int]]

@@ -22,8 +22,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hfgolf.data.messages import Messages, is_learned
 from hfgolf.data.token_stream import StreamPart
-from hfgolf.errors import UserError
-from hfgolf.wording import first_line
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import first_line
 
 CHAT_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 # Each turn is between special tokens, so the tokens of a prompt are the same with and without the answer.

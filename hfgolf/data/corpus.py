@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
-from hfgolf.config import DataConfig
+from hfgolf.config.sections import DataConfig
 from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
 from hfgolf.data.file_hashes import file_hashes, file_state
 from hfgolf.data.files import TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
-from hfgolf.errors import UserError
-from hfgolf.wording import join_words
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import join_words
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -23,13 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from hfgolf.config import DataConfig
+from hfgolf.config.sections import DataConfig
 from hfgolf.data.files import TABLES, TEXTS, SourceFile, log_skipped, require_text
 from hfgolf.data.messages import Messages, read_messages, require_unicode
 from hfgolf.data.other_formats import not_text, other_encoding
 from hfgolf.data.tables import Column, Row, arrow_rows, csv_rows, json_rows, parquet_rows, row_name, tsv_rows
-from hfgolf.errors import UserError
-from hfgolf.wording import first_line, join_words, shortened
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import first_line, join_words, shortened
 
 Document = tuple[str, str | None, Any]
 Opener = Callable[[], Any]

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from hfgolf.data.lock import locked
-from hfgolf.durable import sync, write_text
-from hfgolf.errors import UserError
-from hfgolf.redact import redact
-from hfgolf.wording import first_line
+from hfgolf.system.durable import sync, write_text
+from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact
+from hfgolf.system.wording import first_line
 
 DOWNLOAD_TIMEOUT_SECONDS = 60
 _MIN_DOWNLOAD_BYTES = 1 << 16  # per DOWNLOAD_TIMEOUT_SECONDS; a slower download fails

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hfgolf.durable import write_text
+from hfgolf.system.durable import write_text
 
 SETTLED_SECONDS = 2.0  # the coarsest time stamp of a file system (FAT)
 

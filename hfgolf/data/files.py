@@ -18,12 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-from hfgolf.config import DataConfig
+from hfgolf.config.sections import DataConfig
 from hfgolf.data.downloads import download, list_urls
 from hfgolf.data.other_formats import not_text
-from hfgolf.errors import UserError
-from hfgolf.redact import redact
-from hfgolf.wording import count_of, first_line, join_words
+from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact
+from hfgolf.system.wording import count_of, first_line, join_words
 
 TABLES = {
     ".jsonl": "json",

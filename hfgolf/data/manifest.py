@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hfgolf.durable import list_files, write_text
-from hfgolf.errors import UserError
+from hfgolf.system.durable import list_files, write_text
+from hfgolf.system.errors import UserError
 
 NAME = "cache.json"
 _DAMAGED = "damaged.txt"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hfgolf.wording import join_words, shortened
+from hfgolf.system.wording import join_words, shortened
 
 Messages = list[dict[str, Any]]
 """A conversation: [{"role": str, "content": str}, ...], with "weight": 0 in a turn that the loss leaves out."""

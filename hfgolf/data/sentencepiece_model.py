@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import generate_merges, import_protobuf
 
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 SPACE = "\u2581"  # how SentencePiece spells a space
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # types of pieces, by their numbers in the file

@@ -20,8 +20,8 @@ from hfgolf.data.corpus import Corpus
 from hfgolf.data.files import SHARDS, SourceFile
 from hfgolf.data.sentencepiece_model import SPACE
 from hfgolf.data.tokenizer import embedding_rows, entry_bytes
-from hfgolf.errors import UserError
-from hfgolf.wording import first_line, join_words
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import first_line, join_words
 
 HEADER_BYTES = 1024
 _HEADERS = {20240520: (1, 2), 20240801: (7, 4)}

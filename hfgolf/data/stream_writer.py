@@ -44,7 +44,7 @@ from hfgolf.data.tokenizer import (
     embedding_rows,
     find_tokenizer_loss,
 )
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset

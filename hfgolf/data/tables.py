@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfgolf.errors import UserError
-from hfgolf.wording import count_of, join_words, one_line, shortened
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import count_of, join_words, one_line, shortened
 
 Row = tuple[int | None, Any, list[str]]
 """The line that a row begins in, if it is in a text file; its value; and the steps from there to what is nested."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.chat import chat_template
 from hfgolf.data.corpus import SPLITS, Corpus, identity_changes, load_corpus
 from hfgolf.data.files import cache_folder
@@ -35,10 +35,10 @@ from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.stream_writer import write_streams
 from hfgolf.data.token_stream import TokenStream, open_stream, stream_path
 from hfgolf.data.tokenizer import build_tokenizer, document_start, embedding_rows, find_tokenizer, tokenizer_sha256
-from hfgolf.durable import replace_folder
-from hfgolf.errors import writing
-from hfgolf.hardware import free_memory_bytes
-from hfgolf.wording import describe_overlap
+from hfgolf.system.durable import replace_folder
+from hfgolf.system.errors import writing
+from hfgolf.system.hardware import free_memory_bytes
+from hfgolf.system.wording import describe_overlap
 
 _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 2

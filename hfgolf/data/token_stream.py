@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from hfgolf.data.manifest import note_damage
-from hfgolf.durable import file_sha256
+from hfgolf.system.durable import file_sha256
 
 
 class StreamPart(NamedTuple):

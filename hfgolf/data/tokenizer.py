@@ -30,16 +30,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data.case_operators import OPERATORS, add_case_operators, has_case_operators
 from hfgolf.data.chat import CHAT_TOKENS, add_chat_template
 from hfgolf.data.hub_cache import is_cached_only
 from hfgolf.data.manifest import read_manifest, write_manifest
 from hfgolf.data.pieces import evenly_sampled, num_text_bytes, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
-from hfgolf.durable import find_damage, replace_folder
-from hfgolf.errors import UserError
-from hfgolf.wording import first_line, join_words
+from hfgolf.system.durable import find_damage, replace_folder
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import first_line, join_words
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from hfgolf.config import budgeted_eval_tokens
+from hfgolf.config.sections import budgeted_eval_tokens
 from hfgolf.doctor.finding import Finding, two_digits
 from hfgolf.doctor.history import History
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import read_settings
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import read_settings
+from hfgolf.config.sections import RunConfig
 from hfgolf.doctor.budget_symptoms import CostlyEvaluation, over_budget
 from hfgolf.doctor.feed_symptoms import SameBatches, damaged_cache, data_bound, throughput_falls
 from hfgolf.doctor.finding import Detector, Finding
@@ -29,9 +29,9 @@ from hfgolf.doctor.symptoms import (
     nonfinite_on_tokens,
     validation_rises,
 )
-from hfgolf.errors import UserError
 from hfgolf.run.metrics import Metrics, read_metrics
-from hfgolf.wording import one_line
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from hfgolf.data.batches import Batch, device_prefetch, evaluation_extent
 from hfgolf.data.tokenizer import document_start, text_start
-from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode, uncompiled
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.evaluate.windows import IGNORED, Plan, batches, plan_windows, zero_nats
 from hfgolf.model.causal_lm import takes_shift_labels
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

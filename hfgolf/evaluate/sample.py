@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 from hfgolf.data.chat import ConversationEncoder, stop_ids
 from hfgolf.data.messages import Messages
 from hfgolf.data.tokenizer import text_start
-from hfgolf.errors import UserError
 from hfgolf.evaluate.context import evaluation_mode, max_positions, require_embedded
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

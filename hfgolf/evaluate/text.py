@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
-from hfgolf.errors import UserError
 from hfgolf.evaluate.context import require_embedded
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

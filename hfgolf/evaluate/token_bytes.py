@@ -12,7 +12,7 @@ import numpy as np
 
 from hfgolf.data.sentencepiece_model import SPACE
 from hfgolf.data.tokenizer import document_start, entry_bytes
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

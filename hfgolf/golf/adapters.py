@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hfgolf.errors import UserError
 from hfgolf.evaluate.windows import IGNORED, batches, plan_windows
 from hfgolf.golf.score_first import Logits
+from hfgolf.system.errors import UserError
 
 
 class SgdAdapter:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfgolf.checkpoint.identity import Change, rule
-from hfgolf.command_line import as_yaml
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import as_yaml
+from hfgolf.config.sections import RunConfig
 from hfgolf.golf.script import packed_script
 from hfgolf.model.configuration_golf import GolfConfig
-from hfgolf.redact import redact_values
+from hfgolf.system.redact import redact_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

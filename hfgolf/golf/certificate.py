@@ -22,10 +22,10 @@ from hfgolf.data.corpus import Corpus
 from hfgolf.data.files import cache_folder
 from hfgolf.data.pieces import ROWS_PER_BATCH
 from hfgolf.data.tokenizer import document_start, embedding_rows, tokenizer_sha256
-from hfgolf.durable import write_text
-from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import bytes_per_token, challenge_bytes
 from hfgolf.evaluate.windows import IGNORED, Plan, as_fp64, score
+from hfgolf.system.durable import write_text
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hfgolf.data.batches import Batch
-from hfgolf.durable import replace_folder, write_bytes, write_text
-from hfgolf.errors import UserError, writing
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.evaluate.windows import plan_windows
@@ -40,6 +38,8 @@ from hfgolf.golf.table import MatrixFigures, measure_each, table, table_data
 from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
+from hfgolf.system.durable import replace_folder, write_bytes, write_text
+from hfgolf.system.errors import UserError, writing
 
 MEASURED_TOKENS = 8192
 """On which the loss is measured for each matrix."""

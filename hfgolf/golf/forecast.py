@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hfgolf.config import GolfSection
+from hfgolf.config.sections import GolfSection
 from hfgolf.golf.allocate import scale_for_bytes, scale_range
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.grid import Quantized

@@ -11,13 +11,13 @@ from accelerate import DistributedType
 from accelerate.utils import broadcast_object_list
 
 from hfgolf.checkpoint.contents import first_nonfinite
-from hfgolf.errors import UserError
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.budget import bytes_besides
 from hfgolf.golf.curvature import Curvature, calibration_batches, measure_curvature, token_counts
 from hfgolf.golf.forecast import forecast
 from hfgolf.golf.qat import Rounding, packed_codes
 from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.system.errors import UserError
 from hfgolf.train.hooks import Hook
 from hfgolf.train.validation import averaged_weights
 

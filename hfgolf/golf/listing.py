@@ -7,7 +7,7 @@ from typing import Any
 from hfgolf.golf.budget import COUNTS
 from hfgolf.golf.export import Exported
 from hfgolf.golf.table import aligned, findings, folded, table_text
-from hfgolf.wording import duration
+from hfgolf.system.wording import duration
 
 
 def as_data(exported: Exported) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hfgolf.errors import UserError
 from hfgolf.golf.allocate import (
     Allocation,
     allocate,
@@ -30,6 +29,7 @@ from hfgolf.golf.gptq import Feedback, error_feedback, round_with_feedback
 from hfgolf.golf.grid import Quantized, round_nearest, steps_of
 from hfgolf.golf.qat import grid_of
 from hfgolf.optim.groups import parameter_kind
+from hfgolf.system.errors import UserError
 
 SDCLIP_LEVELS = 31  # of 6 bits, to either side
 _AIM = 0.9985  # of the budget; a real size a little off is still in [_LOWEST, 1]

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.data.tokenizer import entry_bytes, tokenizer_sha256
-from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import adds_a_space
 from hfgolf.evaluate.windows import MODES
 from hfgolf.golf.budget import CONFIG, COUNTS, SCRIPT, TOKENIZER, Entry, read_ledger
@@ -29,7 +28,8 @@ from hfgolf.golf.decoder import read_config
 from hfgolf.golf.script import defaults, packed_script
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.run.record import read_json
-from hfgolf.wording import one_line
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import one_line
 
 ARTIFACT, TOKENS, TOKEN_BYTES, LEDGER = "artifact.bin", "tokens.bin", "bytes.bin", "ledger.json"
 CERTIFICATE = "certificate.json"

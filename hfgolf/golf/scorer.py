@@ -14,13 +14,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from hfgolf.data.batches import Stream, evaluation_extent
-from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.windows import Plan, plan_windows
 from hfgolf.golf.adapters import LoraAdapter, SgdAdapter
 from hfgolf.golf.legality import Scorer
 from hfgolf.golf.score_first import Chunk, Logits, document_chunks, score_first, stream_chunks, total_nats
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hfgolf.checkpoint.identity import Change, changed_keys, differences, read_identity, rule, text_changes
 from hfgolf.checkpoint.store import newest_first
-from hfgolf.command_line import ResolvedConfig, load_config
-from hfgolf.config import GolfSection, RunConfig
+from hfgolf.config.parse import ResolvedConfig, load_config
+from hfgolf.config.sections import GolfSection, RunConfig
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
-from hfgolf.errors import UserError
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_exported
@@ -25,6 +24,7 @@ from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_json, read_summary
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hfgolf.config import RunConfig
+    from hfgolf.config.sections import RunConfig
     from hfgolf.train.hooks import Hook
 
 

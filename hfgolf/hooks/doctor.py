@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hfgolf.doctor.doctor import Doctor, in_order
+from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
-from hfgolf.wording import one_line
 
 if TYPE_CHECKING:
     from hfgolf.train.run import Run

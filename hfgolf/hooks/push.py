@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import HubPusher
 from hfgolf.publish.model_card import model_card
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
 from hfgolf.train.validation import exported_weights
 from hfgolf.train.whole import whole_model
-from hfgolf.wording import one_line
 
 if TYPE_CHECKING:
-    from hfgolf.config import HubConfig
+    from hfgolf.config.sections import HubConfig
     from hfgolf.train.meter import StepResult
     from hfgolf.train.run import Run
 

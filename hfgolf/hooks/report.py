@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from hfgolf.durable import write_text
 from hfgolf.report.report import render_page, write_report
 from hfgolf.run.metrics import Metrics
 from hfgolf.run.record import RunRecord, read_run
+from hfgolf.system.durable import write_text
+from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
-from hfgolf.wording import one_line
 
 if TYPE_CHECKING:
     from hfgolf.train.run import Run

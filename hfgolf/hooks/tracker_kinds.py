@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from hfgolf.redact import redact_values
-from hfgolf.wording import one_line
+from hfgolf.system.redact import redact_values
+from hfgolf.system.wording import one_line
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-    from hfgolf.config import RunConfig
+    from hfgolf.config.sections import RunConfig
 
 logger = logging.getLogger(__name__)
 

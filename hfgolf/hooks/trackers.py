@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfgolf.errors import UserError
 from hfgolf.hooks.tracker_kinds import attach_file, end_wandb, send_values, start_tracker
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
-from hfgolf.wording import one_line
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-    from hfgolf.config import RunConfig
+    from hfgolf.config.sections import RunConfig
     from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from hfgolf.measure.flops import attention_contexts
 from hfgolf.model.causal_lm import add_loss, checkpoint_layers
-from hfgolf.wording import first_line
+from hfgolf.system.wording import first_line
 
 logger = logging.getLogger(__name__)
 

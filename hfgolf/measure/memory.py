@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 import torch
 
-from hfgolf.config import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
-from hfgolf.errors import UserError
+from hfgolf.config.sections import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
 from hfgolf.measure.fake_pass import pass_bytes
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
@@ -32,6 +31,7 @@ from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM, default_chunk_elements
 from hfgolf.optim.layout import parameter_kinds
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

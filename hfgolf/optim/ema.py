@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hfgolf.errors import UserError
 from hfgolf.optim.shards import copy_full, is_sharded, local_shards
 from hfgolf.optim.state import state_dtype
+from hfgolf.system.errors import UserError
 
 
 class Ema:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hfgolf.errors import UserError
 from hfgolf.optim.muon import Muon
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hfgolf.config import OptimConfig
+    from hfgolf.config.sections import OptimConfig
 
 # The keys of the config's section optim that are arguments of Muon.
 _SETTINGS = (

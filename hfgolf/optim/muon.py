@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from hfgolf.hardware import fast_product_dtype
 from hfgolf.optim.matrices import Split, bucket_by_shape, matrix_views
 from hfgolf.optim.orthogonalize import MIN_NORM, newton_schulz_polynomials, orthogonalize
 from hfgolf.optim.shards import full_tensor, is_sharded, local_shards, shard_like
@@ -30,6 +29,7 @@ from hfgolf.optim.state import (
     placed_state,
     state_dtype,
 )
+from hfgolf.system.hardware import fast_product_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

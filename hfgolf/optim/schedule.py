@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from hfgolf.config import OptimConfig, ScheduleConfig
+    from hfgolf.config.sections import OptimConfig, ScheduleConfig
 
 
 def learning_rate_multiplier(step: int, total_steps: float, schedule: ScheduleConfig) -> float:

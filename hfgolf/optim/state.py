@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfgolf.errors import UserError
 from hfgolf.optim.shards import copy_full, is_sharded, zeros_along
-from hfgolf.wording import join_words
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import join_words
 
 Group = dict[str, Any]
 State = dict[str, Tensor]

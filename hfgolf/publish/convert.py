@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hfgolf.errors import UserError, writing
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.publish.export import export_model
 from hfgolf.publish.gguf import gguf_fields
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import CHAT_SECTION, model_usage, read_card, with_usage
 from hfgolf.publish.native import converted
+from hfgolf.system.errors import UserError, writing
 
 
 def convert_folder(model: str, output: Path, to: str, xielu: bool = False, location: str | None = None) -> str:

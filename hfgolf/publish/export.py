@@ -19,8 +19,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hfgolf.data.chat import stop_ids
 from hfgolf.data.tokenizer import text_start
-from hfgolf.durable import replace_folder
-from hfgolf.errors import writing
+from hfgolf.system.durable import replace_folder
+from hfgolf.system.errors import writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -20,10 +20,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-from hfgolf.command_line import run_command
-from hfgolf.errors import UserError
+from hfgolf.config.parse import run_command
 from hfgolf.publish.model_card import set_location
-from hfgolf.wording import one_line
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from hfgolf.data.hub_cache import is_cached_only
-from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.find_model import find_model, models_here
-from hfgolf.wording import join_words, one_line
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import join_words, one_line
 
 logger = logging.getLogger(__name__)
 

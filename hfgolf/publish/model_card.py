@@ -19,15 +19,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import RunConfig, RunSection
-from hfgolf.durable import write_text
+from hfgolf.config.parse import ResolvedConfig
+from hfgolf.config.sections import RunConfig, RunSection
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import position_limit
-from hfgolf.redact import redact
 from hfgolf.run.provenance import package_version
 from hfgolf.run.record import row_seconds
-from hfgolf.wording import describe_overlap, dollars, duration, join_words
+from hfgolf.system.durable import write_text
+from hfgolf.system.redact import redact
+from hfgolf.system.wording import describe_overlap, dollars, duration, join_words
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _USAGE = Path(__file__).with_name("usage.md")

@@ -36,12 +36,12 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from hfgolf.config import model_key
-from hfgolf.errors import UserError
+from hfgolf.config.sections import model_key
 from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
 from hfgolf.model.convert_gpt2 import golf_config_from_gpt2, golf_from_gpt2, gpt2_from_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.wording import join_words
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import join_words
 
 TOLERANCE = 1e-5  # of the largest logit: what fp32 sums in another order differ by
 _NO_POSITIONS = 1e30  # the factor that RoPE's angles are divided by

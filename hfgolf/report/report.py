@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfgolf import palette
-from hfgolf.durable import write_bytes, write_text
-from hfgolf.redact import redact, redact_values
 from hfgolf.report.artifact_bytes import TITLE, draw_tensors, sentences, tensor_bars
 from hfgolf.report.charts import EVENTS, chart_data, marked_events
 from hfgolf.report.figures import draw_charts, line_style
@@ -34,7 +32,9 @@ from hfgolf.run.record import (
     stated_price,
     status,
 )
-from hfgolf.wording import describe_overlap, dollars, duration
+from hfgolf.system.durable import write_bytes, write_text
+from hfgolf.system.redact import redact, redact_values
+from hfgolf.system.wording import describe_overlap, dollars, duration
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -10,10 +10,10 @@ import json
 import re
 from pathlib import Path
 
-from hfgolf.durable import find_damage
-from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
-from hfgolf.wording import close_match, join_words
+from hfgolf.system.durable import find_damage
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import close_match, join_words
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hfgolf.command_line import read_yaml
-from hfgolf.config import RunConfig
-from hfgolf.durable import find_damage, make_folder, sync, write_text
-from hfgolf.errors import UserError
-from hfgolf.other_names import in_current_names
+from hfgolf.config.other_names import in_current_names
+from hfgolf.config.parse import read_yaml
+from hfgolf.config.sections import RunConfig
+from hfgolf.system.durable import find_damage, make_folder, sync, write_text
+from hfgolf.system.errors import UserError
 
 try:
     import fcntl

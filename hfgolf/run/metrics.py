@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hfgolf.durable import sync, write_bytes
+from hfgolf.system.durable import sync, write_bytes
 
 logger = logging.getLogger(__name__)
 

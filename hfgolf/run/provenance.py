@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.redact import is_secret_name, redact, redact_values
-from hfgolf.wording import join_words
+from hfgolf.config.parse import ResolvedConfig
+from hfgolf.system.redact import is_secret_name, redact, redact_values
+from hfgolf.system.wording import join_words
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "wandb", "numpy")
 # Environment variables that affect what a run computes, how fast, or where it reads and writes.
@@ -38,8 +38,8 @@ _DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--
 def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is needed to repeat and judge a run: commit, command, config, versions, hardware, environment.
 
-    hardware: from hfgolf.hardware.fingerprint. In the result, `sources` names the source of each config value that is
-    not a default. Secrets are redacted.
+    hardware: from hfgolf.system.hardware.fingerprint. In the result, `sources` names the source of each config value
+    that is not a default. Secrets are redacted.
     """
     variables = [name for name in sorted(os.environ) if _VARIABLES.match(name) and not is_secret_name(name)]
     metadata = {

@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hfgolf.command_line import read_settings
-from hfgolf.errors import UserError
-from hfgolf.redact import redact
+from hfgolf.config.parse import read_settings
 from hfgolf.run.metrics import Metrics, is_number, read_metrics
-from hfgolf.wording import dollars, duration, size
+from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact
+from hfgolf.system.wording import dollars, duration, size
 
 _TEXTS = {"run", "weights", "device", "commit", "model", "sample"}
 """Keys of the summary that hold text. "commits" holds a list of texts, "init_from" an object, all others numbers."""

@@ -13,11 +13,11 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hfgolf.config import ModelSection, RunConfig
-from hfgolf.errors import UserError
+from hfgolf.config.sections import ModelSection, RunConfig
 from hfgolf.publish.load import load_config
 from hfgolf.run.find_model import find_model
-from hfgolf.wording import nearest, one_line
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import nearest, one_line
 
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 # Names of the config's fields that attribute_map does not translate. Each is set if the config has it.

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hfgolf.command_line import as_yaml
-from hfgolf.config import ModelSection, RunConfig, model_key
-from hfgolf.errors import UserError
+from hfgolf.config.parse import as_yaml
+from hfgolf.config.sections import ModelSection, RunConfig, model_key
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.model.causal_lm import add_loss, check_causal_lm, checkpoint_layers
 from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import nearest, one_line
 from hfgolf.train.architectures import embedding_rows, other_config
-from hfgolf.wording import nearest, one_line
 
 
 def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfConfig:

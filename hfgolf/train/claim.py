@@ -13,12 +13,12 @@ from typing import Any
 
 from hfgolf.checkpoint.identity import changed_keys, differences, read_identity, text_changes
 from hfgolf.checkpoint.store import newest_first
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import ResolvedConfig
+from hfgolf.config.sections import RunConfig
 from hfgolf.data.corpus import load_corpus
-from hfgolf.errors import UserError
-from hfgolf.ranks import agree, decide, gather
 from hfgolf.run.folder import RunFolder
+from hfgolf.system.errors import UserError
+from hfgolf.system.ranks import agree, decide, gather
 
 _SHARED_SECONDS = 10.0  # a network file system shows a new file to other machines only after a moment
 _OF_THE_MACHINE = {

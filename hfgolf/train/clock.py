@@ -10,10 +10,10 @@ import torch
 from torch import distributed
 
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config import BatchConfig, TrainConfig
+from hfgolf.config.sections import BatchConfig, TrainConfig
 from hfgolf.optim.schedule import projected_steps
-from hfgolf.train.signals import Signals
-from hfgolf.train.stopwatch import Stopwatch
+from hfgolf.system.signals import Signals
+from hfgolf.system.stopwatch import Stopwatch
 
 _BATCHES_PER_AGREEMENT = 8
 

@@ -16,13 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfgolf.evaluate.context import undo_compilation
-from hfgolf.hardware import synchronize
 from hfgolf.model.modeling_golf import ChunkedCrossEntropy
-from hfgolf.ranks import gather
+from hfgolf.system.hardware import synchronize
+from hfgolf.system.ranks import gather
+from hfgolf.system.wording import first_line
 from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
 from hfgolf.train.recurrence import each_loop_state
 from hfgolf.train.run import Run
-from hfgolf.wording import first_line
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

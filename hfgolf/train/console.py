@@ -16,10 +16,10 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from hfgolf.command_line import silence_if_closed
-from hfgolf.errors import escaped
-from hfgolf.redact import redact
-from hfgolf.wording import clock_time, duration, labeled, rounded
+from hfgolf.config.parse import silence_if_closed
+from hfgolf.system.errors import escaped
+from hfgolf.system.redact import redact
+from hfgolf.system.wording import clock_time, duration, labeled, rounded
 
 logger = logging.getLogger("hfgolf")
 

@@ -11,9 +11,9 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from hfgolf.data.batches import Segments, build_loader, device_prefetch, num_blocks
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import one_line
 from hfgolf.train.run import Run
-from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -28,22 +28,22 @@ from hfgolf.checkpoint.store import (
 )
 from hfgolf.data.batches import explain_worker
 from hfgolf.data.manifest import DamagedCacheError
-from hfgolf.durable import list_files, write_text
-from hfgolf.errors import UserError, refusal
 from hfgolf.evaluate.compressors import compressor_scores
 from hfgolf.evaluate.context import undo_compilation
-from hfgolf.hardware import accelerator_name
 from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import FolderTakenError, RunFolder
 from hfgolf.run.provenance import git_commit
+from hfgolf.system.durable import list_files, write_text
+from hfgolf.system.errors import UserError, refusal
+from hfgolf.system.hardware import accelerator_name
+from hfgolf.system.wording import describe_overlap, duration, gigabytes, one_line
 from hfgolf.train.console import console
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush
 from hfgolf.train.validation import evaluate, sample
 from hfgolf.train.whole import whole_model
-from hfgolf.wording import describe_overlap, duration, gigabytes, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from hfgolf.train.meter import StepResult

@@ -20,14 +20,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from hfgolf.command_line import ResolvedConfig, as_yaml
-from hfgolf.command_line import load_config as parse_config
-from hfgolf.config import ModelSection, RunConfig, TokenizerConfig, model_key
+from hfgolf.config.parse import ResolvedConfig, as_yaml
+from hfgolf.config.parse import load_config as parse_config
+from hfgolf.config.sections import ModelSection, RunConfig, TokenizerConfig, model_key
 from hfgolf.data.batches import Stream
 from hfgolf.data.files import cache_folder
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import document_start, embedding_rows, find_tokenizer
-from hfgolf.errors import UserError
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -35,8 +34,9 @@ from hfgolf.publish.load import load_config, load_model
 from hfgolf.publish.native import converted, golf_shape
 from hfgolf.run.find_model import find_model
 from hfgolf.run.folder import RunFolder
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import one_line
 from hfgolf.train.build import golf_overrides
-from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 # accelerate shards the embedding, the last norm and the head as one unit. The loss takes the head's weight and does not
 # call the head; before 2.13, FSDP2 then takes the unit's pass for unfinished and never shards it again

@@ -31,8 +31,8 @@ from hfgolf.train.setup import set_up
 from hfgolf.train.validation import should_stop_early, validate, validate_start, write_sample
 
 if TYPE_CHECKING:
-    from hfgolf.command_line import ResolvedConfig
-    from hfgolf.train.signals import Signals
+    from hfgolf.config.parse import ResolvedConfig
+    from hfgolf.system.signals import Signals
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfgolf.measure.memory import gpu_memory_bytes, gpu_utilization, process_memory_bytes, used_memory_bytes
-from hfgolf.train.stopwatch import Stopwatch
+from hfgolf.system.stopwatch import Stopwatch
 
 
 @dataclass

@@ -16,16 +16,16 @@ import numpy as np
 import psutil
 import torch
 
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.errors import UserError
-from hfgolf.hardware import accelerator_name, cpu_cores, fast_product_dtype, has_fast_fp16_only
-from hfgolf.rendezvous import find_launch, meet
+from hfgolf.config.parse import ResolvedConfig
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import accelerator_name, cpu_cores, fast_product_dtype, has_fast_fp16_only
+from hfgolf.system.rendezvous import find_launch, meet
 from hfgolf.train.launched import check_settings
 
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-    from hfgolf.config import RunConfig
+    from hfgolf.config.sections import RunConfig
 
 # NCCL's 10 minutes are too short for what only rank 0 does while the others wait, such as forecasting an export
 _PATIENCE = timedelta(hours=2)

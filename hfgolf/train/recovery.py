@@ -18,13 +18,13 @@ from torch import nn
 from hfgolf.checkpoint.state import rolled_back
 from hfgolf.checkpoint.store import newest_first, set_aside, step_of
 from hfgolf.data.batches import as_ranges, part_starts, stream_positions
-from hfgolf.errors import UserError
 from hfgolf.optim.shards import local_shards, on_any_rank
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import join_words
 from hfgolf.train.feed import blocks_per_epoch, segments, start_batches
 from hfgolf.train.loss_watch import LossWatch
 from hfgolf.train.meter import StepResult
 from hfgolf.train.run import Run
-from hfgolf.wording import join_words
 
 logger = logging.getLogger(__name__)
 

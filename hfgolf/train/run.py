@@ -12,20 +12,20 @@ from transformers import PreTrainedModel
 
 from hfgolf.checkpoint.contents import Checkpointer
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import ResolvedConfig
+from hfgolf.config.sections import RunConfig
 from hfgolf.data.batches import Stream
 from hfgolf.data.token_cache import TokenCache
-from hfgolf.errors import UserError
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
-from hfgolf.redact import redact_values
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics, MetricsFile
+from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact_values
+from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train.clock import Clock
 from hfgolf.train.meter import Meter
-from hfgolf.train.stopwatch import Stopwatch
 
 
 @dataclass

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hfgolf.config import RunConfig
-from hfgolf.ranks import together
+from hfgolf.config.sections import RunConfig
 from hfgolf.run.folder import run_folder
+from hfgolf.system.ranks import together
+from hfgolf.system.signals import Signals
+from hfgolf.system.stopwatch import Stopwatch, process_seconds
 from hfgolf.train.claim import require_shared
 from hfgolf.train.console import console
 from hfgolf.train.process import own_accelerator, processes
-from hfgolf.train.signals import Signals
-from hfgolf.train.stopwatch import Stopwatch, process_seconds
 
 
 @contextmanager

@@ -31,23 +31,12 @@ from hfgolf.checkpoint.identity import (
 )
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
-from hfgolf.command_line import ResolvedConfig
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import ResolvedConfig
+from hfgolf.config.sections import RunConfig
 from hfgolf.data.batches import num_blocks
 from hfgolf.data.corpus import load_corpus, text_name
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import embedding_rows, keep_old_documents, text_start
-from hfgolf.errors import UserError, writing
-from hfgolf.hardware import (
-    accelerator_name,
-    cpu_cores,
-    fast_product_dtype,
-    fingerprint,
-    free_memory_bytes,
-    has_fast_fp16_only,
-    peak_flops,
-    total_memory_bytes,
-)
 from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.measure.memory import (
     choose_micro_batch_size,
@@ -63,10 +52,24 @@ from hfgolf.optim.groups import build_optimizer, group_rows, group_table
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
 from hfgolf.publish.load import load_config
-from hfgolf.ranks import agree, first_of_machine, gather
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.metrics import MetricsFile
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
+from hfgolf.system.errors import UserError, writing
+from hfgolf.system.hardware import (
+    accelerator_name,
+    cpu_cores,
+    fast_product_dtype,
+    fingerprint,
+    free_memory_bytes,
+    has_fast_fp16_only,
+    peak_flops,
+    total_memory_bytes,
+)
+from hfgolf.system.ranks import agree, first_of_machine, gather
+from hfgolf.system.signals import Signals
+from hfgolf.system.stopwatch import Stopwatch
+from hfgolf.system.wording import count_of, gigabytes, labeled
 from hfgolf.train.architectures import other_config
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.build import build_model, check_golf
@@ -88,10 +91,7 @@ from hfgolf.train.process import (
     tune_memory,
 )
 from hfgolf.train.run import Run
-from hfgolf.train.signals import Signals
-from hfgolf.train.stopwatch import Stopwatch
 from hfgolf.train.validation import describe_validation
-from hfgolf.wording import count_of, gigabytes, labeled
 
 logger = logging.getLogger(__name__)
 

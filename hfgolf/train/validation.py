@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hfgolf.config import TrainConfig
+from hfgolf.config.sections import TrainConfig
 from hfgolf.data.batches import Stream, evaluation_extent
 from hfgolf.data.chat import stop_ids
 from hfgolf.evaluate.bits_per_byte import Evaluation
@@ -17,11 +17,11 @@ from hfgolf.evaluate.context import uncompiled
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_ids, generate_text
 from hfgolf.optim.shards import reshard
-from hfgolf.redact import redact
 from hfgolf.run.schema import OldTextColumns
+from hfgolf.system.redact import redact
+from hfgolf.system.wording import one_line
 from hfgolf.train.run import Run
 from hfgolf.train.whole import whole_model
-from hfgolf.wording import one_line
 
 logger = logging.getLogger(__name__)
 

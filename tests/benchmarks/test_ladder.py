@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from hfgolf.command_line import load_config
 from hfgolf.commands.scratch import scratch_run
+from hfgolf.config.parse import load_config
 from hfgolf.data.batches import MicroBatches
 from hfgolf.data.token_cache import load_tokens
 

@@ -16,7 +16,7 @@ from benchmarks.vocabulary_study import (
     measure_vocabulary,
     write_sample,
 )
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 from hfgolf.data.pieces import texts
 from hfgolf.data.tokenizer import END_OF_TEXT
 

@@ -14,12 +14,12 @@ import torch
 
 from hfgolf.checkpoint import identity
 from hfgolf.checkpoint.identity import UNDECIDED, Change, changed_keys, check_text, differences, rule, run_identity
-from hfgolf.command_line import KEY_TYPES, ResolvedConfig, load_config
-from hfgolf.config import ModelSection, RunConfig, RunSection
+from hfgolf.config.other_names import GONE, MOVED_TO_OVERRIDES
+from hfgolf.config.parse import KEY_TYPES, ResolvedConfig, load_config
+from hfgolf.config.sections import ModelSection, RunConfig, RunSection
 from hfgolf.data.batches import block_starts, sample_hash
-from hfgolf.errors import UserError
-from hfgolf.other_names import GONE, MOVED_TO_OVERRIDES
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
 from hfgolf.train import compilation, loop, setup
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 from faults import differences, losses, valid_steps
 
 from hfgolf.checkpoint.store import best_checkpoint, newest_first, replace_link
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 pytestmark = pytest.mark.slow
 

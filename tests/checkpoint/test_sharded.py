@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 from hfgolf.checkpoint.sharded import load_optimizer, save_optimizer, write_weights
 from hfgolf.checkpoint.store import begin_checkpoint, commit_checkpoint, read_manifest, verify
-from hfgolf.errors import UserError
 from hfgolf.optim.muon import Muon
+from hfgolf.system.errors import UserError
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ from faults import (
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
-from hfgolf import durable, hardware
 from hfgolf.checkpoint import contents
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import (
@@ -48,10 +47,11 @@ from hfgolf.checkpoint.store import (
     set_aside,
     verify,
 )
-from hfgolf.command_line import load_config
-from hfgolf.errors import UserError
+from hfgolf.config.parse import load_config
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
+from hfgolf.system import durable, hardware
+from hfgolf.system.errors import UserError
 from hfgolf.train import loop, setup
 
 STATE_FILES = ["ema.safetensors", "model.safetensors", "optimizer.bin", "random_states_0.pkl", "train_state.json"]

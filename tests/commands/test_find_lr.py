@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from hfgolf.command_line import load_config
 from hfgolf.commands import lr_sweep
 from hfgolf.commands.evidence import diff_runs, evidence, verdict
 from hfgolf.commands.find_lr import sweep_rates
 from hfgolf.commands.lr_sweep import LEAD_IN_STEPS, Sweep, find_lr, suggest, suggested_values, sweep_run
-from hfgolf.config import OptimConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import OptimConfig
 from hfgolf.run.folder import RunFolder
 from hfgolf.train import loop
 from hfgolf.train.feed import halve_micro_batch

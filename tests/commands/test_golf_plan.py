@@ -26,10 +26,10 @@ from hfgolf.commands.golf_plan import (
     shape_of,
     shapes,
 )
-from hfgolf.errors import UserError
 from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.system.errors import UserError
 
 SHAPES = [Shape(257, 64, 2, 4, 2, 2), Shape(1024, 96, 3, 3, 3, 3), Shape(4096, 256, 5, 2, 4, 2)]
 
@@ -201,7 +201,7 @@ def test_assumptions_rank_models_as_measured():
 
 
 def test_script_prints_ten_shapes_and_valid_training_options(run_script):
-    from hfgolf.command_line import load_config
+    from hfgolf.config.parse import load_config
 
     arguments = ("--budget_bytes", 150_000, "--minutes", 10, "--bytes_per_token", "257=1")
     status, printed, error = run_script("golf_plan.py", *arguments)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hfgolf.commands.golf_record import Score, judge, welch_test
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 TOKENS, BYTES = 62_021_632, 151_078_221  # the challenge's validation split with 1,024 entries
 SEQ_2048 = [1.20576485, 1.2061746, 1.20715923]

@@ -19,7 +19,7 @@ from hfgolf.commands.lr_sweep import (
     smoothed_gains,
     suggest,
 )
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 RATES = sweep_rates(1e-4, 1.0, 81)  # 20 a decade
 BEST = 0.02

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hfgolf.commands.options import MARK, check_output
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,6 @@ import pytest
 from sharded import needs_fsdp2
 from tiny_export import build_tiny
 
-from hfgolf.command_line import load_config
 from hfgolf.commands import needs
 from hfgolf.commands.needs import (
     ASSUMED_MFU,
@@ -33,10 +32,11 @@ from hfgolf.commands.needs import (
     parameter_parts,
     run_length,
 )
-from hfgolf.config import RunConfig
-from hfgolf.errors import UserError
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import RunConfig
 from hfgolf.measure.flops import token_flops
 from hfgolf.publish.export import export_model
+from hfgolf.system.errors import UserError
 from hfgolf.train.build import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -202,7 +202,7 @@ def test_uncounted_text_is_explained(tiny_run, monkeypatch):
 @pytest.fixture
 def script(run_script: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
-    monkeypatch.setattr("hfgolf.hardware.highest_measured_peak", lambda device, dtype: 1e12)
+    monkeypatch.setattr("hfgolf.system.hardware.highest_measured_peak", lambda device, dtype: 1e12)
 
     def run(*arguments: object, fails: bool = False) -> str:
         said = run_script("plan.py", *arguments)

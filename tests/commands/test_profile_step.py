@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from hfgolf.command_line import load_config
 from hfgolf.commands.profile_step import WARMUP_STEPS, profile_run
 from hfgolf.commands.scratch import scratch_run
 from hfgolf.commands.trace import DATA_BOUND, HEAD_HEAVY, KINDS, read_trace
+from hfgolf.config.parse import load_config
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.train import build
 from hfgolf.train.loop import train_step

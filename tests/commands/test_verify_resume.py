@@ -22,13 +22,13 @@ import torch
 from accelerate.utils import load
 from safetensors.torch import load_file, save_file
 
-from hfgolf.command_line import load_config
 from hfgolf.commands import verify_resume as verify_resume_module
 from hfgolf.commands.evidence import diff_runs, diff_table, evidence, relative_difference, verdict
 from hfgolf.commands.verify_resume import KillPlan, verify_resume
-from hfgolf.errors import UserError
+from hfgolf.config.parse import load_config
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from hfgolf.commands import watch
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hfgolf.compare.comparison import compare_experiment, compare_outcomes
 from hfgolf.compare.experiment import Experiment
 from hfgolf.compare.markdown import to_markdown
 from hfgolf.compare.plot import draw
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 RATES = ["0.01", "0.02", "0.04"]
 

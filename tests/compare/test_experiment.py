@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.command_line import load_config
 from hfgolf.compare.experiment import load_experiment, plan_runs
-from hfgolf.errors import UserError
+from hfgolf.config.parse import load_config
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "benchmarks" / "experiments").glob("*.yaml"))

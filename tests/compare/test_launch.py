@@ -15,7 +15,7 @@ import pytest
 from hfgolf.compare import launch
 from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.compare.launch import run_missing
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 NEVER = "raise SystemExit('this run must not start')\n"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hfgolf.compare.outcome import group_by_arm, read_outcome
-from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -17,7 +17,7 @@ from hfgolf.compare.statistics import (
     paired_difference,
     paired_p_value,
 )
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 # two-sided critical values, as any table of Student's t has them
 TABLE = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.config import DataConfig
+from hfgolf.config.sections import DataConfig
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 from hfgolf.data.batches import (
     IGNORED,
     MicroBatches,
@@ -33,7 +33,7 @@ from hfgolf.data.batches import (
     sample_hash,
     stream_positions,
 )
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 from hfgolf.train import feed
 
 T = 8

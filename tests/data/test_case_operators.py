@@ -11,12 +11,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.data.tokenizer import entry_bytes
-from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import bytes_per_token
+from hfgolf.system.errors import UserError
 
 CASES = TokenizerConfig(vocab_size=300, case_operators=True)
 TRAINING = (

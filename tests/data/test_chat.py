@@ -16,14 +16,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hfgolf.command_line import load_config
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.chat import CHAT_TEMPLATE, CHAT_TOKENS, ConversationEncoder, add_chat_template, stop_ids
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import find_tokenizer
-from hfgolf.errors import UserError
 from hfgolf.publish.export import supporting_files
+from hfgolf.system.errors import UserError
 
 BYTE = TokenizerConfig(kind="byte")
 END_OF_TEXT, SYSTEM, USER, ASSISTANT, END = range(256, 261)
@@ -419,7 +419,7 @@ def test_answers_stop_at_the_end_of_a_turn():
 
 SCRIPT = """
 import json, sys
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.token_cache import load_tokens
 data = DataConfig(
     source="hub", hub_name="somebody/chat", streaming=True, messages_column="messages", cache_dir=sys.argv[1],

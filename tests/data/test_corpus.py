@@ -28,7 +28,7 @@ import pytest
 import zstandard
 from dataset_hub import serving_dataset
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data import corpus as corpus_module
 from hfgolf.data import documents as documents_module
 from hfgolf.data import downloads as downloads_module
@@ -36,7 +36,7 @@ from hfgolf.data import files as files_module
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
 from hfgolf.data.token_cache import load_tokens
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 Documents = dict[str, list[str]]
 ROOT = Path(__file__).parents[2]
@@ -231,7 +231,7 @@ def test_streamed_and_downloaded_datasets_have_the_same_documents(tmp_path, writ
 
 _STREAM = """
 import json, os, sys
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.token_cache import load_tokens
 data = DataConfig(source="hub", hub_name="somebody/texts", streaming=True, cache_dir=sys.argv[1], val_fraction=0.3)
 tokens = load_tokens(data, TokenizerConfig(kind="byte"))

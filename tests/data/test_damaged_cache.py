@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data import lock, token_cache
 from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.doctor.doctor import examine
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 BYTE = TokenizerConfig(kind="byte")
 
@@ -210,7 +210,7 @@ def test_read_only_cache_can_be_read(data, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(token_cache, "locked", refuse)
-    monkeypatch.setattr("hfgolf.durable.write_bytes", refuse)
+    monkeypatch.setattr("hfgolf.system.durable.write_bytes", refuse)
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert load_tokens(data, BYTE).is_hit
     with pytest.raises(UserError, match=r"data.cache_dir: cannot write to .*Permission denied"):

@@ -21,10 +21,10 @@ import pytest
 from dataset_hub import serving_dataset
 from datasets import Dataset, DatasetDict
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import load_tokens
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -310,7 +310,7 @@ def test_ending_of_a_url_is_that_of_its_path(tmp_path, train_on, monkeypatch):
 
 _READ_HUB = """
 import sys
-from hfgolf.config import DataConfig
+from hfgolf.config.sections import DataConfig
 from hfgolf.data.corpus import load_corpus
 data = DataConfig(source="files", files=[sys.argv[2]], val_files=[sys.argv[3]], cache_dir=sys.argv[1])
 from pathlib import Path

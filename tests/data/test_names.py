@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.command_line import load_config
-from hfgolf.config import DataConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import DataConfig
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.files import require_paths
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 NAMES = [
     *("book[1].txt", "[draft] notes.txt", "[]", "[a", "a*b.txt", "what?.txt", "**", "*a", "~x", "~", "{a}", "{a: 1}"),

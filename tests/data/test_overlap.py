@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data import overlap
 from hfgolf.data.overlap import count_overlap
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.token_stream import TokenStream
-from hfgolf.wording import describe_overlap
+from hfgolf.system.wording import describe_overlap
 
 BYTE = TokenizerConfig(kind="byte")
 END = 256

@@ -11,13 +11,13 @@ import pytest
 from dataset_hub import said_with_dataset
 from datasets import Dataset
 
-from hfgolf.command_line import load_config
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
-from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
 
 END = 256
 BYTE = TokenizerConfig(kind="byte")
@@ -128,7 +128,7 @@ def test_options_that_do_not_go_together_are_reported_before_reading(options, me
 
 SCRIPT = """
 import json, sys
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.token_cache import load_tokens
 data = DataConfig(
     source="hub", hub_name="somebody/tokens", streaming=True, ids_column="input_ids", cache_dir=sys.argv[1],

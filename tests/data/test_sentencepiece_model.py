@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import import_protobuf
 
 from hfgolf.data.sentencepiece_model import load_sentencepiece
 from hfgolf.data.tokenizer import entry_bytes
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 MODEL = Path(__file__).with_name("sentencepiece.model")
 TEXT = "  the best  model,\tin 1234 bytes:\r\n<s>é 你\u2581the "

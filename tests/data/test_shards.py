@@ -11,15 +11,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgolf.command_line import load_config
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.batches import block_starts
 from hfgolf.data.shards import ShardStream, open_shard
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
-from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
 
 END = 256
 BYTE = TokenizerConfig(kind="byte")

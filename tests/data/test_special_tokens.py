@@ -10,16 +10,16 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import byte_level_tokenizer, document_start, keep_old_documents, text_start
-from hfgolf.errors import UserError
 from hfgolf.evaluate.compressors import compressor_scores
 from hfgolf.evaluate.loss import plan_documents, plan_evaluation
 from hfgolf.evaluate.sample import text_ids
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.golf.certificate import certify
+from hfgolf.system.errors import UserError
 
 SPECIAL = ["<unk>", "<s>", "</s>", "[MASK]", "<|im_end|>"]
 LETTERS = [*map(chr, range(33, 127))]

@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import hfgolf.data.documents as documents_module
-from hfgolf.config import DataConfig
+from hfgolf.config.sections import DataConfig
 from hfgolf.data.corpus import load_corpus
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

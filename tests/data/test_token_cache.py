@@ -18,12 +18,12 @@ from datasets import Dataset, List, Value, load_from_disk
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgolf import hardware
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data import stream_writer, token_cache
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.token_cache import load_tokens
-from hfgolf.errors import UserError
+from hfgolf.system import hardware
+from hfgolf.system.errors import UserError
 
 BYTE = TokenizerConfig(kind="byte")
 REPOSITORY = Path(__file__).parents[2]
@@ -222,7 +222,7 @@ def test_a_cache_in_a_folder_of_the_user_deletes_nothing_there(data):
 
 _BUILD = """
 import json, logging, sys
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.token_cache import load_tokens
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
 logging.getLogger("hfgolf").setLevel("DEBUG")

@@ -19,12 +19,12 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.pieces import evenly_sampled, num_text_bytes
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.data.tokenizer import END_OF_TEXT, build_encoder, build_tokenizer, tokenizer_sha256
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 
 TEXT = "".join(f"Line {number}: the naïve 你好 costs {number * 7} €.\r\n" for number in range(400))
 KINDS = ["bpe", "byte", "char"]

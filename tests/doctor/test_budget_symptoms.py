@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from hfgolf.command_line import load_config
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import RunConfig
 from hfgolf.doctor.doctor import Doctor
 
 

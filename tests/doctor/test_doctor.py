@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from hfgolf.command_line import load_config
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import RunConfig
 from hfgolf.doctor import doctor
 from hfgolf.doctor.doctor import Doctor, examine
 from hfgolf.doctor.finding import Finding
-from hfgolf.errors import UserError
 from hfgolf.hooks.doctor import Diagnosis
 from hfgolf.run import metrics
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 Line = dict[str, Any]

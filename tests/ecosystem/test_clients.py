@@ -20,7 +20,7 @@ from datasets import Dataset
 from tiny_export import build_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hfgolf.config import RunConfig
+from hfgolf.config.sections import RunConfig
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card

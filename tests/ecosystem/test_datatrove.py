@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hfgolf.config import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataConfig, TokenizerConfig
 from hfgolf.data.token_cache import load_tokens
 
 pytest.importorskip("datatrove", reason="datatrove is not installed; run make test-ecosystem")

@@ -16,15 +16,15 @@ from tiny_export import ROOT, build_tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data.chat import add_chat_template
 from hfgolf.data.tokenizer import END_OF_TEXT, build_tokenizer
-from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
 from hfgolf.publish.gguf import export_gguf
+from hfgolf.system.errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed; run make test-ecosystem")
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed; run make test-ecosystem")

@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import ModelCard
 from tiny_export import SUMMARY, build_tiny
 
-from hfgolf.config import RunConfig
+from hfgolf.config.sections import RunConfig
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import model_card

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from accelerate import Accelerator
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config import RunConfig
+from hfgolf.config.sections import RunConfig
 from hfgolf.hooks.trackers import Trackers
 
 kind, step, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.evaluate.compressors import compressor_scores
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
+from hfgolf.system.errors import UserError
 
 
 def test_only_the_seed_decides_a_sample(build_model, tokenizer):

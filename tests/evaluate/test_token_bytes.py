@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.data.sentencepiece_model import load_sentencepiece
-from hfgolf.errors import UserError
 from hfgolf.evaluate.token_bytes import bytes_per_token, challenge_bytes, entry_bytes
+from hfgolf.system.errors import UserError
 
 TEXT = " naïve café,  two spaces;\ttab\r\n\r\n漢字 \U0001f600 \U000e0041 <|endoftext|> ﬁ ½ \u2581 the end "
 

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from hfgolf.checkpoint.identity import changed_keys
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 from hfgolf.golf.budget import read_ledger, training_config
 
 CAP = 16_000_000

@@ -14,10 +14,10 @@ from datasets import Dataset
 from tokenizers import normalizers
 
 from hfgolf.data.sentencepiece_model import load_sentencepiece
-from hfgolf.errors import UserError
 from hfgolf.evaluate.loss import plan_evaluation
 from hfgolf.evaluate.windows import plan_windows
 from hfgolf.golf.certificate import Certificate, certify, certify_text
+from hfgolf.system.errors import UserError
 
 SENTENCEPIECE = Path(__file__).parents[1] / "data/sentencepiece.model"
 # two characters of every plane, with noncharacters and private use; the last of them all

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_golf import measured_model
 
-from hfgolf.config import GolfSection
+from hfgolf.config.sections import GolfSection
 from hfgolf.golf import curvature as curvature_module
 from hfgolf.golf.curvature import token_counts
 from hfgolf.golf.forecast import TOLERATED_NATS, forecast

@@ -20,14 +20,14 @@ from tiny_export import ROOT
 from transformers import AutoModelForCausalLM
 
 from hfgolf import train
-from hfgolf.command_line import load_config
-from hfgolf.errors import UserError
+from hfgolf.config.parse import load_config
 from hfgolf.golf import artifact
 from hfgolf.golf.decoder import read_sections, weights_of
 from hfgolf.golf.script import MAX_BYTES
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.publish.hub import exported_files
+from hfgolf.system.errors import UserError
 
 pytestmark = pytest.mark.slow
 BUDGET = 22_000

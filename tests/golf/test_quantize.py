@@ -9,7 +9,6 @@ import pytest
 import torch
 from tiny_golf import measured_model
 
-from hfgolf.errors import UserError
 from hfgolf.golf.allocate import allocate, mean_relative_step, predicted_bytes, scale_for_bytes
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.curvature import Curvature, measure_curvature
@@ -18,6 +17,7 @@ from hfgolf.golf.grid import MAX_INTEGER, entropy_bits, gaussian_bits, round_nea
 from hfgolf.golf.quantize import matrices, quantize_model
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.system.errors import UserError
 
 
 def random_curvature(generator, rows, columns):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hfgolf.errors import UserError
 from hfgolf.evaluate.windows import plan_windows, score, sum_nats
 from hfgolf.golf.adapters import LoraAdapter, SgdAdapter
 from hfgolf.golf.score_first import document_chunks, score_first, stream_chunks, total_nats
+from hfgolf.system.errors import UserError
 
 SEPARATOR = 256
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_golf import build_model, encode_model
 
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 from hfgolf.golf import script
 from hfgolf.golf.budget import SCRIPT
 from hfgolf.golf.rescore import ARTIFACT, TOKEN_BYTES, TOKENS, rescore

@@ -10,16 +10,16 @@ import torch
 from architectures import OVERRIDES, VOCABULARY, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 from hfgolf.measure.flops import token_flops, training_flops_per_token
 from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train import meter as meter_module
 from hfgolf.train import setup
 from hfgolf.train.build import build_model
 from hfgolf.train.meter import Meter, StepResult
-from hfgolf.train.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
 B, T = 3, 16

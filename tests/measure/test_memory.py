@@ -11,8 +11,7 @@ from architectures import VOCABULARY, tiny_config, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfgolf.commands.needs import Machine, find_needs, meta_model
-from hfgolf.config import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
-from hfgolf.errors import UserError
+from hfgolf.config.sections import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
 from hfgolf.measure import memory
 from hfgolf.measure.fake_pass import LiveBytes
 from hfgolf.measure.memory import (
@@ -34,6 +33,7 @@ from hfgolf.model.configuration_golf import _CHOICES, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.layout import layout
+from hfgolf.system.errors import UserError
 from hfgolf.train.build import build_model
 
 GPT2_BLOCK = {

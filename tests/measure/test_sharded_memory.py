@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hfgolf.config import BatchConfig, OptimConfig, RunConfig, TrainConfig
+from hfgolf.config.sections import BatchConfig, OptimConfig, RunConfig, TrainConfig
 from hfgolf.measure.fake_pass import LiveBytes
 from hfgolf.measure.memory import run_memory
 from hfgolf.model.configuration_golf import GolfConfig

@@ -8,9 +8,9 @@ from architectures import OVERRIDES, VOCABULARY, tiny_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from hfgolf.errors import UserError
 from hfgolf.model import modeling_golf
 from hfgolf.model.causal_lm import takes_shift_labels
+from hfgolf.system.errors import UserError
 
 NOT_PLAIN = {"gemma2": "a soft cap", "phi": "a bias", "opt": "no base model", "granite": "a factor on the logits"}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from reference_stacks import baseline_logits, record_logits
 
-from hfgolf.command_line import load_config
 from hfgolf.commands.needs import meta_model
+from hfgolf.config.parse import load_config
 from hfgolf.model.layers_golf import GolfBigram, GolfSmear, _rotation, layer_order, sdpa
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import parameter_kind

@@ -28,8 +28,8 @@ from hfgolf.tools.compare.experiment import load_experiment, plan_runs
 from transformers import AutoModelForCausalLM
 
 import hfgolf
-from hfgolf.command_line import KEY_TYPES, load_config
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import KEY_TYPES, load_config
+from hfgolf.config.sections import RunConfig
 
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = "inductor"  # metadata.json has it
 sys.path.append(str(Path(__file__).resolve().parents[1]))

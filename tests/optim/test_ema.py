@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
+from hfgolf.system.errors import UserError
 
 LATE = 10**9  # a step after the warmup of every decay here
 INPUT_IDS = torch.arange(24).view(2, 12) % 17

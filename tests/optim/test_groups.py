@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hfgolf.config import OptimConfig
-from hfgolf.errors import UserError
+from hfgolf.config.sections import OptimConfig
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import groups
 from hfgolf.optim.groups import build_optimizer, group_table, parameter_groups, parameter_kind
+from hfgolf.system.errors import UserError
 
 WIDTH, ROWS = 8, (8, 4, 4)
 FUSED = {"model.layers.*.self_attn.qkv_proj.weight": ROWS}

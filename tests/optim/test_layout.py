@@ -8,7 +8,7 @@ from architectures import OVERRIDES, VOCABULARY, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hfgolf.config import OptimConfig
+from hfgolf.config.sections import OptimConfig
 from hfgolf.optim.groups import build_optimizer, group_table, parameter_groups
 from hfgolf.optim.layout import layout, parameter_kinds
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from hfgolf.config import OptimConfig
+from hfgolf.config.sections import OptimConfig
 from hfgolf.model.convert_gpt2 import golf_from_gpt2
 from hfgolf.optim import muon as muon_module
 from hfgolf.optim.groups import build_optimizer

@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from hfgolf.errors import UserError
 from hfgolf.optim.muon import Muon
+from hfgolf.system.errors import UserError
 
 SHAPES = {"a": (6, 6), "b": (6, 6), "c": (12, 6), "norm": (6,), "bias": (6,)}
 MATRICES, VECTORS = ("a", "b", "c"), ("norm", "bias")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config import BatchConfig, OptimConfig, ScheduleConfig, TrainConfig
-from hfgolf.errors import UserError
+from hfgolf.config.sections import BatchConfig, OptimConfig, ScheduleConfig, TrainConfig
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.muon import Muon
 from hfgolf.optim.schedule import (
@@ -20,8 +19,9 @@ from hfgolf.optim.schedule import (
     projected_steps,
     weight_decay_multiplier,
 )
+from hfgolf.system.errors import UserError
+from hfgolf.system.signals import Signals
 from hfgolf.train import clock
-from hfgolf.train.signals import Signals
 
 NAMES = ["constant", "linear", "cosine", "cosine_warmdown", "wsd"]
 SHAPES = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfgolf.config import OptimConfig
+from hfgolf.config.sections import OptimConfig
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import muon as muon_module

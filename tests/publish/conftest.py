@@ -13,7 +13,7 @@ import pytest
 from hub_server import TOKEN, HubServer, serving
 from tiny_export import SUMMARY, build_tiny
 
-from hfgolf.config import DataConfig, RunConfig
+from hfgolf.config.sections import DataConfig, RunConfig
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from test_native import LAYERNORM, LEARNED
 from tiny_export import build_tiny
 
-from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
+from hfgolf.system.errors import UserError
 
 MODELS = {
     "Apertus": {},

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from tiny_export import build_tiny, contents, push
 from transformers import AutoTokenizer
 
-from hfgolf.errors import UserError
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import exported_files, with_current_code
 from hfgolf.publish.load import load_exported
+from hfgolf.system.errors import UserError
 
 USE = """
 import json, sys, warnings

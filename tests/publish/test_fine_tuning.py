@@ -11,7 +11,7 @@ from datasets import Dataset
 from tiny_export import build_tiny
 from transformers import AutoTokenizer, Trainer, TrainingArguments, pipeline
 
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model

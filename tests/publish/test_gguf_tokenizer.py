@@ -11,13 +11,13 @@ from tiny_export import build_tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data.tokenizer import build_tokenizer
-from hfgolf.errors import UserError
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.gguf import export_gguf
 from hfgolf.publish.gguf_tokenizer import gguf_tokenizer
 from hfgolf.publish.model_card import set_location, usage
+from hfgolf.system.errors import UserError
 
 
 def trained(kind: str, folder: Path, text: str, **options: bool) -> PreTrainedTokenizerFast:

@@ -11,12 +11,12 @@ import pytest
 from hub_server import TOKEN, serving_here
 from tiny_export import ROOT, SUMMARY, build_tiny, contents, push
 
-from hfgolf.durable import list_files
-from hfgolf.errors import UserError
 from hfgolf.publish import hub as hub_module
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import HubPusher, push_folder
 from hfgolf.publish.model_card import model_card
+from hfgolf.system.durable import list_files
+from hfgolf.system.errors import UserError
 
 
 @pytest.fixture

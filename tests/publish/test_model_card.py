@@ -10,8 +10,8 @@ import yaml
 from huggingface_hub import ModelCard
 from tiny_export import SUMMARY
 
-from hfgolf.command_line import load_config
-from hfgolf.config import DataConfig, RunConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import DataConfig, RunConfig
 from hfgolf.publish.model_card import add_task_results, model_card, set_location
 
 

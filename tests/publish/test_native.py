@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hfgolf.errors import UserError
 from hfgolf.model.configuration_golf import _CHOICES, MODEL_FIELDS, SWITCHES, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.native import (
@@ -20,6 +19,7 @@ from hfgolf.publish.native import (
     golf_shape,
     to_native,
 )
+from hfgolf.system.errors import UserError
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hfgolf.errors import UserError
 from hfgolf.report import figures
 from hfgolf.report.charts import CHARTS
 from hfgolf.report.curves import MAX_POINTS, read_curve, smooth
@@ -25,8 +24,9 @@ from hfgolf.report.report import render_page, write_report
 from hfgolf.run import metrics
 from hfgolf.run.metrics import read_metrics, read_rows
 from hfgolf.run.record import final_figures, read_run, seconds_by_kind, status
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import dollars, duration, size
 from hfgolf.train import finish, loop
-from hfgolf.wording import dollars, duration, size
 
 ROOT = Path(__file__).parents[2]
 STARTED_AT = 1_700_000_000.0

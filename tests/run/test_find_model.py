@@ -14,14 +14,14 @@ from faults import flip_a_bit
 from tiny_export import build_tiny
 
 from hfgolf.checkpoint.store import begin_checkpoint, commit_checkpoint, prune
-from hfgolf.config import TokenizerConfig
+from hfgolf.config.sections import TokenizerConfig
 from hfgolf.data.hub_cache import is_cached_only
 from hfgolf.data.tokenizer import find_tokenizer
-from hfgolf.errors import UserError
 from hfgolf.publish import load
 from hfgolf.publish.load import load_exported
 from hfgolf.run import find_model as module
 from hfgolf.run.find_model import find_model
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 

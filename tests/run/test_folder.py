@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hfgolf.checkpoint.store import clean_up
-from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
+from hfgolf.system.errors import UserError
 
 LOCK = "import sys, pathlib; from hfgolf.run.folder import RunFolder; RunFolder(pathlib.Path(sys.argv[1])).lock()"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.command_line import load_config
-from hfgolf.hardware import fingerprint
+from hfgolf.config.parse import load_config
 from hfgolf.run import provenance
+from hfgolf.system.hardware import fingerprint
 from hfgolf.train.console import show_log
 
 ROOT = Path(__file__).parents[2]

@@ -199,7 +199,7 @@ def trace(monkeypatch, reset_accelerate):
 
     in_a_new_process: what else a new process would not have.
     """
-    from hfgolf.command_line import load_config
+    from hfgolf.config.parse import load_config
     from hfgolf.run.folder import run_folder
 
     real = loop.train_step

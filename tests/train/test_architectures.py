@@ -14,9 +14,9 @@ from faults import train_on_two
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from hfgolf.config import GolfSection, ModelSection, RunConfig
-from hfgolf.errors import UserError
+from hfgolf.config.sections import GolfSection, ModelSection, RunConfig
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
 from hfgolf.train.architectures import other_config
 from hfgolf.train.build import check_golf
 

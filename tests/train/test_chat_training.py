@@ -17,8 +17,8 @@ import torch
 from faults import train_on_two
 from safetensors.torch import load_file
 
-from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_metrics, read_rows
+from hfgolf.system.errors import UserError
 from hfgolf.train import feed, loop
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 
 from hfgolf.checkpoint.contents import Checkpointer
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config import TrainConfig
+from hfgolf.config.sections import TrainConfig
+from hfgolf.system.signals import Signals
 from hfgolf.train import clock
-from hfgolf.train.signals import Signals
 
 
 @pytest.fixture

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 import torch
 
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 from hfgolf.data.batches import MicroBatches, block_starts
 from hfgolf.doctor.doctor import examine
 from hfgolf.doctor.finding import Finding
-from hfgolf.errors import UserError
 from hfgolf.evaluate import loss
 from hfgolf.evaluate.windows import batches
-from hfgolf.train import loop, stopwatch
+from hfgolf.system import stopwatch
+from hfgolf.system.errors import UserError
+from hfgolf.train import loop
 from hfgolf.train.feed import blocks_per_epoch
 
 pytestmark = pytest.mark.slow

@@ -21,10 +21,10 @@ import pytest
 from faults import FORKING, before_step, differences, losses, rows, start, valid_steps
 
 import hfgolf
-from hfgolf.command_line import ResolvedConfig, load_config
-from hfgolf.errors import UserError
+from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.run import metrics
 from hfgolf.run.folder import run_folder
+from hfgolf.system.errors import UserError
 from hfgolf.train import finish, loop
 from hfgolf.train.claim import claim
 

@@ -19,7 +19,7 @@ from faults import before_step, flip_a_bit, remove, rows
 from safetensors.torch import load_file
 
 from hfgolf.checkpoint import contents
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 from hfgolf.train import finish, loop, validation
 
 

@@ -7,9 +7,8 @@ import json
 import pytest
 import torch
 
-from hfgolf.command_line import load_config
+from hfgolf.config.parse import load_config
 from hfgolf.data.token_stream import open_stream
-from hfgolf.errors import UserError
 from hfgolf.golf import forecast
 from hfgolf.golf.artifact import encode
 from hfgolf.golf.budget import files_besides
@@ -18,6 +17,7 @@ from hfgolf.golf.quantize import matrices, quantize_model
 from hfgolf.golf.script import config_differences, packed_script
 from hfgolf.publish.load import load_exported
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
 
 
 def log(folder):

@@ -22,11 +22,10 @@ from tiny_export import build_tiny
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from hfgolf.command_line import ResolvedConfig, load_config
-from hfgolf.config import RunConfig
+from hfgolf.config.parse import ResolvedConfig, load_config
+from hfgolf.config.sections import RunConfig
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.token_cache import load_tokens
-from hfgolf.errors import UserError
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import text_ids
 from hfgolf.golf.source import run_source
@@ -34,6 +33,7 @@ from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.native import ARCHITECTURES, to_native
 from hfgolf.run.metrics import read_metrics, read_rows
+from hfgolf.system.errors import UserError
 from hfgolf.train import init_from, setup, validation
 from hfgolf.train.init_from import take_architecture, weights_sha256
 from hfgolf.train.run import Run

@@ -8,8 +8,8 @@ import re
 import pytest
 from accelerate.utils import launch
 
-from hfgolf.command_line import load_config
-from hfgolf.errors import UserError
+from hfgolf.config.parse import load_config
+from hfgolf.system.errors import UserError
 from hfgolf.train import launched, process
 
 SWITCHES = {"MEGATRON_LM_": "ACCELERATE_USE_MEGATRON_LM", "PARALLELISM_CONFIG_": "ACCELERATE_USE_PARALLELISM_CONFIG"}

@@ -18,11 +18,11 @@ from faults import train_on_two
 from safetensors.torch import load_file
 
 import hfgolf
-from hfgolf import hardware
-from hfgolf.command_line import load_config
-from hfgolf.errors import UserError
+from hfgolf.config.parse import load_config
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_rows
+from hfgolf.system import hardware
+from hfgolf.system.errors import UserError
 from hfgolf.train import loop, setup, validation
 from hfgolf.train.loop import due
 

@@ -20,7 +20,7 @@ from power import FOLDER, Disk, Moment, Tree, below, write_tree
 import hfgolf
 from hfgolf.checkpoint import contents
 from hfgolf.checkpoint.store import is_whole, step_of
-from hfgolf.command_line import ResolvedConfig, load_config
+from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.hooks.report import Report
 from hfgolf.run.metrics import read_metrics
 from hfgolf.train import loop

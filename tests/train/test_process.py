@@ -20,17 +20,17 @@ from architectures import VOCABULARY, tiny_model
 from torch.torch_version import TorchVersion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hfgolf.command_line import load_config
-from hfgolf.errors import UserError
+from hfgolf.config.parse import load_config
 from hfgolf.evaluate.context import uncompiled
 from hfgolf.model import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
+from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train import compilation, process, setup
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.setup import set_up
-from hfgolf.train.stopwatch import Stopwatch
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -334,7 +334,7 @@ def test_a_machine_without_a_compiler_is_told_in_one_line(run, tiny_run, monkeyp
 def test_torchrun_on_a_cpu_starts_processes_of_one_run():
     """The first PartialState decides for the whole process whether it is one of several; this call makes the first."""
     program = (
-        "from accelerate import Accelerator, PartialState; from hfgolf.command_line import load_config;"
+        "from accelerate import Accelerator, PartialState; from hfgolf.config.parse import load_config;"
         "from hfgolf.train.process import resolve_precision;"
         "resolve_precision(load_config(['--train.max_steps=1']));"
         "import os; os.write(1, b'%d processes ' % Accelerator().num_processes); PartialState().destroy_process_group()"
@@ -489,7 +489,7 @@ def test_accelerate_that_starts_too_few_processes_is_told(tiny_run, tmp_path):
 def test_memory_that_set_up_has_freed_is_given_back():
     program = (
         "import psutil, torch\n"
-        "from hfgolf.config import RunConfig\n"
+        "from hfgolf.config.sections import RunConfig\n"
         "from hfgolf.train.process import trim_memory, tune_memory\n"
         "tune_memory(RunConfig())\n"
         "tensors = [torch.ones(2**18) for _ in range(100)]\n"  # 1 MB each
@@ -510,7 +510,7 @@ def test_freed_memory_is_reused_by_the_next_step(low_memory):
     """Without it, each round would page-fault 50 MB again: 12,000 pages. train.low_memory gives the memory back."""
     program = (
         "import resource, sys, torch\n"
-        "from hfgolf.config import RunConfig\n"
+        "from hfgolf.config.sections import RunConfig\n"
         "from hfgolf.train.process import tune_memory\n"
         "def faults():\n"
         "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
@@ -546,7 +546,7 @@ def test_tensors_of_small_models_use_huge_pages(change, are_large):
         "import torch\n"
         "import hfgolf.train.loop\n"  # its imports must not make torch decide earlier
         "from pathlib import Path\n"
-        "from hfgolf.config import RunConfig\n"
+        "from hfgolf.config.sections import RunConfig\n"
         "from hfgolf.train.process import tune_memory\n"
         f"tune_memory(RunConfig().replace({change}))\n"
         "x = torch.ones(2**24)\n"

@@ -21,10 +21,10 @@ import psutil
 import pytest
 from faults import losses, start_two, train_on_two, valid_steps
 
-from hfgolf import ranks
 from hfgolf.commands.evidence import diff_runs, evidence, verdict
-from hfgolf.errors import UserError
 from hfgolf.run.folder import RunFolder
+from hfgolf.system import ranks
+from hfgolf.system.errors import UserError
 from hfgolf.train import claim, compilation, loop, process, setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -327,7 +327,7 @@ def test_first_rank_may_take_longer_than_the_group_waits(tiny_run, tmp_path):
 
 
 WITH_A_FAULT = """import os, runpy, sys
-from hfgolf.errors import UserError
+from hfgolf.system.errors import UserError
 if os.environ["RANK"] == "1":
     {fault}
 sys.argv[0] = {script!r}

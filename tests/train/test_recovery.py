@@ -26,10 +26,10 @@ from torch import Tensor
 from hfgolf.checkpoint import contents
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.data.batches import block_starts, sample_hash
-from hfgolf.errors import UserError
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.muon import Muon
 from hfgolf.optim.shards import local_shards
+from hfgolf.system.errors import UserError
 from hfgolf.train import loop
 from hfgolf.train.feed import blocks_per_epoch, halve_micro_batch
 from hfgolf.train.loss_watch import LossWatch

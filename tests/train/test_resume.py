@@ -13,10 +13,10 @@ import torch
 from faults import train_on_two
 from safetensors.torch import load_file
 
-from hfgolf.errors import UserError
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
+from hfgolf.system.stopwatch import KINDS
 from hfgolf.train import loop
-from hfgolf.train.stopwatch import KINDS
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ import shutil
 import pytest
 from faults import differences, losses, rows, train_on_two
 
-from hfgolf.errors import UserError
 from hfgolf.golf import hooks
 from hfgolf.golf.qat import grid_of
 from hfgolf.golf.quantize import matrices
 from hfgolf.publish.load import load_exported
+from hfgolf.system.errors import UserError
 
 QAT = {"golf__budget_bytes": 22_000, "train__max_steps": 10, "train__save_every_steps": 1, "train__eval_every_steps": 2}
 

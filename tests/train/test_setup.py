@@ -13,12 +13,12 @@ import torch
 from accelerate import Accelerator
 from faults import rewrite_manifest
 
-from hfgolf.command_line import load_config
-from hfgolf.config import HubConfig
+from hfgolf.config.parse import load_config
+from hfgolf.config.sections import HubConfig
 from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
-from hfgolf.errors import UserError
 from hfgolf.hooks import push, standard_hooks
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
 from hfgolf.train import setup, validation
 from hfgolf.train.feed import blocks_per_epoch, epoch, halve_until_it_fits, start_batches
 from hfgolf.train.hooks import Hooks

@@ -23,8 +23,8 @@ from faults import start_two
 from safetensors.torch import load_file
 
 from hfgolf.evaluate import loss
+from hfgolf.system.signals import Signals, Stopped, is_launcher
 from hfgolf.train import loop, setup
-from hfgolf.train.signals import Signals, Stopped, is_launcher
 
 pytestmark = pytest.mark.slow
 
@@ -273,7 +273,7 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 import hfgolf
-from hfgolf.command_line import load_config, run_command
+from hfgolf.config.parse import load_config, run_command
 from hfgolf.train import loop
 from hfgolf.checkpoint import contents
 
@@ -390,7 +390,7 @@ def test_burst_of_signals_counts_once_and_handlers_are_restored():
 
 DEAF = """
 import ctypes, sys
-from hfgolf.train import signals
+from hfgolf.system import signals
 
 signals.DEAF_SECONDS, signals.SAME_REQUEST_SECONDS = 0.2, 0.0
 
@@ -440,7 +440,7 @@ def test_signal_during_a_call_that_lets_no_handler_run_ends_the_process(number, 
 
 
 def test_signal_to_a_forked_child_does_not_count_as_one_to_the_parent(monkeypatch):
-    monkeypatch.setattr("hfgolf.train.signals.DEAF_SECONDS", 0.0)
+    monkeypatch.setattr("hfgolf.system.signals.DEAF_SECONDS", 0.0)
     with Signals():
         child = os.fork()
         if not child:
@@ -520,7 +520,7 @@ def test_repeated_sighup_counts_once(monkeypatch):
     """The shell and the kernel each send SIGHUP when a terminal closes; the save in between must finish."""
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr("hfgolf.train.signals.SAME_REQUEST_SECONDS", -1.0)
+    monkeypatch.setattr("hfgolf.system.signals.SAME_REQUEST_SECONDS", -1.0)
     with pytest.raises(Stopped), Signals() as signals, signals.deferred():
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from hfgolf.run.metrics import read_rows
-from hfgolf.train.stopwatch import KINDS, Stopwatch
+from hfgolf.system.stopwatch import KINDS, Stopwatch
 
 
 def test_nested_work_is_counted_once(monkeypatch):

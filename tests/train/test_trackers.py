@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from hfgolf.errors import UserError
 from hfgolf.hooks import tracker_kinds, trackers
 from hfgolf.run.metrics import read_rows
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 STATE = "checkpoints/latest/train_state.json"

@@ -26,9 +26,7 @@ from typing import Any, Literal, TextIO
 
 import yaml
 
-from hfgolf.config import RunConfig
-from hfgolf.errors import UserError, explained
-from hfgolf.other_names import (
+from hfgolf.config.other_names import (
     GONE,
     OTHER_NAMES,
     by_current_names,
@@ -38,8 +36,10 @@ from hfgolf.other_names import (
     with_ema_decay,
     with_overrides,
 )
-from hfgolf.redact import redact, redact_values
-from hfgolf.wording import close_match, join_words, nearest, one_line, shortened
+from hfgolf.config.sections import RunConfig
+from hfgolf.system.errors import UserError, explained
+from hfgolf.system.redact import redact, redact_values
+from hfgolf.system.wording import close_match, join_words, nearest, one_line, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 KEY_TYPES: dict[str, Any] = {
     f"{section}.{key}": kind for section, cls in SECTIONS.items() for key, kind in typing.get_type_hints(cls).items()
 }
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIGS = CONFIGS if CONFIGS.is_dir() else CONFIGS.parents[1] / "configs"  # beside the package in a checkout
 _MAX_VALUES = 100_000  # in one config, with aliases expanded
 # Numbers that YAML 1.1 reads differently than a person does: 010 is octal, 1:30 is base 60.

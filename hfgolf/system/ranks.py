@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import psutil
 from torch import distributed
 
-from hfgolf.errors import UserError, explained
-from hfgolf.redact import redact, redact_values
-from hfgolf.wording import one_line
+from hfgolf.system.errors import UserError, explained
+from hfgolf.system.redact import redact, redact_values
+from hfgolf.system.wording import one_line
 
 Value = TypeVar("Value")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hfgolf.wording import one_line
+from hfgolf.system.wording import one_line
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from hfgolf.errors import UserError
-from hfgolf.wording import join_words, one_line
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import join_words, one_line
 
 logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 3.0

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-from hfgolf.durable import write_text
+from hfgolf.system.durable import write_text
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -1,6 +1,6 @@
 """The config of a run: one frozen dataclass per section.
 
-Owns the keys, their meanings, defaults and ranges. Does not know how users set them (see command_line.py) or what they
+Owns the keys, their meanings, defaults and ranges. Does not know how users set them (see parse.py) or what they
 do. Imports nothing heavy, so `--help` is quick. The docstring under each key is its `--help` text.
 """
 
@@ -14,8 +14,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hfgolf.errors import UserError
-from hfgolf.wording import join_words, shortened
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import join_words, shortened
 
 _MAX_INT = 10**15  # a double represents every integer up to here exactly
 _MAX_FLOAT = 1e38  # larger values overflow fp32
