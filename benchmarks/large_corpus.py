@@ -44,15 +44,15 @@ def child(path: str, cache_dir: str, vocab_size: int) -> dict[str, Any]:
     """Build the cache, and load it once more; the log goes to the terminal."""
     import logging
 
-    from hfgolf.config.sections import DataConfig, TokenizerConfig
+    from hfgolf.config.sections import DataSection, TokenizerSection
     from hfgolf.data.token_cache import load_tokens
 
     logging.basicConfig(level="INFO", format="%(message)s")
-    data = DataConfig(source="files", files=[path], split="contiguous", cache_dir=cache_dir, in_memory=False)
+    data = DataSection(source="files", files=[path], split="contiguous", cache_dir=cache_dir, in_memory=False)
     seconds = []
     for _ in range(2):
         started_at = time.perf_counter()
-        tokens = load_tokens(data, TokenizerConfig(vocab_size=vocab_size))
+        tokens = load_tokens(data, TokenizerSection(vocab_size=vocab_size))
         seconds.append(time.perf_counter() - started_at)
     return {"tokens": len(tokens.train) + len(tokens.val), "build_seconds": seconds[0], "cached_seconds": seconds[1]}
 

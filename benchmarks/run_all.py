@@ -253,7 +253,8 @@ def environment() -> dict[str, str]:
 def here() -> dict[str, Any]:
     """Return the hardware and the versions, asked in another process, because CUDA would keep memory in this one."""
     code = "import json, torch; from hfgolf.system.hardware import fingerprint"
-    code += "; from hfgolf.run.provenance import git_commit; versions = {'torch': torch.__version__, 'hfgolf': git_commit()}"
+    code += "; from hfgolf.run.provenance import git_commit"
+    code += "; versions = {'torch': torch.__version__, 'hfgolf': git_commit()}"
     code += "; print(json.dumps({'hardware': fingerprint(), 'versions': versions}))"
     asked = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(), check=True

@@ -29,7 +29,7 @@ from typing import Any
 
 from machine import build_parser, write
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 
 VOCABULARIES = {"byte": 257, "bpe 4,096": 4096, "bpe 50,257": 50257}
 TEXTS = ("python", "torch")
@@ -37,7 +37,7 @@ BARE = ("encode_batch", "encode_batch_fast")
 
 
 @cache
-def bare_input(text: str, folder: Path, tokenizer: TokenizerConfig) -> tuple[list[str], str]:
+def bare_input(text: str, folder: Path, tokenizer: TokenizerSection) -> tuple[list[str], str]:
     """Return a text in the pieces that hfgolf cuts it into, and the serialized tokenizer. Each process reads once."""
     from hfgolf.data.corpus import load_corpus
     from hfgolf.data.tokenizer import find_tokenizer
@@ -57,7 +57,7 @@ def time_bare(way: str, *what: Any) -> dict[str, float]:
     return {way: timed(lambda: encode(texts, add_special_tokens=False))}
 
 
-def time_hfgolf(text: str, folder: Path, tokenizer: TokenizerConfig) -> dict[str, float]:
+def time_hfgolf(text: str, folder: Path, tokenizer: TokenizerSection) -> dict[str, float]:
     from hfgolf.data.token_cache import load_tokens
 
     with tempfile.TemporaryDirectory(dir=folder) as empty:
@@ -65,13 +65,13 @@ def time_hfgolf(text: str, folder: Path, tokenizer: TokenizerConfig) -> dict[str
         return {way: timed(start) for way in ("hfgolf", "hfgolf, cached")}
 
 
-def data_config(text: str, cache: Path) -> DataConfig:
+def data_config(text: str, cache: Path) -> DataSection:
     if text == "python":
-        return DataConfig(cache_dir=str(cache))
+        return DataSection(cache_dir=str(cache))
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     source = Path(str(spec.origin)).parent
-    return DataConfig(cache_dir=str(cache), source="files", files=[f"{source}/**/*.py"])
+    return DataSection(cache_dir=str(cache), source="files", files=[f"{source}/**/*.py"])
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -84,11 +84,11 @@ def measure(name: str, text: str, folder: Path, repetitions: int) -> dict[str, A
     """Return the seconds of each way of encoding, and the size of the text."""
     from hfgolf.data.token_cache import load_tokens
 
-    config = TokenizerConfig(kind="bpe" if name.startswith("bpe") else "byte", vocab_size=VOCABULARIES[name])
+    config = TokenizerSection(kind="bpe" if name.startswith("bpe") else "byte", vocab_size=VOCABULARIES[name])
     if config.kind == "bpe":
         trained = load_tokens(data_config("python", folder / "cache"), config)
         trained.tokenizer.save_pretrained(folder / name)
-        config = TokenizerConfig(kind="pretrained", name_or_path=str(folder / name))
+        config = TokenizerSection(kind="pretrained", name_or_path=str(folder / name))
     tokens = load_tokens(data_config(text, folder / "cache"), config)
     calls: list[Callable[..., dict[str, float]]] = [*(partial(time_bare, way) for way in BARE), time_hfgolf]
     seconds: dict[str, list[float]] = defaultdict(list)

@@ -26,7 +26,7 @@ from datasets import Dataset
 from hfgolf import palette
 from hfgolf.commands.options import MARK, ScriptParser, check_output, within
 from hfgolf.config.parse import load_config, run_command
-from hfgolf.config.sections import RunConfig, TokenizerConfig
+from hfgolf.config.sections import RunConfig, TokenizerSection
 from hfgolf.data.pieces import ROWS_PER_BATCH, PieceWriter, num_text_bytes
 from hfgolf.data.tokenizer import (
     Encoded,
@@ -273,9 +273,9 @@ def measure_vocabulary(
 
     Raises UserError for an impossible size.
     """
-    tokenizer_config = TokenizerConfig("byte")
+    tokenizer_config = TokenizerSection("byte")
     if size != NUM_BYTES:
-        tokenizer_config = TokenizerConfig("bpe", size, case_operators=config.tokenizer.case_operators)
+        tokenizer_config = TokenizerSection("bpe", size, case_operators=config.tokenizer.case_operators)
     try:
         tokenizer = build_tokenizer(tokenizer_config, {}, lambda: sample.train, folder)
     except TooFewEntriesError as error:

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from hfgolf.config.parse import ResolvedConfig, as_resolved, find_config, load_config, read_yaml, shipped_base
-from hfgolf.config.sections import DataConfig, RunConfig
+from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.data.files import cache_folder, require_paths
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
@@ -333,7 +333,7 @@ def text_file(data: Any, stated: Mapping[str, Any]) -> Path:
     """
     from datasets import Dataset
 
-    column = stated.get("data.text_column") or DataConfig.text_column
+    column = stated.get("data.text_column") or DataSection.text_column
     if not isinstance(data, Dataset):
         data = _dataset(data, column)
     if not len(data):
@@ -469,7 +469,7 @@ def _hash(*parts: object) -> str:
 
 def _once(stated: Mapping[str, Any], digest: str, write: Callable[[Path], Any]) -> Path:
     """Return the folder of the cache that a hash names; `write` fills it if it is not there."""
-    data = DataConfig(**{"cache_dir": stated["data.cache_dir"]} if "data.cache_dir" in stated else {})
+    data = DataSection(**{"cache_dir": stated["data.cache_dir"]} if "data.cache_dir" in stated else {})
     folder = cache_folder(data).absolute() / "passed" / digest[:16]
     if not folder.is_dir():
         partial = folder.with_name(f".partial-{folder.name}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hfgolf.config.sections import BatchConfig, ModelSection, RunConfig, TrainConfig
+from hfgolf.config.sections import BatchSection, ModelSection, RunConfig, TrainSection
 from hfgolf.train.build import build_model
 
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -36,7 +36,7 @@ def tiny_config(name: str, overrides: dict[str, Any] | None = None, **section: A
     """Return the config of a run that trains a tiny model of this architecture."""
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = ModelSection(architecture=name, overrides=OVERRIDES.get(name, {}) | (overrides or {}), **shape | section)
-    return RunConfig(model=model, batch=BatchConfig(16, 64), train=TrainConfig(max_steps=1, mixed_precision="no"))
+    return RunConfig(model=model, batch=BatchSection(16, 64), train=TrainSection(max_steps=1, mixed_precision="no"))
 
 
 def tiny_model(name: str, overrides: dict[str, Any] | None = None, **section: Any) -> PreTrainedModel:

@@ -95,7 +95,7 @@ def measure_step(batch: int = 16, sequence: int = 1024) -> dict[str, Any]:
     An operation that needs a value on the host raises, so a step that ends has not waited for the device. Clipping is
     run for that alone: torch does not take its foreach kernels for fake tensors.
     """
-    from hfgolf.config.sections import OptimConfig
+    from hfgolf.config.sections import OptimSection
     from hfgolf.measure.memory import chunk_elements
     from hfgolf.model.configuration_golf import GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM, chunked_cross_entropy
@@ -118,7 +118,7 @@ def measure_step(batch: int = 16, sequence: int = 1024) -> dict[str, Any]:
     blocks, loss, update, average = (Launches() for _ in range(4))
     with FakeTensorMode(), torch.device("cuda"):
         model = GolfForCausalLM(config).train()
-        optimizer = build_optimizer(model.named_parameters(), OptimConfig(), **layout(model))
+        optimizer = build_optimizer(model.named_parameters(), OptimSection(), **layout(model))
         ema = Ema(model.named_parameters(), 0.99)
         ids = torch.zeros(batch, sequence, dtype=torch.long)
         with autocast(torch.bfloat16):

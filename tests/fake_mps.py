@@ -31,7 +31,7 @@ class RefuseFp64(TorchDispatchMode):
 
 def train_and_score() -> dict[str, str]:
     """Run each part of training and scoring once. Return where its result is."""
-    from hfgolf.config.sections import OptimConfig, ScheduleConfig
+    from hfgolf.config.sections import OptimSection, ScheduleSection
     from hfgolf.evaluate.loss import summed_nats
     from hfgolf.evaluate.windows import as_fp64, sum_nats, zero_nats
     from hfgolf.model.configuration_golf import GolfConfig
@@ -47,7 +47,7 @@ def train_and_score() -> dict[str, str]:
     places: dict[str, str] = {}
     with FakeTensorMode(), torch.device("mps"), RefuseFp64():
         model = GolfForCausalLM(config).train()
-        optimizer = build_optimizer(model.named_parameters(), OptimConfig(), **layout(model))
+        optimizer = build_optimizer(model.named_parameters(), OptimSection(), **layout(model))
         ema = Ema(model.named_parameters(), 0.99)
         ids = torch.zeros(4, 32, dtype=torch.long)
         loss = model(ids, shift_labels=ids).loss  # with its gradients; a backward pass cannot run on fake tensors
@@ -58,7 +58,7 @@ def train_and_score() -> dict[str, str]:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
         places["norm"] = norm.device.type
         optimizer.create_state()
-        apply_schedule(optimizer, 1, 10, OptimConfig(), ScheduleConfig())
+        apply_schedule(optimizer, 1, 10, OptimSection(), ScheduleSection())
         optimizer.step()
         (places["state"],) = {value.device.type for state in optimizer.state.values() for value in state.values()}
         ema.update(1)

@@ -30,7 +30,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import hfgolf
 from hfgolf.checkpoint.store import newest_first, verify
 from hfgolf.config.parse import ResolvedConfig
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -353,7 +353,7 @@ class OwnModel(PreTrainedModel):
 
 @pytest.mark.slow
 def test_model_of_ones_own(folder):
-    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
+    tokenizer = find_tokenizer(TokenizerSection(kind="byte"), {}, folder)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     model = OwnModel(OwnConfig(vocab_size=len(tokenizer)))
     first = fit("my.txt", name="golf")
@@ -367,7 +367,7 @@ def test_model_of_ones_own(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["golf", "gpt2 in bf16", "untied llama"])
 def test_what_is_frozen_stays_so_also_in_a_resumed_run(folder, kind):
-    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
+    tokenizer = find_tokenizer(TokenizerSection(kind="byte"), {}, folder)
     torch.manual_seed(0)
     model: Any
     if kind == "golf":
@@ -431,12 +431,12 @@ def test_what_a_passed_model_would_lose_is_refused(folder, resolved, change, lin
     change(model)
     model.train()
     with pytest.raises(hfgolf.UserError, match=line):
-        hfgolf.fit("my.txt", model=model, tokenizer=find_tokenizer(TokenizerConfig(kind="byte"), {}, folder))
+        hfgolf.fit("my.txt", model=model, tokenizer=find_tokenizer(TokenizerSection(kind="byte"), {}, folder))
     assert not resolved and model.training
 
 
 def test_a_tokenizer_of_ones_own_is_used(folder, resolved):
-    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, folder)
+    tokenizer = find_tokenizer(TokenizerSection(kind="byte"), {}, folder)
     hfgolf.fit("my.txt", tokenizer=tokenizer)
     tokenizer.add_special_tokens({"eos_token": "<|over|>"})
     tokenizer.chat_template = "{{ messages }}"

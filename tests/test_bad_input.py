@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.tokenizer import find_tokenizer
 
 ABSURD = ("0", "-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many")
@@ -226,7 +226,7 @@ FILES = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two byte-level GPT-2s of context 16; `small` lacks an entry for the tokenizer's last id."""
     folder = tmp_path_factory.mktemp("models")
-    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, Path("unused"))
+    tokenizer = find_tokenizer(TokenizerSection(kind="byte"), {}, Path("unused"))
     assert tokenizer is not None
     shape: dict[str, int] = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
     for name, vocab_size in (("gpt2", 257), ("small", 256)):

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 
 from hfgolf.config.parse import KEY_TYPES, SECTIONS
-from hfgolf.config.sections import OptimConfig, RunConfig, ScheduleConfig, TokenizerConfig, _choices
+from hfgolf.config.sections import OptimSection, RunConfig, ScheduleSection, TokenizerSection, _choices
 from hfgolf.data.tokenizer import build_tokenizer
 from hfgolf.golf.allocate import allocate
 from hfgolf.golf.quantize import plan_steps
@@ -35,7 +35,7 @@ UNKNOWN = "unheard-of"
 
 def scheduled(key: str) -> Callable[[str], Any]:
     def outcome(name: str) -> Any:
-        schedule = ScheduleConfig(**{"name": "wsd", "floor": 0.1, "warmup_steps": 2} | {key: name})  # type: ignore[arg-type]
+        schedule = ScheduleSection(**{"name": "wsd", "floor": 0.1, "warmup_steps": 2} | {key: name})  # type: ignore[arg-type]
         both = (learning_rate_multiplier, weight_decay_multiplier)
         return [multiplier(step, 20, schedule) for step in range(20) for multiplier in both]
 
@@ -64,13 +64,13 @@ def of_model(field: str) -> Callable[[Any], Any]:
 
 def rules(name: str) -> Any:
     model = GolfForCausalLM(GolfConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    optimizer = build_optimizer(model.named_parameters(), OptimConfig(name=name), {})  # type: ignore[arg-type]
+    optimizer = build_optimizer(model.named_parameters(), OptimSection(name=name), {})  # type: ignore[arg-type]
     optimizer.create_state()
     return [group["rule"] for group in optimizer.param_groups]
 
 
 def tokenizer(kind: str) -> Any:
-    config = TokenizerConfig(kind=kind, name_or_path="nowhere/at-all", vocab_size=258)  # type: ignore[arg-type]
+    config = TokenizerSection(kind=kind, name_or_path="nowhere/at-all", vocab_size=258)  # type: ignore[arg-type]
     pieces = Dataset.from_dict({"text": ["ab ä"] * 9})
     with TemporaryDirectory() as folder:
         try:

@@ -14,7 +14,7 @@ import pytest
 
 from hfgolf.cli import VERBS
 from hfgolf.config.parse import find_config, load_config
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.run.provenance import run_metadata
 from hfgolf.system.errors import UserError
 
@@ -99,7 +99,7 @@ def test_texts_without_options_are_trained_with_the_small_config():
     assert resolved.sources["data.source"] == "auto"
     assert (config.model, config.optim) == (small.model, small.optim)
     assert resolved.sources["model.hidden_size"] == "small"
-    assert config.tokenizer == TokenizerConfig()  # whose size depends on the text
+    assert config.tokenizer == TokenizerSection()  # whose size depends on the text
     assert resolved.config.train.sample_prompt == ""  # small's fits its text, not any text
     assert load_config(["a.txt", "--config", "tinystories"]).config.run.name == "tinystories"
     with pytest.raises(UserError, match=r"b.txt: data.files names the text already"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hub_server import HubServer
 
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -32,7 +32,7 @@ SUMMARY = {
 
 
 def build_tiny(**changes: Any) -> tuple[Any, Any]:
-    tokenizer = find_tokenizer(TokenizerConfig(kind="byte"), {}, Path("unused"))
+    tokenizer = find_tokenizer(TokenizerSection(kind="byte"), {}, Path("unused"))
     assert tokenizer is not None
     tokenizer.model_max_length = 32
     torch.manual_seed(0)

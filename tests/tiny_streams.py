@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import find_tokenizer
@@ -36,7 +36,7 @@ class ListedStream:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    return find_tokenizer(TokenizerConfig(kind="byte"), {}, Path("unused"))
+    return find_tokenizer(TokenizerSection(kind="byte"), {}, Path("unused"))
 
 
 @pytest.fixture
@@ -104,17 +104,17 @@ def tokenize(tmp_path: Path) -> Callable[..., tuple[Corpus, TokenCache]]:
         (tmp_path / "train1.txt").write_text(train or "another document")
         for number, text in enumerate(documents):
             (tmp_path / f"val{number}.txt").write_bytes(text.encode("utf-8", "surrogateescape"))
-        config = TokenizerConfig(kind="bpe", vocab_size=280)
+        config = TokenizerSection(kind="bpe", vocab_size=280)
         if isinstance(kind, Tokenizer):
             fast = PreTrainedTokenizerFast(tokenizer_object=kind, eos_token="</s>")
             fast.save_pretrained(tmp_path / "tokenizer")
-            config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
+            config = TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
         elif kind == "case operators":
-            config = TokenizerConfig(vocab_size=280, case_operators=True)
+            config = TokenizerSection(vocab_size=280, case_operators=True)
         elif kind != "bpe":
-            config = TokenizerConfig(kind=kind)
+            config = TokenizerSection(kind=kind)
         files = {"files": [str(tmp_path / "train*.txt")], "val_files": [str(tmp_path / "val*.txt")]}
-        corpus = load_corpus(DataConfig(source="files", cache_dir=str(tmp_path / "cache"), **files))
+        corpus = load_corpus(DataSection(source="files", cache_dir=str(tmp_path / "cache"), **files))
         return corpus, load_tokens(corpus.data, config, corpus)
 
     return tokenize_

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hfgolf.config.parse import has_type
-from hfgolf.config.sections import BatchConfig
+from hfgolf.config.sections import BatchSection
 from hfgolf.data.batches import as_ranges, stream_positions
 
 _NEWER = (
@@ -74,7 +74,7 @@ class TrainState:
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """{name: state} of the hooks that keep any (see train/hooks.py)."""
 
-    def count_step(self, batch: BatchConfig) -> None:
+    def count_step(self, batch: BatchSection) -> None:
         """Count one optimizer step and the global batch that it read."""
         self.step += 1
         self.tokens += batch.tokens_per_step

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hfgolf.config.parse import ResolvedConfig
-from hfgolf.config.sections import RunConfig, TrainConfig
+from hfgolf.config.sections import RunConfig, TrainSection
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.tokenizer import text_start
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
@@ -56,7 +56,7 @@ class EvaluationOptions:
     sequence_length: int | None = None
     batch_size: int | None = None
     """Windows per forward pass; None: what suits the machine."""
-    mixed_precision: Any = None  # checked by TrainConfig
+    mixed_precision: Any = None  # checked by TrainSection
     evaluation: str = "flat"
     stride: int | None = None
     drop_tail: bool = False
@@ -259,7 +259,7 @@ def _progress(plan: Plan, batch_size: int, accelerator: Accelerator) -> Iterator
 
 def evaluation_precision(stated: Any) -> str:
     """Return the precision of an evaluation; None: what a run on this machine would use."""
-    train = TrainConfig(max_steps=1, mixed_precision=stated)
+    train = TrainSection(max_steps=1, mixed_precision=stated)
     resolved = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
     return str(resolve_precision(resolved).config.train.mixed_precision)
 

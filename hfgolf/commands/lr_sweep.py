@@ -27,7 +27,7 @@ from tqdm import tqdm
 from hfgolf.checkpoint.contents import leaves
 from hfgolf.commands.scratch import scratch_run
 from hfgolf.config.parse import ResolvedConfig
-from hfgolf.config.sections import OptimConfig
+from hfgolf.config.sections import OptimSection
 from hfgolf.system.errors import UserError
 from hfgolf.train.feed import start_batches
 from hfgolf.train.loop import train_step
@@ -110,7 +110,7 @@ def sweep_run(run: Run, rates: list[float]) -> list[Sweep]:
     return sweeps
 
 
-def suggested_values(sweeps: list[Sweep], optim: OptimConfig) -> dict[str, float]:
+def suggested_values(sweeps: list[Sweep], optim: OptimSection) -> dict[str, float]:
     """Return the suggested values, {"optim.key": learning rate}. Raises UserError if a sweep allows no suggestion.
 
     If the embeddings have their own learning rate, it keeps its ratio to that of their group, as in the sweep.
@@ -123,7 +123,7 @@ def suggested_values(sweeps: list[Sweep], optim: OptimConfig) -> dict[str, float
     return values
 
 
-def _key(group: dict[str, Any], optim: OptimConfig) -> str:
+def _key(group: dict[str, Any], optim: OptimSection) -> str:
     """Return the key of optim that sets a group's rate: one for the main optimizer, one for AdamW next to Muon."""
     return "learning_rate" if group["rule"] == optim.name else "adamw_learning_rate"
 

@@ -120,7 +120,7 @@ class RunSection:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataSection:
     """Where the text comes from and how it is split into training and validation."""
 
     source: Literal["python_stdlib", "files", "hub", "shards"] = "python_stdlib"
@@ -210,7 +210,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerSection:
     """How text becomes tokens."""
 
     kind: Literal["bpe", "byte", "char", "pretrained"] = "bpe"
@@ -339,7 +339,7 @@ def model_key(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class BatchConfig:
+class BatchSection:
     """How many tokens one optimizer step reads, and how they are divided into micro-batches."""
 
     sequence_length: int = 256
@@ -409,7 +409,7 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimSection:
     """The optimizer. With muon, the hidden matrices use Muon and everything else uses AdamW."""
 
     name: Literal["muon", "adamw", "sgd"] = "muon"
@@ -498,7 +498,7 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleSection:
     """How learning rates and weight decay change over the run, as fractions of their peaks."""
 
     name: Literal["constant", "linear", "cosine", "cosine_warmdown", "wsd"] = "wsd"
@@ -524,7 +524,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainSection:
     """How long to train, in which precision, and how often to log, evaluate and save."""
 
     max_steps: int | None = None
@@ -604,7 +604,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class TrackConfig:
+class TrackSection:
     """Trackers that get a copy of metrics.jsonl."""
 
     trackers: list[str] = field(default_factory=list)
@@ -616,7 +616,7 @@ class TrackConfig:
 
 
 @dataclass(frozen=True)
-class HubConfig:
+class HubSection:
     """Pushing the model to the Hugging Face Hub."""
 
     push: bool = False
@@ -678,15 +678,15 @@ class RunConfig:
     """The whole config of a run, as `configs/*.yaml` and the command line describe it."""
 
     run: RunSection = field(default_factory=RunSection)
-    data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataSection = field(default_factory=DataSection)
+    tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
     model: ModelSection = field(default_factory=ModelSection)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    train: TrainConfig = field(default_factory=lambda: TrainConfig(max_steps=1000))
-    track: TrackConfig = field(default_factory=TrackConfig)
-    hub: HubConfig = field(default_factory=HubConfig)
+    batch: BatchSection = field(default_factory=BatchSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    train: TrainSection = field(default_factory=lambda: TrainSection(max_steps=1000))
+    track: TrackSection = field(default_factory=TrackSection)
+    hub: HubSection = field(default_factory=HubSection)
     golf: GolfSection = field(default_factory=GolfSection)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
-from hfgolf.config.sections import DataConfig
+from hfgolf.config.sections import DataSection
 from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
 from hfgolf.data.file_hashes import file_hashes, file_state
 from hfgolf.data.files import TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
@@ -41,7 +41,7 @@ class Corpus:
     """
 
     identity: dict[str, Any]
-    data: DataConfig
+    data: DataSection
     files: tuple[SourceFile, ...] = ()
     bytes_files: tuple[SourceFile, ...] = ()
     """With shards: the files with the bytes of each validation token."""
@@ -153,14 +153,14 @@ class Corpus:
         )
 
 
-def text_name(data: DataConfig) -> str:
+def text_name(data: DataSection) -> str:
     """Return a few words for a person: which text this is."""
     if data.source == "hub":
         return str(data.hub_name)
     return "Python's standard library" if data.source == "python_stdlib" else join_words(data.files, maximum=3)
 
 
-def load_corpus(data: DataConfig) -> Corpus:
+def load_corpus(data: DataSection) -> Corpus:
     """Identify the text that `data` names. Reads files only to hash them, and only if they changed (see file_hashes).
 
     Raises UserError if nothing matches, a file is empty, or a Hub dataset cannot be reached.
@@ -216,7 +216,7 @@ def _warn_of_copies(files: Sequence[SourceFile], hashes: Mapping[Path, str]) -> 
             )
 
 
-def _is_all_in_one_split(data: DataConfig, files: Sequence[SourceFile]) -> bool:
+def _is_all_in_one_split(data: DataSection, files: Sequence[SourceFile]) -> bool:
     """Return whether these are text files, one document each, that the hashes of their names do not divide."""
     has_tables = any(file.endings[0] in (*TABLES, ".zip") for file in files)
     if data.source != "files" or data.val_files or has_tables or data.ids_column or data.messages_column:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from hfgolf.config.sections import DataConfig
+from hfgolf.config.sections import DataSection
 from hfgolf.data.files import TABLES, TEXTS, SourceFile, log_skipped, require_text
 from hfgolf.data.messages import Messages, read_messages, require_unicode
 from hfgolf.data.other_formats import not_text, other_encoding
@@ -47,7 +47,7 @@ _BINARY_ROWS: dict[str, Callable[[Path, Column, Path], Iterator[Row]]] = {
 _ROWS_PER_BATCH = 1000  # of the Hub's
 
 
-def read_file(file: SourceFile, data: DataConfig, scratch: Path) -> Iterator[Document]:
+def read_file(file: SourceFile, data: DataSection, scratch: Path) -> Iterator[Document]:
     """Yield the documents of a file, in order. Raises UserError if it cannot be read.
 
     scratch: a folder for files that must be decompressed first.
@@ -61,7 +61,7 @@ def read_file(file: SourceFile, data: DataConfig, scratch: Path) -> Iterator[Doc
         yield from _read(file, partial(open, file.path, "rb"), data, scratch)
 
 
-def _read_archive(file: SourceFile, data: DataConfig, scratch: Path) -> Iterator[Document]:
+def _read_archive(file: SourceFile, data: DataSection, scratch: Path) -> Iterator[Document]:
     """Yield the documents of a zip archive's members of a known kind, or of its only member whatever its name."""
     try:
         archive = zipfile.ZipFile(file.path)
@@ -84,7 +84,7 @@ def _read_archive(file: SourceFile, data: DataConfig, scratch: Path) -> Iterator
             yield from _read(member, partial(archive.open, entry), data, scratch)
 
 
-def _read(file: SourceFile, opener: Opener, data: DataConfig, scratch: Path) -> Iterator[Document]:
+def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path) -> Iterator[Document]:
     ending, column = file.endings[0], content_column(data)
     if (kind := TABLES.get(ending)) is not None:
         yield from _documents(_table_rows(kind, file, opener, column, scratch), file, data)
@@ -102,7 +102,7 @@ def _table_rows(kind: str, file: SourceFile, opener: Opener, column: Column, scr
         yield from _BINARY_ROWS[kind](path, column, file.path)
 
 
-def read_hub(data: DataConfig) -> Iterator[Document]:
+def read_hub(data: DataSection) -> Iterator[Document]:
     """Yield the rows of the Hub dataset that `data` names. Raises UserError if it cannot be reached or read."""
     name = str(data.hub_name)
     yield from _documents(_hub_rows(data, content_column(data)), SourceFile(name, Path(name)), data)
@@ -195,7 +195,7 @@ def _unreadable(file: SourceFile, error: Exception) -> UserError:
     return UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.")
 
 
-def _hub_rows(data: DataConfig, column: Column) -> Iterator[Row]:
+def _hub_rows(data: DataSection, column: Column) -> Iterator[Row]:
     from datasets import load_dataset
 
     try:  # with streaming, the text is on disk only as pieces while the cache is built; the rows are the same
@@ -207,7 +207,7 @@ def _hub_rows(data: DataConfig, column: Column) -> Iterator[Row]:
         yield from ((None, value, steps[1:]) for value in batch[steps[0]])
 
 
-def hub_revision(data: DataConfig) -> str:
+def hub_revision(data: DataSection) -> str:
     """Return the hash that `datasets` computes for the dataset's files (offline: for the copy in its cache)."""
     from datasets import load_dataset_builder
 
@@ -227,12 +227,12 @@ def _require_literal(name: str) -> None:
         )
 
 
-def _hub_message(data: DataConfig, error: Exception) -> str:
+def _hub_message(data: DataSection, error: Exception) -> str:
     name = f"{data.hub_name!r} (data.hub_config {data.hub_config}, data.hub_split {data.hub_split})"
     return f"data.hub_name: cannot load {name}: {first_line(error)} Check the name, the network and `hf auth login`."
 
 
-def content_column(data: DataConfig) -> Column:
+def content_column(data: DataSection) -> Column:
     """Return the column that holds the content of a row."""
     for key in ("ids_column", "messages_column"):
         if (name := getattr(data, key)) is not None:
@@ -279,7 +279,7 @@ def _other_column(value: Any) -> str:
     return "; name a column of token ids by data.ids_column" if type(first) is int else ""
 
 
-def _documents(rows: Iterator[Row], file: SourceFile, data: DataConfig) -> Iterator[Document]:
+def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection) -> Iterator[Document]:
     """Yield each row as a document named `name#row`: blocks of text, ids or messages. Skips empty and null rows."""
     row, column = 0, content_column(data)
     read = _READ[column.key]

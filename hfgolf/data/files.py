@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-from hfgolf.config.sections import DataConfig
+from hfgolf.config.sections import DataSection
 from hfgolf.data.downloads import download, list_urls
 from hfgolf.data.other_formats import not_text
 from hfgolf.system.errors import UserError
@@ -81,7 +81,7 @@ def stdlib_files() -> list[SourceFile]:
     return sorted(files, key=lambda file: file.name)
 
 
-def named_files(data: DataConfig) -> list[SourceFile]:
+def named_files(data: DataSection) -> list[SourceFile]:
     """Return the files of data.files and data.val_files. Raises UserError like `match_files`."""
     val_files = match_files(data, "val_files", "val")
     files = match_files(data, "files", None)
@@ -93,7 +93,7 @@ def named_files(data: DataConfig) -> list[SourceFile]:
     return files + val_files
 
 
-def match_files(data: DataConfig, field: str, split: str | None) -> list[SourceFile]:
+def match_files(data: DataSection, field: str, split: str | None) -> list[SourceFile]:
     """Resolve paths, folders, globs and URLs in order, each file once. Names are relative to their common folder.
 
     Raises UserError if an entry matches nothing, if a file is empty, or if it is of a kind that holds no text.
@@ -150,7 +150,7 @@ def find_paths(name: str) -> list[str]:
     return sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
 
 
-def require_paths(data: DataConfig) -> None:
+def require_paths(data: DataSection) -> None:
     """Raise UserError if a name in data.files or data.val_files is of no file, or of one without text.
 
     Reads the first bytes of files that are named one by one, and imports little.
@@ -181,7 +181,7 @@ def require_text(file: SourceFile, key: str) -> None:
         raise UserError(f"{key}: {file.path} is not text; {remedy}.")
 
 
-def _match(name: str, key: str, data: DataConfig) -> list[str]:
+def _match(name: str, key: str, data: DataSection) -> list[str]:
     """Return the files that a path, a folder or a glob stands for, in an order that does not depend on the machine."""
     paths = find_paths(name)
     if not paths:
@@ -298,7 +298,7 @@ def _log_once(message: str) -> None:
     logger.info("%s", message)
 
 
-def cache_folder(data: DataConfig) -> Path:
+def cache_folder(data: DataSection) -> Path:
     """Return data.cache_dir or its default, creating it if needed. Raises UserError if it cannot be created."""
     from huggingface_hub.constants import HF_HOME
 

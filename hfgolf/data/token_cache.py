@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.chat import chat_template
 from hfgolf.data.corpus import SPLITS, Corpus, identity_changes, load_corpus
 from hfgolf.data.files import cache_folder
@@ -78,8 +78,8 @@ class TokenCache:
 
 
 def load_tokens(
-    data: DataConfig,
-    tokenizer_config: TokenizerConfig,
+    data: DataSection,
+    tokenizer_config: TokenizerSection,
     corpus: Corpus | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> TokenCache:
@@ -134,7 +134,7 @@ def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCac
 
 def _find_tokens(
     corpus: Corpus,
-    config: TokenizerConfig,
+    config: TokenizerSection,
     cache_dir: Path,
     tokenizer: PreTrainedTokenizerFast | None,
     key: dict[str, Any] | None,
@@ -156,7 +156,7 @@ def _find_tokens(
 
 def find_cache(
     corpus: Corpus,
-    config: TokenizerConfig,
+    config: TokenizerSection,
     cache_dir: Path,
     tokenizer: PreTrainedTokenizerFast | None = None,
     key: dict[str, Any] | None = None,
@@ -170,7 +170,7 @@ def find_cache(
     return (folder, tokenizer) if _problem(folder, key) is None else None
 
 
-def cache_key(corpus: Corpus, config: TokenizerConfig, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def cache_key(corpus: Corpus, config: TokenizerSection, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Return everything the tokens depend on. Its hash names the cache folder."""
     settings: dict[str, Any] = {
         "tokenizer": f"{config.kind}, {embedding_rows(tokenizer)} entries",
@@ -202,7 +202,7 @@ def _problem(folder: Path, key: dict[str, Any]) -> str | None:
 
 def build_cache(
     corpus: Corpus,
-    config: TokenizerConfig,
+    config: TokenizerSection,
     cache_dir: Path,
     tokenizer: PreTrainedTokenizerFast | None,
     key: dict[str, Any] | None = None,

@@ -30,7 +30,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.case_operators import OPERATORS, add_case_operators, has_case_operators
 from hfgolf.data.chat import CHAT_TOKENS, add_chat_template
 from hfgolf.data.hub_cache import is_cached_only
@@ -78,7 +78,7 @@ class TooFewEntriesError(UserError):
 
 
 def build_tokenizer(
-    config: TokenizerConfig, corpus_identity: dict[str, Any], train_pieces: Callable[[], Dataset], folder: Path
+    config: TokenizerSection, corpus_identity: dict[str, Any], train_pieces: Callable[[], Dataset], folder: Path
 ) -> PreTrainedTokenizerFast:
     """Return the tokenizer that `config` describes, training it on the train split if its kind needs that.
 
@@ -111,7 +111,7 @@ def build_tokenizer(
 
 
 def find_tokenizer(
-    config: TokenizerConfig, corpus_identity: dict[str, Any], folder: Path
+    config: TokenizerSection, corpus_identity: dict[str, Any], folder: Path
 ) -> PreTrainedTokenizerFast | None:
     """Return the tokenizer that `config` describes, or None if it would have to be trained first."""
     if config.kind in ("bpe", "char"):
@@ -351,7 +351,7 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
-def _tokenizer_path(config: TokenizerConfig, corpus_identity: dict[str, Any], folder: Path) -> Path:
+def _tokenizer_path(config: TokenizerSection, corpus_identity: dict[str, Any], folder: Path) -> Path:
     vocab_size = config.vocab_size if config.kind == "bpe" else None
     options = ["case_operators"] if config.case_operators else []
     key = json.dumps([_FORMAT_VERSION, config.kind, vocab_size, corpus_identity, *options], sort_keys=True)
@@ -495,7 +495,7 @@ def _train_char(pieces: Dataset, *_: object) -> Tokenizer:
     return byte_level_tokenizer(sorted(character for character in seen if ord(character) >= 128))
 
 
-def _train_bpe(pieces: Dataset, config: TokenizerConfig, is_chat: bool) -> Tokenizer:
+def _train_bpe(pieces: Dataset, config: TokenizerSection, is_chat: bool) -> Tokenizer:
     """Train byte-level BPE with GPT-2's pre-tokenizer to config.vocab_size entries, including all special tokens.
 
     is_chat: leave room for CHAT_TOKENS.

@@ -52,7 +52,7 @@ Detector = Callable[[History], Finding | None]
 
 
 USUAL_LEARNING_RATES = {"muon": 0.02, "adamw": 0.003, "sgd": 0.1}
-"""Peaks for small models, as in OptimConfig. The best ones in benchmarks/experiments are within a factor of 3."""
+"""Peaks for small models, as in OptimSection. The best ones in benchmarks/experiments are within a factor of 3."""
 FAR_ABOVE_USUAL = 10  # times the usual rate; halving a rate above that would not help, nor doubling one as far below
 
 

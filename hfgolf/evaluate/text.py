@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.evaluate.context import require_embedded
@@ -44,7 +44,7 @@ def tokenize_files(
     tokenizer.save_pretrained(folder / "tokenizer")
     unread = folder / "train.txt"  # a corpus needs a train split
     unread.write_text("unread")
-    data = DataConfig(
+    data = DataSection(
         source="files",
         files=train_files or [str(unread)],
         val_files=files,
@@ -52,7 +52,7 @@ def tokenize_files(
         cache_dir=str(folder / "cache"),
         in_memory=False,
     )
-    pretrained = TokenizerConfig(kind="pretrained", name_or_path=str(folder / "tokenizer"))
+    pretrained = TokenizerSection(kind="pretrained", name_or_path=str(folder / "tokenizer"))
     try:
         corpus = load_corpus(data)
         tokens = load_tokens(data, pretrained, corpus)

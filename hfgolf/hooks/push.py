@@ -18,7 +18,7 @@ from hfgolf.train.validation import exported_weights
 from hfgolf.train.whole import whole_model
 
 if TYPE_CHECKING:
-    from hfgolf.config.sections import HubConfig
+    from hfgolf.config.sections import HubSection
     from hfgolf.train.meter import StepResult
     from hfgolf.train.run import Run
 
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class Push(Hook):
     """Pushes in a process of its own, which never delays or stops the run."""
 
-    def __init__(self, hub: HubConfig) -> None:
-        assert hub.repo_id is not None  # HubConfig asks for it
+    def __init__(self, hub: HubSection) -> None:
+        assert hub.repo_id is not None  # HubSection asks for it
         self._every_steps = hub.every_steps
         self._hub = HubPusher(hub.repo_id, hub.private, hub.format)
 

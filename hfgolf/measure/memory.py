@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 import torch
 
-from hfgolf.config.sections import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
+from hfgolf.config.sections import BatchSection, ModelSection, OptimSection, RunConfig, TrainSection
 from hfgolf.measure.fake_pass import pass_bytes
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
@@ -182,9 +182,9 @@ def training_memory(
     golf.chunk_elements = chunk_elements
     config = RunConfig(
         model=ModelSection(gradient_checkpointing=checkpointing),
-        batch=BatchConfig(sequence, batch * sequence * processes * accumulation),
-        optim=OptimConfig(**optim),
-        train=TrainConfig(max_steps=1, mixed_precision=precision),
+        batch=BatchSection(sequence, batch * sequence * processes * accumulation),
+        optim=OptimSection(**optim),
+        train=TrainSection(max_steps=1, mixed_precision=precision),
     )
     return run_memory(config, golf, batch, processes, device, is_sharded)
 

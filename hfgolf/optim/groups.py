@@ -19,7 +19,7 @@ from hfgolf.system.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hfgolf.config.sections import OptimConfig
+    from hfgolf.config.sections import OptimSection
 
 # The keys of the config's section optim that are arguments of Muon.
 _SETTINGS = (
@@ -64,7 +64,7 @@ def parameter_kind(name: str) -> str:
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, Tensor]],
-    optim: OptimConfig,
+    optim: OptimSection,
     fused: Mapping[str, tuple[int, ...]],
     kinds: Mapping[str, str] | None = None,
     in_out: Collection[str] = (),
@@ -103,7 +103,7 @@ def _group(
     is_stack: bool,
     in_out: bool,
     members: list[tuple[str, Tensor]],
-    optim: OptimConfig,
+    optim: OptimSection,
     splits: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Any]:
     rule = optim.name if (kind == "matrix" and not is_stack) or optim.name != "muon" else "adamw"
@@ -130,7 +130,7 @@ def _group(
 
 def build_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]],
-    optim: OptimConfig,
+    optim: OptimSection,
     fused: Mapping[str, tuple[int, ...]],
     kinds: Mapping[str, str] | None = None,
     in_out: Collection[str] = (),

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, assert_never
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from hfgolf.config.sections import OptimConfig, ScheduleConfig
+    from hfgolf.config.sections import OptimSection, ScheduleSection
 
 
-def learning_rate_multiplier(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
+def learning_rate_multiplier(step: int, total_steps: float, schedule: ScheduleSection) -> float:
     """Return the fraction of the peak learning rate for the update after `step` completed updates, in (0, 1].
 
     total_steps: the updates that the run will make. A run limited by time passes a new estimate at each step,
@@ -38,7 +38,7 @@ def learning_rate_multiplier(step: int, total_steps: float, schedule: ScheduleCo
     return min(warmup, decay)
 
 
-def _decay(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
+def _decay(step: int, total_steps: float, schedule: ScheduleSection) -> float:
     """Return the schedule after the warmup, without its floor: from 1 down to 0."""
     if schedule.name == "constant":
         return 1.0
@@ -55,7 +55,7 @@ def _decay(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
             assert_never(schedule.name)
 
 
-def _warmdown(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
+def _warmdown(step: int, total_steps: float, schedule: ScheduleSection) -> float:
     """Return the remaining fraction of the warmdown: 1 before the last warmdown_fraction of the run, 0 at its end."""
     remaining = max(0.0, 1 - step / total_steps)
     return min(1.0, remaining / schedule.warmdown_fraction) if schedule.warmdown_fraction else 1.0
@@ -71,14 +71,14 @@ def projected_steps(step: int, progress: float) -> float:
     return step / progress if step and progress else math.inf
 
 
-def momentum(step: int, optim: OptimConfig) -> float:
+def momentum(step: int, optim: OptimSection) -> float:
     """Return Muon's momentum for the update after `step` updates: it rises from optim.momentum_start."""
     start = min(optim.momentum_start, optim.momentum)
     share = min(1.0, step / optim.momentum_warmup_steps) if optim.momentum_warmup_steps else 1.0
     return start + share * (optim.momentum - start)
 
 
-def weight_decay_multiplier(step: int, total_steps: float, schedule: ScheduleConfig) -> float:
+def weight_decay_multiplier(step: int, total_steps: float, schedule: ScheduleSection) -> float:
     """Return the fraction of a group's weight decay for the update after `step` updates, in [0, 1].
 
     total_steps: as in `learning_rate_multiplier`. The optimizer multiplies weight decay by the learning rate again, so
@@ -95,8 +95,8 @@ def apply_schedule(
     optimizer: Optimizer,
     step: int,
     total_steps: float,
-    optim: OptimConfig,
-    schedule: ScheduleConfig,
+    optim: OptimSection,
+    schedule: ScheduleSection,
     scale: float = 1.0,
 ) -> None:
     """Set each group's step, learning rate and weight decay, and Muon's momentum, for the update after `step` updates.

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config.sections import BatchConfig, TrainConfig
+from hfgolf.config.sections import BatchSection, TrainSection
 from hfgolf.optim.schedule import projected_steps
 from hfgolf.system.signals import Signals
 from hfgolf.system.stopwatch import Stopwatch
@@ -18,7 +18,7 @@ from hfgolf.system.stopwatch import Stopwatch
 _BATCHES_PER_AGREEMENT = 8
 
 
-def step_limit(train: TrainConfig, batch: BatchConfig, blocks: int, state: TrainState | None = None) -> float:
+def step_limit(train: TrainSection, batch: BatchSection, blocks: int, state: TrainState | None = None) -> float:
     """Return the step at which max_steps, max_tokens or max_epochs ends a run; infinity if only max_minutes does.
 
     blocks: sequences per epoch. state: of a resumed run; its tokens and blocks count, even if read in other batches.
@@ -45,7 +45,7 @@ class Clock:
     between the CPUs, so no GPU waits for them.
     """
 
-    train: InitVar[TrainConfig]
+    train: InitVar[TrainSection]
     state: TrainState
     stopwatch: Stopwatch
     signals: Signals
@@ -57,7 +57,7 @@ class Clock:
     save_is_due: bool = field(default=False, init=False)
     """Whether train.save_every_minutes have passed since the last save, or a checkpoint was requested."""
 
-    def __post_init__(self, train: TrainConfig) -> None:
+    def __post_init__(self, train: TrainSection) -> None:
         self.max_seconds = 60 * (train.max_minutes or math.inf)
         self._save_every_seconds = 60 * (train.save_every_minutes or math.inf)
         self._hosts = distributed.new_group(backend="gloo") if self.num_processes > 1 else None

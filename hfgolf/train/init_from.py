@@ -22,7 +22,7 @@ from transformers.utils import cached_file
 
 from hfgolf.config.parse import ResolvedConfig, as_yaml
 from hfgolf.config.parse import load_config as parse_config
-from hfgolf.config.sections import ModelSection, RunConfig, TokenizerConfig, model_key
+from hfgolf.config.sections import ModelSection, RunConfig, TokenizerSection, model_key
 from hfgolf.data.batches import Stream
 from hfgolf.data.files import cache_folder
 from hfgolf.data.token_cache import TokenCache, load_tokens
@@ -225,7 +225,7 @@ def _agrees(shape: GolfConfig, key: str, stated: Any) -> bool:
         return False
 
 
-def _require_same_vocabulary(config: TokenizerConfig, source: str) -> None:
+def _require_same_vocabulary(config: TokenizerSection, source: str) -> None:
     """Raise UserError if a stated tokenizer does not have the entries of the weights' own, under the same ids."""
     advice = f"leave out tokenizer.kind, or set pretrained and tokenizer.name_or_path {source}"
     if config.kind in ("bpe", "char"):
@@ -233,7 +233,7 @@ def _require_same_vocabulary(config: TokenizerConfig, source: str) -> None:
             f"tokenizer.kind: {config.kind} would train a tokenizer on this text, but the weights belong to the one in"
             f" {source}; {advice}."
         )
-    tokenizers = [_found(one) for one in (config, TokenizerConfig(kind="pretrained", name_or_path=source))]
+    tokenizers = [_found(one) for one in (config, TokenizerSection(kind="pretrained", name_or_path=source))]
     own, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
     others = sorted(entry for entry in own.keys() | theirs.keys() if own.get(entry) != theirs.get(entry))
     if others:
@@ -250,7 +250,7 @@ def _require_same_vocabulary(config: TokenizerConfig, source: str) -> None:
         )
 
 
-def _found(config: TokenizerConfig) -> PreTrainedTokenizerFast:
+def _found(config: TokenizerSection) -> PreTrainedTokenizerFast:
     tokenizer = find_tokenizer(config, {}, Path())
     assert tokenizer is not None  # nothing to train: neither bpe nor char
     return tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hfgolf.config.sections import TrainConfig
+from hfgolf.config.sections import TrainSection
 from hfgolf.data.batches import Stream, evaluation_extent
 from hfgolf.data.chat import stop_ids
 from hfgolf.evaluate.bits_per_byte import Evaluation
@@ -140,7 +140,7 @@ def should_stop_early(run: Run) -> bool:
     return _stops_early(run.config.train, run.state.evals_without_improvement)
 
 
-def _stops_early(train: TrainConfig, evals_without_improvement: int) -> bool:
+def _stops_early(train: TrainSection, evals_without_improvement: int) -> bool:
     return train.patience_evals is not None and evals_without_improvement >= train.patience_evals
 
 

@@ -19,7 +19,7 @@ from hfgolf.commands.evidence import diff_runs, evidence, verdict
 from hfgolf.commands.find_lr import sweep_rates
 from hfgolf.commands.lr_sweep import LEAD_IN_STEPS, Sweep, find_lr, suggest, suggested_values, sweep_run
 from hfgolf.config.parse import load_config
-from hfgolf.config.sections import OptimConfig
+from hfgolf.config.sections import OptimSection
 from hfgolf.run.folder import RunFolder
 from hfgolf.train import loop
 from hfgolf.train.feed import halve_micro_batch
@@ -134,7 +134,7 @@ def test_sweeps_start_from_the_same_state_and_change_only_their_groups(temporary
 
 
 def test_suggestion_preserves_the_embedding_learning_rate_ratio():
-    optim = OptimConfig(learning_rate=0.02, adamw_learning_rate=0.01, embedding_learning_rate=0.03)
+    optim = OptimSection(learning_rate=0.02, adamw_learning_rate=0.01, embedding_learning_rate=0.03)
     losses = [5.0 - min(i, 40 - i) / 40 for i in range(41)]
     rates = sweep_rates(1e-4, 1.0, 41)
     sweeps = [Sweep(key, rates, losses, [5.0] * 41, False) for key in ("learning_rate", "adamw_learning_rate")]
@@ -142,7 +142,7 @@ def test_suggestion_preserves_the_embedding_learning_rate_ratio():
     assert list(values) == ["optim.learning_rate", "optim.adamw_learning_rate", "optim.embedding_learning_rate"]
     assert values["optim.learning_rate"] == values["optim.adamw_learning_rate"]
     assert values["optim.embedding_learning_rate"] == pytest.approx(3 * values["optim.adamw_learning_rate"], rel=0.05)
-    assert list(suggested_values(sweeps, OptimConfig())) == ["optim.learning_rate", "optim.adamw_learning_rate"]
+    assert list(suggested_values(sweeps, OptimSection())) == ["optim.learning_rate", "optim.adamw_learning_rate"]
     alone = suggested_values(sweeps[:1], dataclasses.replace(optim, name="adamw"))
     assert alone["optim.embedding_learning_rate"] == pytest.approx(1.5 * alone["optim.learning_rate"], rel=0.05)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.config.sections import DataConfig
+from hfgolf.config.sections import DataSection
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def write(tmp_path: Path) -> Callable[[str, bytes | str], str]:
 
 
 @pytest.fixture
-def files_config(tmp_path: Path) -> Callable[..., DataConfig]:
-    """Return a function that builds a DataConfig for files, with its cache in the test's folder."""
+def files_config(tmp_path: Path) -> Callable[..., DataSection]:
+    """Return a function that builds a DataSection for files, with its cache in the test's folder."""
 
-    def build(*files: str, **settings: object) -> DataConfig:
+    def build(*files: str, **settings: object) -> DataSection:
         settings = {"cache_dir": str(tmp_path / "cache"), **settings}
-        return DataConfig(source="files", files=list(files), **settings)  # type: ignore[arg-type]
+        return DataSection(source="files", files=list(files), **settings)  # type: ignore[arg-type]
 
     return build

@@ -11,14 +11,14 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.data.tokenizer import entry_bytes
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.system.errors import UserError
 
-CASES = TokenizerConfig(vocab_size=300, case_operators=True)
+CASES = TokenizerSection(vocab_size=300, case_operators=True)
 TRAINING = (
     "The old man said: THE END of the USA is not the end of The world. McDonald and iPhone, e.g. HTTPServer.\n" * 90
 )
@@ -28,11 +28,11 @@ TRAINING = (
 def tokenize(tmp_path):
     """Return a function that tokenizes validation documents, with training text that has every kind of word."""
 
-    def tokenize_(*documents: str, kind: TokenizerConfig = CASES):
+    def tokenize_(*documents: str, kind: TokenizerSection = CASES):
         (tmp_path / "train.txt").write_text(TRAINING)
         for number, text in enumerate(documents):
             (tmp_path / f"val{number:03}.txt").write_bytes(text.encode())
-        data = DataConfig(
+        data = DataSection(
             source="files",
             files=[str(tmp_path / "train.txt")],
             val_files=[str(tmp_path / "val*.txt")],
@@ -102,7 +102,7 @@ def test_every_text_comes_back_and_its_bytes_add_up(tokenizer):
 
 
 def test_capitals_share_the_entries_of_lower_case(tokenize):
-    with_operators, plain = (tokenize("a", kind=kind).tokenizer for kind in (CASES, TokenizerConfig(vocab_size=300)))
+    with_operators, plain = (tokenize("a", kind=kind).tokenizer for kind in (CASES, TokenizerSection(vocab_size=300)))
     words = [entry for entry in with_operators.get_vocab() if len(entry) > 1 and entry != "<|endoftext|>"]
     assert words and not any(set(ascii_uppercase) & set(word) for word in words)
     text = TRAINING[:110].upper()
@@ -152,10 +152,10 @@ def test_a_text_that_does_not_come_back_is_refused(tokenize, monkeypatch):
 
 
 def test_the_tokenizer_of_other_runs_is_another(tokenize):
-    assert tokenize("a").path != tokenize("a", kind=TokenizerConfig(vocab_size=300)).path
+    assert tokenize("a").path != tokenize("a", kind=TokenizerSection(vocab_size=300)).path
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "pretrained"])
 def test_other_kinds_have_no_case_operators(kind):
     with pytest.raises(UserError, match=f"case_operators: true requires tokenizer.kind bpe, not {kind}"):
-        TokenizerConfig(kind=kind, name_or_path="gpt2", case_operators=True)
+        TokenizerSection(kind=kind, name_or_path="gpt2", case_operators=True)

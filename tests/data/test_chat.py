@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hfgolf.config.parse import load_config
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.chat import CHAT_TEMPLATE, CHAT_TOKENS, ConversationEncoder, add_chat_template, stop_ids
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
@@ -25,7 +25,7 @@ from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.publish.export import supporting_files
 from hfgolf.system.errors import UserError
 
-BYTE = TokenizerConfig(kind="byte")
+BYTE = TokenizerSection(kind="byte")
 END_OF_TEXT, SYSTEM, USER, ASSISTANT, END = range(256, 261)
 CHATML = """\
 {%- for message in messages %}
@@ -80,11 +80,11 @@ def write_rows(folder: Path, rows: list[Any], name: str = "train.jsonl") -> str:
 
 
 def tokens_of(
-    tmp_path: Path, rows: list[Any], tokenizer: TokenizerConfig = BYTE, name: str = "train.jsonl"
+    tmp_path: Path, rows: list[Any], tokenizer: TokenizerSection = BYTE, name: str = "train.jsonl"
 ) -> TokenCache:
     """Return the tokens of the rows, which are both parts of the corpus: its first row is for validation, too."""
     files, val_files = (write_rows(tmp_path / part, rows, name) for part in ("rows", "val"))
-    data = DataConfig(
+    data = DataSection(
         source="files",
         files=[files],
         val_files=[val_files],
@@ -210,7 +210,7 @@ def test_turns_of_weight_0_are_only_context(tmp_path, name, template):
     tokenizer = chatml_tokenizer(template) if template != CHAT_TEMPLATE else byte_tokenizer()
     plain = ConversationEncoder(tokenizer).encode([("a", rows[0])])
     read = load_corpus(
-        DataConfig(
+        DataSection(
             files=[write_rows(tmp_path, weighted, name)],
             val_files=[write_rows(tmp_path / "val", rows)],
             source="files",
@@ -238,8 +238,8 @@ def test_conversations_without_a_turn_to_learn_say_so(tmp_path):
 
 def test_trained_tokenizers_reserve_the_special_tokens(tmp_path):
     rows = [[message("user", f"the number {n}"), message("assistant", f"the NUMBER {n + 1} é")] for n in range(300)]
-    configs = [TokenizerConfig(vocab_size=290), TokenizerConfig(vocab_size=290, case_operators=True)]
-    for config in [*configs, TokenizerConfig(kind="char")]:
+    configs = [TokenizerSection(vocab_size=290), TokenizerSection(vocab_size=290, case_operators=True)]
+    for config in [*configs, TokenizerSection(kind="char")]:
         tokens = tokens_of(tmp_path, rows, config)
         assert len(tokens.tokenizer) == (290 if config.kind == "bpe" else 262)
         assert (
@@ -263,7 +263,7 @@ def test_pretrained_tokenizer_without_a_template_gets_one_and_another_template_i
     )
     with caplog.at_level("INFO", "hfgolf"):
         bare, chatml, other = (
-            tokens_of(tmp_path, CONVERSATIONS, TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / name)))
+            tokens_of(tmp_path, CONVERSATIONS, TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / name)))
             for name in ("bare", "chatml", "other")
         )
     assert "has no chat template; it gets one, with <|system|>, <|user|>, <|assistant|>, <|end|> in" in caplog.text
@@ -280,7 +280,9 @@ def test_of_several_templates_the_default_is_used_and_exported(tmp_path):
     expected = ConversationEncoder(tokenizer).encode([("a", messages)]).ids.tolist()
     tokenizer.chat_template = {"default": UNTAGGED, "tool_use": "{{ messages }}"}
     tokenizer.save_pretrained(tmp_path / "several")
-    tokens = tokens_of(tmp_path, [messages], TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "several")))
+    tokens = tokens_of(
+        tmp_path, [messages], TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "several"))
+    )
     assert tokens.train.tokens.tolist() == expected
     assert isinstance(tokens.tokenizer.chat_template, dict)
     exported = supporting_files(build_tiny()[0], tokens.tokenizer)
@@ -288,7 +290,7 @@ def test_of_several_templates_the_default_is_used_and_exported(tmp_path):
     tokenizer.chat_template = {"tool_use": UNTAGGED}
     tokenizer.save_pretrained(tmp_path / "none")
     with pytest.raises(UserError, match=r"data\.messages_column: the tokenizer has no chat template") as caught:
-        tokens_of(tmp_path, [messages], TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "none")))
+        tokens_of(tmp_path, [messages], TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "none")))
     assert "\n" not in str(caught.value)
 
 
@@ -358,7 +360,7 @@ def test_row_that_is_no_conversation_is_one_line(tmp_path, row, problem):
 )
 def test_template_that_does_not_show_the_answers_is_one_line(tmp_path, template, problem):
     chatml_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
-    config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
+    config = TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
     with pytest.raises(UserError) as caught:
         tokens_of(tmp_path, CONVERSATIONS, config)
     assert problem in str(caught.value) and "jsonl#0" in str(caught.value) and "\n" not in str(caught.value)
@@ -390,14 +392,14 @@ def test_options_that_do_not_go_together_are_one_line(options, problem):
 
 def test_files_without_columns_and_text_tools_are_one_line(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    data = DataConfig(source="files", files=[str(tmp_path / "a.txt")], messages_column="m", cache_dir=str(tmp_path))
+    data = DataSection(source="files", files=[str(tmp_path / "a.txt")], messages_column="m", cache_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"data\.messages_column: .*a\.txt has no columns"):
         load_tokens(data, BYTE)
 
 
 def test_pieces_are_the_text_of_the_messages(tmp_path):
     files = write_rows(tmp_path / "rows", CONVERSATIONS * 5)
-    data = DataConfig(source="files", files=[files], messages_column="messages", cache_dir=str(tmp_path))
+    data = DataSection(source="files", files=[files], messages_column="messages", cache_dir=str(tmp_path))
     pieces = load_corpus(data).write_pieces(tmp_path / "pieces")
     assert {*pieces["train"]["text"], *pieces["val"]["text"]} == {
         "".join(message["content"] for message in messages) for messages in CONVERSATIONS
@@ -419,13 +421,13 @@ def test_answers_stop_at_the_end_of_a_turn():
 
 SCRIPT = """
 import json, sys
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.token_cache import load_tokens
-data = DataConfig(
+data = DataSection(
     source="hub", hub_name="somebody/chat", streaming=True, messages_column="messages", cache_dir=sys.argv[1],
     val_fraction=0.3,
 )
-tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+tokens = load_tokens(data, TokenizerSection(kind="byte"))
 print(json.dumps([[stream.tokens.tolist(), stream.is_target.tolist()] for stream in (tokens.train, tokens.val)]))
 """
 

@@ -28,7 +28,7 @@ import pytest
 import zstandard
 from dataset_hub import serving_dataset
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data import corpus as corpus_module
 from hfgolf.data import documents as documents_module
 from hfgolf.data import downloads as downloads_module
@@ -49,7 +49,7 @@ CODECS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def read(data: DataConfig, folder: Path) -> Documents:
+def read(data: DataSection, folder: Path) -> Documents:
     """Reassemble the documents of each split from their pieces."""
     documents: Documents = {}
     for split, pieces in load_corpus(data).write_pieces(folder / "pieces").items():
@@ -62,7 +62,7 @@ def read(data: DataConfig, folder: Path) -> Documents:
     return documents
 
 
-def fails(data: DataConfig, folder: Path) -> str:
+def fails(data: DataSection, folder: Path) -> str:
     """Return the one-line error for `data`."""
     with pytest.raises(UserError) as caught:
         load_corpus(data).write_pieces(folder / "pieces")
@@ -209,7 +209,7 @@ def test_unreadable_file_is_one_line(tmp_path, write, files_config, monkeypatch)
 
 def test_hub_name_may_be_a_folder(tmp_path, write):
     write("data.jsonl", "".join(json.dumps({"text": f"document {row}"}) + "\n" for row in range(40)))
-    data = DataConfig(source="hub", hub_name=str(tmp_path / "text"), val_fraction=0.3)
+    data = DataSection(source="hub", hub_name=str(tmp_path / "text"), val_fraction=0.3)
     documents = read(data, tmp_path)
     assert sorted(documents["train"] + documents["val"]) == sorted(f"document {row}" for row in range(40))
     assert documents["train"] and documents["val"]
@@ -220,7 +220,9 @@ def test_streamed_and_downloaded_datasets_have_the_same_documents(tmp_path, writ
     write("data.jsonl", "".join(json.dumps({"text": f"document {row}"}) + "\n" for row in range(40)))
     for settings in ({}, {"max_documents": 20}, {"split": "contiguous"}):
         both = [
-            DataConfig(source="hub", hub_name=str(tmp_path / "text"), val_fraction=0.3, streaming=streaming, **settings)
+            DataSection(
+                source="hub", hub_name=str(tmp_path / "text"), val_fraction=0.3, streaming=streaming, **settings
+            )
             for streaming in (True, False)
         ]
         streamed = read(both[0], tmp_path)
@@ -231,10 +233,10 @@ def test_streamed_and_downloaded_datasets_have_the_same_documents(tmp_path, writ
 
 _STREAM = """
 import json, os, sys
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.token_cache import load_tokens
-data = DataConfig(source="hub", hub_name="somebody/texts", streaming=True, cache_dir=sys.argv[1], val_fraction=0.3)
-tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+data = DataSection(source="hub", hub_name="somebody/texts", streaming=True, cache_dir=sys.argv[1], val_fraction=0.3)
+tokens = load_tokens(data, TokenizerSection(kind="byte"))
 copies = [name for _, _, names in os.walk(os.environ["HF_DATASETS_CACHE"]) for name in names if ".arrow" in name]
 print(json.dumps([len(tokens.train) + len(tokens.val), copies]))
 """
@@ -261,9 +263,9 @@ def test_interrupted_stream_is_one_line_and_leaves_no_files(tmp_path, monkeypatc
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **options: stream if options["streaming"] else None)
     monkeypatch.setattr("datasets.load_dataset_builder", lambda *_: SimpleNamespace(hash="abc"))
-    data = DataConfig(source="hub", hub_name="somebody/texts", streaming=True, cache_dir=str(tmp_path / "cache"))
+    data = DataSection(source="hub", hub_name="somebody/texts", streaming=True, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError) as caught:
-        load_tokens(data, TokenizerConfig(kind="byte"))
+        load_tokens(data, TokenizerSection(kind="byte"))
     message = str(caught.value)
     assert "\n" not in message and "somebody/texts" in message and "the server hung up" in message
     assert "row 1000" in message and "network" in message
@@ -273,7 +275,7 @@ def test_interrupted_stream_is_one_line_and_leaves_no_files(tmp_path, monkeypatc
 def test_unreachable_hub_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    message = fails(DataConfig(source="hub", hub_name="nobody/nothing", cache_dir=str(tmp_path)), tmp_path)
+    message = fails(DataSection(source="hub", hub_name="nobody/nothing", cache_dir=str(tmp_path)), tmp_path)
     assert "nobody/nothing" in message
 
 
@@ -346,7 +348,7 @@ def test_max_documents(tmp_path, write, files_config):
 
 
 def test_python_stdlib_is_real_text_and_split_by_file(tmp_path):
-    corpus = load_corpus(DataConfig(cache_dir=str(tmp_path)))
+    corpus = load_corpus(DataSection(cache_dir=str(tmp_path)))
     names = [name for name, _, _ in corpus.identity["files"]]
     assert names == sorted(names) and "ast.py" in names and not any("site-packages" in name for name in names)
     assert sum(size for _, size, _ in corpus.identity["files"]) > 10e6
@@ -354,7 +356,7 @@ def test_python_stdlib_is_real_text_and_split_by_file(tmp_path):
     assert largest < 0.03 * sum(size for _, size, _ in corpus.identity["files"])  # no file alone decides the loss
     splits = [corpus.hashed_split(name) for name in names]
     assert 0.02 < splits.count("val") / len(names) < 0.09
-    assert load_corpus(DataConfig(cache_dir=str(tmp_path))).identity == corpus.identity
+    assert load_corpus(DataSection(cache_dir=str(tmp_path))).identity == corpus.identity
 
 
 def test_identity_covers_everything_the_documents_depend_on(write, files_config):
@@ -401,7 +403,9 @@ def test_text_files_too_few_to_divide_by_name_are_cut(tmp_path, names):
     text = "".join(f"{number}\n" for number in range(400))
     for name in names:
         (tmp_path / name).write_text(text)
-    data = DataConfig(source="files", files=[str(tmp_path / name) for name in names], cache_dir=str(tmp_path / "cache"))
+    data = DataSection(
+        source="files", files=[str(tmp_path / name) for name in names], cache_dir=str(tmp_path / "cache")
+    )
     corpus = load_corpus(data)
     pieces = corpus.write_pieces(tmp_path / "pieces")
     written = {split: "".join(pieces[split]["text"]) for split in ("train", "val")}

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data import lock, token_cache
 from hfgolf.data.manifest import DamagedCacheError
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.doctor.doctor import examine
 from hfgolf.system.errors import UserError
 
-BYTE = TokenizerConfig(kind="byte")
+BYTE = TokenizerSection(kind="byte")
 
 TRAIN, VAL = (f"{split}/data-00000-of-00001.arrow" for split in ("train", "val"))
 
@@ -56,7 +56,7 @@ def test_overwritten_cache_is_rebuilt(data, caplog, name, offset):
 
 def test_tokens_are_reused_after_the_tokenizer_is_retrained(data, caplog):
     caplog.set_level("INFO", logger="hfgolf")
-    bpe = TokenizerConfig(kind="bpe", vocab_size=260)
+    bpe = TokenizerSection(kind="bpe", vocab_size=260)
     first = load_tokens(data, bpe)
     (trained,) = (Path(data.cache_dir) / "tokenizers").glob("*/tokenizer.json")
     trained.write_bytes(b"")
@@ -214,7 +214,7 @@ def test_read_only_cache_can_be_read(data, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert load_tokens(data, BYTE).is_hit
     with pytest.raises(UserError, match=r"data.cache_dir: cannot write to .*Permission denied"):
-        load_tokens(data, TokenizerConfig(kind="char"))
+        load_tokens(data, TokenizerSection(kind="char"))
 
 
 def test_waiting_names_the_building_process(data, caplog, monkeypatch):

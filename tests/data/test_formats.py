@@ -21,7 +21,7 @@ import pytest
 from dataset_hub import serving_dataset
 from datasets import Dataset, DatasetDict
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.system.errors import UserError
@@ -29,7 +29,7 @@ from hfgolf.system.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-def documents(data: DataConfig, folder: Path) -> list[str]:
+def documents(data: DataSection, folder: Path) -> list[str]:
     """Reassemble the training documents."""
     texts: list[str] = []
     for row in load_corpus(data).write_pieces(folder / "pieces")["train"]:
@@ -38,7 +38,7 @@ def documents(data: DataConfig, folder: Path) -> list[str]:
     return texts
 
 
-def fails(data: DataConfig, folder: Path) -> str:
+def fails(data: DataSection, folder: Path) -> str:
     """Return the one-line error for `data`."""
     with pytest.raises(UserError) as caught:
         load_corpus(data).write_pieces(folder / "pieces")
@@ -48,7 +48,7 @@ def fails(data: DataConfig, folder: Path) -> str:
 
 @pytest.fixture
 def train_on(write, files_config):
-    """Return a function that builds a DataConfig with the given training files and one of validation."""
+    """Return a function that builds a DataSection with the given training files and one of validation."""
     val = write("../val.txt", "validation")
     return lambda *files, **settings: files_config(*map(str, files), val_files=[val], **settings)
 
@@ -99,8 +99,10 @@ def test_folder_of_shards(tmp_path, write):
         write(name, ids.tobytes())
     write("README.md", "not a shard")
     folder = str(tmp_path / "text")
-    data = DataConfig(source="shards", files=[folder], val_files=[f"{folder}/*val*"], cache_dir=str(tmp_path / "cache"))
-    tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+    data = DataSection(
+        source="shards", files=[folder], val_files=[f"{folder}/*val*"], cache_dir=str(tmp_path / "cache")
+    )
+    tokens = load_tokens(data, TokenizerSection(kind="byte"))
     assert (len(tokens.train), len(tokens.val)) == (200, 100)
 
 
@@ -140,7 +142,7 @@ def test_saved_dataset_of_ids(tmp_path, files_config):
     rows = [list(f"document {number}".encode()) for number in range(40)]
     Dataset.from_dict({"input_ids": rows}).save_to_disk(tmp_path / "saved")
     data = files_config(str(tmp_path / "saved"), ids_column="input_ids", val_fraction=0.3)
-    tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+    tokens = load_tokens(data, TokenizerSection(kind="byte"))
     assert len(tokens.train) + len(tokens.val) == sum(map(len, rows)) + len(rows)
 
 
@@ -310,9 +312,9 @@ def test_ending_of_a_url_is_that_of_its_path(tmp_path, train_on, monkeypatch):
 
 _READ_HUB = """
 import sys
-from hfgolf.config.sections import DataConfig
+from hfgolf.config.sections import DataSection
 from hfgolf.data.corpus import load_corpus
-data = DataConfig(source="files", files=[sys.argv[2]], val_files=[sys.argv[3]], cache_dir=sys.argv[1])
+data = DataSection(source="files", files=[sys.argv[2]], val_files=[sys.argv[3]], cache_dir=sys.argv[1])
 from pathlib import Path
 print(load_corpus(data).write_pieces(Path(sys.argv[1]) / "pieces")["train"]["text"][:])
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hfgolf.config.parse import load_config
-from hfgolf.config.sections import DataConfig
+from hfgolf.config.sections import DataSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.files import require_paths
 from hfgolf.system.errors import UserError
@@ -65,7 +65,7 @@ def test_folders_that_exist_are_literal_in_a_glob(here):
         Path(folder, "inner", "b.txt").write_text(folder)
     names = ["data[1]", "data[1]/**/*.txt", "data[0-9]/*.txt"]
     assert here(*names) == ["data[1]/a.txt", "data[1]/inner/b.txt", "data1/a.txt"]
-    data = DataConfig(source="hub", hub_name="data[1]")
+    data = DataSection(source="hub", hub_name="data[1]")
     with pytest.raises(UserError, match=r"data\[1\]' has one of \[\]\*\? in it, which `datasets` takes as a pattern"):
         load_corpus(data)
 
@@ -83,7 +83,7 @@ def test_folders_that_exist_are_literal_in_a_glob(here):
 def test_what_cannot_be_read_is_named_before_torch_is_loaded(here, make, problem):
     make()
     with pytest.raises(UserError) as caught:
-        require_paths(DataConfig(source="files", files=["a"]))
+        require_paths(DataSection(source="files", files=["a"]))
     assert problem in str(caught.value)
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data import overlap
 from hfgolf.data.overlap import count_overlap
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.token_stream import TokenStream
 from hfgolf.system.wording import describe_overlap
 
-BYTE = TokenizerConfig(kind="byte")
+BYTE = TokenizerSection(kind="byte")
 END = 256
 
 
@@ -108,7 +108,7 @@ def test_a_damaged_or_absent_count_says_nothing(write, files_config, caplog, dam
 def test_text_files_are_documents(write, files_config, texts, settings, told):
     if "val_files" in settings:
         settings = settings | {"val_files": [write(name, text) for name, text in settings["val_files"].items()]}
-    data: DataConfig = files_config(*(write(name, text) for name, text in texts.items()), **settings)
+    data: DataSection = files_config(*(write(name, text) for name, text in texts.items()), **settings)
     sentence = describe_overlap(load_tokens(data, BYTE).overlap)
     assert sentence is None if told is None else str(sentence).startswith(f"{told} validation documents")
 

@@ -12,7 +12,7 @@ from dataset_hub import said_with_dataset
 from datasets import Dataset
 
 from hfgolf.config.parse import load_config
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.evaluate.token_bytes import bytes_per_token
@@ -20,7 +20,7 @@ from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
 
 END = 256
-BYTE = TokenizerConfig(kind="byte")
+BYTE = TokenizerSection(kind="byte")
 TEXTS = [f"Document {number} is a na\u00efve one of {number * 7} \u20ac." for number in range(40)]
 ROWS = [list(text.encode()) for text in TEXTS]
 
@@ -41,7 +41,7 @@ def tokens_of(tmp_path: Path, rows: list[Any], kind: str = "jsonl", **options: A
     files = [write_rows(tmp_path / "rows", kind, rows)]
     options = {"val_fraction": 0.3, **options}
     return load_tokens(
-        DataConfig(source="files", files=files, ids_column="input_ids", cache_dir=str(tmp_path / "cache"), **options),
+        DataSection(source="files", files=files, ids_column="input_ids", cache_dir=str(tmp_path / "cache"), **options),
         BYTE,
     )
 
@@ -102,12 +102,12 @@ def test_missing_column_and_files_without_columns_are_one_line(tmp_path):
     files = [write_rows(tmp_path / "rows", "jsonl", ROWS)]
     data = {"source": "files", "cache_dir": str(tmp_path / "cache")}
     with pytest.raises(UserError, match=r"has no column 'ids'; set data\.ids_column to one of: input_ids, text"):
-        load_tokens(DataConfig(files=files, ids_column="ids", **data), BYTE)
+        load_tokens(DataSection(files=files, ids_column="ids", **data), BYTE)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match=r"a\.txt has no columns; name jsonl, parquet or arrow files"):
-        load_tokens(DataConfig(files=[str(tmp_path / "a.txt")], ids_column="ids", **data), BYTE)
+        load_tokens(DataSection(files=[str(tmp_path / "a.txt")], ids_column="ids", **data), BYTE)
     with pytest.raises(UserError, match="ids_column input_ids holds tokens, not text"):
-        load_corpus(DataConfig(files=files, ids_column="input_ids", **data)).write_pieces(tmp_path / "text")
+        load_corpus(DataSection(files=files, ids_column="input_ids", **data)).write_pieces(tmp_path / "text")
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_options_that_do_not_go_together_are_reported_before_reading(options, me
 
 SCRIPT = """
 import json, sys
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.token_cache import load_tokens
-data = DataConfig(
+data = DataSection(
     source="hub", hub_name="somebody/tokens", streaming=True, ids_column="input_ids", cache_dir=sys.argv[1],
     val_fraction=0.3,
 )
-tokens = load_tokens(data, TokenizerConfig(kind="byte"))
+tokens = load_tokens(data, TokenizerSection(kind="byte"))
 print(json.dumps([tokens.train.tokens.tolist(), tokens.val.tokens.tolist()]))
 """
 

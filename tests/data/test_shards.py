@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf.config.parse import load_config
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.batches import block_starts
 from hfgolf.data.shards import ShardStream, open_shard
 from hfgolf.data.token_cache import TokenCache, load_tokens
@@ -22,7 +22,7 @@ from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
 
 END = 256
-BYTE = TokenizerConfig(kind="byte")
+BYTE = TokenizerSection(kind="byte")
 
 
 def write_shard(
@@ -74,9 +74,9 @@ def test_training_on_shards_matches_training_on_text(run, tiny_run, text_tokens,
         assert [row.get(column) for row in shards] == [row.get(column) for row in text], column
 
 
-def options(folder: Path, **changes: Any) -> DataConfig:
+def options(folder: Path, **changes: Any) -> DataSection:
     files = {"files": [str(folder / "train*.bin")], "val_files": [str(folder / "val*.bin")]}
-    return DataConfig(source="shards", cache_dir=str(folder / "cache"), **files | changes)
+    return DataSection(source="shards", cache_dir=str(folder / "cache"), **files | changes)
 
 
 def test_stream_reads_across_shards_and_wraps(tmp_path):
@@ -100,7 +100,7 @@ def test_a_special_separator_becomes_the_end_of_text(tmp_path):
     write_shard(tmp_path / "train.bin", [5] * 9)
     write_shard(tmp_path / "val.bin", [1, 267, 1, 267])
     model = str(Path(__file__).with_name("sentencepiece.model"))
-    kind = TokenizerConfig(kind="pretrained", name_or_path=model)
+    kind = TokenizerSection(kind="pretrained", name_or_path=model)
     plain = load_tokens(options(tmp_path), kind)
     tokens = load_tokens(options(tmp_path, separator_id=1), kind)
     assert (plain.tokenizer.eos_token_id, tokens.tokenizer.eos_token_id) == (2, 1)
@@ -148,7 +148,7 @@ def test_sentencepiece_bytes_follow_the_challenge_rule(tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     write_shard(tmp_path / "train.bin", [4] * 9)
     write_shard(tmp_path / "val.bin", [1, 4, 3, 5, 6, 7, 1, 7, 4, 1, 5])
-    kind = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
+    kind = TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
     tokens = load_tokens(options(tmp_path, separator_id=1), kind)
     counted = bytes_per_token(tokens.val, tokens.tokenizer).tolist()
     assert counted == [0, 3, 1, 2, 1, 7, 0, 6, 4, 0, 2]

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import byte_level_tokenizer, document_start, keep_old_documents, text_start
@@ -70,10 +70,10 @@ def word_piece() -> Tokenizer:
 KINDS = {kind.__name__: kind for kind in (unigram, sentencepiece_bpe, byte_level_bpe, word_level, word_piece)}
 
 
-def saved(folder: Path, backend: Tokenizer, **declared: Any) -> TokenizerConfig:
+def saved(folder: Path, backend: Tokenizer, **declared: Any) -> TokenizerSection:
     declared = {"eos_token": "</s>", "unk_token": "<unk>", **declared}
     PreTrainedTokenizerFast(tokenizer_object=backend, **declared).save_pretrained(folder)
-    return TokenizerConfig(kind="pretrained", name_or_path=str(folder))
+    return TokenizerSection(kind="pretrained", name_or_path=str(folder))
 
 
 @pytest.mark.parametrize("added", ["special", "not special", "in the vocabulary only"])
@@ -129,7 +129,7 @@ FORMS = {
 }
 
 
-def tokens_of(write, files_config, config: TokenizerConfig) -> TokenCache:
+def tokens_of(write, files_config, config: TokenizerSection) -> TokenCache:
     return load_tokens(
         files_config(write("a.txt", "aaa"), write("b.txt", "b"), val_files=[write("v.txt", "cc"), write("w.txt", "d")]),
         config,

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import hfgolf.data.documents as documents_module
-from hfgolf.config.sections import DataConfig
+from hfgolf.config.sections import DataSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.system.errors import UserError
 
@@ -32,7 +32,7 @@ def read(tmp_path):
     def read_rows(name: str, content: bytes | str, **settings: Any) -> Any:
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
-        data = DataConfig(
+        data = DataSection(
             source="files",
             files=[str(path)],
             val_files=[str(tmp_path / "val.txt")],

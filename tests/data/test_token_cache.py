@@ -18,19 +18,19 @@ from datasets import Dataset, List, Value, load_from_disk
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data import stream_writer, token_cache
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.system import hardware
 from hfgolf.system.errors import UserError
 
-BYTE = TokenizerConfig(kind="byte")
+BYTE = TokenizerSection(kind="byte")
 REPOSITORY = Path(__file__).parents[2]
 
 
-def bpe(vocab_size: int = 300) -> TokenizerConfig:
-    return TokenizerConfig(kind="bpe", vocab_size=vocab_size)
+def bpe(vocab_size: int = 300) -> TokenizerSection:
+    return TokenizerSection(kind="bpe", vocab_size=vocab_size)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def data(write, files_config, awkward):
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
 def test_stream_has_an_end_of_text_before_each_document(data, kind, awkward):
-    cache = load_tokens(data, TokenizerConfig(kind=kind, vocab_size=300))
+    cache = load_tokens(data, TokenizerSection(kind=kind, vocab_size=300))
     documents = {cache.train: [f"first {awkward}" * 300, f"second {awkward}"], cache.val: [awkward, "so short"]}
     for stream, texts in documents.items():
         end_of_text = cache.tokenizer.eos_token_id
@@ -222,12 +222,12 @@ def test_a_cache_in_a_folder_of_the_user_deletes_nothing_there(data):
 
 _BUILD = """
 import json, logging, sys
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.token_cache import load_tokens
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
 logging.getLogger("hfgolf").setLevel("DEBUG")
 input()
-load_tokens(DataConfig(**json.loads(sys.argv[1])), TokenizerConfig(vocab_size=300))
+load_tokens(DataSection(**json.loads(sys.argv[1])), TokenizerSection(vocab_size=300))
 """
 
 
@@ -288,7 +288,7 @@ def test_pretrained_tokenizer_is_loaded_once(data, tmp_path, monkeypatch):
     loaded = []
     load = AutoTokenizer.from_pretrained
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: loaded.append(a) or load(*a, **k))
-    config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "saved"))
+    config = TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "saved"))
     assert np.array_equal(load_tokens(data, config).train.tokens, load_tokens(data, BYTE).train.tokens)
     assert len(loaded) == 1
 
@@ -303,11 +303,11 @@ def test_tokenizer_may_drop_all_whitespace(write, files_config, tmp_path, monkey
     assert stream.num_bytes == 30_010
 
 
-def save_word_tokenizer(folder: Path, ids: dict[str, int]) -> TokenizerConfig:
+def save_word_tokenizer(folder: Path, ids: dict[str, int]) -> TokenizerSection:
     tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1} | ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
-    return TokenizerConfig(kind="pretrained", name_or_path=str(folder))
+    return TokenizerSection(kind="pretrained", name_or_path=str(folder))
 
 
 def build_lower_casing_wordpiece() -> Tokenizer:
@@ -339,7 +339,7 @@ def build_unigram() -> Tokenizer:
 )
 def test_lossy_tokenizer_is_reported(write, files_config, tmp_path, caplog, build, text, share):
     PreTrainedTokenizerFast(tokenizer_object=build()).save_pretrained(tmp_path / "saved")
-    config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "saved"))
+    config = TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "saved"))
     data = files_config(write("a.txt", "text"), val_files=[write("v.txt", text)])
     for is_hit in (False, True):
         caplog.clear()

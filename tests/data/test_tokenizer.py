@@ -19,7 +19,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.pieces import evenly_sampled, num_text_bytes
 from hfgolf.data.token_cache import load_tokens
@@ -32,7 +32,7 @@ KINDS = ["bpe", "byte", "char"]
 
 def build(kind: str, folder: Path, text: str = TEXT, vocab_size: int = 300) -> PreTrainedTokenizerFast:
     pieces = Dataset.from_dict({"text": [text[i : i + 5000] for i in range(0, len(text), 5000)]})
-    config = TokenizerConfig(kind=kind, vocab_size=vocab_size)  # type: ignore[arg-type]
+    config = TokenizerSection(kind=kind, vocab_size=vocab_size)  # type: ignore[arg-type]
     folder.mkdir(exist_ok=True)
     return build_tokenizer(config, {"text": text}, lambda: pieces, folder)
 
@@ -153,7 +153,7 @@ def test_without_a_size_the_vocabulary_fits_the_text(tmp_path, caplog, kind):
     else:
         (tmp_path / "text").write_text(prose if kind == "enough" else "to be or not to be\n" * 20_000)
     with caplog.at_level(logging.INFO, "hfgolf"):
-        size = len(load_tokens(DataConfig(source="files", **data), TokenizerConfig()).tokenizer)
+        size = len(load_tokens(DataSection(source="files", **data), TokenizerSection()).tokenizer)
     said = [message for message in caplog.messages if message.startswith("tokenizer: ")]
     if kind == "six notes":
         assert size == 257 and re.fullmatch(r"tokenizer: bytes, .* only 1\.\d kB of training text", said[0])
@@ -174,7 +174,7 @@ def test_sample_is_evenly_spaced_and_within_its_cap():
 
 def test_pretrained_tokenizer_is_used_unchanged(tmp_path):
     build("bpe", tmp_path / "cache").save_pretrained(tmp_path / "saved")
-    config = TokenizerConfig(kind="pretrained", name_or_path=str(tmp_path / "saved"))
+    config = TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "saved"))
     loaded = build_tokenizer(config, {}, lambda: pytest.fail("read the corpus"), tmp_path)
     assert tokenizer_sha256(loaded) == tokenizer_sha256(build("bpe", tmp_path / "cache"))
 
@@ -187,7 +187,7 @@ def test_pretrained_tokenizer_is_used_unchanged(tmp_path):
 
 
 def load_pretrained(path: Path) -> PreTrainedTokenizerFast:
-    config = TokenizerConfig(kind="pretrained", name_or_path=str(path))
+    config = TokenizerSection(kind="pretrained", name_or_path=str(path))
     return build_tokenizer(config, {}, lambda: pytest.fail("read the corpus"), path.parent)
 
 

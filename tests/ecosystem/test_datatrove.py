@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hfgolf.config.sections import DataConfig, TokenizerConfig
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.token_cache import load_tokens
 
 pytest.importorskip("datatrove", reason="datatrove is not installed; run make test-ecosystem")
@@ -29,10 +29,10 @@ def test_tokens_of_datatroves_executor_are_hfgolfs_own_and_train(run, tiny_run, 
         rows = [f"{path}, row {row}: naïve\r\n{row**3} 🌍 and one more line" for row in range(40)]
         pq.write_table(pa.table({"text": rows}), path)
     names = {split: [str(path) for path in paths] for split, paths in files.items()}
-    text = DataConfig(
+    text = DataSection(
         source="files", files=names["train"], val_files=names["val"], cache_dir=str(tmp_path / "of hfgolf")
     )
-    own = load_tokens(text, TokenizerConfig(kind="bpe", vocab_size=400))
+    own = load_tokens(text, TokenizerSection(kind="bpe", vocab_size=400))
     own.tokenizer.save_pretrained(tmp_path / "tokenizer")
     tokenizer = tmp_path / "tokenizer" / "tokenizer.json"
     command = [sys.executable, str(EXAMPLE), str(tmp_path / "text"), str(tokenizer), str(tmp_path / "tokens")]
@@ -43,10 +43,10 @@ def test_tokens_of_datatroves_executor_are_hfgolfs_own_and_train(run, tiny_run, 
     options |= {"data__files": tmp_path / "tokens/train", "data__val_files": tmp_path / "tokens/val"}
     folder = run(tiny_run(**options))
     summary = json.loads((folder / "summary.json").read_text())
-    shards = DataConfig(
+    shards = DataSection(
         source="shards", files=[str(tmp_path / "tokens/train")], val_files=[str(tmp_path / "tokens/val")]
     )
-    tokens = load_tokens(shards, TokenizerConfig(kind="pretrained", name_or_path=str(tokenizer)))
+    tokens = load_tokens(shards, TokenizerSection(kind="pretrained", name_or_path=str(tokenizer)))
     for split in ("train", "val"):
         begun_by_separators, ended_by_them = getattr(own, split).tokens, getattr(tokens, split).tokens
         assert np.array_equal(np.roll(begun_by_separators, -1), ended_by_them), split

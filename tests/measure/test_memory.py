@@ -11,7 +11,7 @@ from architectures import VOCABULARY, tiny_config, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfgolf.commands.needs import Machine, find_needs, meta_model
-from hfgolf.config.sections import BatchConfig, ModelSection, OptimConfig, RunConfig, TrainConfig
+from hfgolf.config.sections import BatchSection, ModelSection, OptimSection, RunConfig, TrainSection
 from hfgolf.measure import memory
 from hfgolf.measure.fake_pass import LiveBytes
 from hfgolf.measure.memory import (
@@ -229,7 +229,7 @@ def test_a_plan_counts_the_chunks_that_the_card_will_have():
 def test_update_memory_matches_orthogonalization(options):
     golf = GolfConfig(vocab_size=300, hidden_size=128, num_hidden_layers=6, **options)
     model = GolfForCausalLM(golf)
-    optimizer = build_optimizer(model.named_parameters(), OptimConfig(newton_schulz_dtype="fp32"), {})
+    optimizer = build_optimizer(model.named_parameters(), OptimSection(newton_schulz_dtype="fp32"), {})
     optimizer.create_state()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -246,8 +246,8 @@ def test_frozen_weights_have_no_gradient_and_no_state(architecture, optimizer):
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = RunConfig(
         model=ModelSection(architecture=architecture, **shape),
-        optim=OptimConfig(name=optimizer),
-        train=TrainConfig(max_steps=1, mixed_precision="no"),
+        optim=OptimSection(name=optimizer),
+        train=TrainSection(max_steps=1, mixed_precision="no"),
     )
     names = [name for name, _ in build_model(config, 300, "cpu").named_parameters()]
     frozen = [name for name in names if "embed" in name or ".wte" in name or ".0." in name]
@@ -263,8 +263,8 @@ def test_frozen_weights_have_no_gradient_and_no_state(architecture, optimizer):
 
 
 def gpu_config(**options: Any) -> RunConfig:
-    settings = {"model": ModelSection(**SHAPE), "train": TrainConfig(max_steps=1, mixed_precision="bf16")}
-    return RunConfig(batch=BatchConfig(1024, options.pop("tokens_per_step", 524288)), **settings)
+    settings = {"model": ModelSection(**SHAPE), "train": TrainSection(max_steps=1, mixed_precision="bf16")}
+    return RunConfig(batch=BatchSection(1024, options.pop("tokens_per_step", 524288)), **settings)
 
 
 @pytest.mark.parametrize("free_gib", [4, 8, 16, 40])

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hfgolf.config.sections import BatchConfig, OptimConfig, RunConfig, TrainConfig
+from hfgolf.config.sections import BatchSection, OptimSection, RunConfig, TrainSection
 from hfgolf.measure.fake_pass import LiveBytes
 from hfgolf.measure.memory import run_memory
 from hfgolf.model.configuration_golf import GolfConfig
@@ -50,16 +50,16 @@ def test_fsdp2_needs_what_is_predicted(fake_world, monkeypatch, batch):
     model = GolfForCausalLM(golf)
     fused = model.fused_projections()
     config = RunConfig(
-        batch=BatchConfig(64, batch * 64 * RANKS),
-        optim=OptimConfig(ema_decay=0.9),
-        train=TrainConfig(max_steps=1, mixed_precision="no"),
+        batch=BatchSection(64, batch * 64 * RANKS),
+        optim=OptimSection(ema_decay=0.9),
+        train=TrainSection(max_steps=1, mixed_precision="no"),
     )
     predicted = run_memory(config, model, batch, RANKS, "cpu", is_sharded=True)
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(model.named_parameters(), OptimConfig(newton_schulz_dtype="fp32"), fused)
+    optimizer = build_optimizer(model.named_parameters(), OptimSection(newton_schulz_dtype="fp32"), fused)
     optimizer.create_state()
     weights = list(model.parameters())
     state = [value for values in optimizer.state.values() for value in values.values()]

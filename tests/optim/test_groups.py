@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hfgolf.config.sections import OptimConfig
+from hfgolf.config.sections import OptimSection
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import groups
@@ -52,7 +52,7 @@ def named_parameters(*, is_gpt2: bool = False, is_tied: bool = True, layers: int
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_each_parameter_is_in_exactly_one_group(name, is_gpt2, is_tied):
     params = named_parameters(is_gpt2=is_gpt2, is_tied=is_tied)
-    groups = parameter_groups(params.items(), OptimConfig(name=name), FUSED)
+    groups = parameter_groups(params.items(), OptimSection(name=name), FUSED)
     members = [member for group in groups for member, _ in group["params"]]
     assert sorted(members) == sorted(params)
     for group in groups:
@@ -68,7 +68,7 @@ def test_each_parameter_is_in_exactly_one_group(name, is_gpt2, is_tied):
 )
 def test_unmatched_parameter_is_rejected(name):
     with pytest.raises(UserError, match=f"parameter {name} matches no pattern"):
-        parameter_groups([(name, torch.nn.Parameter(torch.zeros(2)))], OptimConfig(), {})
+        parameter_groups([(name, torch.nn.Parameter(torch.zeros(2)))], OptimSection(), {})
 
 
 def test_parameter_matched_twice_is_rejected(monkeypatch):
@@ -82,14 +82,14 @@ def test_frozen_parameters_are_in_no_group():
     frozen = {name for name, _ in model.named_parameters() if "qkv" in name or "embed" in name}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    groups = parameter_groups(model.named_parameters(), OptimConfig(), model.fused_projections())
+    groups = parameter_groups(model.named_parameters(), OptimSection(), model.fused_projections())
     assert frozen and {name for group in groups for name, _ in group["params"]}.isdisjoint(frozen)
     assert "embedding" not in [group["kind"] for group in groups]
 
 
 def test_unmatched_fused_entry_is_rejected():
     with pytest.raises(UserError, match="qkv"):
-        parameter_groups(named_parameters().items(), OptimConfig(), {"model.layers.*.qkv.weight": ROWS})
+        parameter_groups(named_parameters().items(), OptimSection(), {"model.layers.*.qkv.weight": ROWS})
 
 
 @pytest.mark.parametrize("is_record", [True, False])
@@ -100,7 +100,7 @@ def test_each_parameter_of_the_golf_switches_is_in_exactly_one_group(is_record):
     factors = {} if is_record else {"embedding_size": 8, "bigram_buckets": 9, "value_embedding_layers": 1}
     shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
     golf = GolfForCausalLM(GolfConfig(**shape, **switches, **skips, **factors))
-    groups = parameter_groups(golf.named_parameters(), OptimConfig(), golf.fused_projections())
+    groups = parameter_groups(golf.named_parameters(), OptimSection(), golf.fused_projections())
     members = [member for group in groups for member, _ in group["params"]]
     assert sorted(members) == sorted(name for name, _ in golf.named_parameters())
     for name in members:
@@ -110,7 +110,7 @@ def test_each_parameter_of_the_golf_switches_is_in_exactly_one_group(is_record):
 
 def test_embeddings_heads_and_vectors_have_their_own_decay_and_rate():
     own = {"embedding_weight_decay": 0.085, "head_weight_decay": 0.03, "vector_weight_decay": 0.02}
-    groups = by_kind(OptimConfig(**own, vector_learning_rate=0.05))
+    groups = by_kind(OptimSection(**own, vector_learning_rate=0.05))
     decays = {kind: (group["weight_decay"], group["initial_weight_decay"]) for kind, group in groups.items()}
     assert decays == {"matrix": (0.1, 0.1), "embedding": (0.085, 0.085), "head": (0.03, 0.03), "vector": (0.02, 0.02)}
     assert {kind: group["lr"] for kind, group in groups.items()} == {
@@ -119,21 +119,21 @@ def test_embeddings_heads_and_vectors_have_their_own_decay_and_rate():
         "head": 0.003,
         "vector": 0.05,
     }
-    assert by_kind(OptimConfig())["head"]["weight_decay"] == 0.0
+    assert by_kind(OptimSection())["head"]["weight_decay"] == 0.0
     for name in own:
         with pytest.raises(UserError, match=rf"optim\.{name}: -1 is out of range"):
-            OptimConfig(**{name: -1})
+            OptimSection(**{name: -1})
     with pytest.raises(UserError, match=r"optim\.vector_learning_rate: 0 is out of range"):
-        OptimConfig(vector_learning_rate=0)
+        OptimSection(vector_learning_rate=0)
 
 
-def by_kind(optim: OptimConfig) -> dict[str, dict]:
+def by_kind(optim: OptimSection) -> dict[str, dict]:
     groups = parameter_groups(named_parameters(is_gpt2=True, is_tied=False).items(), optim, FUSED)
     return {group["kind"]: group for group in groups}
 
 
 def test_rules_and_rates_under_muon():
-    groups = by_kind(OptimConfig(learning_rate=0.02, adamw_learning_rate=0.003, embedding_learning_rate=0.3))
+    groups = by_kind(OptimSection(learning_rate=0.02, adamw_learning_rate=0.003, embedding_learning_rate=0.3))
     rates = {kind: (group["rule"], group["lr"], group["initial_lr"]) for kind, group in groups.items()}
     assert rates == {
         "matrix": ("muon", 0.02, 0.02),
@@ -141,20 +141,20 @@ def test_rules_and_rates_under_muon():
         "head": ("adamw", 0.003, 0.003),
         "vector": ("adamw", 0.003, 0.003),
     }
-    assert by_kind(OptimConfig(adamw_learning_rate=0.004))["embedding"]["lr"] == 0.004
+    assert by_kind(OptimSection(adamw_learning_rate=0.004))["embedding"]["lr"] == 0.004
     assert groups["matrix"]["weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_rules_and_rates_of_the_baselines(name):
-    optim = OptimConfig(name=name, learning_rate=0.01, adamw_learning_rate=9.0)
+    optim = OptimSection(name=name, learning_rate=0.01, adamw_learning_rate=9.0)
     assert {(group["rule"], group["lr"]) for group in by_kind(optim).values()} == {(name, 0.01)}
-    stated = by_kind(OptimConfig(name=name, learning_rate=0.01, embedding_learning_rate=0.05))
+    stated = by_kind(OptimSection(name=name, learning_rate=0.01, embedding_learning_rate=0.05))
     assert {kind: group["lr"] for kind, group in stated.items() if group["lr"] != 0.01} == {"embedding": 0.05}
 
 
 def test_config_reaches_the_groups():
-    optim = OptimConfig(
+    optim = OptimSection(
         momentum=0.9,
         betas=(0.8, 0.97),
         eps=1e-10,
@@ -173,11 +173,11 @@ def test_config_reaches_the_groups():
         keys = {field.name for field in fields(optim)} & group.keys() - {"weight_decay"}  # of matrices only
         assert len(keys) == 12
         for key in keys:
-            assert group[key] == getattr(optim, key) != getattr(OptimConfig(), key)
+            assert group[key] == getattr(optim, key) != getattr(OptimSection(), key)
 
 
 def test_only_fused_weights_are_split():
-    optimizer = build_optimizer(named_parameters(is_gpt2=True).items(), OptimConfig(), FUSED)
+    optimizer = build_optimizer(named_parameters(is_gpt2=True).items(), OptimSection(), FUSED)
     for group in optimizer.param_groups:
         for name, split in zip(group["param_names"], group["splits"], strict=True):
             assert split == (ROWS if name.endswith("qkv_proj.weight") else None)
@@ -186,12 +186,12 @@ def test_only_fused_weights_are_split():
 @pytest.mark.parametrize("beta2", [-0.1, 1.0])
 def test_normuon_beta2_out_of_range_is_rejected(beta2):
     with pytest.raises(UserError, match=rf"optim\.normuon_beta2: {beta2} is out of range"):
-        OptimConfig(normuon_beta2=beta2)
+        OptimSection(normuon_beta2=beta2)
 
 
 def test_table_counts_every_parameter():
     params = named_parameters(is_gpt2=True, is_tied=False, layers=3)
-    table = group_table(build_optimizer(params.items(), OptimConfig(embedding_learning_rate=0.25), FUSED))
+    table = group_table(build_optimizer(params.items(), OptimSection(embedding_learning_rate=0.25), FUSED))
     header, *rows, total = [line.split() for line in table.splitlines()]
     assert header[:2] == ["parameters", "of"]
     assert sum(int(row[1]) for row in rows) == int(total[1]) == len(params)
@@ -208,5 +208,5 @@ def test_the_processes_of_a_run_share_the_work_of_muon(monkeypatch, is_initializ
     world = object()
     monkeypatch.setattr(groups.dist, "is_initialized", lambda: is_initialized)
     monkeypatch.setattr(groups.dist, "group", SimpleNamespace(WORLD=world))
-    optimizer = build_optimizer(named_parameters().items(), OptimConfig(), FUSED)
+    optimizer = build_optimizer(named_parameters().items(), OptimSection(), FUSED)
     assert optimizer._process_group is (world if is_initialized else None)

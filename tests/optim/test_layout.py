@@ -8,7 +8,7 @@ from architectures import OVERRIDES, VOCABULARY, tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hfgolf.config.sections import OptimConfig
+from hfgolf.config.sections import OptimSection
 from hfgolf.optim.groups import build_optimizer, group_table, parameter_groups
 from hfgolf.optim.layout import layout, parameter_kinds
 
@@ -17,7 +17,7 @@ from hfgolf.optim.layout import layout, parameter_kinds
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_each_parameter_is_in_exactly_one_group(name, is_tied):
     model = tiny_model(name, tie_word_embeddings=is_tied)
-    groups = parameter_groups(model.named_parameters(), OptimConfig(), **layout(model))
+    groups = parameter_groups(model.named_parameters(), OptimSection(), **layout(model))
     members = [member for group in groups for member, _ in group["params"]]
     assert sorted(members) == sorted(name for name, _ in model.named_parameters())
     kinds = parameter_kinds(model)
@@ -57,7 +57,7 @@ def test_kinds_follow_the_structure(name, ends, kind):
 
 def test_experts_follow_adamw_and_the_table_says_so():
     model = tiny_model("mixtral")
-    table = group_table(build_optimizer(model.named_parameters(), OptimConfig(), **layout(model)))
+    table = group_table(build_optimizer(model.named_parameters(), OptimSection(), **layout(model)))
     (row,) = [line.split() for line in table.splitlines() if "experts.down_proj" in line]
     assert row[3:] == ["adamw", "0.003", "0.1"]
 
@@ -65,7 +65,7 @@ def test_experts_follow_adamw_and_the_table_says_so():
 def test_gpt2_under_muon_is_updated_as_its_transpose():
     """c_attn holds q, k and v side by side as (in, out); three linear layers hold them as (out, in)."""
     model = tiny_model("gpt2")
-    optim = OptimConfig(newton_schulz_dtype="fp32", weight_decay=0.1, update_scale="original", normuon_beta2=0.9)
+    optim = OptimSection(newton_schulz_dtype="fp32", weight_decay=0.1, update_scale="original", normuon_beta2=0.9)
     optimizer = build_optimizer(model.named_parameters(), optim, **layout(model))
     block = model.transformer.h[0]
     stored = {"c_attn": block.attn.c_attn.weight, "c_fc": block.mlp.c_fc.weight, "c_proj": block.mlp.c_proj.weight}
@@ -93,7 +93,7 @@ def test_adamw_groups_equal_torchs_adamw():
     torch.manual_seed(0)
     model, other = tiny_model("mamba"), tiny_model("mamba")
     other.load_state_dict(model.state_dict())
-    optim = OptimConfig(name="adamw", learning_rate=0.01, weight_decay=0.1)
+    optim = OptimSection(name="adamw", learning_rate=0.01, weight_decay=0.1)
     ours = build_optimizer(model.named_parameters(), optim, **layout(model))
     kinds = parameter_kinds(other)
     decayed = [p for name, p in other.named_parameters() if kinds[name] == "matrix"]

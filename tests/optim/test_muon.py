@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from hfgolf.config.sections import OptimConfig
+from hfgolf.config.sections import OptimSection
 from hfgolf.model.convert_gpt2 import golf_from_gpt2
 from hfgolf.optim import muon as muon_module
 from hfgolf.optim.groups import build_optimizer
@@ -187,7 +187,7 @@ def test_gpt2_conv1d_trains_like_linear_layers():
         GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=19, n_positions=12, bos_token_id=0, eos_token_id=0)
     ).eval()  # no dropout
     golf = golf_from_gpt2(gpt2).eval()
-    config = OptimConfig(newton_schulz_dtype="fp32", normuon_beta2=0.9, weight_decay=0.3)
+    config = OptimSection(newton_schulz_dtype="fp32", normuon_beta2=0.9, weight_decay=0.3)
     conv1d = [
         (name, param)
         for name, module in gpt2.named_modules()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config.sections import BatchConfig, OptimConfig, ScheduleConfig, TrainConfig
+from hfgolf.config.sections import BatchSection, OptimSection, ScheduleSection, TrainSection
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.muon import Muon
 from hfgolf.optim.schedule import (
@@ -35,7 +35,7 @@ EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys(
 
 
 def multipliers(total: int, **settings) -> list[float]:
-    schedule = ScheduleConfig(**settings)
+    schedule = ScheduleSection(**settings)
     return [learning_rate_multiplier(step, total, schedule) for step in range(total)]
 
 
@@ -104,14 +104,14 @@ def test_schedules_are_continuous_between_floor_and_peak(shape, warmup_steps, fr
 
 @EVERY_SHAPE
 def test_learning_rate_stays_at_the_floor_past_the_end(shape):
-    schedule = ScheduleConfig(**shape, warmup_steps=3, floor=0.2)
+    schedule = ScheduleSection(**shape, warmup_steps=3, floor=0.2)
     expected = {"constant": 1.0, "cosine_warmdown": 0.0}.get(shape["name"], 0.2)
     assert [learning_rate_multiplier(step, 10, schedule) for step in (10, 11, 50)] == pytest.approx([expected] * 3)
 
 
 @EVERY_SHAPE
 def test_no_decay_while_the_end_is_unknown(shape):
-    schedule = ScheduleConfig(**shape, warmup_steps=10, weight_decay="linear")
+    schedule = ScheduleSection(**shape, warmup_steps=10, weight_decay="linear")
     assert learning_rate_multiplier(4, math.inf, schedule) == 0.5
     assert learning_rate_multiplier(10**6, math.inf, schedule) == 1.0
     assert weight_decay_multiplier(10**6, math.inf, schedule) == 1.0
@@ -119,7 +119,7 @@ def test_no_decay_while_the_end_is_unknown(shape):
 
 @EVERY_SHAPE
 def test_clock_schedule_matches_step_schedule_at_constant_speed(shape):
-    schedule = ScheduleConfig(**shape, warmup_steps=5)
+    schedule = ScheduleSection(**shape, warmup_steps=5)
     by_steps = [learning_rate_multiplier(step, 40, schedule) for step in range(40)]
     by_clock = [learning_rate_multiplier(step, projected_steps(step, step / 40), schedule) for step in range(40)]
     assert by_clock == pytest.approx(by_steps)
@@ -131,7 +131,7 @@ def test_zero_length_steps_do_not_predict_the_end():
 
 def test_warmdown_ends_on_time_if_steps_slow_down():
     """The remaining time decides, not the number of steps made."""
-    schedule = ScheduleConfig(name="wsd", warmdown_fraction=0.5)
+    schedule = ScheduleSection(name="wsd", warmdown_fraction=0.5)
     for step, progress in ((10, 0.5), (11, 0.75), (12, 0.99)):
         value = learning_rate_multiplier(step, projected_steps(step, progress), schedule)
         assert value == pytest.approx((1 - progress) / 0.5)
@@ -140,7 +140,7 @@ def test_warmdown_ends_on_time_if_steps_slow_down():
 MINUTES = 2
 
 
-def updates_by_the_clock(schedule: ScheduleConfig, seed: int) -> list[SimpleNamespace]:
+def updates_by_the_clock(schedule: ScheduleSection, seed: int) -> list[SimpleNamespace]:
     """Return step, multiplier, start (share of the time) and seconds of each update of a run of MINUTES.
 
     Updates come in the loop's order. Steps take about 0.5 s, with noise, and become twice as long over the run; every
@@ -151,7 +151,7 @@ def updates_by_the_clock(schedule: ScheduleConfig, seed: int) -> list[SimpleName
     state, stopwatch = TrainState(), SimpleNamespace(training_seconds=lambda: spent)
 
     def start_clock() -> clock.Clock:
-        return clock.Clock(TrainConfig(max_minutes=MINUTES), state, stopwatch, Signals(), step_limit=math.inf)
+        return clock.Clock(TrainSection(max_minutes=MINUTES), state, stopwatch, Signals(), step_limit=math.inf)
 
     of_run = start_clock()
     updates = []
@@ -181,7 +181,7 @@ def test_clock_schedule_ends_at_the_floor_without_rising(shape, warmup_steps, fl
     fall: of warmdown_fraction of the time or, from the end of the warmup on, of what the steps would have taken.
     """
     fraction = 0.5
-    schedule = ScheduleConfig(**shape, warmup_steps=warmup_steps, warmdown_fraction=fraction, floor=floor)
+    schedule = ScheduleSection(**shape, warmup_steps=warmup_steps, warmdown_fraction=fraction, floor=floor)
     for seed in range(6):
         updates = updates_by_the_clock(schedule, seed)
         assert len(updates) > 60
@@ -204,10 +204,10 @@ def test_clock_schedule_ends_at_the_floor_without_rising(shape, warmup_steps, fl
 
 
 def test_run_ends_at_its_first_limit():
-    batch = BatchConfig(sequence_length=32, tokens_per_step=256)  # 8 blocks per step
+    batch = BatchSection(sequence_length=32, tokens_per_step=256)  # 8 blocks per step
 
     def steps(**limits) -> float:
-        return clock.step_limit(TrainConfig(**limits), batch, blocks=100)
+        return clock.step_limit(TrainSection(**limits), batch, blocks=100)
 
     assert steps(max_minutes=1) == math.inf
     assert [steps(max_tokens=n) for n in (1, 256, 257, 1024)] == [1, 1, 2, 4]
@@ -215,8 +215,8 @@ def test_run_ends_at_its_first_limit():
     assert [steps(max_steps=n, max_tokens=1024, max_epochs=1) for n in (3, 9)] == [3, 4]
     assert steps(max_tokens=10**6, max_epochs=1, max_minutes=1) == 13
     half_way = TrainState(step=4, tokens=4 * 512, blocks=4 * 16)  # with twice the tokens per step
-    assert clock.step_limit(TrainConfig(max_tokens=4096), batch, 100, half_way) == 4 + 8
-    assert clock.step_limit(TrainConfig(max_epochs=1), batch, 100, half_way) == 4 + 5  # 36 blocks remain
+    assert clock.step_limit(TrainSection(max_tokens=4096), batch, 100, half_way) == 4 + 8
+    assert clock.step_limit(TrainSection(max_epochs=1), batch, 100, half_way) == 4 + 5  # 36 blocks remain
 
 
 def test_max_tokens_ends_the_run(run, tiny_run):
@@ -228,19 +228,19 @@ def test_max_tokens_ends_the_run(run, tiny_run):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (ScheduleConfig, {"warmup_steps": -1}, "schedule.warmup_steps: -1 is out of range; allowed: 0 or more."),
+        (ScheduleSection, {"warmup_steps": -1}, "schedule.warmup_steps: -1 is out of range; allowed: 0 or more."),
         (
-            ScheduleConfig,
+            ScheduleSection,
             {"warmdown_fraction": 1.5},
             "schedule.warmdown_fraction: 1.5 is out of range; allowed: 0 to 1.",
         ),
-        (ScheduleConfig, {"floor": -0.1}, "schedule.floor: -0.1 is out of range; allowed: 0 to 1."),
+        (ScheduleSection, {"floor": -0.1}, "schedule.floor: -0.1 is out of range; allowed: 0 to 1."),
         (
-            OptimConfig,
+            OptimSection,
             {"momentum_start": 1.0},
             "optim.momentum_start: 1.0 is out of range; allowed: from 0 to below 1.",
         ),
-        (TrainConfig, {"max_tokens": 0}, "train.max_tokens: 0 is out of range; allowed: a number above 0."),
+        (TrainSection, {"max_tokens": 0}, "train.max_tokens: 0 is out of range; allowed: a number above 0."),
     ],
 )
 def test_values_out_of_range_are_rejected(config, options, message):
@@ -251,7 +251,7 @@ def test_values_out_of_range_are_rejected(config, options, message):
 
 def test_momentum_rises_from_its_start():
     def at(steps: tuple[int, ...], **options) -> list[float]:
-        return [momentum(step, OptimConfig(**options)) for step in steps]
+        return [momentum(step, OptimSection(**options)) for step in steps]
 
     assert at((0, 50, 100, 1000), momentum_warmup_steps=100) == pytest.approx([0.85, 0.9, 0.95, 0.95])
     assert at((0, 50, 100), momentum_warmup_steps=100, momentum_start=0.55) == pytest.approx([0.55, 0.75, 0.95])
@@ -269,7 +269,7 @@ def test_the_lower_of_warmup_and_decay_applies_if_they_overlap(name):
 
 def test_weight_decay_schedules():
     def at(step: int, weight_decay: str) -> float:
-        schedule = ScheduleConfig(
+        schedule = ScheduleSection(
             name="wsd", warmup_steps=10, warmdown_fraction=0.4, floor=0.2, weight_decay=weight_decay
         )
         return weight_decay_multiplier(step, 100, schedule)
@@ -290,8 +290,8 @@ def test_apply_schedule_scales_each_group_from_its_peak(weight_decay):
         ],
         momentum=0.95,
     )
-    optim = OptimConfig(momentum=0.95, momentum_warmup_steps=5)
-    schedule = ScheduleConfig(name="linear", warmdown_fraction=0.5, weight_decay=weight_decay)
+    optim = OptimSection(momentum=0.95, momentum_warmup_steps=5)
+    schedule = ScheduleSection(name="linear", warmdown_fraction=0.5, weight_decay=weight_decay)
     for step, scale in ((5, 1.0), (2, 0.5), (8, 0.5), (5, 1.0)):  # in any order, because schedules have no state
         apply_schedule(optimizer, step, 10, optim, schedule, scale)
         left = 1 - step / 10
@@ -307,9 +307,9 @@ def test_apply_schedule_scales_each_group_from_its_peak(weight_decay):
 def test_weights_decay_by_learning_rate_times_weight_decay(name):
     """With zero gradients only the decay moves a weight: by the square of the multiplier, if decay follows the rate."""
     weight = torch.nn.Parameter(torch.ones(2, 2))
-    optim = OptimConfig(name=name, learning_rate=0.5, weight_decay=0.2)
+    optim = OptimSection(name=name, learning_rate=0.5, weight_decay=0.2)
     optimizer = build_optimizer([("model.layers.0.mlp.up_proj.weight", weight)], optim, {})
-    schedule = ScheduleConfig(name="linear", weight_decay="learning_rate")
+    schedule = ScheduleSection(name="linear", weight_decay="learning_rate")
     for step in (0, 25, 75):
         weight.grad = torch.zeros(2, 2)
         before = weight.detach().clone()
@@ -322,8 +322,8 @@ def test_weights_decay_by_learning_rate_times_weight_decay(name):
 @EVERY_SHAPE
 def test_schedule_depends_only_on_the_step(shape):
     """An optimizer that makes every step and one that starts in the middle have bitwise equal numbers."""
-    optim = OptimConfig(momentum_warmup_steps=100)
-    schedule = ScheduleConfig(**shape, warmup_steps=5, floor=0.1, weight_decay="learning_rate")
+    optim = OptimSection(momentum_warmup_steps=100)
+    schedule = ScheduleSection(**shape, warmup_steps=5, floor=0.1, weight_decay="learning_rate")
     names = ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
 
     def settings(steps: range) -> list[dict]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfgolf.config.sections import OptimConfig
+from hfgolf.config.sections import OptimSection
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import muon as muon_module
@@ -27,15 +27,15 @@ REPLICATED = {
     "all options": {"normuon_beta2": 0.9, "row_equilibration": True, "cautious_weight_decay": True, "nesterov": False},
 }
 SHARDED = {
-    "muon": OptimConfig(newton_schulz_dtype="fp32"),
-    "muon with all options": OptimConfig(
+    "muon": OptimSection(newton_schulz_dtype="fp32"),
+    "muon with all options": OptimSection(
         newton_schulz_dtype="fp32",
         normuon_beta2=0.9,
         row_equilibration=True,
         cautious_weight_decay=True,
     ),
-    "adamw": OptimConfig(name="adamw", learning_rate=0.003),
-    "sgd": OptimConfig(name="sgd", learning_rate=0.1, cautious_weight_decay=True),
+    "adamw": OptimSection(name="adamw", learning_rate=0.003),
+    "sgd": OptimSection(name="sgd", learning_rate=0.1, cautious_weight_decay=True),
 }
 
 

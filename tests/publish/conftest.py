@@ -13,14 +13,14 @@ import pytest
 from hub_server import TOKEN, HubServer, serving
 from tiny_export import SUMMARY, build_tiny
 
-from hfgolf.config.sections import DataConfig, RunConfig
+from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 
 
 @pytest.fixture(scope="session")
 def tiny_config() -> RunConfig:
-    data = DataConfig(source="files", files=["/home/somebody/texts/corpus.txt"], cache_dir="/home/somebody/cache")
+    data = DataSection(source="files", files=["/home/somebody/texts/corpus.txt"], cache_dir="/home/somebody/cache")
     return RunConfig(data=data).replace(run__name="tiny", run__output_dir="/home/somebody/runs")
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 from tiny_export import build_tiny
 from transformers import AutoTokenizer, Trainer, TrainingArguments, pipeline
 
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.publish.export import export_model
@@ -91,7 +91,7 @@ def test_an_appended_end_of_text_is_one_token(exported, capfd):
     """Also for the tokenizer of an export of an export, and without a message from transformers."""
     tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
     assert tokenizer("ab<|endoftext|>")["input_ids"] == [97, 98, 256]
-    config = TokenizerConfig(kind="pretrained", name_or_path=str(exported))
+    config = TokenizerSection(kind="pretrained", name_or_path=str(exported))
     capfd.readouterr()
     again = find_tokenizer(config, {}, exported)
     assert capfd.readouterr().err == ""

@@ -11,7 +11,7 @@ from tiny_export import build_tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.tokenizer import build_tokenizer
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.gguf import export_gguf
@@ -21,7 +21,7 @@ from hfgolf.system.errors import UserError
 
 
 def trained(kind: str, folder: Path, text: str, **options: bool) -> PreTrainedTokenizerFast:
-    config = TokenizerConfig(kind=kind, vocab_size=262, **options)  # type: ignore[arg-type]
+    config = TokenizerSection(kind=kind, vocab_size=262, **options)  # type: ignore[arg-type]
     return build_tokenizer(config, {}, lambda: Dataset.from_dict({"text": [text * 99]}), folder)
 
 

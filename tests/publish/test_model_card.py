@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from tiny_export import SUMMARY
 
 from hfgolf.config.parse import load_config
-from hfgolf.config.sections import DataConfig, RunConfig
+from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.publish.model_card import add_task_results, model_card, set_location
 
 
@@ -27,7 +27,7 @@ def test_metadata_has_the_fields_the_hub_indexes(exported):
 
 
 def test_hub_dataset_is_linked():
-    texts = DataConfig(source="hub", hub_name="some/texts", hub_config="small", hub_split="all")
+    texts = DataSection(source="hub", hub_name="some/texts", hub_config="small", hub_split="all")
     card = model_card(RunConfig(data=texts).replace(run__name="tiny"), SUMMARY)
     data: Any = ModelCard(card).data
     assert data.datasets == ["some/texts"]
@@ -37,7 +37,7 @@ def test_hub_dataset_is_linked():
 
 
 def test_a_hub_name_that_the_run_did_not_read_is_no_dataset():
-    data: Any = ModelCard(model_card(RunConfig(data=DataConfig(hub_name="some/texts")), SUMMARY)).data
+    data: Any = ModelCard(model_card(RunConfig(data=DataSection(hub_name="some/texts")), SUMMARY)).data
     assert data.datasets is None and {result.dataset_type for result in data.eval_results} == {"python_stdlib"}
 
 
@@ -78,7 +78,7 @@ def test_sample_cannot_close_its_code_block(exported):
 
 
 def test_file_names_are_escaped():
-    data = DataConfig(source="files", files=["texts/x](http:evil)\n---\n# Owned <img src=x>.txt"])
+    data = DataSection(source="files", files=["texts/x](http:evil)\n---\n# Owned <img src=x>.txt"])
     config = RunConfig(data=data).replace(run__name="tiny")
     text = model_card(config, SUMMARY)
     assert r"on x\](http:evil) --- # Owned \<img src=x\>.txt with hfgolf" in text
@@ -116,7 +116,7 @@ def test_card_has_no_secret_and_its_config_is_still_yaml(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setenv("WANDB_API_KEY", key)
     files = ["https://somebody:" + "opensesame@host/corpus.txt", "https://host/more.txt?" + "sig=opensesame&sp=r"]
-    config = RunConfig(data=DataConfig(source="files", files=files)).replace(run__name="tiny", track__project=key)
+    config = RunConfig(data=DataSection(source="files", files=files)).replace(run__name="tiny", track__project=key)
     card = model_card(config, SUMMARY | {"sample": f"TOKEN = '{token}'"})
     assert not [secret for secret in (token, key, "opensesame", "somebody") if secret in card]
     assert "TOKEN = '[redacted]'" in card

@@ -14,7 +14,7 @@ from faults import flip_a_bit
 from tiny_export import build_tiny
 
 from hfgolf.checkpoint.store import begin_checkpoint, commit_checkpoint, prune
-from hfgolf.config.sections import TokenizerConfig
+from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.hub_cache import is_cached_only
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.publish import load
@@ -188,10 +188,10 @@ def test_without_a_network_a_model_in_the_cache_loads_at_once(small, no_network,
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     model, _ = load_exported("user/name")
-    tokenizer = find_tokenizer(TokenizerConfig(kind="pretrained", name_or_path="user/name"), {}, tmp_path)
+    tokenizer = find_tokenizer(TokenizerSection(kind="pretrained", name_or_path="user/name"), {}, tmp_path)
     assert model.config.vocab_size == len(tokenizer) == 257 and not no_network
     with pytest.raises(UserError, match=r"^tokenizer\.name_or_path: 'user/other' cannot be loaded .*; check the name"):
-        find_tokenizer(TokenizerConfig(kind="pretrained", name_or_path="user/other"), {}, tmp_path)
+        find_tokenizer(TokenizerSection(kind="pretrained", name_or_path="user/other"), {}, tmp_path)
     assert not no_network
 
 

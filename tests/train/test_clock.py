@@ -9,7 +9,7 @@ import pytest
 
 from hfgolf.checkpoint.contents import Checkpointer
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config.sections import TrainConfig
+from hfgolf.config.sections import TrainSection
 from hfgolf.system.signals import Signals
 from hfgolf.train import clock
 
@@ -20,7 +20,7 @@ def of_run(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
     signals, stopwatch = Signals(), SimpleNamespace(training_seconds=lambda: 0.0)
-    of_run = clock.Clock(TrainConfig(max_steps=1), TrainState(), stopwatch, signals, step_limit=math.inf)
+    of_run = clock.Clock(TrainSection(max_steps=1), TrainState(), stopwatch, signals, step_limit=math.inf)
     return SimpleNamespace(clock=of_run, now=now, signals=signals)
 
 
@@ -51,7 +51,7 @@ def test_expected_steps_follow_current_speed_up_to_max_steps():
     """Including the seconds of an evaluation since the last step."""
     spent = [0.0]
     stopwatch = SimpleNamespace(training_seconds=lambda: spent[0])
-    limits = TrainConfig(max_minutes=1.0)
+    limits = TrainSection(max_minutes=1.0)
     by_time, shorter = (clock.Clock(limits, TrainState(step=100), stopwatch, Signals(), n) for n in (math.inf, 150))
     spent[0] = 30.0
     assert by_time.expected_steps() == pytest.approx(200)
