@@ -77,7 +77,7 @@ def test_folders_that_exist_are_literal_in_a_glob(here):
         (lambda: os.mkfifo("a"), "data.files: 'a' is a pipe, socket or device"),
         (lambda: None, "data.files: no file matches 'a'"),
         (lambda: Path("a").write_bytes(b"%PDF-1.7\n"), "data.files: a is a PDF, not text; convert it"),
-        (lambda: Path("a").write_bytes(b"\x89PNG\r\n"), "data.files: a is a picture (PNG)"),
+        (lambda: Path("a").write_bytes(b"\x89PNG\r\n"), "data.files: a is a picture, not text"),
     ],
 )
 def test_what_cannot_be_read_is_named_before_torch_is_loaded(here, make, problem):
