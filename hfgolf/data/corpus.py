@@ -138,24 +138,20 @@ class Corpus:
         """Raise UserError if nothing was found in a split."""
         if num_found:
             return
-        where, split = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
+        where, name = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
         column = content_column(self.data)
         content = {"text_column": "text", "ids_column": "token ids"}.get(column.key, "a turn of the assistant to learn")
-        if self.data.val_files:
-            reason = f"no row of its files has {content} in data.{column.key} {column.name}"
-            if split == "train" and not any(file.split is None for file in self.files):
-                reason = "every file in data.files is also in data.val_files"
-            elif self.data.max_documents is not None:
-                reason += f", or data.max_documents {self.data.max_documents} ends before one"
-            key = "data.files" if split == "train" else "data.val_files"
-            raise UserError(f"The {split} split of {where} is empty: {reason}; name other files in {key}.")
-        remedy = (
-            f"change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set data.split contiguous"
-        )
-        raise UserError(
-            f"The {split} split of {where} is empty: too few documents with {content} in data.{column.key}"
-            f" {column.name} for data.split {self.data.split}; {remedy}."
-        )
+        found = f"{content} in data.{column.key} {column.name}"
+        reason = f"no document has {found}" if self.data.val_files else f"too few documents have {found}"
+        if self.data.val_files and split == "train" and not any(file.split is None for file in self.files):
+            reason = "every file in data.files is also in data.val_files"
+        elif self.data.max_documents is not None:
+            reason += f", or data.max_documents {self.data.max_documents} ends before one"
+        remedy = f"name other files in data.{'files' if split == 'train' else 'val_files'}"
+        if not self.data.val_files:
+            remedy = f"add text, change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set"
+            remedy += " data.split contiguous"
+        raise UserError(f"The {name} split of {where} is empty: {reason}; {remedy}.")
 
 
 def text_name(data: DataSection) -> str:

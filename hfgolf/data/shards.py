@@ -103,7 +103,7 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
     if len(header) == HEADER_BYTES // 4 and magic and not header[3:].any():  # ids are not all 0
         known = join_words(_HEADERS, last=" and ")
         raise _refusal(path, f"has the magic number {magic} in its header; known are {known}")
-    width = _stated_width(path) or _proven_width(path, size, vocab_size)
+    width = _stated_width(path) or (_proven_width(path, size, vocab_size) if size else 2)
     if not size or size % width:
         raise _refusal(path, f"has {size} bytes, not a whole number of {8 * width}-bit ids; write it again")
     return np.memmap(path, f"<u{width}", "r")
@@ -140,29 +140,20 @@ def _proven_width(path: Path, size: int, vocab_size: int) -> int:
     If ids are wider than they are read, every second value is 0, or as good as. Text has nothing like it. Raises
     UserError if the values leave it open.
     """
-    values = _sample(path, size)
-    for width in (8, 4):
-        if len(values) < width // 2:
-            continue
+    values, found = _sample(path, size), []
+    for width in (8, 4, 2):
         wide = values[: len(values) // (width // 2) * (width // 2)].view(f"<u{width}")
         wide = wide[wide != 0]  # zeros, such as padding, are zeros at any width
-        if not len(wide):
-            raise _unknown_width(path, "all its values are 0")
-        share = np.mean(wide < vocab_size)
-        if share >= _PROVEN and len(wide) >= _MIN_EVIDENCE:
+        share = np.mean(wide < vocab_size) if len(wide) else 0.0
+        if share >= _PROVEN and (vocab_size <= 2**16 if width == 2 else len(wide) >= _MIN_EVIDENCE):
             return width
+        found.append(f"as {8 * width} bits {share:.0%}")
         if share > _DOUBTFUL:
-            found = f"read as {8 * width} bits, {share:.0%} of {len(wide):,} values are in the vocabulary"
-            raise _unknown_width(path, found)
-    pairs = values[: len(values) // 2 * 2].reshape(-1, 2)
-    pairs = pairs[pairs.any(axis=1)]
-    if len(pairs) >= _MIN_EVIDENCE and np.mean(pairs[:, 0] == 0) > _DOUBTFUL:
-        raise _unknown_width(path, "every second 16-bit value is 0, but they are not little-endian ids")
-    if vocab_size > 2**16:
-        raise _unknown_width(path, f"its ids have 16 bits, too few for the {vocab_size:,} entries of the tokenizer")
-    if (values >= vocab_size).any() and (values.byteswap() < vocab_size).all():
-        raise _unknown_width(path, "its 16-bit ids are big-endian")
-    return 2
+            break
+    problem = (
+        f"does not tell the width of its ids: {', '.join(found)} of its values are in the vocabulary ({vocab_size:,})"
+    )
+    raise _refusal(path, f"{problem}; name another tokenizer, or write the ids with numpy.save as .npy, which tells it")
 
 
 def _sample(path: Path, size: int) -> np.ndarray:
@@ -170,13 +161,6 @@ def _sample(path: Path, size: int) -> np.ndarray:
     places = {0, size // 2 // 8 * 8, max(0, size // 8 * 8 - _SAMPLE_BYTES)} if size > 3 * _SAMPLE_BYTES else {0}
     count = (_SAMPLE_BYTES if len(places) > 1 else size) // 2
     return np.concatenate([np.fromfile(path, "<u2", count, offset=place) for place in sorted(places)])
-
-
-def _unknown_width(path: Path, reason: str) -> UserError:
-    return UserError(
-        f"data.files: the width of the ids in {path} cannot be told: {reason}; write them with numpy.save as .npy,"
-        " which states it."
-    )
 
 
 def _open_array(path: Path) -> np.ndarray:
