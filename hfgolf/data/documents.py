@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from hfgolf.config.sections import DataSection
 from hfgolf.data.files import TEXTS, SourceFile, log_skipped, require_text
-from hfgolf.data.messages import Messages, read_messages, require_unicode
+from hfgolf.data.messages import read_messages, require_unicode
 from hfgolf.data.other_formats import is_utf8, not_text, other_encoding
 from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Column, Row, row_name
 from hfgolf.system.errors import UserError
@@ -212,32 +212,22 @@ def content_column(data: DataSection) -> Column:
     return Column("text_column", data.text_column)
 
 
-def _read_text(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, str):
-        raise ValueError(f"holds {_described(value)}, not text{_other_column(value)}")
-    require_unicode(value)
-    return (value,) if value else ()
+def _read_text(text: str) -> tuple[str, ...]:
+    require_unicode(text)
+    return (text,) if text else ()
 
 
-def _read_ids(value: Any) -> list[int]:
-    if not isinstance(value, list):
-        raise ValueError(f"holds {_described(value)}, not a list of token ids{_other_column(value)}")
-    for number in value:
+def _read_ids(ids: list[Any]) -> list[int]:
+    for number in ids:
         if not (type(number) is int and 0 <= number < 2**32):
             raise ValueError(f"holds a list with {shortened(number)}, not of token ids")
-    return value
+    return ids
 
 
-def _read_conversation(value: Any) -> Messages:
-    if not isinstance(value, list):
-        raise ValueError(f"holds {_described(value)}, not a list of messages{_other_column(value)}")
-    return read_messages(value)
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "text_column": _read_text,
-    "ids_column": _read_ids,
-    "messages_column": _read_conversation,
+_CONTENTS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+    "text_column": (str, "text", _read_text),
+    "ids_column": (list, "a list of token ids", _read_ids),
+    "messages_column": (list, "a list of messages", read_messages),
 }
 
 
@@ -254,12 +244,14 @@ def _other_column(value: Any) -> str:
 def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection) -> Iterator[Document]:
     """Yield each row as a document named `name#row`: blocks of text, ids or messages. Skips empty and null rows."""
     row, column = 0, content_column(data)
-    read = _READ[column.key]
+    kind, name, read = _CONTENTS[column.key]
     try:
         for line, value, steps in rows:
             try:
                 for step in steps:
                     value = _inner(value, step)
+                if not isinstance(value, kind | None):
+                    raise ValueError(f"holds {_described(value)}, not {name}{_other_column(value)}")
                 content = None if value is None else read(value)
             except ValueError as error:
                 raise UserError(f"{row_name(file.path, row, line)}: {column.name!r} {error}.") from None

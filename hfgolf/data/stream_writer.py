@@ -37,7 +37,6 @@ from hfgolf.data.pieces import ROWS_PER_BATCH, evenly_sampled, texts
 from hfgolf.data.token_stream import StreamPart
 from hfgolf.data.tokenizer import (
     Encoder,
-    begin_texts,
     build_encoder,
     decode_texts,
     document_start,
@@ -179,9 +178,9 @@ def _begun(
 ) -> StreamPart:
     """Return pieces with what begins a document in front of each that starts one."""
     start, num_tokens = np.array(document_start(tokenizer), np.uint32), np.array(num_ids, np.uint32)
-    places = np.cumsum(num_tokens, dtype=np.int64) - num_tokens
-    num_tokens += is_start * np.uint32(len(start))
-    return StreamPart(begin_texts(ids, places[is_start], start), num_tokens, np.array(num_bytes, np.uint32))
+    places = (np.cumsum(num_tokens, dtype=np.int64) - num_tokens)[is_start]
+    ids = np.insert(ids, np.repeat(places, len(start)), np.tile(start, len(places)))
+    return StreamPart(ids, num_tokens + is_start * np.uint32(len(start)), np.array(num_bytes, np.uint32))
 
 
 def _find_loss(pieces: Dataset, tokens: Dataset, tokenizer: PreTrainedTokenizerFast) -> str | None:

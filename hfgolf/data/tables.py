@@ -167,37 +167,38 @@ class _JsonObjects:
 
 def csv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
     """Yield the rows of CSV: RFC 4180 and a header. Raises UserError for another number of fields, or open quotes."""
+    rows = _filled(csv.reader(_lines(blocks, path), strict=True), path)
+    return _cells(rows, path, column, "commas", "put a field that holds a comma or a line break in double quotes")
+
+
+def tsv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
+    """Yield the rows of tabs and lines with a header, in which quotes are text. Raises UserError like `csv_rows`."""
+    rows = _filled(csv.reader(_lines(blocks, path), delimiter="\t", quoting=csv.QUOTE_NONE), path)
+    return _cells(rows, path, column, "tabs", "a field cannot hold a tab or a line break, and quotes are text")
+
+
+def _filled(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, fields) of the header and of each row that is not a blank line."""
     csv.field_size_limit(MAX_ROW_CHARACTERS)
-    reader = csv.reader(_lines(blocks, path), strict=True)
-
-    def rows() -> Iterator[tuple[int, list[str]]]:
-        row = -1  # the header
-        while True:
-            line = reader.line_num + 1
-            try:
-                cells = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                where = f"{path}, the header" if row < 0 else row_name(path, row, line)
-                raise UserError(f"{where} cannot be read: {_CSV_ERRORS.get(str(error), one_line(error))}.") from None
-            row += bool(cells)
+    row = -1  # the header
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            where = f"{path}, the header" if row < 0 else row_name(path, row, line)
+            raise UserError(f"{where} cannot be read: {_CSV_ERRORS.get(str(error), one_line(error))}.") from None
+        if cells is None:
+            return
+        if cells:
             yield line, cells
-
-    return _cells(rows(), path, column, "commas", "put a field that holds a comma or a line break in double quotes")
+            row += 1
 
 
 _CSV_ERRORS = {
     "unexpected end of data": "a double quote opens a field and none closes it",
     "',' expected after '\"'": "something follows a closing double quote; write a quote in a quoted field twice",
 }
-
-
-def tsv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
-    """Yield the rows of tabs and lines with a header, in which quotes are text. Raises UserError like `csv_rows`."""
-    lines = (line.removesuffix("\n").removesuffix("\r") for line in _lines(blocks, path))
-    rows = ((number, line.split("\t") if line else []) for number, line in enumerate(lines, start=1))
-    return _cells(rows, path, column, "tabs", "a field cannot hold a tab or a line break, and quotes are text")
 
 
 def _lines(blocks: Iterable[str], path: Path) -> Iterator[str]:
@@ -218,9 +219,8 @@ def _lines(blocks: Iterable[str], path: Path) -> Iterator[str]:
 def _cells(
     rows: Iterator[tuple[int, list[str]]], path: Path, column: Column, separators: str, advice: str
 ) -> Iterator[Row]:
-    """Yield the wanted cell of each row that is not a blank line."""
-    filled = (row for row in rows if row[1])
-    _, header = next(filled, (0, None))
+    """Yield the wanted cell of each row."""
+    _, header = next(rows, (0, None))
     if header is None:
         return
     if column.find(header) is None:
@@ -230,7 +230,7 @@ def _cells(
         )
     steps = column.steps(header, path)
     index = header.index(steps[0])
-    for row, (line, cells) in enumerate(filled):
+    for row, (line, cells) in enumerate(rows):
         if len(cells) != len(header):
             raise UserError(
                 f"{row_name(path, row, line)} has {count_of(len(cells), 'field')}, but the header has {len(header)};"

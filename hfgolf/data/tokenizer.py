@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import itertools
 import json
 import logging
 import re
@@ -48,7 +47,6 @@ _log = logging.getLogger(__name__)
 
 _BYTE_ENTRY = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 END_OF_TEXT = "<|endoftext|>"
-_PROBES = 100  # entries to try if a tokenizer has no unk_token for "a"
 # In tokenizer_config.json: "text" if documents begin as the tokenizer itself begins a text, with <s> for example. A run
 # that an older version of hfgolf started has "separator": its documents begin with the separator alone.
 _DOCUMENTS_BEGIN = "documents_begin"
@@ -223,11 +221,6 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [separator, *(number for number in added_around(tokenizer)[0] if number != separator)]
 
 
-def begin_texts(ids: np.ndarray, places: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """Return ids with those of `start` inserted at each of the places."""
-    return np.insert(ids, np.repeat(places, len(start)), np.tile(start, len(places)))
-
-
 def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that a prompt follows: those of `document_start` after the separator, or else the separator."""
     start = document_start(tokenizer)
@@ -236,21 +229,11 @@ def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def added_around(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer puts in front of a text and after it, by its post-processor."""
-    backend = tokenizer.backend_tokenizer
-    if backend.post_processor is None:
-        return [], []
-    texts = itertools.chain.from_iterable(probes() for probes in (lambda: ["a"], tokenizer.get_vocab))
-    for text in itertools.islice(texts, 1 + _PROBES):  # get_vocab, which takes a while, only if "a" is unknown
-        try:
-            encoding = backend.encode(text)
-        except Exception:  # no unk_token for it
-            continue
-        is_text = ~np.array(encoding.special_tokens_mask, bool)
-        if is_text.any():
-            first, last = np.flatnonzero(is_text)[[0, -1]]
-            ids, is_padding = np.array(encoding.ids), np.array(encoding.attention_mask) == 0
-            return ids[:first][~is_padding[:first]].tolist(), ids[last + 1 :][~is_padding[last + 1 :]].tolist()
-    return [], []
+    word = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")  # which no vocabulary has to know
+    encoding = tokenizer.backend_tokenizer.post_process(word)
+    place = encoding.special_tokens_mask.index(0)
+    ids, is_padding = np.array(encoding.ids), np.array(encoding.attention_mask) == 0
+    return ids[:place][~is_padding[:place]].tolist(), ids[place + 1 :][~is_padding[place + 1 :]].tolist()
 
 
 def keep_old_documents(tokenizer: PreTrainedTokenizerFast) -> None:
