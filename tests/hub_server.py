@@ -189,30 +189,35 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"success": True, "commitOid": repository.sha, "commitUrl": url})
 
     def _read(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        parts = path.strip("/").split("/")
-        name = "/".join(parts[2:4] if path.startswith("/api/models/") else parts[:2])
+        parts = unquote(urlsplit(self.path).path).strip("/").removeprefix("api/").removeprefix("models/").split("/")
+        length = 3 if parts[0] == "datasets" else 2
+        name, request = "/".join(parts[:length]), parts[length:]
         repository = self.server.repositories.get(name)
         if repository is None or (repository.private and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
             return self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
-        if parts[2] == "resolve":
-            return self._resolve(repository, "/".join(parts[4:]))
-        if "tree" in parts:
-            return self._answer(
-                [
-                    {"type": "file", "path": path, "size": len(content), "oid": _git_hash(content)}
-                    for path, content in repository.files.items()
-                ]
-            )
+        if request[:1] == ["resolve"]:
+            return self._resolve(repository, "/".join(request[2:]))
+        if request[:1] == ["tree"]:
+            listed = [
+                {"type": "file", "path": path, "size": len(content), "oid": _git_hash(content)}
+                for path, content in repository.files.items()
+            ]
+            return self._answer(listed if len(request) == 2 else [])  # no folders
         siblings = [{"rfilename": path} for path in repository.files]
         self._answer({"id": name, "sha": repository.sha, "private": repository.private, "siblings": siblings})
 
     def _resolve(self, repository: Repository, path: str) -> None:
-        commit = {"X-Repo-Commit": repository.sha}
+        headers = {"X-Repo-Commit": repository.sha, "Accept-Ranges": "bytes"}
         if path not in repository.files:
-            return self._answer({"error": "Entry not found"}, 404, commit | {"X-Error-Code": "EntryNotFound"})
+            return self._answer({"error": "Entry not found"}, 404, headers | {"X-Error-Code": "EntryNotFound"})
         content = repository.files[path]
-        self._send(content, 200, commit | {"ETag": f'"{_git_hash(content)}"'})
+        headers["ETag"] = f'"{_git_hash(content)}"'
+        if (wanted := self.headers.get("Range")) is None:
+            return self._send(content, 200, headers)
+        first, last = wanted.removeprefix("bytes=").split("-")
+        part = content[int(first) : int(last or len(content)) + 1]
+        span = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+        self._send(part, 206, headers | {"Content-Range": span})
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "") != "chunked":

@@ -178,6 +178,11 @@ class MicroBatches(Dataset[Batch]):
     An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}. The labels are
     already shifted by one token, and IGNORED where the stream's mask is 0; sample_hash is the `sample_hash` of the
     starts of the blocks, or of their segments.
+
+    If the stream has a mask, `dataset[positions, of_step]`, which knows the blocks of the whole step, also has
+    "num_items_in_batch", () float32, the divisor of its summed loss: the targets of the step per micro-batch. So the
+    mean over micro-batches and processes, which accelerate takes, is the mean over the targets of the step, however
+    they are divided.
     """
 
     def __init__(
@@ -189,17 +194,22 @@ class MicroBatches(Dataset[Batch]):
         self.segments = segments
         self.num_blocks = num_blocks(len(stream), sequence_length)
 
-    def __getitem__(self, positions: np.ndarray) -> Batch:
+    def __getitem__(self, item: np.ndarray | tuple[np.ndarray, np.ndarray]) -> Batch:
+        positions, of_step = item if isinstance(item, tuple) else (item, None)
         starts, length = self._parts(positions)
         parts = gather(self.stream, starts, length)
         labels = _copied(parts[:, 1:])
         if self.stream.is_target is not None:
             labels.masked_fill_(torch.from_numpy(_targets(self.stream.is_target, starts, length) == 0), IGNORED)
-        return {
+        batch = {
             "input_ids": _copied(parts[:, :-1]).view(-1, self.sequence_length),
             "shift_labels": labels.view(-1, self.sequence_length),
             "sample_hash": torch.tensor(sample_hash(starts)),
         }
+        if of_step is not None and self.stream.is_target is not None:
+            num_targets = max(1, self.num_targets(of_step))  # without targets, the loss is 0
+            batch["num_items_in_batch"] = torch.tensor(num_targets * len(positions) / len(of_step))
+        return batch
 
     def num_targets(self, positions: np.ndarray) -> int:
         """Return how many targets the loss counts in the blocks at the given positions."""
@@ -215,29 +225,6 @@ class MicroBatches(Dataset[Batch]):
 def _targets(is_target: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
     """Return the mask of the labels of the parts that start at `starts`, (parts, length) uint8."""
     return is_target.take(starts[:, None] + np.arange(1, length + 1), mode="wrap")
-
-
-class _StepBatches(Dataset[Batch]):
-    """The micro-batches of steps: `dataset[positions, step_positions]`, the blocks of one and those of its whole step.
-
-    If the stream has a mask, an item also has "num_items_in_batch", () float32, the divisor of its summed loss: the
-    targets of the step per micro-batch. So the mean over micro-batches and processes, which accelerate takes, is the
-    mean over the targets of the step, however they are divided.
-    """
-
-    def __init__(self, micro_batches: MicroBatches) -> None:
-        self.micro_batches = micro_batches
-
-    def __getitem__(self, item: tuple[np.ndarray, np.ndarray]) -> Batch:
-        positions, step_positions = item
-        batch = self.micro_batches[positions]
-        if self.micro_batches.stream.is_target is not None:
-            num_targets = self.micro_batches.num_targets(step_positions)
-            per_micro_batch = (
-                max(1, num_targets) * len(positions) / len(step_positions)
-            )  # without targets, the loss is 0
-            batch["num_items_in_batch"] = torch.tensor(per_micro_batch)
-        return batch
 
 
 def gather(stream: Stream, starts: np.ndarray, length: int) -> torch.Tensor:
@@ -302,7 +289,7 @@ def build_loader(
     # fork, not forkserver (Linux's default since Python 3.14): the server and its workers would outlive a killed run
     context = "fork" if num_workers and sys.platform == "linux" else None
     return _Loader(
-        _StepBatches(MicroBatches(stream, sequence_length, seed, segments)),
+        MicroBatches(stream, sequence_length, seed, segments),
         batch_size=None,  # an item is already a batch
         sampler=order,
         num_workers=num_workers,

@@ -10,18 +10,20 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pyarrow as pa
 
 from hfgolf.config.sections import DataSection
 from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
 from hfgolf.data.file_hashes import file_hashes, file_state
-from hfgolf.data.files import TABLES, SourceFile, cache_folder, match_files, named_files, stdlib_files
+from hfgolf.data.files import SourceFile, cache_folder, match_files, named_files, stdlib_files
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
+from hfgolf.data.tables import TABLES
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
+_Writer = TypeVar("_Writer", bound=RowWriter)
 
 
 @dataclass(frozen=True)
@@ -60,57 +63,51 @@ class Corpus:
         if self.data.source == "shards" or self.data.ids_column is not None:
             key = "source shards" if self.data.source == "shards" else f"ids_column {self.data.ids_column}"
             raise UserError(f"data.{key} holds tokens, not text: what needs the text itself cannot use it.")
-        from datasets import Dataset
-
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = {split: folder / f"{split}-text.arrow" for split in SPLITS}
-        train, val = (PieceWriter(paths[split]) for split in SPLITS)
-        with train, val:
-            if self.data.split == "contiguous" and not self.data.val_files:
-                self._write_contiguous(train, val, folder)
-            else:
-                for name, split, content in self._documents(folder):
-                    is_chat = self.data.messages_column is not None
-                    blocks = [message["content"] for message in content] if is_chat else content
-                    writer = val if (split or self.hashed_split(name)) == "val" else train
-                    writer.add_document(blocks)
-        self._require_unchanged()
-        self.require_text("train", train.num_rows)
-        self.require_text("val", val.num_rows)
-        return {split: cast(Dataset, Dataset.from_file(str(paths[split]))) for split in SPLITS}
+        is_cut = self.data.split == "contiguous" and not self.data.val_files
+        pieces = self._write(folder, PieceWriter, self._cut_pieces if is_cut else self._add_pieces)
+        for split in SPLITS:
+            self.require_text(split, len(pieces[split]))
+        return pieces
 
     def write_rows(self, folder: Path) -> dict[str, Dataset]:
         """Write the rows of data.ids_column or data.messages_column to `folder`, and return them like write_pieces.
 
         Each row is {"name": str, "content": token ids, or messages as JSON}. A split may be empty.
         """
-        from datasets import Dataset
-
         is_chat = self.data.messages_column is not None
         content = pa.string() if is_chat else pa.list_(pa.uint32())
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = {split: folder / f"{split}-rows.arrow" for split in SPLITS}
-        train, val = (RowWriter(path, pa.schema({"name": pa.string(), "content": content})) for path in paths.values())
-        with train, val:
-            for name, split, value in self._documents(folder):
-                writer = val if (split or self.hashed_split(name)) == "val" else train
-                writer.append(name, json.dumps(value) if is_chat else value)
-        self._require_unchanged()
-        return {split: cast(Dataset, Dataset.from_file(str(path))) for split, path in paths.items()}
+        schema = pa.schema({"name": pa.string(), "content": content})
 
-    def _require_unchanged(self) -> None:
+        def fill(train: RowWriter, val: RowWriter) -> None:
+            for name, split, value in self._documents(folder):
+                (val if split == "val" else train).append(name, json.dumps(value) if is_chat else value)
+
+        return self._write(folder, partial(RowWriter, schema=schema), fill)
+
+    def _write(
+        self, folder: Path, build: Callable[[Path], _Writer], fill: Callable[[_Writer, _Writer], None]
+    ) -> dict[str, Dataset]:
+        """Return what `fill` writes to the writers of both splits, memory-mapped."""
+        from datasets import Dataset
+
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{split}.arrow" for split in SPLITS]
+        with build(paths[0]) as train, build(paths[1]) as val:
+            fill(train, val)
         for file, state in zip(self.files, self.states, strict=True):
             if file_state(file.path) != state:
                 raise UserError(f"{file.path} changed while it was being read; start again when nothing writes to it.")
+        return {split: cast(Dataset, Dataset.from_file(str(path))) for split, path in zip(SPLITS, paths, strict=True)}
 
-    def hashed_split(self, name: str) -> str:
-        if self.data.val_files:
-            return "train"
-        digest = hashlib.sha256(name.encode()).digest()
-        return "val" if int.from_bytes(digest[:8]) < self.data.val_fraction * 2**64 else "train"
+    def _add_pieces(self, train: PieceWriter, val: PieceWriter) -> None:
+        is_chat = self.data.messages_column is not None
+        for _, split, content in self._documents(train.path.parent):
+            blocks = [message["content"] for message in content] if is_chat else content
+            (val if split == "val" else train).add_document(blocks)
 
-    def _write_contiguous(self, train: PieceWriter, val: PieceWriter, scratch: Path) -> None:
+    def _cut_pieces(self, train: PieceWriter, val: PieceWriter) -> None:
         # Two passes, even over the network for a streamed dataset: where to cut depends on the total length.
+        scratch = train.path.parent
         num_characters = sum(len(block) for _, _, blocks in self._documents(scratch) for block in blocks)
         num_left = int(num_characters * (1 - self.data.val_fraction))  # characters still to go to train
         for _, _, blocks in self._documents(scratch):
@@ -121,36 +118,40 @@ class Corpus:
             train.end_document()
             val.end_document()
 
+    def hashed_split(self, name: str) -> str:
+        """Return the split of a document, which depends on its name alone."""
+        if self.data.val_files:
+            return "train"
+        digest = hashlib.sha256(name.encode()).digest()
+        return "val" if int.from_bytes(digest[:8]) < self.data.val_fraction * 2**64 else "train"
+
     def _documents(self, scratch: Path) -> Iterator[Document]:
-        """Yield the documents in order. scratch: a folder for files that must be decompressed first."""
+        """Yield the documents in order, with their splits. scratch: a folder for files that must be unpacked first."""
         if self.data.source == "hub":
             documents = read_hub(self.data)
         else:
             documents = itertools.chain.from_iterable(read_file(file, self.data, scratch) for file in self.files)
-        return itertools.islice(documents, self.data.max_documents)
+        for name, split, content in itertools.islice(documents, self.data.max_documents):
+            yield name, split or self.hashed_split(name), content
 
     def require_text(self, split: str, num_found: int) -> None:
         """Raise UserError if nothing was found in a split."""
         if num_found:
             return
-        where, split = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
+        where, name = f"data.source {self.data.source}", {"val": "validation"}.get(split, split)
         column = content_column(self.data)
         content = {"text_column": "text", "ids_column": "token ids"}.get(column.key, "a turn of the assistant to learn")
-        if self.data.val_files:
-            reason = f"no row of its files has {content} in data.{column.key} {column.name}"
-            if split == "train" and not any(file.split is None for file in self.files):
-                reason = "every file in data.files is also in data.val_files"
-            elif self.data.max_documents is not None:
-                reason += f", or data.max_documents {self.data.max_documents} ends before one"
-            key = "data.files" if split == "train" else "data.val_files"
-            raise UserError(f"The {split} split of {where} is empty: {reason}; name other files in {key}.")
-        remedy = (
-            f"change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set data.split contiguous"
-        )
-        raise UserError(
-            f"The {split} split of {where} is empty: too few documents with {content} in data.{column.key}"
-            f" {column.name} for data.split {self.data.split}; {remedy}."
-        )
+        found = f"{content} in data.{column.key} {column.name}"
+        reason = f"no document has {found}" if self.data.val_files else f"too few documents have {found}"
+        if self.data.val_files and split == "train" and not any(file.split is None for file in self.files):
+            reason = "every file in data.files is also in data.val_files"
+        elif self.data.max_documents is not None:
+            reason += f", or data.max_documents {self.data.max_documents} ends before one"
+        remedy = f"name other files in data.{'files' if split == 'train' else 'val_files'}"
+        if not self.data.val_files:
+            remedy = f"add text, change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set"
+            remedy += " data.split contiguous"
+        raise UserError(f"The {name} split of {where} is empty: {reason}; {remedy}.")
 
 
 def text_name(data: DataSection) -> str:
@@ -176,17 +177,16 @@ def load_corpus(data: DataSection) -> Corpus:
         "max_documents": data.max_documents,
         "piece_characters": PIECE_CHARACTERS,
     }
-    if data.ids_column is not None:
-        identity["ids_column"] = data.ids_column
-    if data.messages_column is not None:
-        identity["messages_column"] = data.messages_column
+    for key in ("ids_column", "messages_column"):
+        if getattr(data, key) is not None:
+            identity[key] = getattr(data, key)
     if data.source == "hub":
         hub = {key: getattr(data, key) for key in ("hub_name", "hub_config", "hub_split", "text_column")}
         return Corpus({**identity, **hub, "hub_revision": hub_revision(data)}, data)
     bytes_files = match_files(data, "val_bytes_files", "bytes")
     if any(file.endings[0] in (*TABLES, ".zip") for file in files):
         identity["text_column"] = data.text_column
-    if any(TABLES.get(file.endings[0]) in ("csv", "tsv") for file in files):
+    if any(file.endings[0] in (".csv", ".tsv") for file in files):
         identity["csv_cells"] = "as written"  # older caches lack the texts that pandas takes for missing cells
     try:
         states = {file.path: file_state(file.path) for file in [*files, *bytes_files]}

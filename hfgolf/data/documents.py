@@ -9,9 +9,12 @@ bytes).
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import errno
 import glob
+import gzip
+import lzma
 import os
 import re
 import shutil
@@ -21,13 +24,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
+
+import pyarrow as pa
 
 from hfgolf.config.sections import DataSection
-from hfgolf.data.files import TABLES, TEXTS, SourceFile, log_skipped, require_text
-from hfgolf.data.messages import Messages, read_messages, require_unicode
-from hfgolf.data.other_formats import not_text, other_encoding
-from hfgolf.data.tables import Column, Row, arrow_rows, csv_rows, json_rows, parquet_rows, row_name, tsv_rows
+from hfgolf.data.files import TEXTS, SourceFile, log_skipped, require_text
+from hfgolf.data.messages import read_messages, require_unicode
+from hfgolf.data.other_formats import is_utf8, not_text, other_encoding
+from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Column, Row, row_name
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words, shortened
 
@@ -35,15 +40,6 @@ Document = tuple[str, str | None, Any]
 Opener = Callable[[], Any]
 
 BLOCK_BYTES = 1 << 20
-_TEXT_ROWS: dict[str, Callable[[Iterator[str], Path, Column], Iterator[Row]]] = {
-    "json": json_rows,
-    "csv": csv_rows,
-    "tsv": tsv_rows,
-}
-_BINARY_ROWS: dict[str, Callable[[Path, Column, Path], Iterator[Row]]] = {
-    "parquet": parquet_rows,
-    "arrow": arrow_rows,
-}
 _ROWS_PER_BATCH = 1000  # of the Hub's
 
 
@@ -53,8 +49,9 @@ def read_file(file: SourceFile, data: DataSection, scratch: Path) -> Iterator[Do
     scratch: a folder for files that must be decompressed first.
     """
     if data.source == "python_stdlib":
-        if text := _utf8_text(file.path):
-            yield file.name, None, (text,)
+        text = file.path.read_bytes()
+        if text and is_utf8(text):  # a few have other encodings
+            yield file.name, None, (text.decode(),)
     elif file.endings[0] == ".zip":
         yield from _read_archive(file, data, scratch)
     else:
@@ -86,20 +83,15 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path) -> Iterato
 
 def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path) -> Iterator[Document]:
     ending, column = file.endings[0], content_column(data)
-    if (kind := TABLES.get(ending)) is not None:
-        yield from _documents(_table_rows(kind, file, opener, column, scratch), file, data)
+    if ending in TEXT_TABLES:
+        yield from _documents(TEXT_TABLES[ending](_text_blocks(file, opener), file.path, column), file, data)
+    elif ending in BINARY_TABLES:
+        with _uncompressed(file, opener, scratch) as path:
+            yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data)
     elif column.key != "text_column":
         raise UserError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
     else:
         yield file.name, file.split, _text_blocks(file, opener)
-
-
-def _table_rows(kind: str, file: SourceFile, opener: Opener, column: Column, scratch: Path) -> Iterator[Row]:
-    if kind in _TEXT_ROWS:
-        yield from _TEXT_ROWS[kind](_text_blocks(file, opener), file.path, column)
-        return
-    with _uncompressed(file, opener, scratch) as path:
-        yield from _BINARY_ROWS[kind](path, column, file.path)
 
 
 def read_hub(data: DataSection) -> Iterator[Document]:
@@ -108,26 +100,14 @@ def read_hub(data: DataSection) -> Iterator[Document]:
     yield from _documents(_hub_rows(data, content_column(data)), SourceFile(name, Path(name)), data)
 
 
-def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
-    match compression:
-        case ".gz":
-            import gzip
-
-            return cast(BinaryIO, gzip.open(file, "rb"))
-        case ".bz2":
-            import bz2
-
-            return cast(BinaryIO, bz2.open(file, "rb"))
-        case ".xz":
-            import lzma
-
-            return cast(BinaryIO, lzma.open(file, "rb"))
-        case ".zst":
-            import pyarrow as pa
-
-            # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
-            return cast(BinaryIO, pa.input_stream(file, compression="zstd"))
-    return file
+_DECOMPRESSED: dict[str, Callable[[Any], Any]] = {
+    "": lambda file: file,
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
+    ".zst": lambda file: pa.input_stream(file, compression="zstd"),
+}
 
 
 def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
@@ -138,7 +118,7 @@ def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     num_bytes, is_empty = 0, True
     try:
-        with opener() as raw, _decompressed(raw, file.endings[1]) as stream:
+        with opener() as raw, _DECOMPRESSED[file.endings[1]](raw) as stream:
             while block := stream.read(BLOCK_BYTES):
                 if not num_bytes and (problem := not_text(block, file.path)):
                     raise UserError(f"{file.path} {problem}.")
@@ -162,14 +142,6 @@ def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
         raise UserError(f"{file.path} has no text in it; remove it or add text to it.")
 
 
-def _utf8_text(path: Path) -> str:
-    """Return the text of a standard library file, or "" for the few files in other encodings."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return ""
-
-
 @contextmanager
 def _uncompressed(file: SourceFile, opener: Opener, scratch: Path) -> Iterator[Path]:
     """Yield the path of a table, temporarily decompressed in `scratch`, because its format is not read in order."""
@@ -178,7 +150,7 @@ def _uncompressed(file: SourceFile, opener: Opener, scratch: Path) -> Iterator[P
         return
     with tempfile.NamedTemporaryFile(dir=scratch) as plain:
         try:
-            with opener() as raw, _decompressed(raw, file.endings[1]) as stream:
+            with opener() as raw, _DECOMPRESSED[file.endings[1]](raw) as stream:
                 shutil.copyfileobj(stream, plain)
             plain.flush()
         except Exception as error:  # each compression library has its own exceptions for a damaged file
@@ -240,32 +212,22 @@ def content_column(data: DataSection) -> Column:
     return Column("text_column", data.text_column)
 
 
-def _read_text(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, str):
-        raise ValueError(f"holds {_described(value)}, not text{_other_column(value)}")
-    require_unicode(value)
-    return (value,) if value else ()
+def _read_text(text: str) -> tuple[str, ...]:
+    require_unicode(text)
+    return (text,) if text else ()
 
 
-def _read_ids(value: Any) -> list[int]:
-    if not isinstance(value, list):
-        raise ValueError(f"holds {_described(value)}, not a list of token ids{_other_column(value)}")
-    for number in value:
+def _read_ids(ids: list[Any]) -> list[int]:
+    for number in ids:
         if not (type(number) is int and 0 <= number < 2**32):
             raise ValueError(f"holds a list with {shortened(number)}, not of token ids")
-    return value
+    return ids
 
 
-def _read_conversation(value: Any) -> Messages:
-    if not isinstance(value, list):
-        raise ValueError(f"holds {_described(value)}, not a list of messages{_other_column(value)}")
-    return read_messages(value)
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "text_column": _read_text,
-    "ids_column": _read_ids,
-    "messages_column": _read_conversation,
+_CONTENTS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+    "text_column": (str, "text", _read_text),
+    "ids_column": (list, "a list of token ids", _read_ids),
+    "messages_column": (list, "a list of messages", read_messages),
 }
 
 
@@ -282,12 +244,14 @@ def _other_column(value: Any) -> str:
 def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection) -> Iterator[Document]:
     """Yield each row as a document named `name#row`: blocks of text, ids or messages. Skips empty and null rows."""
     row, column = 0, content_column(data)
-    read = _READ[column.key]
+    kind, name, read = _CONTENTS[column.key]
     try:
         for line, value, steps in rows:
             try:
                 for step in steps:
                     value = _inner(value, step)
+                if not isinstance(value, kind | None):
+                    raise ValueError(f"holds {_described(value)}, not {name}{_other_column(value)}")
                 content = None if value is None else read(value)
             except ValueError as error:
                 raise UserError(f"{row_name(file.path, row, line)}: {column.name!r} {error}.") from None

@@ -12,21 +12,20 @@ import glob
 import hashlib
 import json
 import re
-import time
+import shutil
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from hfgolf.data.lock import locked
-from hfgolf.system.durable import sync, write_text
+from hfgolf.system.durable import replace_file, write_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import first_line
 
-DOWNLOAD_TIMEOUT_SECONDS = 60
-_MIN_DOWNLOAD_BYTES = 1 << 16  # per DOWNLOAD_TIMEOUT_SECONDS; a slower download fails
-_BLOCK_BYTES = 1 << 20
+_TIMEOUT_SECONDS = 60  # without a byte
 
 
 def is_http(url: str) -> bool:
@@ -41,28 +40,21 @@ def list_urls(pattern: str, key: str, folder: Path) -> list[str]:
     if is_http(pattern) or not glob.has_magic(pattern):
         return [pattern]
     listing = _download_folder(pattern, folder) / "listing.json"
-    urls = _read_listing(listing)
-    if urls is None:
-        files, path = _file_system(pattern, key)
-        try:
-            matches = [path] if files.isfile(path) else filter(files.isfile, files.glob(path))  # literal first
-            urls = sorted(map(files.unstrip_protocol, matches))
-        except Exception as error:  # each file system has its own exceptions
-            raise UserError(f"{key}: cannot list {redact(pattern)} ({first_line(error)}).") from error
-        if not urls:
-            raise UserError(f"{key}: no file matches {redact(pattern)}; check the address.")
-        listing.parent.mkdir(parents=True, exist_ok=True)
-        write_text(listing, json.dumps(urls))
-    return urls
-
-
-def _read_listing(path: Path) -> list[str] | None:
-    """Return the addresses in a listing; None if there is none, or if it is damaged and must be made again."""
+    with suppress(OSError, ValueError, RecursionError):  # absent, or damaged: made again
+        urls = json.loads(listing.read_bytes())
+        if urls and isinstance(urls, list) and all(isinstance(url, str) for url in urls):
+            return urls
+    files, path = _file_system(pattern, key)
     try:
-        urls = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return urls if urls and isinstance(urls, list) and all(isinstance(url, str) for url in urls) else None
+        matches = [path] if files.isfile(path) else filter(files.isfile, files.glob(path))  # literal first
+        urls = sorted(map(files.unstrip_protocol, matches))
+    except Exception as error:  # each file system has its own exceptions
+        raise UserError(f"{key}: cannot list {redact(pattern)} ({first_line(error)}).") from error
+    if not urls:
+        raise UserError(f"{key}: no file matches {redact(pattern)}; check the address.")
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    write_text(listing, json.dumps(urls))
+    return urls
 
 
 def _file_system(url: str, key: str) -> tuple[Any, str]:
@@ -93,9 +85,7 @@ def download(url: str, key: str, folder: Path) -> Path:
             if not path.exists():  # another process may have downloaded it while this one waited
                 try:
                     (_fetch if is_http(url) else _copy)(url, key, unfinished)
-                    sync(unfinished)
-                    unfinished.replace(path)
-                    sync(path.parent)
+                    replace_file(unfinished, path)
                 finally:
                     for leftover in (unfinished, *path.parent.glob(f"{glob.escape(name)}.*.part")):
                         leftover.unlink(missing_ok=True)
@@ -121,15 +111,8 @@ def _copy(url: str, key: str, path: Path) -> None:
 
 
 def _fetch(url: str, key: str, path: Path) -> None:
-    """Download `url` to a file. Raises OSError if the download is cut short or too slow."""
-    with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
-        checked_at, num_bytes = time.monotonic(), 0
-        while block := answer.read1(_BLOCK_BYTES):
-            file.write(block)
-            num_bytes += len(block)
-            if time.monotonic() - checked_at > DOWNLOAD_TIMEOUT_SECONDS:
-                if num_bytes < _MIN_DOWNLOAD_BYTES:
-                    raise OSError(f"only {num_bytes} bytes arrived in {DOWNLOAD_TIMEOUT_SECONDS} s")
-                checked_at, num_bytes = time.monotonic(), 0
+    """Download `url` to a file. Raises OSError if the download is cut short or stalls."""
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
+        shutil.copyfileobj(answer, file)
         if answer.length:  # http.client does not raise for this
             raise OSError(f"the connection ended {answer.length:,} bytes before the end of the file")

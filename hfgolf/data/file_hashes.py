@@ -25,7 +25,10 @@ def file_hashes(paths: Iterable[Path], cache: Path) -> dict[Path, str]:
     them: one below the file system (a disk edited offline), or one after the clock was set back. Delete the
     cache to hash everything again.
     """
-    cached = _read(cache)
+    try:
+        cached = dict(json.loads(cache.read_bytes()))
+    except (OSError, ValueError, TypeError):  # missing or damaged: hash everything
+        cached = {}
     hashes: dict[Path, str] = {}
     new: dict[str, Any] = {}
     for path in paths:
@@ -42,7 +45,8 @@ def file_hashes(paths: Iterable[Path], cache: Path) -> dict[Path, str]:
         if is_settled:
             new[str(path)] = [*state, hashes[path]]
     if new:
-        _write(cached | new, cache)
+        with suppress(OSError):  # full disk or concurrent writers: the next start hashes again
+            write_text(cache, json.dumps(cached | new))
     return hashes
 
 
@@ -51,16 +55,3 @@ def file_state(path: Path) -> list[int]:
     status = path.stat()
     # ctime too: `cp -p`, `rsync -t` and `touch -r` can reset mtime, but nothing can reset ctime
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-
-
-def _read(cache: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(cache.read_bytes())
-    except (OSError, ValueError):  # missing or damaged: hash everything
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _write(content: dict[str, Any], cache: Path) -> None:
-    with suppress(OSError):  # full disk or concurrent writers: the next start hashes again
-        write_text(cache, json.dumps(content))

@@ -5,6 +5,7 @@ Owns names and endings, and which files of a folder count. Does not read them.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import itertools
 import json
@@ -21,27 +22,18 @@ from typing import NoReturn
 from hfgolf.config.sections import DataSection
 from hfgolf.data.downloads import download, list_urls
 from hfgolf.data.other_formats import not_text
+from hfgolf.data.tables import BINARY_TABLES, TABLES
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import count_of, first_line, join_words
 
-TABLES = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-}
 TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
-"""What counts as text in a folder or an archive. A file that is named itself may have any ending but these:"""
+"""What counts as text in a folder or an archive. A file that is named itself may have any ending but NOT_TEXT's."""
+SHARDS = (".bin", ".npy", ".ds")
 NOT_TEXT = {
-    **dict.fromkeys((".bin", ".npy", ".ds"), "set data.source shards if it holds token ids"),
+    **dict.fromkeys(SHARDS, "set data.source shards if it holds token ids"),
     **dict.fromkeys((".tar", ".tgz", ".7z", ".rar"), "unpack it, and name the folder"),
 }
-SHARDS = (".bin", ".npy", ".ds")
 _RUN_FILES = {"config.yaml", "metadata.json"}  # what tells a run's folder
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
@@ -74,11 +66,8 @@ def stdlib_files() -> list[SourceFile]:
     paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skipped]
-        paths += [
-            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
-    files = [SourceFile(path.relative_to(root).as_posix(), path) for path in paths]
-    return sorted(files, key=lambda file: file.name)
+        paths += [Path(folder, name) for name in fnmatch.filter(names, "*.py") if not name.startswith("_sysconfigdata")]
+    return [SourceFile(name, root / name) for name in sorted(path.relative_to(root).as_posix() for path in paths)]
 
 
 def named_files(data: DataSection) -> list[SourceFile]:
@@ -164,15 +153,13 @@ def require_paths(data: DataSection) -> None:
             if os.path.isdir(paths[0]) or paths[0] not in (name, os.path.expanduser(name)):
                 continue
             _require_file(paths[0], f"data.{field}")
-            path = Path(paths[0])
-            file = SourceFile(name, path)
+            file = SourceFile(name, Path(paths[0]))
             ending, compression = file.endings
-            is_packed = compression or ending == ".zip" or TABLES.get(ending) in ("parquet", "arrow")
-            if data.source != "shards" and not is_packed:
+            if data.source != "shards" and not (compression or ending in (".zip", *BINARY_TABLES)):
                 require_text(file, f"data.{field}")
-                with suppress(OSError), open(path, "rb") as content:  # match_files says why
-                    if problem := not_text(content.read(1 << 12), path):
-                        raise UserError(f"data.{field}: {path} {problem}.")
+                with suppress(OSError), open(file.path, "rb") as content:  # match_files says why
+                    if problem := not_text(content.read(1 << 12), file.path):
+                        raise UserError(f"data.{field}: {file.path} {problem}.")
 
 
 def require_text(file: SourceFile, key: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 _OFFICE = {".docx": "a Word document", ".odt": "an OpenDocument text", ".epub": "an EPUB book"}
 _SHEETS = {".xlsx": "an Excel sheet", ".ods": "an OpenDocument sheet"}
-_PICTURE = "is a picture ({}), not text; write its text to a file with an OCR program, such as tesseract"
 _PDF = "is a PDF, not text; convert it with `pdftotext`, and name the .txt file"
 _FORMATS: tuple[tuple[bytes, str], ...] = (
     (rb"%PDF-", _PDF),
@@ -27,20 +26,18 @@ _FORMATS: tuple[tuple[bytes, str], ...] = (
     (rb"ARROW1|\xff\xff\xff\xff", "is an Arrow file; give its name the ending .arrow"),
     (rb"SQLite format 3\0", "is an SQLite database, not text; write its table of text to a .csv file"),
     (rb"\x89HDF|\x93NUMPY|\x80[\x02-\x05]", "holds a program's numbers or objects, not text; write its text to a file"),
-    (rb"\xff\xd8\xff", _PICTURE.format("JPEG")),
-    (rb"\x89PNG", _PICTURE.format("PNG")),
-    (rb"GIF8[79]a", _PICTURE.format("GIF")),
-    (rb"II\*\0|MM\0\*", _PICTURE.format("TIFF")),
-    (rb"(?s)RIFF.{4}WEBP", _PICTURE.format("WebP")),
-    (rb"(?s)ID3|\xff[\xf2\xf3\xfb]|OggS|fLaC|RIFF.{4}WAVE", "is sound, not text; transcribe it"),
-    (rb"(?s).{4}ftyp|\x1a\x45\xdf\xa3|RIFF.{4}AVI ", "is a video, not text; transcribe it"),
+    (rb"\xff\xd8\xff|\x89PNG|GIF8[79]a|II\*\0|MM\0\*", "is a picture, not text; read its text with an OCR program"),
+    (
+        rb"(?s)ID3|\xff[\xf2\xf3\xfb]|OggS|fLaC|RIFF|.{4}ftyp|\x1a\x45\xdf\xa3",
+        "is sound or a video, not text; transcribe it",
+    ),
     (rb"\x7fELF|MZ.\0|\xcf\xfa\xed\xfe", "is a program, not text"),
 )
 
 
 def not_text(start: bytes, path: Path) -> str | None:
     """Return what a file that begins with these bytes is and what to do, as the end of a sentence; None for text."""
-    if b"\0" not in start and _is_utf8(start[:4096]):
+    if b"\0" not in start and is_utf8(start[:4096]):
         return _PDF if start.startswith(b"%PDF-") else None
     ending = path.suffix.lower()
     if start.startswith(b"PK") and ending in _OFFICE:
@@ -57,7 +54,7 @@ def not_text(start: bytes, path: Path) -> str | None:
     return None
 
 
-def _is_utf8(start: bytes) -> bool:
+def is_utf8(start: bytes) -> bool:
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)  # its last character may be cut
     except UnicodeDecodeError:

@@ -31,7 +31,7 @@ class RowWriter:
     """Write rows to an Arrow file, some at a time. Use it in a `with` block, which closes the file."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.num_rows = 0
+        self.path = path
         self._schema = schema
         self._sink = pa.OSFile(str(path), "wb")
         self._file = pa.ipc.new_stream(self._sink, schema)
@@ -48,7 +48,6 @@ class RowWriter:
     def append(self, *row: Any) -> None:
         """Add a row: a value for each column."""
         self._rows.append(row)
-        self.num_rows += 1
         if len(self._rows) == ROWS_PER_BATCH:
             self._write_rows()
 
@@ -75,11 +74,10 @@ class PieceWriter(RowWriter):
             self.add(block)
         self.end_document()
 
-    def add(self, text: str) -> None:
-        """Add the next text, of any length, to the current document."""
-        text = self._text + text
-        start = 0
-        while len(text) - start > PIECE_CHARACTERS + 1:  # + 1: a cut depends on the character after it
+    def add(self, text: str, max_rest: int = PIECE_CHARACTERS + 1) -> None:
+        """Add the next text, of any length, to the current document. A cut depends on the character after it: + 1."""
+        text, start = self._text + text, 0
+        while len(text) - start > max_rest:
             end = _cut(text, start)
             self._append(text[start:end])
             start = end
@@ -87,14 +85,10 @@ class PieceWriter(RowWriter):
 
     def end_document(self) -> None:
         """Write the rest of the document. An empty document writes nothing."""
-        if len(self._text) > PIECE_CHARACTERS:
-            end = _cut(self._text, 0)
-            self._append(self._text[:end])
-            self._text = self._text[end:]
+        self.add("", PIECE_CHARACTERS)
         if self._text:
             self._append(self._text)
-        self._text = ""
-        self._is_start = True
+        self._text, self._is_start = "", True
 
     def _append(self, piece: str) -> None:
         self.append(piece, self._is_start)

@@ -9,7 +9,7 @@ stand for, too. Does not know text.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from hfgolf.data.corpus import Corpus
-from hfgolf.data.files import SHARDS, SourceFile
+from hfgolf.data.files import SHARDS
 from hfgolf.data.sentencepiece_model import SPACE
+from hfgolf.data.token_stream import Chunks
 from hfgolf.data.tokenizer import embedding_rows, entry_bytes
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words
@@ -32,11 +33,11 @@ _PROVEN, _DOUBTFUL = 0.99, 0.25  # shares of values; a few ids may be wrong, whi
 
 
 @dataclass(frozen=True, eq=False)
-class ShardStream:
+class ShardStream(Chunks):
     """The tokens of some shards, one after the other, memory-mapped. Reads like a TokenStream.
 
     piece_tokens, piece_bytes: (num_pieces,) tokens and raw UTF-8 bytes of each document, which a separator begins; of
-    training tokens, one piece whose bytes are not counted (0).
+        training tokens, one piece whose bytes are not counted (0).
     token_bytes: (num_tokens,) uint16 bytes that each token stands for, if they are known; of validation only.
     """
 
@@ -46,28 +47,11 @@ class ShardStream:
     piece_bytes: np.ndarray
     token_bytes: np.ndarray | None = None
     is_target: np.ndarray | None = None
-    parts: tuple[np.ndarray, ...] = field(default=(), repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(open_shard(path, self.vocab_size) for path in self.paths))
 
     @cached_property
-    def ends(self) -> np.ndarray:
-        """Return the number of tokens up to the end of each shard, (num_shards,) int64."""
-        return np.cumsum([len(part) for part in self.parts], dtype=np.int64)
-
-    @cached_property
-    def tokens(self) -> np.ndarray:
-        """Return all tokens as one array, (num_tokens,): a copy if there are several shards."""
-        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts)
-
-    @property
-    def num_bytes(self) -> int:
-        """Raw UTF-8 bytes of the text; 0 if they were not counted."""
-        return int(self.piece_bytes.sum(dtype=np.int64))
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
+    def chunks(self) -> tuple[np.ndarray, ...]:  # type: ignore[override]
+        """The shards, mapped. A DataLoader worker that is spawned maps them again."""
+        return tuple(open_shard(path, self.vocab_size) for path in self.paths)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens at `indices`, an array of any shape. Indices past the end wrap around.
@@ -79,13 +63,11 @@ class ShardStream:
         shards = np.searchsorted(self.ends, indices, side="right")
         ids = np.empty(indices.shape, np.uint16 if self.vocab_size <= 2**16 else np.uint32)
         for shard in np.unique(shards):
-            path, part = self.paths[shard], self.parts[shard]
-            if path.stat().st_size < part.nbytes:
-                raise UserError(
-                    f"data.files: {path} was truncated while it was being read; restore it and start again."
-                )
+            path, chunk = self.paths[shard], self.chunks[shard]
+            if path.stat().st_size < chunk.nbytes:
+                raise _refusal(path, "was truncated while it was being read; restore it and start again")
             is_here = shards == shard
-            found = part[indices[is_here] - (self.ends[shard] - len(part))]
+            found = chunk[indices[is_here] - (self.ends[shard] - len(chunk))]
             require_vocabulary(found, self.vocab_size, path)
             ids[is_here] = found
         return ids
@@ -95,9 +77,12 @@ class ShardStream:
         return iter(())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a DataLoader worker that is spawned maps the shards again
         arguments = (self.paths, self.vocab_size, self.piece_tokens, self.piece_bytes, self.token_bytes)
         return ShardStream, arguments
+
+
+def _refusal(path: Path, problem: str) -> UserError:
+    return UserError(f"data.files: {path} {problem}.")
 
 
 def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
@@ -109,9 +94,7 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
     if path.suffix == ".npy":
         return _open_array(path)
     if path.suffix not in SHARDS:
-        raise UserError(
-            f"data.files: {path} is not a shard; allowed: {', '.join(SHARDS)} (rename raw token ids to .bin)."
-        )
+        raise _refusal(path, f"is not a shard; allowed: {', '.join(SHARDS)} (rename raw token ids to .bin)")
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     magic = int(header[0]) if len(header) else 0
@@ -119,12 +102,10 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
         return _open_with_header(path, size, header)
     if len(header) == HEADER_BYTES // 4 and magic and not header[3:].any():  # ids are not all 0
         known = join_words(_HEADERS, last=" and ")
-        raise UserError(f"data.files: {path} has the magic number {magic} in its header; known are {known}.")
-    width = _stated_width(path) or _proven_width(path, size, vocab_size)
+        raise _refusal(path, f"has the magic number {magic} in its header; known are {known}")
+    width = _stated_width(path) or (_proven_width(path, size, vocab_size) if size else 2)
     if not size or size % width:
-        raise UserError(
-            f"data.files: {path} has {size} bytes, not a whole number of {8 * width}-bit ids; write it again."
-        )
+        raise _refusal(path, f"has {size} bytes, not a whole number of {8 * width}-bit ids; write it again")
     return np.memmap(path, f"<u{width}", "r")
 
 
@@ -132,13 +113,12 @@ def _open_with_header(path: Path, size: int, header: np.ndarray) -> np.ndarray:
     known, width = _HEADERS[int(header[0])]
     if len(header) < HEADER_BYTES // 4 or header[1] != known:
         version = header[1] if len(header) > 1 else "none"
-        raise UserError(f"data.files: {path} has version {version} in its header; only {known} is known.")
+        raise _refusal(path, f"has version {version} in its header; only {known} is known")
     count = int(header[2])
-    if count < 1 or size != HEADER_BYTES + width * count:
-        raise UserError(
-            f"data.files: {path} states {count:,} tokens, {HEADER_BYTES + width * count:,} bytes with its header, but"
-            f" has {size:,} bytes; copy it again."
-        )
+    expected = HEADER_BYTES + width * count
+    if count < 1 or size != expected:
+        stated = f"{count:,} tokens, {expected:,} bytes with its header"
+        raise _refusal(path, f"states {stated}, but has {size:,} bytes; copy it again")
     return np.memmap(path, f"<u{width}", "r", offset=HEADER_BYTES, shape=count)
 
 
@@ -150,7 +130,7 @@ def _stated_width(path: Path) -> int | None:
     first = beside.read_text("utf-8", "replace").partition("\n")[0]
     stated = first.rpartition("|")[2].strip()
     if stated not in ("2", "4"):
-        raise UserError(f"data.files: {beside} states no bytes per id (2 or 4) in its first line; copy it again.")
+        raise _refusal(beside, "states no bytes per id (2 or 4) in its first line; copy it again")
     return int(stated)
 
 
@@ -160,29 +140,20 @@ def _proven_width(path: Path, size: int, vocab_size: int) -> int:
     If ids are wider than they are read, every second value is 0, or as good as. Text has nothing like it. Raises
     UserError if the values leave it open.
     """
-    values = _sample(path, size)
-    for width in (8, 4):
-        if len(values) < width // 2:
-            continue
+    values, found = _sample(path, size), []
+    for width in (8, 4, 2):
         wide = values[: len(values) // (width // 2) * (width // 2)].view(f"<u{width}")
         wide = wide[wide != 0]  # zeros, such as padding, are zeros at any width
-        if not len(wide):
-            raise _unknown_width(path, "all its values are 0")
-        share = np.mean(wide < vocab_size)
-        if share >= _PROVEN and len(wide) >= _MIN_EVIDENCE:
+        share = np.mean(wide < vocab_size) if len(wide) else 0.0
+        if share >= _PROVEN and (vocab_size <= 2**16 if width == 2 else len(wide) >= _MIN_EVIDENCE):
             return width
+        found.append(f"as {8 * width} bits {share:.0%}")
         if share > _DOUBTFUL:
-            found = f"read as {8 * width} bits, {share:.0%} of {len(wide):,} values are in the vocabulary"
-            raise _unknown_width(path, found)
-    pairs = values[: len(values) // 2 * 2].reshape(-1, 2)
-    pairs = pairs[pairs.any(axis=1)]
-    if len(pairs) >= _MIN_EVIDENCE and np.mean(pairs[:, 0] == 0) > _DOUBTFUL:
-        raise _unknown_width(path, "every second 16-bit value is 0, but they are not little-endian ids")
-    if vocab_size > 2**16:
-        raise _unknown_width(path, f"its ids have 16 bits, too few for the {vocab_size:,} entries of the tokenizer")
-    if (values >= vocab_size).any() and (values.byteswap() < vocab_size).all():
-        raise _unknown_width(path, "its 16-bit ids are big-endian")
-    return 2
+            break
+    problem = (
+        f"does not tell the width of its ids: {', '.join(found)} of its values are in the vocabulary ({vocab_size:,})"
+    )
+    raise _refusal(path, f"{problem}; name another tokenizer, or write the ids with numpy.save as .npy, which tells it")
 
 
 def _sample(path: Path, size: int) -> np.ndarray:
@@ -192,25 +163,16 @@ def _sample(path: Path, size: int) -> np.ndarray:
     return np.concatenate([np.fromfile(path, "<u2", count, offset=place) for place in sorted(places)])
 
 
-def _unknown_width(path: Path, reason: str) -> UserError:
-    return UserError(
-        f"data.files: the width of the ids in {path} cannot be told: {reason}; write them with numpy.save as .npy,"
-        " which states it."
-    )
-
-
 def _open_array(path: Path) -> np.ndarray:
     """Map a NumPy file, which states its own type and shape. What is pickled is not read."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError, SyntaxError) as error:
-        raise UserError(f"data.files: {path} is not a NumPy file ({first_line(error)}); copy it again.") from error
+        raise _refusal(path, f"is not a NumPy file ({first_line(error)}); copy it again") from error
     if array.dtype.kind not in "ui" or array.ndim != 1 or not array.size:
         shape = "x".join(map(str, array.shape)) or "a single value"
-        raise UserError(
-            f"data.files: {path} holds {array.dtype} ({shape}), not a list of token ids; save whole numbers in one"
-            " dimension."
-        )
+        held = f"holds {array.dtype} ({shape}), not a list of token ids"
+        raise _refusal(path, f"{held}; save whole numbers in one dimension")
     return array
 
 
@@ -218,10 +180,8 @@ def require_vocabulary(ids: np.ndarray, vocab_size: int, path: Path) -> None:
     """Raise UserError if an id is not in the vocabulary."""
     smallest, largest = int(ids.min(initial=0)), int(ids.max(initial=0))
     if smallest < 0 or largest >= vocab_size:
-        raise UserError(
-            f"data.files: {path} contains id {smallest if smallest < 0 else largest}, but the tokenizer has"
-            f" {vocab_size} entries; name the tokenizer that the shards were written with."
-        )
+        wrong = f"contains id {smallest if smallest < 0 else largest}, but the tokenizer has {vocab_size} entries"
+        raise _refusal(path, f"{wrong}; name the tokenizer that the shards were written with")
 
 
 def open_shards(corpus: Corpus, tokenizer: Any) -> tuple[ShardStream, ShardStream]:
@@ -232,7 +192,7 @@ def open_shards(corpus: Corpus, tokenizer: Any) -> tuple[ShardStream, ShardStrea
     UserError if a file is damaged, an id is not in the vocabulary, or the bytes do not belong to the tokens.
     """
     data, vocab_size = corpus.data, embedding_rows(tokenizer)
-    train_paths, val_paths = (_paths(corpus, split) for split in (None, "val"))
+    train_paths, val_paths = (tuple(f.path for f in corpus.files if f.split == split) for split in (None, "val"))
     separator = tokenizer.eos_token_id if data.separator_id is None else data.separator_id
     if separator >= vocab_size:
         raise UserError(f"data.separator_id: {separator} is not in the tokenizer, which has {vocab_size} entries.")
@@ -242,16 +202,16 @@ def open_shards(corpus: Corpus, tokenizer: Any) -> tuple[ShardStream, ShardStrea
     stream = ShardStream(val_paths, vocab_size, np.zeros(0), np.zeros(0))
     tokens = stream.tokens
     require_vocabulary(tokens, vocab_size, val_paths[0].parent)
+    separators = np.flatnonzero(tokens == separator)
     if corpus.bytes_files:
         counts = np.concatenate([open_shard(file.path) for file in corpus.bytes_files])
     else:
-        counts = _spelled_bytes(tokenizer, tokens, np.flatnonzero(tokens == separator))
+        counts = _spelled_bytes(tokenizer, tokens, separators)
     if len(counts) != len(tokens):
         raise UserError(
             f"data.val_bytes_files: they hold {len(counts):,} values, but data.val_files {len(tokens):,} tokens; name"
             " one for each validation shard."
         )
-    separators = np.flatnonzero(tokens == separator)
     if counts[separators].any():
         place = separators[counts[separators] > 0][0]
         raise UserError(
@@ -281,8 +241,3 @@ def _spelled_bytes(tokenizer: Any, tokens: np.ndarray, separators: np.ndarray) -
     firsts = separators[separators + 1 < len(tokens)] + 1
     counts[firsts[np.isin(tokens[firsts], spaced)]] -= 1
     return counts.astype(np.uint16)
-
-
-def _paths(corpus: Corpus, split: str | None) -> tuple[Path, ...]:
-    files: tuple[SourceFile, ...] = tuple(file for file in corpus.files if file.split == split)
-    return tuple(file.path for file in files)

@@ -37,7 +37,6 @@ from hfgolf.data.pieces import ROWS_PER_BATCH, evenly_sampled, texts
 from hfgolf.data.token_stream import StreamPart
 from hfgolf.data.tokenizer import (
     Encoder,
-    begin_texts,
     build_encoder,
     decode_texts,
     document_start,
@@ -77,14 +76,12 @@ def write_streams(
     is_chat, is_ids = corpus.data.messages_column is not None, corpus.data.ids_column is not None
     rows = corpus.write_rows(scratch / "rows") if is_chat or is_ids else pieces()
     size = embedding_rows(tokenizer)
-    encode_rows: Callable[[Any], StreamPart]
+    encode_rows: Callable[[Any], StreamPart] = partial(_encode_texts, tokenizer, encode)
     if is_chat:
         encode_rows = partial(_encode_conversations, ConversationEncoder(tokenizer))
     elif is_ids:
         encode_rows = partial(_begin_ids, tokenizer, size)
-    else:
-        encode_rows = partial(_encode_texts, tokenizer, encode)
-    dtype = np.dtype(np.uint16 if size <= 2**16 else np.uint32)
+    dtype = "uint16" if size <= 2**16 else "uint32"
     tokens: dict[str, Dataset] = {}
     for split in SPLITS:
         path = scratch / f"{split}-tokens.arrow"
@@ -107,7 +104,7 @@ def _map(
     name: str,
     rows: Dataset,
     encode_rows: Callable[[Any], StreamPart],
-    dtype: np.dtype,
+    dtype: str,
     has_targets: bool,
     path: Path,
     fingerprint: str,
@@ -115,22 +112,29 @@ def _map(
     """Return the tokens of rows. The tokenizers library uses all cores, so one process reads and writes."""
     from datasets import Features, List, Value
 
-    features = {"input_ids": List(Value(dtype.name)), "num_bytes": Value("uint32")}
+    features = {"input_ids": List(Value(dtype)), "num_bytes": Value("uint32")}
     if has_targets:
         features["is_target"] = List(Value("uint8"))
-    progress = _Progress(name, len(rows))
+    is_terminal = sys.stderr.isatty()
+    started_at = logged_at = time.perf_counter()
+    num_done = 0
 
     def columns(batch: Any) -> dict[str, Any]:
+        nonlocal num_done, logged_at
         part = encode_rows(batch)
         count, cuts = len(part.piece_tokens), np.cumsum(part.piece_tokens, dtype=np.int64)[:-1]
         found = {"input_ids": np.split(part.ids.astype(dtype), cuts)[:count], "num_bytes": part.piece_bytes}
         if part.is_target is not None:
             found["is_target"] = np.split(part.is_target.astype(np.uint8), cuts)[:count]
-        progress.add(len(batch[rows.column_names[0]]))
+        num_done += len(batch[rows.column_names[0]])
+        if (now := time.perf_counter()) - logged_at >= _PROGRESS_SECONDS and not is_terminal:  # there is a bar
+            left_seconds = (now - started_at) * (len(rows) / num_done - 1)
+            _log.info("%s: %.0f %%, %.0f s left", name, 100 * num_done / len(rows), left_seconds)
+            logged_at = now
         return found
 
-    with _progress_bars(sys.stderr.isatty()), progress:
-        return rows.map(
+    with _progress_bars(is_terminal):
+        tokens = rows.map(
             columns,
             batched=True,
             batch_size=ROWS_PER_BATCH,
@@ -141,6 +145,8 @@ def _map(
             new_fingerprint=fingerprint,
             desc=name,
         )
+    _log.debug("%s: %s rows in %.1f s", name, f"{len(rows):,}", time.perf_counter() - started_at)
+    return tokens
 
 
 @contextmanager
@@ -172,9 +178,9 @@ def _begun(
 ) -> StreamPart:
     """Return pieces with what begins a document in front of each that starts one."""
     start, num_tokens = np.array(document_start(tokenizer), np.uint32), np.array(num_ids, np.uint32)
-    places = np.cumsum(num_tokens, dtype=np.int64) - num_tokens
-    num_tokens += is_start * np.uint32(len(start))
-    return StreamPart(begin_texts(ids, places[is_start], start), num_tokens, np.array(num_bytes, np.uint32))
+    places = (np.cumsum(num_tokens, dtype=np.int64) - num_tokens)[is_start]
+    ids = np.insert(ids, np.repeat(places, len(start)), np.tile(start, len(places)))
+    return StreamPart(ids, num_tokens + is_start * np.uint32(len(start)), np.array(num_bytes, np.uint32))
 
 
 def _find_loss(pieces: Dataset, tokens: Dataset, tokenizer: PreTrainedTokenizerFast) -> str | None:
@@ -201,10 +207,7 @@ def _begin_ids(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> Str
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> list[np.ndarray]:
-    """Return the documents of some rows, without what begins them; none is empty.
-
-    size: all ids must be below it. Raises UserError if one is not.
-    """
+    """Return the documents of some rows, without what begins them; none is empty. Raises UserError for ids >= size."""
     separator, *front = document_start(tokenizer)
     documents: list[np.ndarray] = []
     for name, ids in zip(batch["name"], batch["content"], strict=True):
@@ -262,24 +265,3 @@ def _encode_patiently(encode: Encoder, texts: list[str]) -> Any:
             ascii(texts[0][:40]),
         )
     return future.result()
-
-
-class _Progress:
-    """Log the progress of a long pass over rows every few seconds, and its time at the end. A context manager."""
-
-    def __init__(self, name: str, total: int) -> None:
-        self._name, self._total, self._done = name, total, 0
-        self._started_at = self._logged_at = time.perf_counter()
-
-    def add(self, count: int) -> None:
-        self._done += count
-        now = time.perf_counter()
-        if now - self._logged_at >= _PROGRESS_SECONDS and not sys.stderr.isatty():  # there is a bar
-            self._logged_at = now
-            left_seconds = (now - self._started_at) * (self._total / self._done - 1)
-            _log.info("%s: %.0f %%, %.0f s left", self._name, 100 * self._done / self._total, left_seconds)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        _log.debug("%s: %s rows in %.1f s", self._name, f"{self._done:,}", time.perf_counter() - self._started_at)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,51 +65,36 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
 
     An object without the column counts as one with null. Raises UserError if no object has it, or for broken JSON.
     """
-    objects = _JsonObjects(blocks, path)
     others: dict[str, None] = {}
     is_found = False
-    for row, (line, value) in enumerate(objects):
+    for row, (line, value) in enumerate(_JsonObjects(blocks, path)):
         steps = column.find(value)
         is_found |= steps is not None
         if not is_found:
             others |= dict.fromkeys(value)
             if row == _ROWS_WITHOUT_COLUMN:
                 break
-        if steps is None:
-            yield line, None, []
-            continue
-        if objects.has_repeats and (repeated := _repeated(value, steps[0])):
-            raise UserError(f"{row_name(path, row, line)} has {repeated!r} twice; leave one.")
-        yield line, value[steps[0]], steps[1:]
+        yield (line, None, []) if steps is None else (line, value[steps[0]], steps[1:])
     if others and not is_found:
         column.steps(others, path)
 
 
-class _Repeats(dict[str, Any]):
-    """A JSON object with a key that appears twice."""
-
-    keys_twice: list[str]
-
-
-def _repeated(value: Any, key: str | None = None) -> str | None:
-    """Return a key that appears twice anywhere in a value; with `key`, in what an object has under it."""
-    if isinstance(value, _Repeats) and (twice := [k for k in value.keys_twice if key in (None, k)]):
-        return twice[0]
-    inner = [] if not isinstance(value, dict | list) else value.values() if isinstance(value, dict) else value
-    return next(filter(None, map(_repeated, [value[key]] if key is not None else inner)), None)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError if a key appears twice: nobody knows which value is meant."""
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} appears twice in an object")
+    return dict(pairs)
 
 
 class _JsonObjects:
     """The objects in the text of a JSON file, as (line, object). Holds one block, or one object if that is longer."""
 
     def __init__(self, blocks: Iterator[str], path: Path) -> None:
-        self.has_repeats = False
         self._blocks, self._path = filter(None, blocks), path
         self._text, self._at = "", 0
         self._line, self._row = 1, 0
-        self._decode = json.JSONDecoder(object_pairs_hook=self._object).raw_decode
-        # Python refuses to read a number of thousands of digits, which may be in a column that nobody reads
-        self._decode_digits = json.JSONDecoder(object_pairs_hook=self._object, parse_int=float).raw_decode
+        self._decode = json.JSONDecoder(object_pairs_hook=_object).raw_decode
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         if self._next() != "[":
@@ -127,14 +111,6 @@ class _JsonObjects:
                 self._after(",")
         if self._after("]"):
             raise self._error("something follows the array")
-
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) == len(pairs):
-            return values
-        self.has_repeats, values = True, _Repeats(values)
-        values.keys_twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        return values
 
     def _after(self, mark: str) -> str:
         self._at += len(mark)
@@ -162,10 +138,9 @@ class _JsonObjects:
 
     def _read(self) -> tuple[int, dict[str, Any]]:
         """Return the object that begins here and go to its end."""
-        decode = self._decode
         while True:
             try:
-                value, end = decode(self._text, self._at)
+                value, end = self._decode(self._text, self._at)
                 break
             except RecursionError:
                 raise self._error("it is nested too deeply") from None
@@ -178,8 +153,8 @@ class _JsonObjects:
                 if not is_cut or not self._read_more():
                     self._line += lines_before
                     raise self._error(error.msg.removesuffix(" at")) from None
-            except ValueError:
-                decode = self._decode_digits
+            except ValueError as error:  # a key twice, or a number of thousands of digits
+                raise self._error(str(error).partition(":")[0]) from None
         if not isinstance(value, dict):
             raise self._error(f"it is {shortened(value)}, not an object with columns")
         line, self._line = self._line, self._line + self._text.count("\n", self._at, end)
@@ -192,37 +167,38 @@ class _JsonObjects:
 
 def csv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
     """Yield the rows of CSV: RFC 4180 and a header. Raises UserError for another number of fields, or open quotes."""
+    rows = _filled(csv.reader(_lines(blocks, path), strict=True), path)
+    return _cells(rows, path, column, "commas", "put a field that holds a comma or a line break in double quotes")
+
+
+def tsv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
+    """Yield the rows of tabs and lines with a header, in which quotes are text. Raises UserError like `csv_rows`."""
+    rows = _filled(csv.reader(_lines(blocks, path), delimiter="\t", quoting=csv.QUOTE_NONE), path)
+    return _cells(rows, path, column, "tabs", "a field cannot hold a tab or a line break, and quotes are text")
+
+
+def _filled(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, fields) of the header and of each row that is not a blank line."""
     csv.field_size_limit(MAX_ROW_CHARACTERS)
-    reader = csv.reader(_lines(blocks, path), strict=True)
-
-    def rows() -> Iterator[tuple[int, list[str]]]:
-        row = -1  # the header
-        while True:
-            line = reader.line_num + 1
-            try:
-                cells = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                where = f"{path}, the header" if row < 0 else row_name(path, row, line)
-                raise UserError(f"{where} cannot be read: {_CSV_ERRORS.get(str(error), one_line(error))}.") from None
-            row += bool(cells)
+    row = -1  # the header
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            where = f"{path}, the header" if row < 0 else row_name(path, row, line)
+            raise UserError(f"{where} cannot be read: {_CSV_ERRORS.get(str(error), one_line(error))}.") from None
+        if cells is None:
+            return
+        if cells:
             yield line, cells
-
-    return _cells(rows(), path, column, "commas", "put a field that holds a comma or a line break in double quotes")
+            row += 1
 
 
 _CSV_ERRORS = {
     "unexpected end of data": "a double quote opens a field and none closes it",
     "',' expected after '\"'": "something follows a closing double quote; write a quote in a quoted field twice",
 }
-
-
-def tsv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
-    """Yield the rows of tabs and lines with a header, in which quotes are text. Raises UserError like `csv_rows`."""
-    lines = (line.removesuffix("\n").removesuffix("\r") for line in _lines(blocks, path))
-    rows = ((number, line.split("\t") if line else []) for number, line in enumerate(lines, start=1))
-    return _cells(rows, path, column, "tabs", "a field cannot hold a tab or a line break, and quotes are text")
 
 
 def _lines(blocks: Iterable[str], path: Path) -> Iterator[str]:
@@ -243,9 +219,8 @@ def _lines(blocks: Iterable[str], path: Path) -> Iterator[str]:
 def _cells(
     rows: Iterator[tuple[int, list[str]]], path: Path, column: Column, separators: str, advice: str
 ) -> Iterator[Row]:
-    """Yield the wanted cell of each row that is not a blank line."""
-    filled = (row for row in rows if row[1])
-    _, header = next(filled, (0, None))
+    """Yield the wanted cell of each row."""
+    _, header = next(rows, (0, None))
     if header is None:
         return
     if column.find(header) is None:
@@ -255,7 +230,7 @@ def _cells(
         )
     steps = column.steps(header, path)
     index = header.index(steps[0])
-    for row, (line, cells) in enumerate(filled):
+    for row, (line, cells) in enumerate(rows):
         if len(cells) != len(header):
             raise UserError(
                 f"{row_name(path, row, line)} has {count_of(len(cells), 'field')}, but the header has {len(header)};"
@@ -296,6 +271,21 @@ def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
             for start in range(0, batch.num_rows, _ROWS_PER_BATCH):
                 values = batch.column(0).slice(start, _ROWS_PER_BATCH).to_pylist()
                 yield from ((None, value, steps[1:]) for value in values)
+
+
+TEXT_TABLES: dict[str, Callable[[Iterator[str], Path, Column], Iterator[Row]]] = {
+    ".jsonl": json_rows,
+    ".ndjson": json_rows,
+    ".json": json_rows,
+    ".csv": csv_rows,
+    ".tsv": tsv_rows,
+}
+BINARY_TABLES: dict[str, Callable[[Path, Column, Path], Iterator[Row]]] = {
+    ".parquet": parquet_rows,
+    ".arrow": arrow_rows,
+    ".feather": arrow_rows,
+}
+TABLES = (*TEXT_TABLES, *BINARY_TABLES)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +95,18 @@ def load_tokens(
     """
     corpus = corpus or load_corpus(data)
     cache_dir = cache_folder(data)
-    # load it only once: a large tokenizer loads slowly
+    # load and hash it only once: a large one takes a while
     tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
     if data.source == "shards" and tokenizer is not None:
         return _open_shards(corpus, tokenizer)
-    # hash it only once, too
     key = None if tokenizer is None else cache_key(corpus, tokenizer_config, tokenizer)
-    tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer, key)
+    find = partial(_find_tokens, corpus, tokenizer_config, cache_dir, tokenizer, key)
+    tokens = find()
     if tokens is None:
         with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
-            # another process may have built it while this one waited
-            tokens = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer, key)
+            tokens = find()  # another process may have built it while this one waited
             if tokens is None:
-                built = build_cache(corpus, tokenizer_config, cache_dir, tokenizer, key=key)
+                built = build_cache(corpus, tokenizer_config, cache_dir, tokenizer, key)
                 return _open_cache(*built, corpus, is_hit=False)
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
     _log.debug("cache hit: %s (%s)", tokens.path, sizes)
@@ -117,19 +116,10 @@ def load_tokens(
 def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCache:
     """Return the tokens of shards, mapped where they are."""
     train, val = open_shards(corpus, tokenizer)
-    tokens = TokenCache(
-        train,
-        val,
-        tokenizer,
-        train.paths[0].parent,
-        is_hit=True,
-        identity=corpus.identity,
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        verification=Verification({"files": {}}, lambda: iter(())),  # identified by their hashes already
-        tokenizer_loss=None,
-    )
-    _log.debug("shards: %s (%s train tokens, %s validation tokens)", tokens.path, f"{len(train):,}", f"{len(val):,}")
-    return tokens
+    folder, sha256 = train.paths[0].parent, tokenizer_sha256(tokenizer)
+    identified = Verification({"files": {}}, lambda: iter(()))  # by their hashes
+    _log.debug("shards: %s (%s train tokens, %s validation tokens)", folder, f"{len(train):,}", f"{len(val):,}")
+    return TokenCache(train, val, tokenizer, folder, True, corpus.identity, sha256, identified, tokenizer_loss=None)
 
 
 def _find_tokens(
@@ -139,6 +129,7 @@ def _find_tokens(
     tokenizer: PreTrainedTokenizerFast | None,
     key: dict[str, Any] | None,
 ) -> TokenCache | None:
+    """Return the tokens of the matching cache, or None if there is none, or only a damaged one."""
     found = find_cache(corpus, config, cache_dir, tokenizer, key)
     if found is None:
         return None
@@ -146,12 +137,12 @@ def _find_tokens(
         tokens = _open_cache(*found, corpus, is_hit=True)
         if sum(path.stat().st_size for path in tokens.path.glob("*/*.arrow")) <= VERIFIED_BEFORE_USE_BYTES:
             tokens.check(wait=True)
+        return tokens
+    except DamagedCacheError:
+        return None
     except (OSError, ValueError) as error:
         note_damage(found[0], str(error))
         return None
-    except DamagedCacheError:
-        return None
-    return tokens
 
 
 def find_cache(

@@ -31,8 +31,33 @@ class StreamPart(NamedTuple):
     """As in TokenStream."""
 
 
+class Chunks:
+    """Tokens in chunks that are read as one stream, and the pieces that they stand for."""
+
+    chunks: tuple[np.ndarray, ...]
+    piece_bytes: np.ndarray
+
+    @property
+    def num_bytes(self) -> int:
+        """Raw UTF-8 bytes of the text that the loss counts, end-of-text tokens none; 0 if nobody counted them."""
+        return int(self.piece_bytes.sum(dtype=np.int64))
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Return all tokens as one array, (num_tokens,): a copy if there are several chunks."""
+        return _joined(self.chunks)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Return the number of tokens up to the end of each chunk, (num_chunks,) int64."""
+        return np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+
 @dataclass(frozen=True, eq=False)  # == on arrays is not a single bool
-class TokenStream:
+class TokenStream(Chunks):
     """The tokens of a split.
 
     chunks: the tokens in order, each uint16, or uint32 for a vocabulary above 65,536. Read-only views of `content`.
@@ -55,30 +80,16 @@ class TokenStream:
     def is_in_memory(self) -> bool:
         return isinstance(self.content, bytes)
 
-    @property
-    def num_bytes(self) -> int:
-        """Raw UTF-8 bytes of the text that the loss counts. End-of-text tokens count zero bytes."""
-        return int(self.piece_bytes.sum(dtype=np.int64))
-
     @cached_property
-    def tokens(self) -> np.ndarray:
-        """Return all tokens as one array, (num_tokens,): a copy if there are several chunks."""
-        return _joined(self.chunks)
-
-    @cached_property
-    def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the file as one array, where each chunk ends in the stream, and how much further on it is in the file.
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the file as one array, and how much further on each chunk is in the file than in the stream.
 
         So one vectorized read gathers tokens of any chunks.
         """
         dtype = self.chunks[0].dtype
         file = np.frombuffer(self.content, dtype, len(self.content) // dtype.itemsize)
-        ends = np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
         begins = [(_address(chunk) - _address(file)) // dtype.itemsize for chunk in self.chunks]
-        return file, ends, np.array(begins) - ends + [len(chunk) for chunk in self.chunks]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.chunks))
+        return file, np.array(begins) - self.ends + [len(chunk) for chunk in self.chunks]
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens at `indices`, an array of any shape. Indices past the end wrap around.
@@ -88,9 +99,9 @@ class TokenStream:
         """
         if isinstance(self.content, mmap.mmap) and self.content.size() != len(self.content):
             raise note_damage(self.path.parents[1], f"{self.name} was truncated while it was being read")
-        file, ends, shifts = self._places
-        indices = indices % ends[-1]
-        ids = file.take(indices + shifts[np.searchsorted(ends, indices, side="right")])
+        file, shifts = self._places
+        indices = indices % len(self)
+        ids = file.take(indices + shifts[np.searchsorted(self.ends, indices, side="right")])
         if (largest := ids.max(initial=0)) >= self.vocab_size:
             reason = f"{self.name} contains id {largest}, but the vocabulary has {self.vocab_size} entries"
             raise note_damage(self.path.parents[1], reason)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import itertools
 import json
 import logging
 import re
@@ -39,7 +38,7 @@ from hfgolf.data.pieces import evenly_sampled, num_text_bytes, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
 from hfgolf.system.durable import find_damage, replace_folder
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import first_line, join_words
+from hfgolf.system.wording import first_line, join_words, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -48,8 +47,6 @@ _log = logging.getLogger(__name__)
 
 _BYTE_ENTRY = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 END_OF_TEXT = "<|endoftext|>"
-_SHOWN_CHARACTERS = 40
-_PROBES = 100  # entries to try if a tokenizer has no unk_token for "a"
 # In tokenizer_config.json: "text" if documents begin as the tokenizer itself begins a text, with <s> for example. A run
 # that an older version of hfgolf started has "separator": its documents begin with the separator alone.
 _DOCUMENTS_BEGIN = "documents_begin"
@@ -93,20 +90,15 @@ def build_tokenizer(
     if path.exists():
         _log.info("tokenizer damaged: %s (%s); training it again", path, _problem(path))
     pieces = train_pieces()
-    is_chat = _is_chat(corpus_identity)
-    kinds: dict[str, Callable[..., Tokenizer]] = {"bpe": _train_bpe, "char": _train_char}
-    tokenizer = _wrap(kinds[config.kind](pieces, config, is_chat))
+    is_chat = "messages_column" in corpus_identity
+    tokenizer = _wrap(_train_char(pieces) if config.kind == "char" else _train_bpe(pieces, config, is_chat))
     if is_chat:
         add_chat_template(tokenizer)
     partial = path.with_name(f".partial-{path.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        tokenizer.save_pretrained(partial)
-        write_manifest(partial)
-        replace_folder(partial, path)
-    except Exception:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    shutil.rmtree(partial, ignore_errors=True)  # of an earlier build
+    tokenizer.save_pretrained(partial)
+    write_manifest(partial)
+    replace_folder(partial, path)
     return _load(path)  # from disk, like every later start
 
 
@@ -118,21 +110,14 @@ def find_tokenizer(
         path = _tokenizer_path(config, corpus_identity, folder)
         return _load(path) if _problem(path) is None else None
     is_byte = config.kind == "byte"
-    if not is_byte and config.kind != "pretrained":
-        raise ValueError(f"tokenizer.kind is {config.kind!r}; it must be bpe, byte, char or pretrained")
     tokenizer = _wrap(byte_level_tokenizer([])) if is_byte else _load_pretrained(str(config.name_or_path))
-    if _is_chat(corpus_identity) and tokenizer.chat_template is None:
+    if "messages_column" in corpus_identity and tokenizer.chat_template is None:
         add_chat_template(tokenizer)
         if not is_byte:
             where, tokens = f"tokenizer.name_or_path: {config.name_or_path!r}", join_words(CHAT_TOKENS)
             size = f"{embedding_rows(tokenizer)} entries"
             _log.info("%s has no chat template; it gets one, with %s in its vocabulary (%s)", where, tokens, size)
     return tokenizer
-
-
-def _is_chat(corpus_identity: dict[str, Any]) -> bool:
-    """Return whether the rows of a corpus are messages, which need a chat template."""
-    return "messages_column" in corpus_identity
 
 
 def _problem(path: Path) -> str | None:
@@ -166,12 +151,12 @@ def build_encoder(tokenizer: PreTrainedTokenizerFast, kind: str) -> Encoder:
         for encoding in encodings:
             ids.fromlist(encoding.ids)
         found = np.frombuffer(ids, np.uint32)
-        if np.isin(found, start).any():
+        if (begins := np.isin(found, start)).any():
             text = next(text for text, one in zip(texts, encodings, strict=True) if not set(start).isdisjoint(one.ids))
-            name = tokenizer.convert_ids_to_tokens(int(found[np.isin(found, start)][0]))
+            name = tokenizer.convert_ids_to_tokens(int(found[begins][0]))
             raise UserError(
                 f"tokenizer: {name}, which begins documents, is also what it makes of text that it does not know, such"
-                f" as {_shown(text)}; name a tokenizer with another unk_token."
+                f" as {shortened(text)}; name a tokenizer with another unk_token."
             )
         return found, list(map(len, encodings))
 
@@ -219,14 +204,10 @@ def _encoding_error(backend: Tokenizer, texts: list[str], error: BaseException) 
             backend.encode(text, add_special_tokens=False)
         except BaseException:
             return UserError(
-                f"tokenizer: it cannot encode the text that begins {_shown(text)} ({first_line(error).rstrip('.')});"
+                f"tokenizer: it cannot encode the text that begins {shortened(text)} ({first_line(error).rstrip('.')});"
                 " name another tokenizer, or remove this text."
             )
     return error
-
-
-def _shown(text: str) -> str:
-    return ascii(text[:_SHOWN_CHARACTERS]) + "..." * (len(text) > _SHOWN_CHARACTERS)
 
 
 def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -240,11 +221,6 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [separator, *(number for number in added_around(tokenizer)[0] if number != separator)]
 
 
-def begin_texts(ids: np.ndarray, places: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """Return ids with those of `start` inserted at each of the places."""
-    return np.insert(ids, np.repeat(places, len(start)), np.tile(start, len(places)))
-
-
 def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that a prompt follows: those of `document_start` after the separator, or else the separator."""
     start = document_start(tokenizer)
@@ -253,21 +229,11 @@ def text_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def added_around(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer puts in front of a text and after it, by its post-processor."""
-    backend = tokenizer.backend_tokenizer
-    if backend.post_processor is None:
-        return [], []
-    texts = itertools.chain.from_iterable(probes() for probes in (lambda: ["a"], tokenizer.get_vocab))
-    for text in itertools.islice(texts, 1 + _PROBES):  # get_vocab, which takes a while, only if "a" is unknown
-        try:
-            encoding = backend.encode(text)
-        except Exception:  # no unk_token for it
-            continue
-        is_text = ~np.array(encoding.special_tokens_mask, bool)
-        if is_text.any():
-            first, last = np.flatnonzero(is_text)[[0, -1]]
-            ids, is_padding = np.array(encoding.ids), np.array(encoding.attention_mask) == 0
-            return ids[:first][~is_padding[:first]].tolist(), ids[last + 1 :][~is_padding[last + 1 :]].tolist()
-    return [], []
+    word = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a")  # which no vocabulary has to know
+    encoding = tokenizer.backend_tokenizer.post_process(word)
+    place = encoding.special_tokens_mask.index(0)
+    ids, is_padding = np.array(encoding.ids), np.array(encoding.attention_mask) == 0
+    return ids[:place][~is_padding[:place]].tolist(), ids[place + 1 :][~is_padding[place + 1 :]].tolist()
 
 
 def keep_old_documents(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -482,7 +448,7 @@ def byte_level_tokenizer(characters: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _train_char(pieces: Dataset, *_: object) -> Tokenizer:
+def _train_char(pieces: Dataset) -> Tokenizer:
     """Return a tokenizer with one entry per character of the text.
 
     Its vocabulary is the 256 bytes (which include ASCII), the other characters seen, and the end-of-text token. An

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataset_hub import said_with_dataset
 from datasets import Dataset
 from tiny_export import build_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -37,18 +36,7 @@ CHATML = """\
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-ROLES_REFUSED = ("tool", "function", "developer", "ASSISTANT", "narrator", "assistant ")
-FIELDS_REFUSED = {
-    "name": "Ann",
-    "tool_calls": [{}],
-    "function_call": {"name": "f"},
-    "audio": {"id": "1"},
-    "refusal": "I can't",
-    "train": False,
-    "thinking": "hm",
-    "images": ["a.png"],
-    "value": "c",
-}
+FIELDS_REFUSED = {"name": "Ann", "tool_calls": [{}], "train": False, "value": "c"}
 UNTAGGED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -84,14 +72,15 @@ def tokens_of(
 ) -> TokenCache:
     """Return the tokens of the rows, which are both parts of the corpus: its first row is for validation, too."""
     files, val_files = (write_rows(tmp_path / part, rows, name) for part in ("rows", "val"))
-    data = DataSection(
-        source="files",
-        files=[files],
-        val_files=[val_files],
-        messages_column="messages",
-        cache_dir=str(tmp_path / "cache"),
-    )
-    return load_tokens(data, tokenizer)
+    return load_tokens(section([files], tmp_path / "cache", val_files=[val_files]), tokenizer)
+
+
+def section(files: list[str], cache: Path, **settings: Any) -> DataSection:
+    return DataSection(source="files", files=files, messages_column="messages", cache_dir=str(cache), **settings)
+
+
+def pretrained(folder: Path) -> TokenizerSection:
+    return TokenizerSection(kind="pretrained", name_or_path=str(folder))
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -184,17 +173,12 @@ def test_text_that_spells_a_special_token_stays_text(build):
     assert part.piece_bytes.tolist() == [len(spelled)]
 
 
-def test_sharegpt_rows_are_the_same_conversations(tmp_path):
-    names = {"user": "human", "assistant": "gpt", "system": "system"}
+@pytest.mark.parametrize("assistant", ["gpt", "chatgpt", "bot", "model", "assistant"])
+def test_sharegpt_rows_are_the_same_conversations(tmp_path, assistant):
+    names = {"user": "human", "assistant": assistant, "system": "system"}
     rows = [[{"from": names[m["role"]], "value": m["content"]} for m in messages] for messages in CONVERSATIONS]
     ours, theirs = tokens_of(tmp_path, CONVERSATIONS).train, tokens_of(tmp_path / "other", rows).train
     assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.is_target.tolist() == theirs.is_target.tolist()
-
-
-@pytest.mark.parametrize("alias", ["chatgpt", "gpt", "bot", "model", "assistant"])
-def test_other_names_of_the_assistant_are_the_assistant(tmp_path, alias):
-    rows = [[{"from": "human", "value": "a"}, {"from": alias, "value": "b"}]]
-    assert tokens_of(tmp_path, rows).train.is_target.sum() == 2
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
@@ -209,15 +193,9 @@ def test_turns_of_weight_0_are_only_context(tmp_path, name, template):
     weighted = [[m | {"weight": w} for m, w in zip(*pair, strict=True)] for pair in zip(rows, weights, strict=True)]
     tokenizer = chatml_tokenizer(template) if template != CHAT_TEMPLATE else byte_tokenizer()
     plain = ConversationEncoder(tokenizer).encode([("a", rows[0])])
-    read = load_corpus(
-        DataSection(
-            files=[write_rows(tmp_path, weighted, name)],
-            val_files=[write_rows(tmp_path / "val", rows)],
-            source="files",
-            messages_column="messages",
-            cache_dir=str(tmp_path),
-        )
-    ).write_rows(tmp_path / "rows")["train"]
+    val_files = [write_rows(tmp_path / "val", rows)]
+    data = section([write_rows(tmp_path, weighted, name)], tmp_path, val_files=val_files)
+    read = load_corpus(data).write_rows(tmp_path / "rows")["train"]
     part = ConversationEncoder(tokenizer).encode([(read[0]["name"], json.loads(read[0]["content"]))])
     assert part.ids.tolist() == plain.ids.tolist() and part.piece_bytes.tolist() == [len("learn")]
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end|>"])
@@ -227,27 +205,15 @@ def test_turns_of_weight_0_are_only_context(tmp_path, name, template):
     assert len(stream.piece_tokens) == 1 and stream.is_target.sum() == len("learn") + 1  # the second row has no target
 
 
-def test_conversations_without_a_turn_to_learn_say_so(tmp_path):
-    rows = [[message("user", "a"), message("assistant", "b") | {"weight": 0}]]
-    with pytest.raises(UserError) as caught:
-        tokens_of(tmp_path, rows)
-    assert "no row of its files has a turn of the assistant to learn in data.messages_column messages" in str(
-        caught.value
-    )
-
-
 def test_trained_tokenizers_reserve_the_special_tokens(tmp_path):
     rows = [[message("user", f"the number {n}"), message("assistant", f"the NUMBER {n + 1} é")] for n in range(300)]
     configs = [TokenizerSection(vocab_size=290), TokenizerSection(vocab_size=290, case_operators=True)]
     for config in [*configs, TokenizerSection(kind="char")]:
         tokens = tokens_of(tmp_path, rows, config)
         assert len(tokens.tokenizer) == (290 if config.kind == "bpe" else 262)
-        assert (
-            tokens.tokenizer.chat_template == CHAT_TEMPLATE.strip() or tokens.tokenizer.chat_template == CHAT_TEMPLATE
-        )
-        answer = tokens.train.tokens[: tokens.train.piece_tokens[0]][
-            tokens.train.is_target[: tokens.train.piece_tokens[0]] == 1
-        ]
+        assert tokens.tokenizer.chat_template.strip() == CHAT_TEMPLATE.strip()
+        end = tokens.train.piece_tokens[0]
+        answer = tokens.train.tokens[:end][tokens.train.is_target[:end] == 1]
         assert tokens.tokenizer.decode(answer) == "the NUMBER 1 é<|end|>"
         again = tokens_of(tmp_path, rows, config)
         assert again.is_hit and again.train.is_target.tolist() == tokens.train.is_target.tolist()
@@ -258,18 +224,14 @@ def test_pretrained_tokenizer_without_a_template_gets_one_and_another_template_i
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
     chatml_tokenizer().save_pretrained(tmp_path / "chatml")
-    chatml_tokenizer(UNTAGGED.replace("assistant\\n' }}{%- endif", "assistant\\n' }} {%- endif")).save_pretrained(
-        tmp_path / "other"
-    )
+    spaced = UNTAGGED.replace("assistant\\n' }}{%- endif", "assistant\\n' }} {%- endif")
+    chatml_tokenizer(spaced).save_pretrained(tmp_path / "other")
     with caplog.at_level("INFO", "hfgolf"):
         bare, chatml, other = (
-            tokens_of(tmp_path, CONVERSATIONS, TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / name)))
-            for name in ("bare", "chatml", "other")
+            tokens_of(tmp_path, CONVERSATIONS, pretrained(tmp_path / name)) for name in ("bare", "chatml", "other")
         )
     assert "has no chat template; it gets one, with <|system|>, <|user|>, <|assistant|>, <|end|> in" in caplog.text
-    assert set(CHAT_TOKENS) <= set(bare.tokenizer.get_vocab()) and not set(CHAT_TOKENS) & set(
-        chatml.tokenizer.get_vocab()
-    )
+    assert {*CHAT_TOKENS} <= {*bare.tokenizer.get_vocab()} and {*CHAT_TOKENS}.isdisjoint(chatml.tokenizer.get_vocab())
     assert chatml.path != other.path and not other.is_hit
     assert "targets: the assistant's tokens" in caplog.text
 
@@ -280,9 +242,7 @@ def test_of_several_templates_the_default_is_used_and_exported(tmp_path):
     expected = ConversationEncoder(tokenizer).encode([("a", messages)]).ids.tolist()
     tokenizer.chat_template = {"default": UNTAGGED, "tool_use": "{{ messages }}"}
     tokenizer.save_pretrained(tmp_path / "several")
-    tokens = tokens_of(
-        tmp_path, [messages], TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "several"))
-    )
+    tokens = tokens_of(tmp_path, [messages], pretrained(tmp_path / "several"))
     assert tokens.train.tokens.tolist() == expected
     assert isinstance(tokens.tokenizer.chat_template, dict)
     exported = supporting_files(build_tiny()[0], tokens.tokenizer)
@@ -290,7 +250,7 @@ def test_of_several_templates_the_default_is_used_and_exported(tmp_path):
     tokenizer.chat_template = {"tool_use": UNTAGGED}
     tokenizer.save_pretrained(tmp_path / "none")
     with pytest.raises(UserError, match=r"data\.messages_column: the tokenizer has no chat template") as caught:
-        tokens_of(tmp_path, [messages], TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "none")))
+        tokens_of(tmp_path, [messages], pretrained(tmp_path / "none"))
     assert "\n" not in str(caught.value)
 
 
@@ -300,8 +260,12 @@ def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
         tokens = tokens_of(tmp_path, rows)
     assert len(tokens.train.piece_tokens) == 2
     assert "train: skipped 1 of 3 conversations without an assistant's turn" in caplog.text
-    with pytest.raises(UserError, match=r"split of data\.source files is empty"):
-        tokens_of(tmp_path / "other", [[message("user", "Hello?")]])
+    for turn in ([], [message("assistant", "b") | {"weight": 0}]):
+        with pytest.raises(UserError, match="no document has a turn of the assistant to learn in"):
+            tokens_of(tmp_path / f"other{len(turn)}", [[message("user", "Hello?"), *turn]])
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"data\.messages_column: .*a\.txt has no columns"):
+        load_tokens(section([str(tmp_path / "a.txt")], tmp_path), BYTE)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +278,10 @@ def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
         ([message("user", "a"), {"role": "assistant", "content": [{"text": "b"}]}], "has list as content of message 1"),
         ([{"from": "human", "value": 3}], "has int as value of message 0, not text"),
         ([message("assistant", "half \ud83d")], "holds half of a surrogate pair ('\\ud83d' at character 5)"),
-        *(([message(role, "a")], f"has role {role!r} in message 0; allowed: system, user") for role in ROLES_REFUSED),
+        *(
+            ([message(role, "a")], f"has role {role!r} in message 0; allowed: system, user")
+            for role in ("tool", "ASSISTANT", "assistant ")
+        ),
         *(
             (
                 [message("user", "a"), message("assistant", "b") | {key: value}],
@@ -327,7 +294,7 @@ def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
                 [message("user", "a"), message("assistant", "b") | {"weight": weight}],
                 f"has weight {weight!r} in message 1",
             )
-            for weight in (2, -1, 0.5, "0", False, [0])
+            for weight in (-1, 0.5, "0", False, [0])
         ),
         ([message("user", "a") | {"weight": 1}, message("assistant", "b")], "has weight 1 in message 0 of user"),
     ],
@@ -360,9 +327,8 @@ def test_row_that_is_no_conversation_is_one_line(tmp_path, row, problem):
 )
 def test_template_that_does_not_show_the_answers_is_one_line(tmp_path, template, problem):
     chatml_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
-    config = TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "tokenizer"))
     with pytest.raises(UserError) as caught:
-        tokens_of(tmp_path, CONVERSATIONS, config)
+        tokens_of(tmp_path, CONVERSATIONS, pretrained(tmp_path / "tokenizer"))
     assert problem in str(caught.value) and "jsonl#0" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -374,6 +340,11 @@ def test_template_that_does_not_show_the_answers_is_one_line(tmp_path, template,
             "data.messages_column requires data.source hub or files, and data.split documents",
         ),
         (["data.source=files", "data.files=[a]", "data.messages_column=a", "data.ids_column=b"], "are both set"),
+        (["data.ids_column=ids"], "data.ids_column requires data.source hub or files, and data.split documents"),
+        (["data.source=files", "data.files=[a]", "data.ids_column=ids", "train.max_steps=1"], "has only tokens; set"),
+        (["data.source=shards"], "data.files is empty, but data.source is shards"),
+        (["data.source=shards", "data.files=[a.bin]"], "data.val_files is empty, but data.source is shards"),
+        (["data.separator_id=1"], "data.val_bytes_files and data.separator_id require data.source shards"),
         (["tokenizer.vocab_size=260"], "tokenizer.vocab_size: 260 is too small for data.messages_column"),
         (["golf.forecast_every_steps=5"], "golf.forecast_every_steps do not go with data.messages_column"),
         (
@@ -390,16 +361,8 @@ def test_options_that_do_not_go_together_are_one_line(options, problem):
     assert problem in str(caught.value)
 
 
-def test_files_without_columns_and_text_tools_are_one_line(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    data = DataSection(source="files", files=[str(tmp_path / "a.txt")], messages_column="m", cache_dir=str(tmp_path))
-    with pytest.raises(UserError, match=r"data\.messages_column: .*a\.txt has no columns"):
-        load_tokens(data, BYTE)
-
-
 def test_pieces_are_the_text_of_the_messages(tmp_path):
-    files = write_rows(tmp_path / "rows", CONVERSATIONS * 5)
-    data = DataSection(source="files", files=[files], messages_column="messages", cache_dir=str(tmp_path))
+    data = section([write_rows(tmp_path / "rows", CONVERSATIONS * 5)], tmp_path)
     pieces = load_corpus(data).write_pieces(tmp_path / "pieces")
     assert {*pieces["train"]["text"], *pieces["val"]["text"]} == {
         "".join(message["content"] for message in messages) for messages in CONVERSATIONS
@@ -417,29 +380,3 @@ def test_answers_stop_at_the_end_of_a_turn():
         assert stop_ids(tokenizer) == [END_OF_TEXT]
         with pytest.raises(UserError, match="The conversation does not fit the chat template: "):
             ConversationEncoder(tokenizer).encode_prompt([{"role": "user", "content": "a"}])
-
-
-SCRIPT = """
-import json, sys
-from hfgolf.config.sections import DataSection, TokenizerSection
-from hfgolf.data.token_cache import load_tokens
-data = DataSection(
-    source="hub", hub_name="somebody/chat", streaming=True, messages_column="messages", cache_dir=sys.argv[1],
-    val_fraction=0.3,
-)
-tokens = load_tokens(data, TokenizerSection(kind="byte"))
-print(json.dumps([[stream.tokens.tolist(), stream.is_target.tolist()] for stream in (tokens.train, tokens.val)]))
-"""
-
-
-@pytest.mark.slow
-def test_hub_dataset_with_messages(tmp_path):
-    rows = [[message("user", f"question {number}"), message("assistant", f"answer {number}")] for number in range(40)]
-    said = said_with_dataset("somebody/chat", {"messages": rows}, SCRIPT, tmp_path)
-    answers = []
-    for ids, is_target in json.loads(said):
-        answered = np.array(ids)[np.array(is_target) == 1]
-        answers += [
-            bytes(part[part != END].tolist()) for part in np.split(answered, np.flatnonzero(answered == END) + 1)
-        ]
-    assert sorted(filter(None, answers)) == sorted(f"answer {number}".encode() for number in range(40))

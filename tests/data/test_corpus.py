@@ -10,11 +10,7 @@ import hashlib
 import http.server
 import json
 import lzma
-import os
 import random
-import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,13 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from dataset_hub import serving_dataset
 
 from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data import corpus as corpus_module
 from hfgolf.data import documents as documents_module
-from hfgolf.data import downloads as downloads_module
-from hfgolf.data import files as files_module
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter
 from hfgolf.data.token_cache import load_tokens
@@ -80,8 +73,7 @@ def test_text_files_are_read_byte_for_byte(tmp_path, write, files_config, ending
     assert documents == {"train": [name + awkward for name in ("a.txt", "b.md", "c.log")], "val": [awkward]}
 
 
-@pytest.mark.parametrize("ending", CODECS)
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize(("kind", "ending"), [("jsonl", ".zst"), ("csv", ".xz"), ("parquet", ""), ("parquet", ".bz2")])
 def test_rows_are_documents(tmp_path, write, files_config, kind, ending, awkward):
     texts = [awkward, "", 'a "quoted", text', None, "last"]
     if kind == "jsonl":
@@ -130,37 +122,26 @@ def test_url_is_downloaded_once(tmp_path, write, files_config, awkward):
     with serving(tmp_path / "text") as address:
         data = files_config(f"{address}/a.txt.gz", val_files=[val])
         assert read(data, tmp_path) == {"train": [awkward], "val": ["validation"]}
-        table = f"{address}/rows.jsonl.gz"
+        table = f"{address}/rows.jsonl.gz?download=1"  # the ending is that of the path
         assert read(files_config(table, val_files=[val]), tmp_path)["train"] == ["one", "two"]
         assert f"{address}/nothing.txt" in fails(files_config(f"{address}/nothing.txt", val_files=[val]), tmp_path)
     assert read(data, tmp_path)["train"] == [awkward]  # from the copy: the server is gone
 
 
 class ShortAnswer(http.server.BaseHTTPRequestHandler):
-    """Promise 1,000 bytes, then send the first 400 at once, or all of them one at a time."""
-
-    trickles = False
+    """Promise 1,000 bytes, and send the first 400."""
 
     def do_GET(self) -> None:
         self.send_response(200)
         self.send_header("Content-Length", "1000")
         self.end_headers()
-        with contextlib.suppress(OSError):  # the client is gone
-            for _ in range(600 if self.trickles else 0):
-                self.wfile.write(b"x")
-                time.sleep(0.01)
-            self.wfile.write(b"x" * 400)
+        self.wfile.write(b"x" * 400)
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("trickles", "reason"), [(False, "ended 600 bytes before the end"), (True, "only .* bytes arrived in 0.05 s")]
-)
-def test_truncated_download_is_discarded(tmp_path, write, files_config, monkeypatch, trickles, reason):
-    monkeypatch.setattr(ShortAnswer, "trickles", trickles)
-    monkeypatch.setattr(downloads_module, "DOWNLOAD_TIMEOUT_SECONDS", 0.05 if trickles else 5)
+def test_truncated_download_is_discarded(tmp_path, write, files_config):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ShortAnswer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/a.txt"
@@ -169,7 +150,7 @@ def test_truncated_download_is_discarded(tmp_path, write, files_config, monkeypa
         (folder / "a.txt.123.part").write_text("of a process that was killed")
         message = fails(files_config(url, val_files=[write("val.txt", "v")]), tmp_path)
         server.shutdown()
-    assert re.search(reason, message) and url in message
+    assert "ended 600 bytes before the end" in message and url in message
     assert [path.name for path in folder.iterdir()] == ["download.lock"]
 
 
@@ -197,62 +178,19 @@ def test_file_changed_while_read_is_rejected(tmp_path, write, files_config, name
         corpus.write_pieces(tmp_path / "pieces")
 
 
-def test_unreadable_file_is_one_line(tmp_path, write, files_config, monkeypatch):
-    path = write("a.txt", "text")
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(corpus_module, "file_hashes", refuse)
-    assert f"cannot read {path} (Permission denied)" in fails(files_config(path), tmp_path)
-
-
-def test_hub_name_may_be_a_folder(tmp_path, write):
-    write("data.jsonl", "".join(json.dumps({"text": f"document {row}"}) + "\n" for row in range(40)))
-    data = DataSection(source="hub", hub_name=str(tmp_path / "text"), val_fraction=0.3)
-    documents = read(data, tmp_path)
-    assert sorted(documents["train"] + documents["val"]) == sorted(f"document {row}" for row in range(40))
-    assert documents["train"] and documents["val"]
-
-
 def test_streamed_and_downloaded_datasets_have_the_same_documents(tmp_path, write, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "copies")
     write("data.jsonl", "".join(json.dumps({"text": f"document {row}"}) + "\n" for row in range(40)))
     for settings in ({}, {"max_documents": 20}, {"split": "contiguous"}):
-        both = [
-            DataSection(
-                source="hub", hub_name=str(tmp_path / "text"), val_fraction=0.3, streaming=streaming, **settings
-            )
-            for streaming in (True, False)
-        ]
+        hub = {"source": "hub", "hub_name": str(tmp_path / "text"), "val_fraction": 0.3, **settings}  # a folder here
+        both = [DataSection(streaming=streaming, **hub) for streaming in (True, False)]
         streamed = read(both[0], tmp_path)
         assert settings or not list((tmp_path / "copies").rglob("*.arrow"))
         assert streamed == read(both[1], tmp_path) and list((tmp_path / "copies").rglob("*.arrow"))
         assert load_corpus(both[0]).identity == load_corpus(both[1]).identity
-
-
-_STREAM = """
-import json, os, sys
-from hfgolf.config.sections import DataSection, TokenizerSection
-from hfgolf.data.token_cache import load_tokens
-data = DataSection(source="hub", hub_name="somebody/texts", streaming=True, cache_dir=sys.argv[1], val_fraction=0.3)
-tokens = load_tokens(data, TokenizerSection(kind="byte"))
-copies = [name for _, _, names in os.walk(os.environ["HF_DATASETS_CACHE"]) for name in names if ".arrow" in name]
-print(json.dumps([len(tokens.train) + len(tokens.val), copies]))
-"""
-
-
-@pytest.mark.slow
-def test_hub_client_streams_a_dataset(tmp_path):
-    texts = [f"document {row}" for row in range(40)]
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    environment = {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_CACHE": str(tmp_path / "copies")}
-    with serving_dataset("somebody/texts", {"train.jsonl": rows.encode()}) as endpoint:
-        environment |= {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-c", _STREAM, str(tmp_path / "cache")]
-        process = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout.splitlines()[-1]) == [sum(map(len, texts)) + len(texts), []]
+        if "split" not in settings:
+            expected = sorted(f"document {row}" for row in range(settings.get("max_documents", 40)))
+            assert streamed["val"] and sorted(streamed["train"] + streamed["val"]) == expected
 
 
 def test_interrupted_stream_is_one_line_and_leaves_no_files(tmp_path, monkeypatch):
@@ -272,13 +210,6 @@ def test_interrupted_stream_is_one_line_and_leaves_no_files(tmp_path, monkeypatc
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [tmp_path / "cache" / "build.lock"]
 
 
-def test_unreachable_hub_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    message = fails(DataSection(source="hub", hub_name="nobody/nothing", cache_dir=str(tmp_path)), tmp_path)
-    assert "nobody/nothing" in message
-
-
 def test_hash_split_of_a_document_does_not_depend_on_the_others(tmp_path, write, files_config):
     for number in range(60):
         write(f"{number}.txt", f"document {number}")
@@ -293,16 +224,12 @@ def test_hash_split_of_a_document_does_not_depend_on_the_others(tmp_path, write,
     assert set(documents["train"]) <= set(grown["train"]) and set(documents["val"]) <= set(grown["val"])
 
 
-@pytest.mark.parametrize("fraction", [0.1, 0.25])
-def test_contiguous_split_holds_out_the_last_characters(tmp_path, write, files_config, fraction):
+def test_contiguous_split_holds_out_the_last_characters(tmp_path, write, files_config):
     text = "".join(f"{number} 你好\r\n" for number in range(9000))
     path = write("a.txt", text)
-    cut = int(len(text) * (1 - fraction))
-    documents = read(files_config(path, split="contiguous", val_fraction=fraction), tmp_path)
+    cut = int(len(text) * 0.9)
+    documents = read(files_config(path, split="contiguous", val_fraction=0.1), tmp_path)
     assert documents == {"train": [text[:cut]], "val": [text[cut:]]}
-
-
-def test_contiguous_split_cuts_inside_a_document(tmp_path, write, files_config):
     paths = [write("a.txt", "a" * 50), write("b.txt", "b" * 50)]
     documents = read(files_config(*paths, split="contiguous", val_fraction=0.25), tmp_path)
     assert documents == {"train": ["a" * 50, "b" * 25], "val": ["b" * 25]}
@@ -341,12 +268,6 @@ def test_pieces_do_not_depend_on_read_chunks(tmp_path, write, files_config, monk
     assert load_corpus(data).write_pieces(tmp_path / "blocks")["train"]["text"][:] == whole
 
 
-def test_max_documents(tmp_path, write, files_config):
-    rows = write("rows.jsonl", "".join(json.dumps({"text": f"document {row}"}) + "\n" for row in range(40)))
-    documents = read(files_config(rows, val_fraction=0.3, max_documents=20), tmp_path)
-    assert sorted(documents["train"] + documents["val"]) == sorted(f"document {row}" for row in range(20))
-
-
 def test_python_stdlib_is_real_text_and_split_by_file(tmp_path):
     corpus = load_corpus(DataSection(cache_dir=str(tmp_path)))
     names = [name for name, _, _ in corpus.identity["files"]]
@@ -378,39 +299,31 @@ def test_not_utf8_names_file_and_offset(tmp_path, write, files_config, content, 
     assert path in message and f"byte {offset}:" in message
 
 
-def test_bad_input_is_one_clear_line(tmp_path, write, files_config):
+def test_bad_input_is_one_clear_line(tmp_path, write, files_config, monkeypatch):
     assert "nothing*.txt" in fails(files_config(f"{tmp_path}/nothing*.txt"), tmp_path)
     assert "empty.txt" in fails(files_config(write("empty.txt", "")), tmp_path)
     assert "empty.txt.gz" in fails(files_config(write("empty.txt.gz", gzip.compress(b""))), tmp_path)
     assert "broken.txt.gz" in fails(files_config(write("broken.txt.gz", gzip.compress(b"text" * 99)[:-9])), tmp_path)
-    assert "broken.jsonl" in fails(files_config(write("broken.jsonl", '{"text": "a"}\n{"text": ')), tmp_path)
-    assert "numbers.jsonl" in fails(files_config(write("numbers.jsonl", '{"text": 1}\n')), tmp_path)
-    one = write("one.txt", "text")
     message = fails(files_config(write("one.jsonl", '{"text": "a"}\n')), tmp_path)
     assert "split" in message and "contiguous" in message and "data.val_files" in message
-    assert "train" in fails(files_config(one, val_files=[one]), tmp_path)
-
-
-def test_uncreatable_cache_folder_is_one_line(write, files_config):
     path = write("a.txt", "text")
-    with pytest.raises(UserError, match="cache_dir"):
-        files_module.cache_folder(files_config(path, cache_dir=path + "/below"))
+    assert "data.cache_dir: cannot create" in fails(files_config(path, cache_dir=path + "/below"), tmp_path)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(corpus_module, "file_hashes", refuse)
+    assert f"cannot read {path} (Permission denied)" in fails(files_config(path), tmp_path)
 
 
 @pytest.mark.parametrize("names", [["one.txt"], ["a.txt", "b.txt"]])
-def test_text_files_too_few_to_divide_by_name_are_cut(tmp_path, names):
+def test_text_files_too_few_to_divide_by_name_are_cut(tmp_path, write, files_config, names):
     """Validates on the last characters, instead of asking for another split."""
     text = "".join(f"{number}\n" for number in range(400))
-    for name in names:
-        (tmp_path / name).write_text(text)
-    data = DataSection(
-        source="files", files=[str(tmp_path / name) for name in names], cache_dir=str(tmp_path / "cache")
-    )
-    corpus = load_corpus(data)
-    pieces = corpus.write_pieces(tmp_path / "pieces")
-    written = {split: "".join(pieces[split]["text"]) for split in ("train", "val")}
+    data = files_config(*(write(name, text) for name in names))
+    assert load_corpus(data).identity["split"] == "contiguous"
+    written = {split: "".join(documents) for split, documents in read(data, tmp_path).items()}
     whole = text * len(names)
-    assert corpus.identity["split"] == "contiguous"
     assert written["train"] + written["val"] == whole
     assert len(written["val"]) == len(whole) - int(0.95 * len(whole))
 
@@ -419,8 +332,8 @@ def test_text_files_too_few_to_divide_by_name_are_cut(tmp_path, names):
     ("train", "val", "options", "reason"),
     [
         ("a.jsonl", "a.jsonl", {}, "The train split .* empty: every file in data.files is also in data.val_files"),
-        ("empty.jsonl", "a.jsonl", {}, r"The train split .* empty: no row .* has text in .*; .* in data\.files"),
-        ("a.jsonl", "empty.jsonl", {}, r"The validation split .* no row .* has text in .*; .* data\.val_files"),
+        ("empty.jsonl", "a.jsonl", {}, r"The train split .* empty: no document has text in .*; .* in data\.files"),
+        ("a.jsonl", "empty.jsonl", {}, r"The validation split .* no document has text in .*; .* data\.val_files"),
         ("a.jsonl", "b.jsonl", {"max_documents": 1}, "The validation split .* or data.max_documents 1 ends before one"),
     ],
 )
@@ -430,3 +343,10 @@ def test_empty_split_names_the_cause_that_was_checked(write, files_config, tmp_p
     data = files_config(str(tmp_path / "text" / train), val_files=[str(tmp_path / "text" / val)], **options)
     with pytest.raises(UserError, match=reason):
         load_corpus(data).write_pieces(tmp_path / "pieces")
+
+
+def test_unreachable_hub_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    data = DataSection(source="hub", hub_name="nobody/nothing", cache_dir=str(tmp_path))
+    assert "nobody/nothing" in fails(data, tmp_path)

@@ -66,7 +66,7 @@ def test_just_written_file_is_not_cached(text, note, monkeypatch):
     assert is_read(text, note, monkeypatch) and is_read(text, note, monkeypatch)
 
 
-@pytest.mark.parametrize("damage", ["", '{"a": ', "[1, 2]", "\udcff", "null", "entries"])
+@pytest.mark.parametrize("damage", ["", "[1, 2]", "\udcff", "null", "entries"])
 def test_damaged_cache_of_hashes_is_rewritten(text, note, monkeypatch, damage):
     is_read(text, note, monkeypatch)
     entries = json.dumps({str(text): {"sha256": "none"}, "other": None})

@@ -22,26 +22,23 @@ BYTE = TokenizerSection(kind="byte")
 END = 256
 
 
-def stream_of(documents: list[list[bytes]]) -> TokenStream:
+def stream_of(documents: list[list[bytes]], pieces_per_chunk: int) -> TokenStream:
     """Return a stream of documents, each of some pieces."""
     pieces = [
-        ([END] * (number == 0) + list(text), len(text))
+        np.array([END] * (number == 0) + [*text], np.uint16)
         for document in documents
         for number, text in enumerate(document)
     ]
-    tokens = np.array([number for ids, _ in pieces for number in ids], np.uint16)
-    counts, sizes = (
-        np.array(column, np.uint32) for column in zip(*((len(ids), size) for ids, size in pieces), strict=True)
-    )
-    content = tokens.tobytes()
-    chunks = np.array_split(np.frombuffer(content, np.uint16), 2)
-    return TokenStream(tuple(chunks), counts, sizes, Path("unused"), content, 257)
+    sizes = np.array([len(text) for document in documents for text in document], np.uint32)
+    chunks = [np.concatenate(pieces[i : i + pieces_per_chunk]) for i in range(0, len(pieces), pieces_per_chunk)]
+    counts = np.array([len(piece) for piece in pieces], np.uint32)
+    return TokenStream(tuple(chunks), counts, sizes, Path("unused"), b"", 257)
 
 
 @pytest.mark.parametrize("pieces_at_once", [1, 2, 3, 7, 1000])
 def test_overlap_is_what_sets_of_documents_say(monkeypatch, pieces_at_once):
     """Documents of several pieces, of no token but their separator, and like others but for one token."""
-    monkeypatch.setattr(overlap, "_PIECES", pieces_at_once)
+    monkeypatch.setattr(overlap, "_AT_ONCE", pieces_at_once)
     rng = random.Random(pieces_at_once)
     texts = [[bytes(rng.choices(b"ab", k=rng.randrange(1, 9))) for _ in range(rng.randrange(1, 4))] for _ in range(60)]
     texts += [[b"", b"x" * 40], [b"x" * 40], [b"x" * 7 + b"y" + b"x" * 32], [b""]]
@@ -49,7 +46,7 @@ def test_overlap_is_what_sets_of_documents_say(monkeypatch, pieces_at_once):
         train, val = rng.choices(texts, k=rng.randrange(1, 40)), rng.choices(texts, k=rng.randrange(1, 40))
         trained = {b"".join(document) for document in train}
         both = [text for text in map(b"".join, val) if text in trained]
-        counted = count_overlap(stream_of(train), stream_of(val), END)
+        counted = count_overlap(stream_of(train, pieces_at_once), stream_of(val, 2), END)
         assert (counted["val_documents"], counted["val_documents_in_train"]) == (len(val), len(both))
         all_bytes = sum(map(len, map(b"".join, val)))
         assert counted["val_share_in_train"] == pytest.approx(sum(map(len, both)) / max(1, all_bytes))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from dataset_hub import said_with_dataset
 from datasets import Dataset
 
-from hfgolf.config.parse import load_config
 from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.evaluate.token_bytes import bytes_per_token
-from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
 
 END = 256
@@ -50,7 +46,7 @@ def documents(stream: Any) -> list[list[int]]:
     return [part[1:].tolist() for part in np.split(stream.tokens, np.flatnonzero(stream.tokens == END))[1:]]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "disk"])
+@pytest.mark.parametrize("kind", ["parquet", "disk"])
 def test_rows_are_documents_and_their_bytes_those_of_the_decoded_text(tmp_path, kind):
     tokens = tokens_of(tmp_path, ROWS, kind)
     train, val = documents(tokens.train), documents(tokens.val)
@@ -89,7 +85,7 @@ def test_ids_that_the_tokenizer_would_not_make_are_told(tmp_path):
             ["some text"] * 9,
             "'input_ids' holds text, not a list of token ids; name a column of text by data.text_column",
         ),
-        ([[65]], "split of data.source files is empty: too few documents"),
+        ([[65]], "split of data.source files is empty: too few documents have token ids"),
     ],
 )
 def test_fault_is_one_line(tmp_path, rows, message):
@@ -108,54 +104,3 @@ def test_missing_column_and_files_without_columns_are_one_line(tmp_path):
         load_tokens(DataSection(files=[str(tmp_path / "a.txt")], ids_column="ids", **data), BYTE)
     with pytest.raises(UserError, match="ids_column input_ids holds tokens, not text"):
         load_corpus(DataSection(files=files, ids_column="input_ids", **data)).write_pieces(tmp_path / "text")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--data.ids_column=ids"], "data.ids_column requires data.source hub or files, and data.split documents"),
-        (
-            ["--data.ids_column=ids", "--data.source=files", "--data.files=[a.jsonl]", "--train.max_steps=1"],
-            "tokenizer.kind: bpe is trained on text, but data.ids_column has only tokens; set pretrained",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_reported_before_reading(options, message):
-    with pytest.raises(UserError) as caught:
-        load_config(options)
-    assert message in str(caught.value)
-
-
-SCRIPT = """
-import json, sys
-from hfgolf.config.sections import DataSection, TokenizerSection
-from hfgolf.data.token_cache import load_tokens
-data = DataSection(
-    source="hub", hub_name="somebody/tokens", streaming=True, ids_column="input_ids", cache_dir=sys.argv[1],
-    val_fraction=0.3,
-)
-tokens = load_tokens(data, TokenizerSection(kind="byte"))
-print(json.dumps([tokens.train.tokens.tolist(), tokens.val.tokens.tolist()]))
-"""
-
-
-@pytest.mark.slow
-def test_hub_dataset_with_ids(tmp_path):
-    said = said_with_dataset("somebody/tokens", {"input_ids": ROWS}, SCRIPT, tmp_path)
-    train, val = json.loads(said)
-    parts = [part for ids in (train, val) for part in np.split(ids, np.flatnonzero(np.array(ids) == END))[1:]]
-    assert sorted(part[1:].tolist() for part in parts) == sorted(ROWS)
-
-
-@pytest.mark.slow
-def test_training_on_ids_matches_training_on_text(run, tiny_run, tmp_path):
-    config = load_config(tiny_run()).config
-    text = load_tokens(config.data, config.tokenizer)
-    options: dict[str, Any] = {"data__source": "files", "data__ids_column": "input_ids"}
-    for name, key, stream in (("train", "files", text.train), ("val", "val_files", text.val)):
-        rows = [part.tolist() for part in np.split(stream.tokens, np.flatnonzero(stream.tokens == END))[1:]]
-        options[f"data__{key}"] = write_rows(tmp_path / "rows", "parquet", rows, name)
-    folders = [run(tiny_run(run__name="text")), run(tiny_run(run__name="ids", **options))]
-    text_rows, id_rows = (read_rows(folder / "metrics.jsonl") for folder in folders)
-    for column in ("train_losses", "sample_hashes", "val_loss", "val_bits_per_byte", "val_bytes", "val_tokens"):
-        assert [row.get(column) for row in id_rows] == [row.get(column) for row in text_rows], column

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf.config.parse import load_config
 from hfgolf.config.sections import DataSection, TokenizerSection
-from hfgolf.data.batches import block_starts
+from hfgolf.data.corpus import load_corpus
 from hfgolf.data.shards import ShardStream, open_shard
-from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.data.token_cache import load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.run.metrics import read_rows
@@ -39,39 +41,6 @@ def write_shard(
     first[:3] = magic, version, len(values) if count is None else count
     path.write_bytes((first.tobytes() if header else b"") + values.tobytes())
     return path
-
-
-@pytest.fixture
-def text_tokens(tiny_run) -> TokenCache:
-    config = load_config(tiny_run()).config
-    return load_tokens(config.data, config.tokenizer)
-
-
-def shard_options(folder: Path, tokens: TokenCache, header: bool, ending: str = "bin") -> dict[str, Any]:
-    """Write the tokens of a text as three training shards and two of validation; return the options to read them."""
-    for name, stream, cuts in (("train", tokens.train, [1000, 1001]), ("val", tokens.val, [777])):
-        for number, part in enumerate(np.split(np.asarray(stream.tokens), cuts)):
-            path = folder / f"{name}_{number:06d}.{ending}"
-            np.save(path, part) if ending == "npy" else write_shard(path, part, header)
-    return {
-        "data__source": "shards",
-        "data__files": folder / f"train_*.{ending}",
-        "data__val_files": folder / f"val_*.{ending}",
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("header", "ending"), [(True, "bin"), (False, "bin"), (False, "npy")], ids=["with header", "nanoGPT's", "NumPy's"]
-)
-def test_training_on_shards_matches_training_on_text(run, tiny_run, text_tokens, tmp_path, header, ending):
-    folders = [
-        run(tiny_run(run__name="text")),
-        run(tiny_run(run__name="shards", **shard_options(tmp_path, text_tokens, header, ending))),
-    ]
-    text, shards = (read_rows(folder / "metrics.jsonl") for folder in folders)
-    for column in ("train_losses", "sample_hashes", "val_loss", "val_bits_per_byte", "val_bytes", "val_tokens"):
-        assert [row.get(column) for row in shards] == [row.get(column) for row in text], column
 
 
 def options(folder: Path, **changes: Any) -> DataSection:
@@ -157,25 +126,19 @@ def test_sentencepiece_bytes_follow_the_challenge_rule(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"ids": [1, 2], "version": 2}, "has version 2 in its header; only 1 is known"),
-        ({"ids": [1, 2], "magic": 20240801}, "has version 1 in its header; only 7 is known"),
-        ({"ids": [1, 2], "count": 3}, "states 3 tokens, 1,030 bytes with its header, but has 1,028 bytes"),
-        ({"ids": [1, 2], "count": 1}, "states 1 tokens, 1,026 bytes with its header, but has 1,028 bytes"),
+        ({"version": 2}, "has version 2 in its header; only 1 is known"),
+        ({"magic": 20240801}, "has version 1 in its header; only 7 is known"),
+        ({"magic": 20240521, "version": 7, "dtype": "<u4"}, "has the magic number 20240521 in its header; known are"),
+        ({"count": 3}, "states 3 tokens, 1,030 bytes with its header, but has 1,028 bytes"),
+        ({"count": 1}, "states 1 tokens, 1,026 bytes with its header, but has 1,028 bytes"),
         ({"ids": [], "count": 0}, "states 0 tokens"),
     ],
 )
 def test_wrong_header_is_one_line(tmp_path, content, message):
-    path = write_shard(tmp_path / "train.bin", **content)
+    path = write_shard(tmp_path / "train.bin", **{"ids": [1, 2]} | content)
     with pytest.raises(UserError) as caught:
         open_shard(path)
     assert str(path) in str(caught.value) and message in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("magic", [20240521, 0x4E4A])
-def test_header_of_another_format_is_one_line(tmp_path, magic):
-    path = write_shard(tmp_path / "train.bin", [5, 6], magic=magic, version=7, dtype="<u4")
-    with pytest.raises(UserError, match=f"has the magic number {magic} in its header; known are 20240520 and 20240801"):
-        open_shard(path)
 
 
 LARGE = 128_256  # entries of Llama 3
@@ -183,30 +146,27 @@ RNG = np.random.default_rng(0)
 TEXT_IDS = RNG.zipf(1.2, 5000) % 50_257  # most are small, as those of text
 
 
+RAW: dict[str, Any] = {"header": False}
+SMALL = np.frombuffer(b"plain text of bytes" * 9, np.uint8)
+WIDE = RNG.integers(0, LARGE, 999)
+
+
 @pytest.mark.parametrize(
     ("name", "ids", "vocab_size", "written"),
     [
-        *[
-            ("a.bin", TEXT_IDS, 50_257, {"header": False, "dtype": f"<{kind}"})
-            for kind in ("u2", "u4", "i4", "i8", "u8")
-        ],
-        *[
-            ("a.bin", RNG.integers(0, LARGE, 999), LARGE, {"header": False, "dtype": f"<{kind}"})
-            for kind in ("u4", "i8")
-        ],
-        ("a.bin", np.append(TEXT_IDS, np.zeros(20_000)), 50_257, {"header": False}),  # padding
-        ("a.bin", np.append(TEXT_IDS, np.zeros(20_000)), 50_257, {"header": False, "dtype": "<u4"}),
-        ("a.bin", np.tile(TEXT_IDS, 800), 50_257, {"header": False}),  # sampled
-        ("a.bin", np.append(np.zeros(1_600_000), TEXT_IDS), 50_257, {"header": False, "dtype": "<u4"}),
-        ("a.bin", np.tile(TEXT_IDS, 800), 50_257, {"header": False, "dtype": "<i8"}),
-        ("a.bin", np.frombuffer(b"plain text of bytes" * 9, np.uint8), 257, {"header": False}),
-        ("a.bin", np.frombuffer(b"plain text of bytes" * 9, np.uint8), 257, {"header": False, "dtype": "<u4"}),
-        ("a.bin", [65, 66, 67], 257, {"header": False}),
+        *[("a.bin", TEXT_IDS, 50_257, RAW | {"dtype": f"<{kind}"}) for kind in ("u2", "u4", "i4", "i8", "u8")],
+        *[("a.bin", WIDE, LARGE, RAW | {"dtype": f"<{kind}"}) for kind in ("u4", "i8")],
+        ("a.bin", np.append(TEXT_IDS, np.zeros(20_000)), 50_257, RAW),  # padding
+        ("a.bin", np.append(TEXT_IDS, np.zeros(20_000)), 50_257, RAW | {"dtype": "<u4"}),
+        ("a.bin", np.tile(TEXT_IDS, 800), 50_257, RAW),  # sampled
+        ("a.bin", np.append(np.zeros(1_600_000), TEXT_IDS), 50_257, RAW | {"dtype": "<u4"}),
+        *[("a.bin", SMALL, 257, RAW | {"dtype": kind}) for kind in ("<u2", "<u4")],
+        ("a.bin", [65, 66, 67], 257, RAW),
         ("a.bin", TEXT_IDS, 50_257, {}),
-        ("a.bin", RNG.integers(0, LARGE, 999), LARGE, {"magic": 20240801, "version": 7, "dtype": "<u4"}),
-        ("a.ds", TEXT_IDS, 50_257, {"header": False}),
-        ("a.ds", [1, 0], 50_257, {"header": False, "metadata": "gpt2|2\n2\n0K tokens"}),  # nothing would prove it
-        ("a.ds", [1, 0, 5], 50_257, {"header": False, "dtype": "<u4", "metadata": "org/name|4\n3"}),
+        ("a.bin", WIDE, LARGE, {"magic": 20240801, "version": 7, "dtype": "<u4"}),
+        ("a.ds", TEXT_IDS, 50_257, RAW),
+        ("a.ds", [1, 0], 50_257, RAW | {"metadata": "gpt2|2\n2\n0K tokens"}),  # nothing would prove it
+        ("a.ds", [1, 0, 5], 50_257, RAW | {"dtype": "<u4", "metadata": "org/name|4\n3"}),
     ],
 )
 def test_ids_are_read_by_the_width_that_the_file_states_or_proves(tmp_path, name, ids, vocab_size, written):
@@ -220,31 +180,21 @@ def test_ids_are_read_by_the_width_that_the_file_states_or_proves(tmp_path, name
 
 
 @pytest.mark.parametrize(
-    ("ids", "vocab_size", "dtype", "problem"),
+    ("ids", "vocab_size", "dtype", "found"),
     [
-        (np.zeros(9000), 50_257, "<u2", "all its values are 0"),
-        ([65, 0, 66, 0], 257, "<u2", "read as 32 bits, 100% of 2 values are in the vocabulary"),
-        (
-            np.where(np.arange(5000) % 3, TEXT_IDS, -100),
-            50_257,
-            "<i4",
-            "read as 32 bits, 67% of 5,000 values are in the vocabulary",
-        ),
-        (
-            np.where(np.arange(5000) % 2, TEXT_IDS, -100),
-            50_257,
-            "<i4",
-            "read as 32 bits, 50% of 5,000 values are in the vocabulary",
-        ),
-        (TEXT_IDS, 50_257, ">u2", "its 16-bit ids are big-endian"),
-        (TEXT_IDS, 50_257, ">u4", "every second 16-bit value is 0, but they are not little-endian ids"),
-        (TEXT_IDS, 50_257, ">i8", "every second 16-bit value is 0, but they are not little-endian ids"),
-        (TEXT_IDS, LARGE, "<u2", "its ids have 16 bits, too few for the 128,256 entries of the tokenizer"),
+        (np.zeros(9000), 50_257, "<u2", "as 64 bits 0%, as 32 bits 0%, as 16 bits 0%"),
+        ([65, 0, 66, 0], 257, "<u2", "as 32 bits 100%"),
+        (np.where(np.arange(5000) % 3, TEXT_IDS, -100), 50_257, "<i4", "as 32 bits 67%"),
+        (np.where(np.arange(5000) % 2, TEXT_IDS, -100), 50_257, "<i4", "as 32 bits 50%"),
+        (TEXT_IDS, 50_257, ">u2", "as 16 bits 9.%"),
+        (TEXT_IDS, 50_257, ">u4", "as 32 bits 0%, as 16 bits 9.%"),
+        (TEXT_IDS, 50_257, ">i8", "as 16 bits 9.%"),
+        (TEXT_IDS, LARGE, "<u2", "as 16 bits 100%"),  # too few bits for the vocabulary
     ],
 )
-def test_width_that_nothing_tells_is_refused(tmp_path, ids, vocab_size, dtype, problem):
+def test_width_that_nothing_tells_is_refused(tmp_path, ids, vocab_size, dtype, found):
     path = write_shard(tmp_path / "a.bin", ids, header=False, dtype=dtype)
-    with pytest.raises(UserError, match=f"width of the ids in .*a.bin cannot be told: {problem}; .* as .npy") as caught:
+    with pytest.raises(UserError, match=f"a.bin does not tell the width of its ids: .*{found} of .* as .npy") as caught:
         open_shard(path, vocab_size)
     assert "\n" not in str(caught.value)
 
@@ -254,13 +204,15 @@ def test_width_that_nothing_tells_is_refused(tmp_path, ids, vocab_size, dtype, p
     [
         ("a.bin", np.append(TEXT_IDS, 1).astype("<u4").tobytes()[:-2], "not a whole number of 32-bit ids; write it"),
         ("a.bin", TEXT_IDS.astype("<i8").tobytes()[:-4], "not a whole number of 64-bit ids; write it"),
+        ("a.bin", b"abc", "has 3 bytes, not a whole number of 16-bit ids"),
         ("a.bin", b"", "has 0 bytes, not a whole number of"),
         ("a.npz", b"PK", r"is not a shard; allowed: \.bin, \.npy, \.ds \(rename raw token ids to \.bin\)"),
-        ("a.txt", b"text", "is not a shard; allowed"),
+        ("a.ds", TEXT_IDS.tobytes(), r"a\.ds\.metadata states no bytes per id \(2 or 4\) in its first line"),
     ],
 )
 def test_file_of_another_kind_or_cut_is_one_line(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
+    (tmp_path / "a.ds.metadata").write_text("gpt2\n5000")
     with pytest.raises(UserError, match=problem) as caught:
         open_shard(tmp_path / name, 50_257)
     assert "\n" not in str(caught.value) and name in str(caught.value)
@@ -281,28 +233,14 @@ def test_wide_ids_outside_the_vocabulary_are_rejected_when_read(tmp_path, wrong,
         stream.read(np.array([5000]))
 
 
-def test_metadata_without_a_width_is_one_line(tmp_path):
-    path = write_shard(tmp_path / "a.ds", TEXT_IDS, header=False)
-    (tmp_path / "a.ds.metadata").write_text("gpt2\n5000")
-    with pytest.raises(UserError, match=r"a\.ds\.metadata states no bytes per id \(2 or 4\) in its first line"):
-        open_shard(path, 50_257)
-
-
-def test_numpy_files_are_shards(tmp_path):
-    for name, ids in (("train0", [65, 66]), ("train1", [67]), ("val", [END, 68, 69])):
-        np.save(tmp_path / f"{name}.npy", np.array(ids, np.uint16))
-    files = {"files": [str(tmp_path / "train*.npy")], "val_files": [str(tmp_path / "val.npy")]}
-    tokens = load_tokens(options(tmp_path, **files), BYTE)
-    assert tokens.train.read(np.arange(4)).tolist() == [65, 66, 67, 65]
-    assert (tokens.val.tokens.tolist(), tokens.val.num_bytes) == ([END, 68, 69], 2)
-    assert np.array_equal(pickle.loads(pickle.dumps(tokens.train)).read(np.arange(3)), [65, 66, 67])
-
-
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<u4", "<i4", ">i8", "<u8"])
 def test_numpy_files_state_their_width_and_byte_order(tmp_path, dtype):
-    np.save(tmp_path / "a.npy", np.array([65, 0, 66, 0, 0], dtype))
-    stream = ShardStream((tmp_path / "a.npy",), 257, np.zeros(1), np.zeros(1))
-    assert stream.read(np.arange(5)).tolist() == stream.tokens.tolist() == [65, 0, 66, 0, 0]
+    for name, ids in (("train0", [65, 0, 66, 0, 0]), ("train1", [67]), ("val", [0, 68, 69])):
+        np.save(tmp_path / f"{name}.npy", np.array(ids, dtype))
+    files = {"files": [str(tmp_path / "train*.npy")], "val_files": [str(tmp_path / "val.npy")], "separator_id": 0}
+    tokens = load_tokens(options(tmp_path, **files), BYTE)
+    assert tokens.train.read(np.arange(7)).tolist() == [*tokens.train.tokens, 65] == [65, 0, 66, 0, 0, 67, 65]
+    assert (tokens.val.tokens.tolist(), tokens.val.num_bytes) == ([0, 68, 69], 2)
 
 
 @pytest.mark.parametrize(
@@ -337,13 +275,6 @@ def test_validation_shards_that_also_train_are_told(tmp_path, caplog):
     assert "val.bin has the same content as" in message and "train.bin, which trains" in message
 
 
-def test_partial_token_is_rejected(tmp_path):
-    path = tmp_path / "train.bin"
-    path.write_bytes(b"abc")
-    with pytest.raises(UserError, match="has 3 bytes, not a whole number of 16-bit ids"):
-        open_shard(path)
-
-
 def test_ids_outside_the_vocabulary_are_rejected_when_read(tmp_path):
     write_shard(tmp_path / "train.bin", [65, 66, 300, 67])
     write_shard(tmp_path / "val.bin", [END, 65])
@@ -369,39 +300,30 @@ def test_truncated_shard_is_one_line(tmp_path):
         stream.read(np.array([39_999]))
 
 
-def test_sequential_order_reads_blocks_in_stream_order():
-    assert block_starts(None, np.arange(12), 5, 8).tolist() == [0, 8, 16, 24, 32, 0, 8, 16, 24, 32, 0, 8]
-
-
-def test_run_can_read_sequentially(run, tiny_run, text_tokens, tmp_path):
-    folder = run(tiny_run(**shard_options(tmp_path, text_tokens, True), data__order="sequential"))
-    shuffled = run(tiny_run(run__name="shuffled", **shard_options(tmp_path, text_tokens, True)))
-    hashes = [[h for row in read_rows(f / "metrics.jsonl") for h in row["sample_hashes"]] for f in (folder, shuffled)]
-    assert len(hashes[0]) == 6 and set(hashes[0]).isdisjoint(hashes[1])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data.source", "shards"], "data.files is empty, but data.source is shards"),
-        (["--data.source", "shards", "--data.files", "[a.bin]"], "data.val_files is empty, but data.source is shards"),
-        (["--data.separator_id", "1"], "data.val_bytes_files and data.separator_id require data.source shards"),
-        (
-            ["--data.source=shards", "--data.files=[a.bin]", "--data.val_files=[b.bin]", "--train.max_steps=1"],
-            "tokenizer.kind: bpe is trained on text, but data.source shards has only tokens; set pretrained",
-        ),
-    ],
-)
-def test_missing_shard_options_are_reported_before_reading(arguments, message):
-    with pytest.raises(UserError) as caught:
-        load_config(arguments)
-    assert message in str(caught.value)
-
-
 def test_options_that_need_text_are_rejected(tmp_path):
-    from hfgolf.data.corpus import load_corpus
-
     write_shard(tmp_path / "train.bin", [65] * 9)
     write_shard(tmp_path / "val.bin", [END, 65])
     with pytest.raises(UserError, match="holds tokens, not text"):
         load_corpus(options(tmp_path)).write_pieces(tmp_path / "text")
+
+
+@pytest.mark.slow
+def test_training_on_shards_or_ids_matches_training_on_text(run, tiny_run, tmp_path):
+    config = load_config(tiny_run()).config
+    tokens = load_tokens(config.data, config.tokenizer)
+    for name, stream, cuts in (("train", tokens.train, [1000, 1001]), ("val", tokens.val, [777])):
+        for number, part in enumerate(np.split(np.asarray(stream.tokens), cuts)):
+            write_shard(tmp_path / f"{name}_{number:06d}.bin", part)
+        rows = [part.tolist() for part in np.split(stream.tokens, np.flatnonzero(stream.tokens == END))[1:]]
+        Dataset.from_dict({"input_ids": rows}).to_parquet(tmp_path / f"{name}.parquet")
+    forms: dict[str, dict[str, Any]] = {"text": {}}
+    for source, ending in (("shards", "_*.bin"), ("files", ".parquet")):
+        files = {"data__files": tmp_path / f"train{ending}", "data__val_files": tmp_path / f"val{ending}"}
+        forms[source] = {"data__source": source, **files}
+    forms["files"]["data__ids_column"] = "input_ids"
+    forms["sequential"] = forms["shards"] | {"data__order": "sequential"}
+    logs = [read_rows(run(tiny_run(run__name=name, **form)) / "metrics.jsonl") for name, form in forms.items()]
+    for column in ("train_losses", "sample_hashes", "val_loss", "val_bits_per_byte", "val_bytes", "val_tokens"):
+        text, shards, ids, sequential = ([row.get(column) for row in rows] for rows in logs)
+        assert text == shards == ids, column
+        assert column != "sample_hashes" or {*chain(*sequential)}.isdisjoint(chain(*text))

@@ -9,7 +9,6 @@ import json
 import random
 import subprocess
 import sys
-import zipfile
 from typing import Any
 
 import pyarrow as pa
@@ -72,8 +71,7 @@ def read(tmp_path):
         ("a.json", '[\n {"text": "one"},\n {"text": null},\n {"text": "two"}]\n', ["one", "two"]),
         ("a.json", '{\n "text": "one"\n}\n{"text":"two"} {"text":"three"}', ["one", "two", "three"]),
         ("a.json", " [ ] ", []),
-        ("a.jsonl", '{"text": "a", "n": NaN, "d": ' + "9" * 9999 + "}\n", ["a"]),
-        ("a.jsonl", '{"text": "a", "b": {"c": 1, "c": 2}, "b": 1, "d": "\\ud800"}\n', ["a"]),
+        ("a.jsonl", '{"text": "a", "n": NaN, "d": "\\ud800"}\n', ["a"]),
         ("a.jsonl", '{"text": "\\ud83c\\udf0d \\u0000 \\r"}\n', ["🌍 \0 \r"]),
         ("a.jsonl", '{"x": 1}\n{"text": "a"}\n{"text": null}\n{}\n', ["a"]),
         ("a.jsonl", '{"text": "a", "id": 1, "source": "b", "model": "c", "messages": [{"role": "user"}]}\n', ["a"]),
@@ -92,11 +90,7 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.csv", "text\nfirst,\n", "row 0 (line 2) has 2 fields, but the header has 1"),
         ("t.csv", 'text,label\n"Hello, she said,pos\n"next",neg\n', "row 0 (line 2) cannot be read: something follows"),
         ("t.csv", 'text,label\nok,pos\n"open,pos\nnext,neg\n', "row 1 (line 3) cannot be read: a double quote opens"),
-        (
-            "t.csv",
-            "text;label\na;pos\n",
-            "its first line is the header and names text;label. Set",
-        ),
+        ("t.csv", "text;label\na;pos\n", "its first line is the header and names text;label. Set"),
         ("t.csv", "text\tlabel\na\tpos\n", "or separate the fields by commas"),
         (
             "t.csv",
@@ -116,24 +110,20 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
             "is UTF-16, not UTF-8; convert it with `iconv -f UTF-16",
         ),
         ("t.tsv", "text\tlabel\na\tb\tc\n", "row 0 (line 2) has 3 fields, but the header has 2"),
-        ("t.tsv", 'text\tlabel\n"a\nb"\tpos\n', "row 0 (line 2) has 1 field, but the header has 2"),
         ("t.tsv", "text,label\na,b\n", "or separate the fields by tabs"),
         (
             "t.jsonl",
             '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n',
             "row 1 (line 3) cannot be read: Expecting ',' delimiter",
         ),
-        ("t.jsonl", '{"text": "a"}\n{"text": "b\n"}\n', "row 1 (line 2) cannot be read: Invalid control character."),
         ("t.jsonl", '{"text": "a"}\n{"text": "b', "row 1 (line 2) cannot be read: Unterminated string"),
         ("t.jsonl", '{"text": "a"}\nnot json\n', "row 1 (line 2) cannot be read: Expecting value"),
         ("t.jsonl", '{"text": "a"}\n"b"\n', "row 1 (line 2) cannot be read: it is 'b', not an object with columns"),
         ("t.jsonl", '{"text": "a"}\n\n{"text": 7}\n', "row 1 (line 3): 'text' holds a number, not text"),
-        ("t.jsonl", '{"text": true}\n', "row 0 (line 1): 'text' holds true or false, not text"),
-        ("t.jsonl", '{"text": "a", "text": "b"}\n', "row 0 (line 1) has 'text' twice"),
+        ("t.jsonl", '{"text": "a", "text": "b"}\n', "row 0 (line 1) cannot be read: 'text' appears twice in an object"),
+        ("t.jsonl", '\n{"text": "a", "d": ' + "9" * 9999 + "}\n", "row 0 (line 2) cannot be read: Exceeds the limit"),
         ("t.jsonl", '{"text": "half \\ud83d"}\n', "row 0 (line 1): 'text' holds half of a surrogate pair"),
-        ("t.json", '[{"text": "half \\udc00"}]', "row 0 (line 1): 'text' holds half of a surrogate pair"),
         ("t.jsonl", '{"text": "a", "x": ' + DEEP + "}\n", "row 0 (line 1) cannot be read: it is nested too deeply"),
-        ("t.jsonl", '{"text": ' + DEEP + "}\n", "row 0 (line 1) cannot be read: it is nested too deeply"),
         ("t.json", '{"data": [{"text": "a"}]}', "has no column 'text'; set data.text_column to one of: data."),
         ("t.json", '[{"text": "a"} {"text": "b"}]', "row 1 (line 1) cannot be read: a comma or the end of the array"),
         ("t.json", '[{"text": "a"}, ', "row 1 (line 1) cannot be read: "),
@@ -185,12 +175,11 @@ def test_blocks_and_other_columns_do_not_matter(read, kind, monkeypatch):
         assert read(f"rows.{kind}", content) == texts
 
 
-@pytest.mark.parametrize("late", [{"a": "late"}, 7, ["late"], False])
-def test_each_row_is_checked_however_late(read, late):
+def test_each_row_is_checked_however_late(read):
     rows = "".join(json.dumps({"text": "word " * 2000, "x": None}) + "\n" for _ in range(1100))
     problem = "rows.jsonl, row 1101 (line 1102): 'text' holds "
     late_column = json.dumps({"text": "a", "x": {"new": 1}, "y": "new"}) + "\n"
-    assert read("rows.jsonl", rows + late_column + json.dumps({"text": late}) + "\n").startswith(problem)
+    assert read("rows.jsonl", rows + late_column + json.dumps({"text": ["late"]}) + "\n").startswith(problem)
 
 
 def arrow(table: pa.Table, is_file: bool) -> bytes:
@@ -239,9 +228,9 @@ def test_damaged_offsets_and_bytes_of_an_arrow_file_are_one_line(read):
 FORMATS = {
     "PDF": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n",
     "a zip archive": b"PK\x03\x04\x14\0\0\0",
-    "JPEG": b"\xff\xd8\xff\xe0\0\x10JFIF",
-    "PNG": b"\x89PNG\r\n\x1a\n\0\0",
-    "GIF": b"GIF89a\1\0\1\0\x80\0\0",
+    "a picture": b"\x89PNG\r\n\x1a\n\0\0",
+    "sound": b"ID3\4\0\0\xff\xfb",
+    "a program": b"\x7fELF\2\1\1\0",
     "gzip": gzip.compress(b"text"),
     "an old Office document": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
     "SQLite": b"SQLite format 3\0\x10\0",
@@ -253,45 +242,35 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", ["a", "a.txt", "a.csv"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_what_is_not_text_is_named(read, name, kind):
+def test_what_is_not_text_is_named(read, kind):
+    name = "a.csv" if kind == "PDF" else "a"
     line = read(name, FORMATS[kind] + b"" if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
     assert isinstance(line, str) and f"{name} is " in line and kind.rstrip(",") in line
 
 
 def test_office_documents_are_named_by_their_ending(read):
-    sink = io.BytesIO()
-    with zipfile.ZipFile(sink, "w") as archive:
-        archive.writestr("word/document.xml", "<text/>")
-    for ending, kind in {
-        "docx": "Word document",
-        "epub": "EPUB book",
-        "xlsx": "Excel sheet",
-        "odt": "OpenDocument",
-    }.items():
-        assert kind in read(f"a.{ending}", sink.getvalue())
+    kinds = {"docx": "Word document", "epub": "EPUB book", "xlsx": "Excel sheet", "odt": "OpenDocument"}
+    for ending, kind in kinds.items():
+        assert kind in read(f"a.{ending}", b"PK\x03\x04\x14\0\0\0")
 
 
 @pytest.mark.parametrize(
     ("content", "advice"),
     [
         (
-            "Caf\u00e9 cr\u00e8me, na\u00efve " * 9,
-            "it is probably Latin-1; convert it with `iconv -f ISO-8859-1 -t UTF-8",
+            ("Caf\u00e9 cr\u00e8me, " * 9).encode("latin-1"),
+            "it is probably Latin-1; convert it with `iconv -f ISO-8859-1",
         ),
-        ("\u201cquoted\u201d text " * 9, "it is probably Windows-1252; convert"),
-        ("привет мир", "find its encoding"),
+        (("\u201cquoted\u201d text " * 9).encode("cp1252"), "it is probably Windows-1252; convert"),
+        ("привет мир".encode("koi8-r"), "find its encoding"),
+        ("é".encode() * 50 + b"\xff" + "é".encode() * 50, "most of it is UTF-8"),
+        ("é".encode() * 50 + b"\xc3", "its last character is cut"),
+        (b"\0\1\xff\0\0\0" * 20, "it is probably not text"),
     ],
 )
-def test_other_encodings_are_named(read, content, advice):
-    encoding = {"p": "latin-1", "\u201c": "cp1252", "п": "koi8-r"}.get(content[0], "latin-1")
-    assert advice in read("a.txt", content.encode(encoding))
-
-
-def test_a_damaged_byte_of_utf8_is_told_from_another_encoding(read):
-    assert "most of it is UTF-8" in read("a.txt", "é".encode() * 50 + b"\xff" + "é".encode() * 50)
-    assert "its last character is cut" in read("a.txt", "é".encode() * 50 + b"\xc3")
+def test_other_encodings_and_damaged_bytes_are_named(read, content, advice):
+    assert advice in read("a.txt", content)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
@@ -302,9 +281,8 @@ def test_a_byte_order_mark_is_no_text(read, name):
     assert f"{name} has no text in it" in read(name, pack(b"\xef\xbb\xbf"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_text_that_begins_like_another_format_is_text(read):
+    texts = [
         "GIF89a is a format",
         "ID3 is an algorithm",
         "PK",
@@ -312,11 +290,9 @@ def test_a_byte_order_mark_is_no_text(read, name):
         "\0 zero",
         "BZh91",
         "a\0b\0 but not all",
-        "MM 0",
-    ],
-)
-def test_text_that_begins_like_another_format_is_text(read, text):
-    assert read("a.txt", text) == [text]
+    ]
+    for text in texts:
+        assert read("a.txt", text) == [text]
 
 
 def test_a_bomb_that_fills_the_disk_is_told_as_one(read, monkeypatch):
