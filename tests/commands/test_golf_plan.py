@@ -69,7 +69,7 @@ def test_every_shape_can_be_built():
 
 def test_bits_fill_the_budget():
     for shape, num_bytes in itertools.product(SHAPES, (60_000, 500_000, 2_000_000, 16_000_000)):
-        filled = bits_for(shape, Budget(num_bytes, 600.0, None))
+        filled = bits_for(shape, Budget(num_bytes, 600.0))
         if filled is None:
             assert num_bytes < (shape.embedding + shape.blocks) * 1.5 / 8 + shape.embedding * 1.1 / 8 + 60_000
             continue
@@ -79,7 +79,7 @@ def test_bits_fill_the_budget():
         if embedding_bits < 8:
             assert sum(parts.values()) > num_bytes - 4
     small = Shape(4096, 256, 5, 4, 4, 4)  # configs/small.yaml: 2,000,000 bytes are 3.2 bits per weight
-    filled = bits_for(small, Budget(2_000_000, 600.0, None))
+    filled = bits_for(small, Budget(2_000_000, 600.0))
     assert filled is not None and small.embedding + small.blocks == 4_980_736
     bits, embedding_bits, _ = filled
     mean = (bits * small.blocks + embedding_bits * small.embedding) / 4_980_736
@@ -91,7 +91,7 @@ def test_best_shapes_balance_bytes_and_training():
     scaling = Scaling(0.8, 30.0, 0.3, 300.0, 0.4)
 
     def best(num_bytes: int, minutes: float) -> Shape:
-        found = best_shapes(Budget(num_bytes, 60 * minutes, None), scaling, speed, {257: 1.0, 1024: 2.4}, 256)
+        found = best_shapes(Budget(num_bytes, 60 * minutes), scaling, speed, {257: 1.0, 1024: 2.4}, 256)
         scores = [candidate.bits_per_byte for candidate in found]
         assert scores == sorted(scores) and len(found) == 10
         first = found[0]
@@ -103,7 +103,7 @@ def test_best_shapes_balance_bytes_and_training():
     assert few_bytes.parameters < more_bytes.parameters
     assert best(1_000_000, 1).blocks < more_bytes.blocks
     with pytest.raises(UserError, match="too few for any shape"):
-        best_shapes(Budget(11_000, 60.0, None), scaling, speed, {257: 1.0}, 256)
+        best_shapes(Budget(11_000, 60.0), scaling, speed, {257: 1.0}, 256)
 
 
 def finished(shape: Shape, tokens: float, loss: float, tokens_per_second: float = 1e4) -> SimpleNamespace:
@@ -194,7 +194,7 @@ def test_assumptions_rank_models_as_measured():
     for num_bytes, best_first in ((60_000, "BAC"), (150_000, "DCB")):
         found = {}
         for name in best_first:
-            filled = bits_for(four[name], Budget(num_bytes, None, 4_096_000, 7_500))
+            filled = bits_for(four[name], Budget(num_bytes, 4_096_000, 7_500))
             assert filled is not None
             found[name] = DEFAULT_SCALING.loss(four[name].blocks, 4_096_000) + DEFAULT_SCALING.gap(filled[0])
         assert sorted(found, key=found.__getitem__) == [*best_first]
