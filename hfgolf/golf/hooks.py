@@ -32,7 +32,7 @@ stays, so that what is exported trained on the grid it is on."""
 AIM = 0.995  # of the budget: after the grid is frozen, the integers still change a little
 
 
-class Forecast(Hook):
+class SizeForecast(Hook):
     """Forecasts what an export of the weights would take, every golf.forecast_every_steps."""
 
     def wants_row(self, run: Run, is_last: bool) -> bool:

@@ -52,7 +52,6 @@ def test_certificate_holds_on_text_of_every_kind(certified, sentencepiece_like, 
     expected = math.log2(facts["vocab_size"]) * (facts["num_tokens"] - 1) / facts["num_bytes"]
     assert facts["uniform_bits_per_byte"] == pytest.approx(expected, rel=1e-9)
     assert certificate.unit == "bits per byte"
-    certificate.require()
     certificate.write(tmp_path / "certificate.json")
     assert json.loads((tmp_path / "certificate.json").read_text()) == {
         "written_by": "hfgolf", "holds": True, "problems": [], "unit": "bits per byte", **facts,
@@ -66,9 +65,7 @@ def test_tokenizer_that_rewrites_text_gets_no_certificate(certified, sentencepie
     )
     assert not certificate.holds and certificate.unit == "bits per byte of the normalized text"
     assert certificate.facts["documents_decoded_differently"] == 2
-    with pytest.raises(UserError) as caught:
-        certificate.require()
-    assert str(caught.value) == (
+    assert certificate.line == (
         "No certificate: 2 of 3 documents decode to another text, so the tokenizer rewrites text (first in document 1,"
         " character 6: '\\ufb01sh and \\xbd' became 'fish and 1\\u20442'); use a lossless tokenizer."
     )
