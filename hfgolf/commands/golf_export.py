@@ -6,15 +6,24 @@ weights for AutoModelForCausalLM. The run's report.html then also shows where th
 don't fit, the round trip differs or the certificate fails.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hfgolf.commands.options import ScriptParser, bounded, check_output
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
+from hfgolf.system.wording import duration
+
+if TYPE_CHECKING:
+    from hfgolf.golf.export import Exported
+
+_OF_THE_CONFIG = ("budget_bytes", "count", "method", "allocation", "calibration_tokens")
 
 
 def main() -> int:
@@ -31,18 +40,10 @@ def main() -> int:
     parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="more files that count")
     parser.add_argument("--method", choices=("gptq", "nearest"), help="default: golf.method of the run")
     parser.add_argument("--allocation", choices=("curvature", "sdclip", "uniform"), help="default: golf.allocation")
-    parser.add_argument(
-        "--column_steps", action="store_true", default=None, help="a step per column, too, with curvature"
-    )
+    parser.add_argument("--column_steps", action="store_true", help="a step per column, too, with curvature")
     parser.add_argument("--calibration_tokens", **bounded(1, 2**40, "default: golf.calibration_tokens"))
     parser.add_argument("--mode", choices=("flat", "sliding", "documents"), default="flat", help="evaluation (flat)")
     parser.add_argument("--stride", **bounded(1, 2**24, "tokens between windows, if they overlap"))
-    parser.add_argument(
-        "--measure_each",
-        action="store_true",
-        help="also measure the loss with each matrix alone rounded, for the table: one pass over 8,192 training tokens"
-        " per matrix, each 1.5 seconds of one core for 5 M weights",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     arguments = parser.parse_args()
     if arguments.model and not (arguments.files and arguments.calibration_files and arguments.output):
@@ -59,7 +60,6 @@ def main() -> int:
     check_output("--output", output.parent)
 
     from hfgolf.golf.export import Settings, export
-    from hfgolf.golf.listing import as_data, as_text
     from hfgolf.golf.source import model_source, run_source
     from hfgolf.report.report import write_report
     from hfgolf.run.record import read_run
@@ -73,18 +73,50 @@ def main() -> int:
         else:
             texts = arguments.files, arguments.calibration_files, arguments.text_column
             found = model_source(model, *texts, Path(cache))
-        golf = {key: value for key, value in dataclasses.asdict(found.golf).items() if key in Settings.__annotations__}
-        stated = {key: value for key, value in vars(arguments).items() if key in Settings.__annotations__}
-        settings = golf | {key: value for key, value in stated.items() if value is not None}
-        if settings["budget_bytes"] is None:
+        stated = {name: getattr(arguments, name) for name in _OF_THE_CONFIG if getattr(arguments, name) is not None}
+        golf = dataclasses.replace(found.golf, **stated)
+        if golf.budget_bytes is None:
             raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")
-        exported = export(found, Settings(**settings), output, lambda line: print(line, file=sys.stderr, flush=True))
+        settings = Settings(golf, arguments.column_steps, arguments.mode, arguments.stride, arguments.code_files)
+        exported = export(found, settings, output, lambda line: print(line, file=sys.stderr, flush=True))
     if exported.rows and arguments.run and output == arguments.run / "golf":
         try:
             write_report([read_run(arguments.run)], arguments.run / "report.html")
         except (OSError, UserError) as error:
             print(f"warning: report not written: {error}", file=sys.stderr)
-    print(json.dumps(as_data(exported)) if arguments.json else as_text(exported))
+    data = {name: getattr(exported, name) for name in ("ledger", "table", "problems")}
+    data |= {"folder": str(output), "certificate": exported.certificate.line}
+    print(json.dumps(data) if arguments.json else _text(exported))
     for problem in exported.problems:
         print(UserError(problem).shown(), file=sys.stderr)
     return 1 if exported.problems else 0
+
+
+def _text(exported: Exported) -> str:
+    """Return the files, where their bytes are, and the score; bits per byte only if the certificate holds."""
+    from hfgolf.golf.table import aligned, table_text
+
+    quantized, ledger = exported.quantized, exported.ledger
+    if quantized is None:
+        return exported.certificate.line
+    lines = [["file", "bytes", "counted", "sha256"]]
+    for file in ledger["files"]:
+        counted = "yes" if ledger["count"] in file["counted_by"] else "no"
+        lines.append([file["name"], f"{file['bytes']:,}", counted, file["sha256"][:16]])
+    total, budget = ledger["totals"][ledger["count"]], ledger["budget_bytes"]
+    left = f"{abs(total - budget):,} bytes {'over' if total > budget else 'free'}"
+    totals = ", ".join(f"{num_bytes:,} counting {count}" for count, num_bytes in ledger["totals"].items())
+    parts = [f"{aligned(lines, 'lrll')}\n{total:,} of {budget:,} bytes, {left} ({totals})", table_text(exported.rows)]
+    parts += ["\n".join(said)] if (said := [*quantized.findings, *exported.table["findings"]]) else []
+    before, after, seconds = (ledger[key] for key in ("before", "after", "seconds"))
+    mode = after["mode"] if after["mode"] == "flat" else f"{after['mode']}, stride {after['stride']}"
+    change, spent = after["bpb"] - before["bpb"], ", ".join(f"{step} {duration(s)}" for step, s in seconds.items())
+    rows = {
+        "steps": f"D = {quantized.scale:.4g}, on average those of SDClip with k = {quantized.sdclip_k:.2f} at 6 bits",
+        "scored": f"by score.py on these files alone, {mode}, {after['tokens']:,} tokens, {after['bytes']:,} bytes",
+        "bits per byte": f"{before['bpb']:.4f} before, {after['bpb']:.4f} after ({change:+.4f})",
+        "time": f"{duration(sum(seconds.values()))}: {spent}",
+        "folder": str(exported.folder),
+    }
+    score = [exported.certificate.line, *(f"{name:<15}{value}" for name, value in rows.items())]
+    return "\n\n".join([*parts, "\n".join(score)])

@@ -8,12 +8,11 @@ them it rests on characters of Shakespeare and models of up to 0.4 M weights, an
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,7 @@ from hfgolf.system.errors import UserError
 if TYPE_CHECKING:
     from hfgolf.compare.outcome import Outcome
 
-WIDTHS = range(32, 1025, 32)
-DEPTHS = range(1, 17)
-MLP_RATIOS = (2, 3, 4)
+WIDTHS, DEPTHS, MLP_RATIOS = range(32, 1025, 32), range(1, 17), (2, 3, 4)
 MAX_BITS, MIN_BITS = 8.0, 1.5
 EMBEDDING_BITS = 1.1  # more than the blocks: the records spend 4.2 to 4.7 on the embedding and 3.3 on the blocks
 CODE_BYTES = 10_000  # the packed program
@@ -57,33 +54,35 @@ def main() -> None:
         help="vocabularies to consider, and the bytes of your text per token, such as 257=1 4096=3.27; see"
         " benchmarks/vocabulary_study.py (default: those of English web text)",
     )
-    parser.add_argument("--code_bytes", **bounded(0, 10**9, "bytes of the packed program", 10_000))
+    parser.add_argument("--code_bytes", **bounded(0, 10**9, "bytes of the packed program", CODE_BYTES))
     parser.add_argument("--count", **bounded(1, 1000, "shapes to print", 10))
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
 
     runs = read_runs(arguments.runs) if arguments.runs else []
     scaling = fit_scaling(runs) if runs else DEFAULT_SCALING
-    speed = None if arguments.tokens else _find_speed(arguments, runs)
+    speed = Throughput(math.inf, 1.0, "") if arguments.tokens else _find_speed(arguments, runs)
+    seconds = arguments.tokens or 60 * arguments.minutes
     vocabularies = _parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
-    seconds = None if arguments.minutes is None else 60 * arguments.minutes
-    budget = Budget(arguments.budget_bytes, seconds, arguments.tokens, arguments.code_bytes)
-    found, more_bytes, more_training = (
-        best_shapes(each, scaling, speed, vocabularies, arguments.sequence_length, arguments.count)
-        for each in (budget, budget.scaled(num_bytes=1.1), budget.scaled(training=1.1))
-    )
-    gains = [found[0].bits_per_byte - other[0].bits_per_byte for other in (more_bytes, more_training)]
+
+    def best(num_bytes: int, seconds: float) -> list[Candidate]:
+        budget = Budget(num_bytes, seconds, arguments.code_bytes)
+        return best_shapes(budget, scaling, speed, vocabularies, arguments.sequence_length, arguments.count)
+
+    found = best(arguments.budget_bytes, seconds)
+    more = best(int(1.1 * arguments.budget_bytes), seconds), best(arguments.budget_bytes, 1.1 * seconds)
+    gains = [found[0].bits_per_byte - others[0].bits_per_byte for others in more]
     if arguments.json:
-        figures = [dataclasses.asdict(candidate) | {"options": candidate.shape.options()} for candidate in found]
+        figures = [asdict(candidate) | {"options": candidate.shape.options()} for candidate in found]
         gain = dict(zip(("bytes", "training"), gains, strict=True))
-        sources = {"loss": scaling.source, "speed": speed and speed.source}
+        sources = {"loss": scaling.source, "speed": speed.source or None}
         print(json.dumps({"candidates": figures, "gain_of_10_percent_more": gain, "sources": sources}))
         return
     _print_plan(found, gains)
     print(f"loss: {scaling.source}")
     if len(vocabularies) > 1:
         print("vocabularies: told apart by their weights and their bytes per token only; train the best of each")
-    if speed is not None:
+    if speed.source:
         print(f"speed: {speed.source}")
     print(f"\n{found[0].shape.options()} --golf.budget_bytes {arguments.budget_bytes}")
 
@@ -122,16 +121,14 @@ def _parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
 
 def _print_plan(found: Sequence[Candidate], gains: Sequence[float]) -> None:
     """Print the candidates, the bytes of the first, and what more bytes or more training would gain."""
-    print(f"{'bits/byte':>9} {'(gap)':>8} {'entries':>8} {'width':>6} {'layers':>6} {'mlp':>4} {'kv':>6}", end=" ")
-    print(f"{'weights':>12} {'bits':>6} {'tokens':>15}")
+    row = "{:>9} {:>8} {:>8} {:>6} {:>6} {:>4} {:>6} {:>12} {:>6} {:>15}"
+    print(row.format("bits/byte", "(gap)", "entries", "width", "layers", "mlp", "kv", "weights", "bits", "tokens"))
     for each in found:
         shape = each.shape
-        heads = f"{shape.num_key_value_heads}/{shape.num_attention_heads}"
-        print(
-            f"{each.bits_per_byte:>9.4f} {each.gap:>8.4f} {shape.vocab_size:>8,} {shape.hidden_size:>6}"
-            f" {shape.num_hidden_layers:>6} {shape.mlp_ratio:>3}x {heads:>6} {shape.parameters:>12,} {each.bits:>6.2f}"
-            f" {each.tokens:>15,.0f}"
-        )
+        cells = [f"{each.bits_per_byte:.4f}", f"{each.gap:.4f}", f"{shape.vocab_size:,}", shape.hidden_size]
+        cells += [shape.num_hidden_layers, f"{shape.mlp_ratio}x"]
+        cells += [f"{shape.num_key_value_heads}/{shape.num_attention_heads}", f"{shape.parameters:,}"]
+        print(row.format(*cells, f"{each.bits:.2f}", f"{each.tokens:,.0f}"))
     best = found[0]
     print(f"\nbytes of the first: {', '.join(f'{part} {size:,}' for part, size in best.num_bytes.items())}", end="")
     print(f"; {sum(best.num_bytes.values()):,} in all, {best.embedding_bits:.2f} bits per weight of the embedding")
@@ -151,28 +148,30 @@ class Shape:
     num_key_value_heads: int
 
     @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all values."""
+        return self.hidden_size * self.num_key_value_heads // self.num_attention_heads
+
+    @property
     def embedding(self) -> int:
         return self.vocab_size * self.hidden_size
 
     @property
     def blocks(self) -> int:
         """Weights in the matrices of the blocks."""
-        keys = self.hidden_size * self.num_key_value_heads // self.num_attention_heads
-        attention = self.hidden_size * (2 * self.hidden_size + 2 * keys)
-        return self.num_hidden_layers * (attention + 2 * self.mlp_ratio * self.hidden_size**2)
+        per_channel = 2 * self.hidden_size + 2 * self.keys + 2 * self.mlp_ratio * self.hidden_size
+        return self.num_hidden_layers * self.hidden_size * per_channel
 
     @property
     def vectors(self) -> int:
         """Weights of the norms."""
         head_size = self.hidden_size // self.num_attention_heads
-        return (2 + 2 * self.num_hidden_layers) * self.hidden_size + 2 * self.num_hidden_layers * head_size
+        return 2 * self.hidden_size + 2 * self.num_hidden_layers * (self.hidden_size + head_size)
 
     @property
     def rows(self) -> int:
         """Rows of all matrices, each with a step of its own."""
-        keys = self.hidden_size * self.num_key_value_heads // self.num_attention_heads
-        per_layer = self.hidden_size * (3 + self.mlp_ratio) + 2 * keys
-        return self.vocab_size + self.num_hidden_layers * per_layer
+        return self.vocab_size + self.num_hidden_layers * (self.hidden_size * (3 + self.mlp_ratio) + 2 * self.keys)
 
     @property
     def parameters(self) -> int:
@@ -185,15 +184,13 @@ class Shape:
 
     def options(self) -> str:
         """Return the options of hfgolf train for this shape."""
-        keys = f" --model.num_key_value_heads {self.num_key_value_heads}"
+        options = {"num_hidden_layers": self.num_hidden_layers, "intermediate_size": self.mlp_ratio * self.hidden_size}
+        options |= {"num_attention_heads": self.num_attention_heads}
+        if self.num_key_value_heads < self.num_attention_heads:
+            options["num_key_value_heads"] = self.num_key_value_heads
         kind = "byte" if self.vocab_size == 257 else f"bpe --tokenizer.vocab_size {self.vocab_size}"
-        return (
-            f"--tokenizer.kind {kind} --model.hidden_size {self.hidden_size}"
-            f" --model.num_hidden_layers {self.num_hidden_layers}"
-            f" --model.intermediate_size {self.mlp_ratio * self.hidden_size}"
-            f" --model.num_attention_heads {self.num_attention_heads}"
-            f"{keys if self.num_key_value_heads < self.num_attention_heads else ''}"
-        )
+        stated = "".join(f" --model.{name} {value}" for name, value in options.items())
+        return f"--tokenizer.kind {kind} --model.hidden_size {self.hidden_size}{stated}"
 
 
 def shapes(vocab_sizes: Sequence[int]) -> Iterator[Shape]:
@@ -233,11 +230,7 @@ class Scaling:
 
 
 DEFAULT_SCALING = Scaling(
-    floor=0.216,
-    size_scale=3.623,
-    size_power=0.1,
-    data_scale=288_500.0,
-    data_power=0.95,
+    **{"floor": 0.216, "size_scale": 3.623, "size_power": 0.1, "data_scale": 288_500.0, "data_power": 0.95},
     source="assumed: nine short runs on characters of Shakespeare, up to 0.33 M weights, off by 0.022 nats per byte",
 )
 
@@ -257,36 +250,27 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape with the bits per weight that fill the budget, and what it should reach."""
+    """A shape with the bits per weight that fill the budget, and what it should reach.
+
+    num_bytes: {part: bytes} of the artifact. gap: what rounding adds in bits per byte, part of bits_per_byte.
+    """
 
     shape: Shape
     bits: float
     embedding_bits: float
     num_bytes: Mapping[str, int]
-    """{part: bytes} of the artifact."""
     tokens: float
     bits_per_byte: float
     gap: float
-    """What rounding adds, in bits per byte; part of bits_per_byte."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent. tokens: instead of seconds, or None."""
+    """What may be spent."""
 
     num_bytes: int
-    seconds: float | None
-    tokens: float | None
+    seconds: float
     code_bytes: int = CODE_BYTES
-
-    def scaled(self, num_bytes: float = 1.0, training: float = 1.0) -> Budget:
-        """Return a budget with more or fewer bytes, or training."""
-        return replace(
-            self,
-            num_bytes=int(self.num_bytes * num_bytes),
-            seconds=None if self.seconds is None else self.seconds * training,
-            tokens=None if self.tokens is None else self.tokens * training,
-        )
 
 
 def bits_for(shape: Shape, budget: Budget) -> tuple[float, float, dict[str, int]] | None:
@@ -312,27 +296,21 @@ def bits_for(shape: Shape, budget: Budget) -> tuple[float, float, dict[str, int]
 def best_shapes(
     budget: Budget,
     scaling: Scaling,
-    throughput: Throughput | None,
+    throughput: Throughput,
     bytes_per_token: Mapping[int, float],
     sequence_length: int,
     count: int = 10,
 ) -> list[Candidate]:
     """Return the candidates with the lowest predicted bits per byte, best first.
 
-    throughput: None if the budget is in tokens. Raises UserError if no shape fits the bytes.
+    Raises UserError if no shape fits the bytes.
     """
     found = []
     for shape in shapes(sorted(bytes_per_token)):
-        filled = bits_for(shape, budget)
-        if filled is None:
+        if (filled := bits_for(shape, budget)) is None:
             continue
         bits, embedding_bits, parts = filled
-        if budget.tokens is not None:
-            tokens = budget.tokens
-        else:
-            assert throughput is not None and budget.seconds is not None
-            tokens = throughput.tokens(shape, sequence_length, budget.seconds)
-        gap = scaling.gap(bits)
+        tokens, gap = throughput.tokens(shape, sequence_length, budget.seconds), scaling.gap(bits)
         nats = scaling.loss(shape.blocks, tokens * bytes_per_token[shape.vocab_size]) + gap
         found.append(Candidate(shape, bits, embedding_bits, parts, tokens, nats / math.log(2), gap / math.log(2)))
     if not found:
@@ -355,21 +333,30 @@ def read_runs(paths: Sequence[Path]) -> list[Outcome]:
 def fit_scaling(runs: Sequence[Outcome]) -> Scaling:
     """Fit the floor, sizes and powers to finished runs by least squares; the gap stays as it is.
 
-    The powers are searched on a grid; the other three follow linearly, and none may be negative. Raises UserError if
-    the runs have fewer than three sizes or three amounts of text, or if their losses do not fall with both.
+    Raises UserError if the runs have fewer than three sizes or three amounts of text, or if their losses do not fall
+    with both.
     """
-    weights, num_bytes, losses = (np.array(column) for column in zip(*map(_point, runs), strict=True))
-    for values, what in ((weights, "model sizes"), (num_bytes, "amounts of training text")):
+    points = []
+    for run in runs:
+        num_tokens, num_bytes = run.evaluated_on
+        bytes_read = run.summary["tokens"] * num_bytes / num_tokens
+        points.append((shape_of(run).blocks, bytes_read, run.curve[-1].final_loss * num_tokens / num_bytes))
+    weights, num_bytes_read, losses = np.array(points).T
+    for values, what in ((weights, "model sizes"), (num_bytes_read, "amounts of training text")):
         if len(set(values.tolist())) < 3:
             raise UserError(f"--runs: a fit needs three {what} or more; train other sizes, for other numbers of steps.")
-    return fit_law(weights, num_bytes, losses, f"fitted to {len(runs)} runs")
+    return fit_law(weights, num_bytes_read, losses, f"fitted to {len(runs)} runs")
 
 
 def fit_law(weights: np.ndarray, num_bytes: np.ndarray, losses: np.ndarray, source: str) -> Scaling:
-    """Fit the law to points: weights in the blocks, bytes of training text, nats per byte, each (number,)."""
+    """Fit the law to points: weights in the blocks, bytes of training text, nats per byte, each (number,).
+
+    The powers are searched on a grid; the other three follow linearly, and none may be negative. Raises UserError if
+    they all are for any powers.
+    """
     best: tuple[float, Scaling] | None = None
-    powers = np.arange(0.05, 1.001, 0.025)
-    for size_power, data_power in itertools.product(powers.tolist(), powers.tolist()):
+    powers = np.arange(0.05, 1.001, 0.025).tolist()
+    for size_power, data_power in itertools.product(powers, powers):
         size, data = (weights / weights.min()) ** -size_power, (num_bytes / num_bytes.min()) ** -data_power
         columns = np.stack([np.ones_like(losses), size, data], 1)
         (floor, size_scale, data_scale), *_ = np.linalg.lstsq(columns, losses, rcond=None)
@@ -381,17 +368,6 @@ def fit_law(weights: np.ndarray, num_bytes: np.ndarray, losses: np.ndarray, sour
     if best is None:
         raise UserError("--runs: the losses do not fall with size and data, so nothing can be fitted; check the runs.")
     return best[1]
-
-
-def _point(run: Outcome) -> tuple[float, float, float]:
-    """Return (weights in the blocks, bytes of text that training read, nats per byte)."""
-    num_tokens, num_bytes = run.evaluated_on
-    shape = shape_of(run)
-    return (
-        shape.blocks,
-        run.summary["tokens"] * num_bytes / num_tokens,
-        run.curve[-1].final_loss * num_tokens / num_bytes,
-    )
 
 
 def shape_of(run: Outcome) -> Shape:
@@ -408,8 +384,7 @@ def fit_throughput(runs: Sequence[Outcome]) -> Throughput:
     """Fit seconds per token to runs: a fixed part plus FLOPs at a rate, neither negative."""
     flops = np.array([shape_of(run).flops_per_token(run.config["batch.sequence_length"]) for run in runs])
     seconds = np.array([1 / run.summary["tokens_per_second"] for run in runs])
-    columns = np.stack([np.ones_like(flops), flops], 1)
-    (fixed, per_flop), *_ = np.linalg.lstsq(columns, seconds, rcond=None)
+    (fixed, per_flop), *_ = np.linalg.lstsq(np.stack([np.ones_like(flops), flops], 1), seconds, rcond=None)
     if fixed < 0 or per_flop <= 0:
         fixed, per_flop = 0.0, float((seconds * flops).sum() / (flops**2).sum())
     return Throughput(1 / float(per_flop), float(fixed), f"fitted to {len(runs)} runs")

@@ -121,11 +121,8 @@ def predicted_bytes(allocation: Allocation, scale: float) -> float:
 
 def lost_share(allocation: Allocation, scale: float) -> float:
     """Return the predicted share of the weights' sum of squares that rounding to nearest at D = scale takes: 0 to 1."""
-    lost = total = 0.0
-    for unit in allocation.values():
-        lost += float(unit.error_variances(scale).sum()) * unit.columns
-        total += float(np.square(unit.row_rms).sum()) * unit.columns
-    return lost / total
+    lost = sum(float(unit.error_variances(scale).sum()) * unit.columns for unit in allocation.values())
+    return lost / sum(float(np.square(unit.row_rms).sum()) * unit.columns for unit in allocation.values())
 
 
 def mean_relative_step(allocation: Allocation) -> float:

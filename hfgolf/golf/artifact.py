@@ -64,11 +64,10 @@ REST_DROPPED_BITS = 3  # of the 11 significant bits of fp16: norm weights need f
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """The bytes of one tensor in the artifact. side: kind, steps and classes; steps: the part of it that they take."""
+    """The bytes of one tensor in the artifact. side: kind, steps and classes."""
 
     weights: float
     side: float
-    steps: float
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def encode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], order: Sequ
     content += b"".join(len(section).to_bytes(4, "little") + section for section in sections)
     data = content + zlib.crc32(content).to_bytes(4, "little")
     num_bytes = [bits / 8 for bits in encoder.chunk_bits(coded.tables)]
-    in_tensors = {name: _tensor_bytes(num_bytes[span], tensors[name]) for name, span in spans.items()}
+    in_tensors = {name: TensorBytes(num_bytes[span][-1], sum(num_bytes[span][:-1])) for name, span in spans.items()}
     parts = {
         "config": len(settings),
         "histograms": len(sections[1]),
@@ -126,14 +125,6 @@ def encode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], order: Sequ
         "frame": len(data) - sum(map(len, sections)),
     }
     return Encoded(data, in_tensors, parts)
-
-
-def _tensor_bytes(chunks: list[float], tensor: Tensor) -> TensorBytes:
-    """Return where the bytes of a tensor are, given those of its chunks in the order of _add_matrix."""
-    steps = 0.0
-    if isinstance(tensor, Quantized):
-        steps = chunks[1] + chunks[3] + (0.0 if tensor.column_codes is None else chunks[4])
-    return TensorBytes(chunks[-1], sum(chunks[:-1]), steps)
 
 
 def decode(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], dict[str, Tensor]]:

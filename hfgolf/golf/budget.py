@@ -9,7 +9,7 @@ import hashlib
 import lzma
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,7 @@ class Entry:
     """A file on disk. counted_by: those of COUNTS that count it."""
 
     name: str
-    num_bytes: int
+    bytes: int
     sha256: str
     counted_by: tuple[str, ...]
 
@@ -94,45 +94,35 @@ class Ledger:
     count: str
     budget_bytes: int
 
-    def total(self, count: str | None = None) -> int:
+    def total(self, count: str) -> int:
         """Return the bytes that count."""
-        return sum(entry.num_bytes for entry in self.counted(count))
-
-    def counted(self, count: str | None = None) -> list[Entry]:
-        """Return the files that count."""
-        return [entry for entry in self.entries if (count or self.count) in entry.counted_by]
-
-    @property
-    def excess_bytes(self) -> int:
-        """How many bytes are too many; 0 or less if all is well."""
-        return self.total() - self.budget_bytes
+        return sum(entry.bytes for entry in self.entries if count in entry.counted_by)
 
     @property
     def problem(self) -> str | None:
         """What is wrong, in one line, and which file could give how many bytes; None if the files fit."""
-        if self.excess_bytes <= 0:
+        excess = self.total(self.count) - self.budget_bytes
+        if excess <= 0:
             return None
-        givers = sorted(self.counted(), key=lambda entry: -entry.num_bytes)
-        could = [f"{e.name} could give {min(self.excess_bytes, e.num_bytes):,} of its {e.num_bytes:,}" for e in givers]
+        givers = sorted((e for e in self.entries if self.count in e.counted_by), key=lambda entry: -entry.bytes)
+        could = [f"{e.name} could give {min(excess, e.bytes):,} of its {e.bytes:,}" for e in givers]
         return (
-            f"{self.total():,} bytes are {self.excess_bytes:,} more than the budget of {self.budget_bytes:,}:"
+            f"{self.total(self.count):,} bytes are {excess:,} more than the budget of {self.budget_bytes:,}:"
             f" {', '.join(could)}."
         )
 
     def as_data(self) -> dict[str, Any]:
         """Return the ledger as plain JSON."""
-        files = [
-            {"name": e.name, "bytes": e.num_bytes, "sha256": e.sha256, "counted_by": list(e.counted_by)}
-            for e in self.entries
-        ]
+        files = [asdict(entry) for entry in self.entries]
         totals = {count: self.total(count) for count in COUNTS}
         return {"budget_bytes": self.budget_bytes, "count": self.count, "totals": totals, "files": files}
 
 
 def read_ledger(files: Mapping[Path, tuple[str, ...]], count: str, budget_bytes: int) -> Ledger:
     """Read files back from disk. files: {path: those of COUNTS that count it}. Raises OSError if one can't be read."""
-    entries = []
-    for path, counted_by in files.items():
-        content = path.read_bytes()
-        entries.append(Entry(path.name, len(content), hashlib.sha256(content).hexdigest(), counted_by))
+    contents = {path: path.read_bytes() for path in files}
+    entries = [
+        Entry(path.name, len(content), hashlib.sha256(content).hexdigest(), files[path])
+        for path, content in contents.items()
+    ]
     return Ledger(tuple(entries), count, budget_bytes)

@@ -60,36 +60,23 @@ class Certificate:
         """The certificate in one line."""
         if self.problems:
             return f"No certificate: {'; '.join(self.problems)}."
-        facts, coverage = self.facts, self.facts["coverage"]
-        duplicates = (
-            "training text not known, so not searched for them"
-            if facts["training_documents"] is None
-            else f"none of them among {facts['training_documents']:,} training documents"
-        )
+        facts, searched = self.facts, self.facts["training_documents"]
+        duplicates = f"none of them among {searched or 0:,} training documents"
+        if searched is None:
+            duplicates = "training text not known, so not searched for them"
+        challenge = f"; Parameter Golf's rule would count {facts['challenge_bytes'] or 0:,} bytes"
+        if facts["challenge_bytes"] in (None, facts["scored_bytes"]):
+            challenge = ""
         return (
             f"Certificate holds: {facts['num_documents']:,} documents, {facts['num_bytes']:,} bytes"
             f" (sha256 {facts['sha256'][:16]}), {duplicates}; decoded exactly; bytes of all tokens add up;"
-            f" {coverage['num_scored']:,} of {facts['num_tokens']:,} tokens scored once{self._challenge()}."
+            f" {facts['coverage']['num_scored']:,} of {facts['num_tokens']:,} tokens scored once{challenge}."
         )
-
-    def _challenge(self) -> str:
-        counted, raw = self.facts["challenge_bytes"], self.facts["scored_bytes"]
-        return f"; Parameter Golf's rule would count {counted:,} bytes" if counted not in (None, raw) else ""
-
-    def require(self) -> None:
-        """Raise UserError, with the problems, unless the certificate holds."""
-        if self.problems:
-            raise UserError(self.line)
 
     def write(self, path: Path) -> None:
         """Write certificate.json."""
-        content = {
-            "written_by": "hfgolf",
-            "holds": self.holds,
-            "problems": list(self.problems),
-            "unit": self.unit,
-        } | self.facts
-        write_text(path, json.dumps(content, indent=1) + "\n")
+        said = {"written_by": "hfgolf", "holds": self.holds, "problems": list(self.problems), "unit": self.unit}
+        write_text(path, json.dumps(said | self.facts, indent=1) + "\n")
 
 
 def certify(corpus: Corpus, tokens: TokenCache, plan: Plan, *, is_training_known: bool = True) -> Certificate:
@@ -118,17 +105,15 @@ def certify_text(
     plan: Plan,
 ) -> Certificate:
     """Return the certificate for pieces of text (see Corpus.write_pieces); training: None if it is not known."""
+    text = _Text(stream, tokenizer)
+    for document in documents(validation):
+        text.add(document)
+    problems = [*text.finish(), *_coverage_problems(plan, stream, document_start(tokenizer))]
     facts: dict[str, Any] = {
         "num_tokens": len(stream.tokens),
         "vocab_size": embedding_rows(tokenizer),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "coverage": plan.coverage(),
-    }
-    text = _Text(stream, tokenizer)
-    for document in documents(validation):
-        text.add(document)
-    problems = [*text.finish(), *_coverage_problems(plan, stream, document_start(tokenizer))]
-    facts |= {
         "num_documents": len(text.hashes),
         "num_bytes": text.num_bytes,
         "sha256": text.whole.hexdigest(),
@@ -158,8 +143,7 @@ def documents(pieces: Dataset) -> Iterator[list[str]]:
                 yield document
                 document = []
             document.append(text)
-    if document:
-        yield document
+    yield from [document] if document else []
 
 
 class _Text:
@@ -188,12 +172,9 @@ class _Text:
         self.whole.update(b"".join(raw))
         self.num_bytes += self.hashes[-1][1]
         counted = self.stream.piece_bytes[pieces.start : pieces.stop].tolist()
-        self.is_other_text |= counted != [*map(len, raw)]
+        ids = [self.ids(piece).tolist() for piece in pieces] if counted == [*map(len, raw)] else [[]]
+        self.is_other_text |= ids[0][: len(self.start)] != self.start
         if self.is_other_text:
-            return
-        ids = [self.ids(piece).tolist() for piece in pieces]
-        if ids[0][: len(self.start)] != self.start:
-            self.is_other_text = True
             return
         self.num_separators += 1
         decoded = self.decode([ids[0][len(self.start) :], *ids[1:]], skip_special_tokens=False)

@@ -87,15 +87,12 @@ def calibration_batches(
 
 def token_counts(stream: Stream, vocab_size: int) -> NDArray[np.int64]:
     """Return how often each token occurs in a stream, (vocab_size,); of a long one, in evenly spaced parts of it."""
-    num_tokens = len(stream)
-    length = min(num_tokens, _COUNTED_TOKENS // _COUNTED_PARTS)
-    starts = np.unique(np.linspace(0, num_tokens - length, _COUNTED_PARTS).astype(np.int64))
-    if num_tokens <= _COUNTED_TOKENS:
-        starts, length = np.array([0]), num_tokens
-    return sum(
-        (np.bincount(stream.read(np.arange(start, start + length)), minlength=vocab_size) for start in starts),
-        start=np.zeros(vocab_size, dtype=np.int64),
-    )
+    num_parts = 1 if len(stream) <= _COUNTED_TOKENS else _COUNTED_PARTS
+    length = min(len(stream), _COUNTED_TOKENS // num_parts)
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in np.linspace(0, len(stream) - length, num_parts).astype(np.int64):
+        counts += np.bincount(stream.read(np.arange(start, start + length)), minlength=vocab_size)
+    return counts
 
 
 def measure_curvature(

@@ -38,15 +38,6 @@ class Forecast:
     loss: float | None
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """Matrices rounded at D = 2**octave: their bytes, and log2 of the predicted price in nats per token."""
-
-    octave: float
-    size: int
-    log_price: float
-
-
 def forecast(
     weights: Mapping[str, NDArray[np.float32]],
     curvature: Mapping[str, Curvature],
@@ -58,22 +49,24 @@ def forecast(
     """Forecast an export of these weights. Arguments as in quantize_model; three real codings."""
     octave_bytes = sum(weight.size for weight in weights.values()) / 8  # of one bit per weight
 
-    def attempt(num_bytes: float) -> _Attempt:
+    def attempt(num_bytes: float) -> tuple[float, int, float]:
+        """Round to a size; return log2 of D, the real size, and log2 of the predicted price in nats per token."""
         plan, feedback = plan_steps(weights, curvature, num_bytes, golf.method, golf.allocation)
         scale = scale_for_bytes(plan, num_bytes, *scale_range(plan))
         tensors = rounded(weights, plan, scale, feedback, {})
         price = sum(curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items())
-        return _Attempt(math.log2(scale), size_of(tensors), math.log2(max(price, 1e-300)))
+        return math.log2(scale), size_of(tensors), math.log2(max(price, 1e-300))
 
-    def bytes_tolerated(one: _Attempt) -> float:
-        return max(one.size + (one.log_price - math.log2(TOLERATED_NATS)) / 2 * octave_bytes, 1.0)
+    def bytes_tolerated(size: int, log_price: float) -> float:
+        return max(size + (log_price - math.log2(TOLERATED_NATS)) / 2 * octave_bytes, 1.0)
 
     available = 3 * octave_bytes if golf.budget_bytes is None else golf.budget_bytes - overhead_bytes
-    first = attempt(available)
-    second = attempt(bytes_tolerated(first))
-    third = attempt(bytes_tolerated(second))
+    octave, first_size, log_price = attempt(available)
+    tolerated = bytes_tolerated(first_size, log_price)
+    for _ in range(2):
+        tolerated = bytes_tolerated(*attempt(tolerated)[1:])
     scale = loss = None
     if golf.budget_bytes is not None:
-        octaves = (first.size - available) / octave_bytes
-        scale, loss = 2 ** (first.octave + octaves), 2 ** (first.log_price + 2 * octaves)
-    return Forecast(overhead_bytes + round(bytes_tolerated(third)), scale, loss)
+        octaves = (first_size - available) / octave_bytes
+        scale, loss = 2 ** (octave + octaves), 2 ** (log_price + 2 * octaves)
+    return Forecast(overhead_bytes + round(tolerated), scale, loss)

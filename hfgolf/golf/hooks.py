@@ -32,7 +32,7 @@ stays, so that what is exported trained on the grid it is on."""
 AIM = 0.995  # of the budget: after the grid is frozen, the integers still change a little
 
 
-class Forecast(Hook):
+class SizeForecast(Hook):
     """Forecasts what an export of the weights would take, every golf.forecast_every_steps."""
 
     def wants_row(self, run: Run, is_last: bool) -> bool:
@@ -52,16 +52,7 @@ class Forecast(Hook):
             return {}  # recovery.py handles them
         with run.stopwatch.charge("evaluate"), averaged_weights(run):
             weights, curvature = matrices(run.golf_model), calibrated_curvature(run)
-            encode = model_encoder(run.golf_model)
-            seen = forecast(
-                weights,
-                curvature,
-                golf,
-                overhead_bytes=bytes_besides(
-                    run.golf_model.config, run.tokens.tokenizer, run.resolved.config, golf.count
-                ),
-                size_of=lambda tensors: len(encode(tensors).data),
-            )
+            seen = forecast(weights, curvature, golf, **_sizes(run))
         return {
             "golf_bytes": seen.num_bytes,
             "golf_margin_bytes": None if golf.budget_bytes is None else golf.budget_bytes - seen.num_bytes,
@@ -141,21 +132,28 @@ def calibrated_curvature(run: Run) -> dict[str, Curvature]:
     return measure_curvature(model, batches, token_counts(tokens, model.config.vocab_size))
 
 
+def _sizes(run: Run) -> dict[str, Any]:
+    """Return overhead_bytes and size_of, as forecast and quantize_model take them."""
+    golf, encode = run.config.golf, model_encoder(run.golf_model)
+    return {
+        "overhead_bytes": bytes_besides(run.golf_model.config, run.tokens.tokenizer, run.resolved.config, golf.count),
+        "size_of": lambda tensors: len(encode(tensors).data),
+    }
+
+
 def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
     """Return the grid that an export by nearest rounding would use now, packed; or the reason why there is none."""
     golf, model = run.config.golf, run.golf_model
     assert golf.budget_bytes is not None
-    encode = model_encoder(model)
     try:
         with run.stopwatch.charge("evaluate"):
             quantized = quantize_model(
                 model,
                 calibrated_curvature(run),
                 budget_bytes=int(AIM * golf.budget_bytes),
-                overhead_bytes=bytes_besides(model.config, run.tokens.tokenizer, run.resolved.config, golf.count),
-                size_of=lambda tensors: len(encode(tensors).data),
                 method="nearest",
                 allocation=golf.allocation,
+                **_sizes(run),
             )
     except UserError as error:
         return None, str(error)

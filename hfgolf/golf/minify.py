@@ -8,22 +8,11 @@ from __future__ import annotations
 import ast
 import itertools
 import keyword
-import operator
 import string
+import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
-
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeGuard
 
 
 class Bare(ast.NodeTransformer):
@@ -80,17 +69,13 @@ class Specialize(ast.NodeTransformer):
         self.constants: dict[str, ast.Constant] = {}
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-        found: dict[str, list[ast.expr | None]] = {}
-        for each in ast.walk(node):
-            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store | ast.Del) and _is_self(each):
-                found.setdefault(each.attr, []).append(None)
-        for each in ast.walk(node):
-            if isinstance(each, ast.Assign) and len(each.targets) == 1 and _is_self(each.targets[0]):
-                found[each.targets[0].attr].append(each.value)  # type: ignore[attr-defined]
+        nodes = list(ast.walk(node))
+        stored = Counter(each.attr for each in nodes if _is_self(each) and not isinstance(each.ctx, ast.Load))
+        assigned = [(each.targets[0], each.value) for each in nodes if isinstance(each, ast.Assign)]
         self.constants = {
-            name: value
-            for name, (_, *values) in found.items()
-            if len(values) == 1 and isinstance(value := values[0], ast.Constant)
+            target.attr: value
+            for target, value in assigned
+            if isinstance(value, ast.Constant) and _is_self(target) and stored[target.attr] == 1
         }
         self.generic_visit(node)
         self.constants = {}
@@ -124,10 +109,10 @@ class Specialize(ast.NodeTransformer):
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         self.generic_visit(node)
-        left, right, compare = node.left, node.comparators[0], _COMPARISONS.get(type(node.ops[0]))
-        if len(node.ops) > 1 or compare is None or not isinstance(left, ast.Constant):
+        if not all(isinstance(each, ast.Constant) for each in (node.left, *node.comparators)):
             return node
-        return ast.Constant(compare(left.value, right.value)) if isinstance(right, ast.Constant) else node
+        with warnings.catch_warnings(action="ignore"):  # that "is" compares literals
+            return ast.Constant(eval(ast.unparse(node), {}))
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         self.generic_visit(node)
@@ -173,21 +158,13 @@ def specialized(statements: list[ast.stmt], values: Mapping[str, Any], absent: C
 def drop_unused_methods(statements: list[ast.stmt], kept: Collection[str]) -> None:
     """Remove methods that nothing names, in place. kept: methods that others call, as torch calls forward."""
     classes = [statement for statement in statements if isinstance(statement, ast.ClassDef)]
-    is_done = False
-    while not is_done:
+    unused: set[str] | None = None
+    while unused is None or unused:
         named = {node.attr for each in statements for node in ast.walk(each) if isinstance(node, ast.Attribute)}
-        is_done = True
+        methods = {part.name for each in classes for part in each.body if isinstance(part, ast.FunctionDef)}
+        unused = {name for name in methods - named - {*kept} if not name.startswith("__")}
         for each in classes:
-            body = [
-                part
-                for part in each.body
-                if not isinstance(part, ast.FunctionDef)
-                or part.name in named
-                or part.name in kept
-                or part.name.startswith("__")
-            ]
-            is_done &= len(body) == len(each.body)
-            each.body = body or [ast.Pass()]
+            each.body = [part for part in each.body if getattr(part, "name", None) not in unused] or [ast.Pass()]
 
 
 def rename(statements: list[ast.stmt], kept: Collection[str]) -> None:
@@ -237,7 +214,7 @@ def indented_by_one(source: str) -> str:
     return smaller
 
 
-def _is_self(node: ast.expr) -> bool:
+def _is_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hfgolf.evaluate.windows import MODES, plan_windows, score, sum_nats
+from hfgolf.evaluate.windows import MODES, Plan, plan_windows, score, sum_nats
 from hfgolf.golf.decoder import read_config, read_tensors, weights_of, weights_sha256
 from hfgolf.model.layers_golf import GolfNetwork
 
@@ -36,6 +36,13 @@ def load_model(data: bytes, defaults: dict[str, Any]) -> tuple[SimpleNamespace, 
     return config, model, weights_sha256(weights)
 
 
+def plan_of(config: Any, tokens: np.ndarray, mode: str = "flat", stride: int | None = None) -> Plan:
+    """Return the windows that score a stream of tokens. Raises ValueError for arguments that allow no score."""
+    length = min(config.max_position_embeddings, max(1, len(tokens) - 1))
+    (separators,) = np.nonzero(tokens == config.eos_token_id)
+    return plan_windows(mode, len(tokens), length, stride and min(stride, length), separators)
+
+
 def evaluate(
     model: GolfNetwork,
     config: Any,
@@ -43,20 +50,17 @@ def evaluate(
     token_bytes: np.ndarray,
     mode: str = "flat",
     stride: int | None = None,
-    length: int | None = None,
 ) -> dict[str, Any]:
     """Return nats, tokens, bytes, bits per byte and the coverage of a model on a stream of tokens, in fp32.
 
-    length: tokens per window; None: max_position_embeddings. Raises ValueError for arguments that allow no score.
+    Raises ValueError for arguments that allow no score.
     """
     if len(tokens) != len(token_bytes) or tokens.max(initial=0) >= config.vocab_size:
         raise ValueError("tokens and bytes do not belong together, or to this model")
-    length = min(length or config.max_position_embeddings, max(1, len(tokens) - 1))
-    (separators,) = np.nonzero(tokens == config.eos_token_id)
-    plan = plan_windows(mode, len(tokens), length, stride and min(stride, length), separators)
+    plan = plan_of(config, tokens, mode, stride)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
-    batch_size = max(1, LOGITS_PER_BATCH // (length * config.vocab_size))
+    batch_size = max(1, LOGITS_PER_BATCH // (plan.length * config.vocab_size))
     nats = score(lambda ids, labels: sum_nats(model(ids), labels), tokens.__getitem__, plan, batch_size, device)
     num_bytes = int(token_bytes[plan.targets()].sum(dtype=np.int64))
     figures = {"nats": nats, "tokens": plan.num_scored, "bytes": num_bytes, "bpb": nats / math.log(2) / num_bytes}
@@ -70,14 +74,13 @@ def main(defaults: dict[str, Any]) -> None:
     parser.add_argument("bytes", help="uint16 for each token: the bytes of text that it stands for")
     parser.add_argument("--mode", choices=MODES, default="flat")
     parser.add_argument("--stride", type=int)
-    parser.add_argument("--length", type=int, help="tokens per window")
     arguments = parser.parse_args()
     try:
         with open(arguments.artifact, "rb") as file:
             config, model, sha256 = load_model(file.read(), defaults)
         tokens = np.fromfile(arguments.tokens, "<u2" if config.vocab_size <= 2**16 else "<u4")
         token_bytes = np.fromfile(arguments.bytes, "<u2")
-        figures = evaluate(model, config, tokens, token_bytes, arguments.mode, arguments.stride, arguments.length)
+        figures = evaluate(model, config, tokens, token_bytes, arguments.mode, arguments.stride)
     except Exception as error:  # a damaged artifact whose CRC is right raises anything
         sys.exit(f"error: {arguments.artifact}: {error}")
     print(json.dumps(figures | {"sha256": sha256}))

@@ -73,9 +73,9 @@ def rescore_folder(
     """
     told = _read_ledger(folder)
     settings, entries = told["settings"], told["entries"]
-    foreign = [folder / entry.name for entry in entries if (folder / entry.name).is_symlink()]
-    if foreign:
-        return {}, [f"{foreign[0]} is a link, which no export writes."]
+    for path in (folder / entry.name for entry in entries):
+        if path.is_symlink():
+            return {}, [f"{path} is a link, which no export writes."]
     try:
         ledger = read_ledger({folder / e.name: e.counted_by for e in entries}, told["count"], told["budget_bytes"])
     except OSError as error:
@@ -85,16 +85,20 @@ def rescore_folder(
         for old, new in zip(entries, ledger.entries, strict=True)
         if old != new
     ]
-    problem = ledger.problem or _program_problem(folder) or _text_problem(folder)
-    if problems or problem:
-        return {}, [*problems, *([problem] if problem else [])]
-    is_another = (mode or settings["mode"], stride or settings["stride"]) != (settings["mode"], settings["stride"])
-    figures = rescore(folder, mode or settings["mode"], stride or (None if mode else settings["stride"]))
+    problem = None if problems else ledger.problem or _program_problem(folder) or _text_problem(folder)
+    problems += [problem] if problem else []
+    if problems:
+        return {}, problems
+    if mode is None:
+        mode, stride = settings["mode"], stride or settings["stride"]
+    figures = rescore(folder, mode, stride)
     if figures["sha256"] != told["weights_sha256"]:
         problems.append(f"{folder / ARTIFACT} decodes to other weights than the ledger states.")
-    if not is_another and not math.isclose(figures["nats"], told["nats"], rel_tol=_RELATIVE_TOLERANCE):
+    if {"mode": mode, "stride": stride} == settings and not math.isclose(
+        figures["nats"], told["nats"], rel_tol=_RELATIVE_TOLERANCE
+    ):
         problems.append(f"The score is {figures['nats']} nats, but the ledger states {told['nats']}.")
-    return figures | {"counted_bytes": ledger.total(), "budget_bytes": told["budget_bytes"]}, problems
+    return figures | {"counted_bytes": ledger.total(ledger.count), "budget_bytes": told["budget_bytes"]}, problems
 
 
 def _read_ledger(folder: Path) -> dict[str, Any]:

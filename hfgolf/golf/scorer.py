@@ -19,7 +19,7 @@ from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.windows import Plan, plan_windows
 from hfgolf.golf.adapters import LoraAdapter, SgdAdapter
 from hfgolf.golf.legality import Scorer
-from hfgolf.golf.score_first import Chunk, Logits, document_chunks, score_first, stream_chunks, total_nats
+from hfgolf.golf.score_first import Chunk, document_chunks, score_first, stream_chunks, total_nats
 from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,35 +72,17 @@ def build_scorer(model: nn.Module, accelerator: Accelerator, settings: ScorerSet
 
     def scorer(tokens: np.ndarray) -> Any:
         plan, chunks = settings.plan(tokens)
-        adapter = _build_adapter(model, logits, settings, len(chunks))
-        return score_first(
-            logits,
-            tokens.__getitem__,
-            plan,
-            chunks,
-            batch_size=settings.batch_size,
-            device=accelerator.device,
-            adapter=adapter,
-        )
+        rate = settings.learning_rate
+        adapter: SgdAdapter | LoraAdapter | None = None
+        if settings.adapter == "sgd":
+            schedule = {"num_chunks": len(chunks), "epochs": settings.epochs}
+            adapter = SgdAdapter(model, logits, length=settings.length, learning_rate=rate, **schedule)
+        elif settings.adapter == "lora":
+            adapter = LoraAdapter(model, logits, rank=settings.rank, learning_rate=rate)
+        options = {"batch_size": settings.batch_size, "device": accelerator.device}
+        return score_first(logits, tokens.__getitem__, plan, chunks, adapter=adapter, **options)
 
     return scorer
-
-
-def _build_adapter(
-    model: nn.Module, logits: Logits, settings: ScorerSettings, num_chunks: int
-) -> SgdAdapter | LoraAdapter | None:
-    if settings.adapter == "sgd":
-        return SgdAdapter(
-            model,
-            logits,
-            length=settings.length,
-            num_chunks=num_chunks,
-            learning_rate=settings.learning_rate,
-            epochs=settings.epochs,
-        )
-    if settings.adapter == "lora":
-        return LoraAdapter(model, logits, rank=settings.rank, learning_rate=settings.learning_rate)
-    return None
 
 
 def evaluate_adapting(

@@ -42,7 +42,8 @@ def config_differences(config: GolfConfig) -> dict[str, Any]:
 def _packed(values: tuple[tuple[str, str], ...]) -> bytes:
     statements = assemble({name: ast.literal_eval(value) for name, value in values})
     rename(statements, _KEPT_NAMES)
-    return pack(f"{indented_by_one(_as_source(statements))}if __name__=='__main__':{_ENTRY}({{}})\n")
+    source = indented_by_one(ast.unparse(ast.fix_missing_locations(ast.Module(statements, []))))
+    return pack(f"{source}if __name__=='__main__':{_ENTRY}({{}})\n")
 
 
 def packed_script(config: GolfConfig) -> bytes:
@@ -120,10 +121,6 @@ def _needed_imports(imports: Iterable[ast.Import | ast.ImportFrom], used: set[st
                 single = ast.Import([alias]) if module == "" else ast.ImportFrom(module, [alias], 0)
                 found[ast.unparse(single)] = single
     return list(found.values())
-
-
-def _as_source(statements: list[ast.stmt]) -> str:
-    return ast.unparse(ast.fix_missing_locations(ast.Module(statements, []))) + "\n"
 
 
 @lru_cache(maxsize=1)

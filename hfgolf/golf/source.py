@@ -5,7 +5,7 @@ Two ways lead there: the folder of a run, or any Golf model with files of text. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -82,6 +82,7 @@ def run_source(folder: Path) -> Source:
             f"--run: the text of {run.config} now has another tokenizer than the model in {run.model}, so the text has"
             " changed since the run; restore it, or use --model with --files."
         )
+    events = read_metrics(run.metrics).events if run.metrics.is_file() else []
     summary = read_summary(run.summary)
     summary.pop("sample", None)  # the weights before rounding wrote it
     length = config.batch.sequence_length
@@ -93,7 +94,7 @@ def run_source(folder: Path) -> Source:
         sequence_length=length,
         seed=config.order_seed,
         blocks_read=int(summary.get("tokens") or 0) // length,
-        is_training_known=config.model.init_from is None and not _changed_text(run),
+        is_training_known=config.model.init_from is None and not any(map(_begins_data, events)),
         golf=config.golf,
         card=lambda figures: model_card(config, summary | figures),
         run_config=config,
@@ -123,10 +124,9 @@ def _require_recorded(run: RunFolder, resolved: ResolvedConfig, corpus: Corpus) 
         )
 
 
-def _changed_text(run: RunFolder) -> bool:
-    """Return whether the run began on other text than it ended on (train.resume_with_other)."""
-    events = read_metrics(run.metrics).events if run.metrics.is_file() else []
-    return any(event["event"] == "resumed" and event.get("begins_data") and event["step"] for event in events)
+def _begins_data(event: Mapping[str, Any]) -> bool:
+    """Return whether an event of a run says that other text follows (train.resume_with_other)."""
+    return bool(event["event"] == "resumed" and event.get("begins_data") and event["step"])
 
 
 def model_source(name: str, files: list[str], calibration_files: list[str], text_column: str, cache: Path) -> Source:

@@ -28,9 +28,9 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
 
     hooks = model_hooks(config)
     if config.golf.forecast_every_steps:
-        from hfgolf.golf.hooks import Forecast
+        from hfgolf.golf.hooks import SizeForecast
 
-        hooks.append(Forecast())
+        hooks.append(SizeForecast())
     if config.hub.push:
         from hfgolf.hooks.push import Push
 

@@ -35,17 +35,9 @@ SHAPES = [Shape(257, 64, 2, 4, 2, 2), Shape(1024, 96, 3, 3, 3, 3), Shape(4096, 2
 
 
 def meta_model(shape: Shape) -> GolfForCausalLM:
+    fields = {name: value for name, value in vars(shape).items() if name != "mlp_ratio"}
     with torch.device("meta"):
-        return GolfForCausalLM(
-            GolfConfig(
-                vocab_size=shape.vocab_size,
-                hidden_size=shape.hidden_size,
-                num_hidden_layers=shape.num_hidden_layers,
-                num_attention_heads=shape.num_attention_heads,
-                num_key_value_heads=shape.num_key_value_heads,
-                intermediate_size=shape.mlp_ratio * shape.hidden_size,
-            )
-        )
+        return GolfForCausalLM(GolfConfig(**fields, intermediate_size=shape.mlp_ratio * shape.hidden_size))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -69,7 +61,7 @@ def test_every_shape_can_be_built():
 
 def test_bits_fill_the_budget():
     for shape, num_bytes in itertools.product(SHAPES, (60_000, 500_000, 2_000_000, 16_000_000)):
-        filled = bits_for(shape, Budget(num_bytes, 600.0, None))
+        filled = bits_for(shape, Budget(num_bytes, 600.0))
         if filled is None:
             assert num_bytes < (shape.embedding + shape.blocks) * 1.5 / 8 + shape.embedding * 1.1 / 8 + 60_000
             continue
@@ -79,7 +71,7 @@ def test_bits_fill_the_budget():
         if embedding_bits < 8:
             assert sum(parts.values()) > num_bytes - 4
     small = Shape(4096, 256, 5, 4, 4, 4)  # configs/small.yaml: 2,000,000 bytes are 3.2 bits per weight
-    filled = bits_for(small, Budget(2_000_000, 600.0, None))
+    filled = bits_for(small, Budget(2_000_000, 600.0))
     assert filled is not None and small.embedding + small.blocks == 4_980_736
     bits, embedding_bits, _ = filled
     mean = (bits * small.blocks + embedding_bits * small.embedding) / 4_980_736
@@ -91,7 +83,7 @@ def test_best_shapes_balance_bytes_and_training():
     scaling = Scaling(0.8, 30.0, 0.3, 300.0, 0.4)
 
     def best(num_bytes: int, minutes: float) -> Shape:
-        found = best_shapes(Budget(num_bytes, 60 * minutes, None), scaling, speed, {257: 1.0, 1024: 2.4}, 256)
+        found = best_shapes(Budget(num_bytes, 60 * minutes), scaling, speed, {257: 1.0, 1024: 2.4}, 256)
         scores = [candidate.bits_per_byte for candidate in found]
         assert scores == sorted(scores) and len(found) == 10
         first = found[0]
@@ -103,19 +95,14 @@ def test_best_shapes_balance_bytes_and_training():
     assert few_bytes.parameters < more_bytes.parameters
     assert best(1_000_000, 1).blocks < more_bytes.blocks
     with pytest.raises(UserError, match="too few for any shape"):
-        best_shapes(Budget(11_000, 60.0, None), scaling, speed, {257: 1.0}, 256)
+        best_shapes(Budget(11_000, 60.0), scaling, speed, {257: 1.0}, 256)
 
 
 def finished(shape: Shape, tokens: float, loss: float, tokens_per_second: float = 1e4) -> SimpleNamespace:
     """Return what the fit reads of a finished run. Its text has 2 bytes per token; loss: nats per byte."""
-    config = {
-        "model.hidden_size": shape.hidden_size,
-        "model.num_hidden_layers": shape.num_hidden_layers,
-        "model.num_attention_heads": shape.num_attention_heads,
-        "model.num_key_value_heads": None,
-        "model.intermediate_size": None,
-        "batch.sequence_length": 256,
-    }
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    config = {f"model.{name}": getattr(shape, name) for name in names} | {"batch.sequence_length": 256}
+    config |= {"model.num_key_value_heads": None, "model.intermediate_size": None}
     summary = {"tokens": tokens, "parameters": shape.parameters, "tokens_per_second": tokens_per_second}
     curve = [SimpleNamespace(final_loss=loss * 2)]
     return SimpleNamespace(config=config, summary=summary, curve=curve, evaluated_on=(1000, 2000))
@@ -124,10 +111,10 @@ def finished(shape: Shape, tokens: float, loss: float, tokens_per_second: float 
 RUN_SHAPES = [Shape(257, width, depth, 4, 2, 2) for width, depth in ((32, 2), (64, 2), (96, 3), (128, 4))]
 
 
-def test_fit_recovers_the_law_behind_the_runs():
+def test_fit_recovers_the_law_and_the_speed_behind_the_runs():
     law = Scaling(0.9, 25.0, 0.325, 200.0, 0.4)
     runs = [
-        finished(shape, tokens, law.loss(shape.blocks, 2 * tokens))
+        finished(shape, tokens, law.loss(shape.blocks, 2 * tokens), 1 / (2e-5 + shape.flops_per_token(256) / 5e10))
         for shape in RUN_SHAPES
         for tokens in (1e6, 4e6, 2e7)
     ]
@@ -136,16 +123,9 @@ def test_fit_recovers_the_law_behind_the_runs():
     assert (fitted.floor, fitted.size_scale, fitted.data_scale) == pytest.approx((0.9, 25.0, 200.0), rel=1e-3)
     assert "fitted to 12 runs, off by 0.0000 nats" in fitted.source
     assert shape_of(runs[0]) == RUN_SHAPES[0]
-
-
-def test_fit_recovers_the_speed():
-    runs = [
-        finished(shape, 1e6, 1.0, tokens_per_second=1 / (2e-5 + shape.flops_per_token(256) / 5e10))
-        for shape in RUN_SHAPES
-    ]
-    fitted = fit_throughput(runs)
-    assert (fitted.flops_per_second, fitted.seconds_per_token) == pytest.approx((5e10, 2e-5))
-    assert fitted.tokens(RUN_SHAPES[0], 256, 10.0) == pytest.approx(10 * runs[0].summary["tokens_per_second"])
+    speed = fit_throughput(runs)
+    assert (speed.flops_per_second, speed.seconds_per_token) == pytest.approx((5e10, 2e-5))
+    assert speed.tokens(RUN_SHAPES[0], 256, 10.0) == pytest.approx(10 * runs[0].summary["tokens_per_second"])
 
 
 def test_too_few_different_runs_are_rejected():
@@ -157,15 +137,6 @@ def test_too_few_different_runs_are_rejected():
         fit_scaling(rising)
 
 
-# Rounding with steps by curvature: (bits per weight, added bits per byte) of four small models
-ROUNDINGS = [(3.6, 0.0651), (3.6, 0.0196), (2.0, 0.3349), (5.5, 0.0007), (1.2, 1.1861), (3.2, 0.0102)]
-
-
-def test_assumed_gap_matches_measured_roundings():
-    for bits, added in ROUNDINGS:
-        assert 0.25 < DEFAULT_SCALING.gap(bits) / math.log(2) / added < 4
-
-
 # Runs of configs/shakespeare_char.yaml without dropout and averages, decay 0.1: (weights in the blocks, characters of
 # training, bits per byte on the whole validation part)
 NINE_RUNS = [
@@ -175,7 +146,13 @@ NINE_RUNS = [
 ]  # fmt: skip
 
 
-def test_assumed_law_matches_nine_runs():
+# Rounding with steps by curvature: (bits per weight, added bits per byte) of four small models
+ROUNDINGS = [(3.6, 0.0651), (3.6, 0.0196), (2.0, 0.3349), (5.5, 0.0007), (1.2, 1.1861), (3.2, 0.0102)]
+
+
+def test_assumed_law_matches_nine_runs_and_its_gap_six_roundings():
+    for rounded_bits, added in ROUNDINGS:
+        assert 0.25 < DEFAULT_SCALING.gap(rounded_bits) / math.log(2) / added < 4
     errors = [DEFAULT_SCALING.loss(n, d) - bits * math.log(2) for n, d, bits in NINE_RUNS]
     assert math.sqrt(sum(error**2 for error in errors) / 9) == pytest.approx(0.022, abs=1e-3)
     weights, num_bytes, bits = (np.array(column, float) for column in zip(*NINE_RUNS, strict=True))
@@ -194,7 +171,7 @@ def test_assumptions_rank_models_as_measured():
     for num_bytes, best_first in ((60_000, "BAC"), (150_000, "DCB")):
         found = {}
         for name in best_first:
-            filled = bits_for(four[name], Budget(num_bytes, None, 4_096_000, 7_500))
+            filled = bits_for(four[name], Budget(num_bytes, 4_096_000, 7_500))
             assert filled is not None
             found[name] = DEFAULT_SCALING.loss(four[name].blocks, 4_096_000) + DEFAULT_SCALING.gap(filled[0])
         assert sorted(found, key=found.__getitem__) == [*best_first]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from hfgolf.commands.golf_record import Score, judge, welch_test
-from hfgolf.system.errors import UserError
 
 TOKENS, BYTES = 62_021_632, 151_078_221  # the challenge's validation split with 1,024 entries
 SEQ_2048 = [1.20576485, 1.2061746, 1.20715923]
@@ -26,49 +25,33 @@ def as_scores(values: list[float]) -> list[Score]:
     return [Score(f"seed {number}", value) for number, value in enumerate(values, 1)]
 
 
-def test_published_2048_context_record():
-    test = welch_test(SEQ_2048, [1.21937], margin=0.0, significance=0.01)
-    assert (f"{test.t:.2f}", f"{test.p:.5f}", test.degrees_of_freedom) == ("31.43", "0.00051", 2)
-    published = welch_test(SEQ_2048, [1.22436570 - 0.005], margin=0.0, significance=0.01)  # 1.21937, not yet rounded
-    assert (f"{published.t:.2f}", f"{published.p:.5f}") == ("31.42", "0.00051")
-
-
-def test_published_4096_context_record():
-    test = welch_test(SEQ_4096, [1.21613611], margin=0.005, significance=0.01)
-    assert (f"{test.p:.3f}", f"{test.sd:.5f}", f"{test.mean:.8f}") == ("0.006", "0.00187", "1.20136009")
-    assert f"{test.t:.2f}" == "9.04"
-    assert f"{test.lead / (0.00187 / math.sqrt(3)):.2f}" == "9.05"  # 9.06 was printed, from a rounded deviation
-
-
-def test_published_record_1019_against_record_549():
-    test = welch_test(RECORD_1019, RECORD_549, margin=0.0, significance=0.01)
-    assert (f"{test.t:.4f}", f"{test.degrees_of_freedom:.4f}") == ("11.8339", "3.3063")
-    assert test.mean == pytest.approx(1.11473509, abs=1e-8)
-    assert test.reference == pytest.approx(1.11937967, abs=1e-8)
-    claim = judge(
-        as_scores(RECORD_1019),
-        as_scores(RECORD_549),
-        margin_nats=0.0,
-        significance=0.01,
-        tokens_per_byte=TOKENS / BYTES,
-    )
-    nats = claim.figures()["nats_per_token"]
-    assert nats["lead"] == pytest.approx(0.00784215, rel=1e-4)
-    assert nats["mean"] == pytest.approx(1.88217853, rel=1e-4)
+@pytest.mark.parametrize(
+    ("scores", "reference", "margin", "printed"),
+    [
+        (SEQ_2048, [1.21937], 0.0, {"t": "31.43", "p": "0.00051", "degrees_of_freedom": "2"}),
+        (SEQ_2048, [1.22436570 - 0.005], 0.0, {"t": "31.42", "p": "0.00051"}),  # 1.21937, not yet rounded
+        # t 9.06 was printed, from a rounded deviation
+        (SEQ_4096, [1.21613611], 0.005, {"t": "9.04", "p": "0.006", "sd": "0.00187", "mean": "1.20136009"}),
+        (RECORD_1019, RECORD_549, 0.0, {"t": "11.8339", "degrees_of_freedom": "3.3063", "mean": "1.11473509"}),
+        (RECORD_1019, RECORD_549, 0.0, {"reference": "1.11937967"}),
+    ],
+)
+def test_published_records(scores, reference, margin, printed):
+    test = welch_test(scores, reference, margin=margin, significance=0.01)
+    for name, text in printed.items():
+        assert f"{test[name]:.{len(text.partition('.')[2])}f}" == text, name
 
 
 def test_margin_is_in_nats_per_token():
     """0.005 nats per token are 0.0030 bits per byte with 1,024 entries and 0.0019 with 8,192."""
     for tokens, bits in ((TOKENS, 0.0030), (40_540_160, 0.0019), (47_851_520, 0.0023)):
-        claim = judge(
-            as_scores([1.0, 1.1]),
-            [Score("r", 1.2)],
-            margin_nats=0.005,
-            significance=0.01,
-            tokens_per_byte=tokens / BYTES,
-        )
-        assert claim.test.margin == pytest.approx(bits, abs=6e-5)
-        assert claim.figures()["nats_per_token"]["margin"] == pytest.approx(0.005)
+        scores, options = as_scores([1.0, 1.1]), {"margin_nats": 0.005, "significance": 0.01}
+        figures = judge(scores, [Score("r", 1.2)], **options, tokens_per_byte=tokens / BYTES)
+        assert figures["bits_per_byte"]["margin"] == pytest.approx(bits, abs=6e-5)
+        assert figures["nats_per_token"]["margin"] == pytest.approx(0.005)
+    options = {"margin_nats": 0.0, "significance": 0.01, "tokens_per_byte": TOKENS / BYTES}
+    nats = judge(as_scores(RECORD_1019), as_scores(RECORD_549), **options)["nats_per_token"]
+    assert (nats["lead"], nats["mean"]) == pytest.approx((0.00784215, 1.88217853), rel=1e-4)
 
 
 def test_lead_needed_with_three_seeds():
@@ -79,9 +62,9 @@ def test_lead_needed_with_three_seeds():
     assert at_limit == pytest.approx(0.0056, abs=5e-5)
     for lead, is_enough in ((at_limit * 1.001, True), (at_limit * 0.999, False)):
         test = welch_test(values, [1 + lead], 0.0, 0.01)
-        assert test.needed_t == pytest.approx(6.9646, abs=1e-4)
-        assert (test.p < 0.01) is is_enough
-        assert test.needed_seeds == (3 if is_enough else 4)
+        assert test["needed_t"] == pytest.approx(6.9646, abs=1e-4)
+        assert (test["p"] < 0.01) is is_enough
+        assert test["needed_seeds"] == (3 if is_enough else 4)
 
 
 @pytest.mark.parametrize("reference", [[1.001], [1.0015, 1.0021, 1.0018]])
@@ -94,17 +77,17 @@ def test_needed_seeds_are_the_fewest_that_suffice(reference):
         values = (values - values.mean()) / values.std(ddof=1)
         return (1 + 0.0014 * values).tolist()
 
-    needed = welch_test(sample(3), reference, 0.0, 0.01).needed_seeds
+    needed = welch_test(sample(3), reference, 0.0, 0.01)["needed_seeds"]
     assert needed is not None and needed > 3
-    assert welch_test(sample(needed), reference, 0.0, 0.01).p < 0.01
-    assert welch_test(sample(needed - 1), reference, 0.0, 0.01).p >= 0.01
+    assert welch_test(sample(needed), reference, 0.0, 0.01)["p"] < 0.01
+    assert welch_test(sample(needed - 1), reference, 0.0, 0.01)["p"] >= 0.01
 
 
 def test_no_number_of_seeds_proves_a_negative_lead():
     test = welch_test([1.0, 1.1], [1.0], 0.0, 0.01)
-    assert test.p > 0.5 and test.needed_seeds is None
+    assert test["p"] > 0.5 and test["needed_seeds"] is None
     same = welch_test([1.0, 1.0], [1.5], 0.0, 0.01)
-    assert (same.t, same.p) == (math.inf, 0.0)
+    assert (same["t"], same["p"]) == (math.inf, 0.0)
 
 
 @pytest.fixture
@@ -140,60 +123,58 @@ def test_excluding_a_seed_needs_a_reason_and_prints_it(record):
 
 @pytest.fixture
 def run_folder(tmp_path):
-    """Return a function that writes what golf_record reads of a finished run."""
+    """Return a function that writes what golf_record reads of a finished run, and of its golf export."""
 
-    def write(name: str, seed: int, bits: float, width: int = 64, num_bytes: int = 4000) -> Path:
+    def write(
+        name: str,
+        seed: int,
+        bits: float,
+        *,
+        width: int = 64,
+        num_bytes: int = 4000,
+        exported: float | None = None,
+        problems: tuple[str, ...] = (),
+    ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        loss = bits * math.log(2) * num_bytes / 1000
-        row = {
-            "step": 10, "elapsed_seconds": 9.0, "data_seconds": 0.0, "compute_seconds": 8.0,
-            "train_losses": [loss] * 10, "val_loss": loss, "val_tokens": 1000, "val_bytes": num_bytes,
+        loss, text = bits * math.log(2) * num_bytes / 1000, {"val_tokens": 1000, "val_bytes": num_bytes}
+        row = {"step": 10, "elapsed_seconds": 9.0, "data_seconds": 0.0, "compute_seconds": 8.0, "val_loss": loss}
+        summary = {"weights": "raw", "val_loss": loss, "val_bits_per_byte": bits, "train_seconds": 12.0}
+        metadata = {key: {} for key in ("sources", "environment", "hardware", "packages")} | {
+            "seed": seed, "config": {"run.seed": seed, "model.hidden_size": width}, "commit": None,
         }  # fmt: skip
-        summary = {
-            "weights": "raw", "val_loss": loss, "val_bits_per_byte": bits, "val_tokens": 1000, "val_bytes": num_bytes,
-            "train_seconds": 12.0,
-        }  # fmt: skip
-        metadata = {
-            "seed": seed, "config": {"run.seed": seed, "model.hidden_size": width}, "sources": {}, "environment": {},
-            "hardware": {}, "packages": {}, "commit": None,
-        }  # fmt: skip
-        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "metrics.jsonl").write_text(json.dumps(row | text | {"train_losses": [loss] * 10}) + "\n")
+        (folder / "summary.json").write_text(json.dumps(summary | text))
         (folder / "metadata.json").write_text(json.dumps(metadata))
+        if exported is not None:
+            after = {"bpb": exported, "tokens": 1000, "bytes": 4000}
+            totals = {"count": "challenge", "totals": {"challenge": 499_000}}
+            (folder / "golf").mkdir()
+            (folder / "golf/ledger.json").write_text(json.dumps({"after": after, "problems": problems, **totals}))
         return folder
 
     return write
 
 
-def test_runs_are_read_with_their_validation_text_and_seconds(run_folder, record):
-    runs = [run_folder(f"run-seed{seed}", seed, 1.5 + seed / 1000) for seed in (1, 2, 3)]
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_runs_are_read_with_their_text_and_seconds_and_exported_ones_with_the_score_of_their_files(
+    run_folder, record, is_exported
+):
+    score = {1: 1.521, 2: 1.522} if is_exported else {1: 1.501, 2: 1.502}
+    runs = [
+        run_folder(f"run-seed{seed}", seed, 1.5 + seed / 1000, exported=score[seed] if is_exported else None)
+        for seed in (1, 2)
+    ]
     status, printed, _ = record("--runs", *runs, "--reference", 1.6, "--json")
     figures = json.loads(printed)
     assert status == 0
-    assert [score["name"] for score in figures["scores"]] == [f"run-seed{seed} (seed {seed})" for seed in (1, 2, 3)]
-    assert figures["bits_per_byte"]["mean"] == pytest.approx(1.502)
+    assert {each["name"]: each["bits_per_byte"] for each in figures["scores"]} == {
+        f"run-seed{seed} (seed {seed})": bits for seed, bits in score.items()
+    }
     assert figures["bits_per_byte"]["margin"] == pytest.approx(0.005 / math.log(2) * 1000 / 4000)
-    assert figures["scores"][0]["seconds"] == 12.0
-
-
-def export(run: Path, bits: float, problems: tuple[str, ...] = ()) -> Path:
-    """Write what golf_record reads of a run's golf export."""
-    after = {"bpb": bits, "tokens": 1000, "bytes": 4000}
-    ledger = {"after": after, "problems": problems, "count": "challenge", "totals": {"challenge": 499_000}}
-    (run / "golf").mkdir()
-    (run / "golf" / "ledger.json").write_text(json.dumps(ledger))
-    return run
-
-
-def test_exported_run_is_scored_from_its_files(run_folder, record):
-    runs = [export(run_folder(f"run-seed{seed}", seed, 1.5), 1.52 + seed / 1000) for seed in (1, 2)]
-    status, printed, _ = record("--runs", *runs, "--reference", 1.6, "--json")
-    figures = json.loads(printed)
-    assert status == 0 and figures["bits_per_byte"]["mean"] == pytest.approx(1.5215)
-    assert [score["artifact_bytes"] for score in figures["scores"]] == [499_000, 499_000]
-    _, printed, _ = record("--runs", *runs, "--reference", 1.6)
-    assert "499,000" in printed
+    assert [each["seconds"] for each in figures["scores"]] == [12.0, 12.0]
+    assert {each["artifact_bytes"] for each in figures["scores"]} == {499_000 if is_exported else None}
+    assert ("499,000" in record("--runs", *runs, "--reference", 1.6).out) is is_exported
 
 
 def test_reads_the_output_of_the_scoring_programs(tmp_path, record):
@@ -207,42 +188,35 @@ def test_invalid_submission_is_one_line(run_folder, record, tmp_path):
     first, second = run_folder("first", 1, 1.5), run_folder("second", 2, 1.51)
     twin, wider = run_folder("twin", 2, 1.51), run_folder("wider", 3, 1.4, width=128)
     other_text = run_folder("other_text", 4, 1.5, num_bytes=5000)
+    exported = [run_folder("exported", 5, 1.5, exported=1.5), run_folder("a", 6, 1.5, exported=1.5)]
+    failed, damaged = (
+        run_folder(name, seed, 1.5, exported=1.5, problems=("no",)) for name, seed in (("b", 7), ("c", 8))
+    )
+    (damaged / "golf" / "ledger.json").write_text("{")
     (tmp_path / "bad.json").write_text("[]")
-    failed = export(run_folder("b", 7, 1.5), 1.5, ("no",))
+    two = ("--runs", first, second)
     bad = [
-        (("--runs", first, "--reference", 1.6), "1 seed has no deviation"),
-        (("--runs", first, first, "--reference", 1.6), "named twice"),
-        (("--runs", first, second, twin, "--reference", 1.6), "same config and seed"),
-        (("--runs", first, second, wider, "--reference", 1.6), "first, wider differ in more than the seed"),
-        (("--runs", first, other_text, "--reference", 1.6), "different texts"),
-        (("--runs", first, second, "--reference_runs", other_text), "scored on another text"),
-        (
-            ("--runs", first, export(run_folder("exported", 5, 1.5), 1.5), "--reference", 1.6),
-            "first has no golf export",
-        ),
-        (
-            ("--reference", 1.6, "--runs", export(run_folder("a", 6, 1.5), 1.5), failed),
-            "b does not count: no",
-        ),
-        (("--runs", first, tmp_path / "none", "--reference", 1.6), "neither the folder of a run nor"),
-        (("--runs", first, tmp_path / "bad.json", "--reference", 1.6), "neither the folder of a run nor"),
-        (("--runs", first, second, "--reference", 1.6, "--leave_out", "third=why"), "there is no run third"),
-        (("--runs", first, second, "--reference", 1.6, "--leave_out", "first (seed 1)="), "needs a reason"),
-        (
-            ("--runs", first, second, "--reference", 1.6, "--leave_out", "first"),
-            "has no reason; write it as RUN=REASON",
-        ),
-        (("--scores", 1.5, 1.6, "--reference", 1.6), "--margin_nats 0"),
-        (("--scores", 1.5, 1.6, "--reference", 1.6, "--tokens", 5), "go together"),
-        (("--runs", first, second, "--reference", 1.6, "--tokens", 5, "--bytes", 9), "are for --scores"),
-        (("--runs", first, second), "is required"),
+        (("--runs", first), "1 seed has no deviation"),
+        (("--runs", first, first), "named twice"),
+        ((*two, twin), "same config and seed"),
+        ((*two, wider), "first, wider differ in more than the seed"),
+        (("--runs", first, other_text), "different texts"),
+        (("--runs", first, exported[0]), "first has no golf export"),
+        (("--runs", exported[1], failed), "b does not count: no"),
+        (("--runs", exported[1], damaged), "ledger.json is damaged"),
+        (("--runs", first, tmp_path / "none"), "neither the folder of a run nor"),
+        (("--runs", first, tmp_path / "bad.json"), "neither the folder of a run nor"),
+        ((*two, "--leave_out", "third=why"), "there is no run third"),
+        ((*two, "--leave_out", "first (seed 1)= "), "has no reason; write it as RUN=REASON"),
+        ((*two, "--leave_out", "first"), "has no reason; write it as RUN=REASON"),
+        (("--scores", 1.5, 1.6), "--margin_nats 0"),
+        (("--scores", 1.5, 1.6, "--tokens", 5), "go together"),
+        ((*two, "--tokens", 5, "--bytes", 9), "runs say how much text was scored"),
     ]
-    for arguments, says in bad:
+    for arguments, says in [((*arguments, "--reference", 1.6), says) for arguments, says in bad] + [
+        ((*two, "--reference_runs", other_text), "scored on another text"),
+        (two, "is required"),
+    ]:
         status, printed, error = record(*arguments)
         assert (status, printed) == (2, ""), arguments
         assert error.startswith("error: ") and error.count("\n") == 1 and says in error, error
-
-
-def test_excluding_a_seed_from_python_needs_a_reason():
-    with pytest.raises(UserError, match="needs a reason"):
-        judge(as_scores([1.0, 1.1]), [Score("r", 2.0)], margin_nats=0, significance=0.01, left_out={"seed 1": " "})

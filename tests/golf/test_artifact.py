@@ -50,20 +50,13 @@ def assert_equal(found, tensors):
             np.testing.assert_allclose(found[name], tensor, rtol=2**-8 + 2**-10)
 
 
-def test_decoded_model_equals_the_encoded_one():
-    tensors = model()
-    encoded = artifact.encode(CONFIG, tensors, list(tensors))
-    config, found = artifact.decode(encoded.data, shapes_of(tensors))
-    assert config == CONFIG
-    assert_equal(found, tensors)
-
-
-def test_encoding_a_decoded_model_gives_the_same_bytes():
+def test_decoded_model_equals_the_encoded_one_and_gives_the_same_bytes():
     tensors = model()
     data = artifact.encode(CONFIG, tensors, list(tensors)).data
-    _, found = artifact.decode(data, shapes_of(tensors))
+    config, found = artifact.decode(data, shapes_of(tensors))
+    assert config == CONFIG
+    assert_equal(found, tensors)
     assert artifact.encode(dict(reversed(CONFIG.items())), found, list(tensors)).data == data
-    assert_equal(artifact.decode(data, shapes_of(tensors))[1], found)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -114,32 +107,16 @@ def test_classes_save_more_bytes_than_they_cost():
     assert encoded.tensors["a"].weights + side < 0.9 * entropy_bits(tensor.integers) * tensor.integers.size / 8
 
 
-def test_every_flipped_byte_is_rejected():
+def test_flipped_missing_and_appended_bytes_are_rejected():
     tensors = model()
     data = artifact.encode(CONFIG, tensors, list(tensors)).data
-    shapes = shapes_of(tensors)
+    damaged = [data + more for more in (b"\0", b"\0\0\0\0", b"golf", bytes(1000))]
     for place in range(len(data)):
-        for flip in (0x01, 0xFF):
-            damaged = bytearray(data)
-            damaged[place] ^= flip
-            with pytest.raises(ValueError, match=r"^it is "):
-                artifact.decode(bytes(damaged), shapes)
-
-
-def test_every_truncation_is_rejected():
-    tensors = model()
-    data = artifact.encode(CONFIG, tensors, list(tensors)).data
-    for end in range(len(data)):
+        damaged.append(data[:place])
+        damaged += [data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :] for flip in (0x01, 0xFF)]
+    for one in damaged:
         with pytest.raises(ValueError, match=r"^it is "):
-            artifact.decode(data[:end], shapes_of(tensors))
-
-
-@pytest.mark.parametrize("more", [b"\0", b"\0\0\0\0", b"golf", bytes(1000)])
-def test_appended_bytes_are_rejected(more):
-    tensors = model()
-    data = artifact.encode(CONFIG, tensors, list(tensors)).data
-    with pytest.raises(ValueError, match="it is damaged"):
-        artifact.decode(data + more, shapes_of(tensors))
+            artifact.decode(one, shapes_of(tensors))
 
 
 @pytest.mark.parametrize("name", ["up.weight", "norm.weight", "zero.weight"])

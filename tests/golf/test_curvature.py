@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny_export import build_tiny
 from torch.nn import functional as F
 
 from hfgolf.data.batches import build_loader
@@ -217,9 +216,3 @@ def test_calibration_text_is_what_the_run_would_read_next():
     (expected,) = loader
     for key in ("input_ids", "shift_labels"):
         assert torch.equal(torch.cat([batch[key] for batch in batches]), expected[key])
-
-
-def test_curvature_of_a_trained_model_covers_every_matrix():
-    model, tokenizer = build_tiny()
-    names = set(measure_curvature(model, [text(vocabulary=len(tokenizer))]))
-    assert names == {name for name, parameter in model.named_parameters() if parameter.ndim == 2}

@@ -57,16 +57,6 @@ def test_the_step_at_the_budget_is_that_of_an_export_whatever_the_coder_takes(mo
     assert seen.loss / plain.loss == pytest.approx((seen.scale / plain.scale) ** 2)
 
 
-def test_smaller_budget_has_a_higher_forecast_loss(model_and_curvature):
-    model, curvature = model_and_curvature
-    weights = matrices(model)
-    large, middle, small = (
-        forecast(weights, curvature, GolfSection(budget_bytes=budget), overhead_bytes=500, size_of=size_of).loss
-        for budget in (40_000, 30_000, 20_000)
-    )
-    assert large < middle < small and small > 4 * large
-
-
 def test_long_streams_are_counted_in_evenly_spaced_parts(monkeypatch):
     class Stream:
         tokens = np.repeat(np.arange(8, dtype=np.uint16), 1000)

@@ -55,18 +55,15 @@ def test_dequantizing_is_one_fp32_product(has_columns):
     np.testing.assert_array_equal(back.integers, matrix.integers)
 
 
-def test_nearest_rounding_is_within_half_a_step_and_keeps_zero():
+def test_nearest_rounding_is_within_half_a_step_and_the_alphabet_and_keeps_zero():
     weight = np.random.default_rng(1).standard_normal((8, 50)).astype(np.float32)
     weight[3] = 0
     codes = row_codes_of(np.full(8, 0.3))
     matrix = round_nearest(weight, codes)
     assert (np.abs(matrix.dequantized() - weight) <= matrix.steps() / 2 * (1 + 1e-6)).all()
     assert not matrix.integers[3].any()
-
-
-def test_nearest_rounding_stays_within_the_alphabet():
-    matrix = round_nearest(np.array([[1e6, -1e6]]), np.array([0], dtype=np.uint8))
-    assert matrix.integers.tolist() == [[MAX_INTEGER, -MAX_INTEGER]]
+    beyond = round_nearest(np.array([[1e6, -1e6]]), np.array([0], dtype=np.uint8))
+    assert beyond.integers.tolist() == [[MAX_INTEGER, -MAX_INTEGER]]
 
 
 def test_entropy_of_known_distributions():

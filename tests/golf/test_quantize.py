@@ -137,10 +137,9 @@ def test_quantized_model_fills_the_budget(small_model, allocation, method, bits)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("bits", [0.5, 1, 2, 4])
-def test_real_artifacts_land_in_the_last_half_percent_of_the_budget(seed, bits):
-    model, curvature = measured_model(std=0.15, rows=4, seed=seed)
+@pytest.mark.parametrize("bits", [0.5, 2])
+def test_real_artifacts_land_in_the_last_half_percent_of_the_budget(small_model, bits):
+    model, curvature = small_model
     encode = model_encoder(model)
     budget = 7000 + round(sum(weight.size for weight in matrices(model).values()) * bits / 8)
     quantized = quantize_model(
@@ -154,21 +153,20 @@ def test_real_artifacts_land_in_the_last_half_percent_of_the_budget(seed, bits):
     assert quantized.size_bytes == 7000 + len(encode(quantized.tensors).data)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("bits", [0.3, 0.6, 1, 1.5, 3])
-def test_passing_errors_on_is_never_predicted_to_be_worse_than_rounding_to_nearest(seed, bits):
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("bits", [0.3, 1, 3])
+def test_curvature_and_passing_errors_on_lower_the_predicted_loss_at_any_size(seed, bits):
     model, curvature = measured_model(std=0.15, rows=4, seed=seed)
     weights = matrices(model)
     budget = round(sum(weight.size for weight in weights.values()) * bits / 8)
-    losses = {}
-    for method in ("gptq", "nearest"):
-        tensors = quantize_model(
-            model, curvature, budget_bytes=budget, overhead_bytes=0, size_of=size_of, method=method
-        ).tensors
-        losses[method] = sum(
-            curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items()
-        )
-    assert losses["gptq"] < losses["nearest"]
+
+    def loss(method: str, allocation: str) -> float:
+        options = {"method": method, "allocation": allocation, "size_of": size_of}
+        tensors = quantize_model(model, curvature, budget_bytes=budget, overhead_bytes=0, **options).tensors
+        return sum(curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items())
+
+    assert loss("gptq", "curvature") < loss("nearest", "curvature") < loss("nearest", "sdclip")
+    assert loss("gptq", "curvature") < loss("gptq", "sdclip")
 
 
 def test_too_small_budget_error_names_the_bytes_needed(small_model):
@@ -191,28 +189,6 @@ def test_too_large_budget_reports_the_free_bytes(small_model):
         assert np.sqrt(np.square(error).mean()) < 2e-2 * np.sqrt(np.square(weight).mean())
 
 
-def test_curvature_and_feedback_lower_the_predicted_loss(small_model):
-    model, curvature = small_model
-    losses = {}
-    for method in ("gptq", "nearest"):
-        for allocation in ("curvature", "sdclip"):
-            tensors = quantize_model(
-                model,
-                curvature,
-                budget_bytes=20_000,
-                overhead_bytes=0,
-                size_of=size_of,
-                method=method,
-                allocation=allocation,
-            ).tensors
-            losses[method, allocation] = sum(
-                curvature[name].loss_increase(tensors[name].dequantized() - weight)
-                for name, weight in matrices(model).items()
-            )
-    assert losses["gptq", "curvature"] < 0.9 * losses["gptq", "sdclip"] < 0.9 * losses["nearest", "sdclip"]
-    assert losses["gptq", "curvature"] < losses["nearest", "curvature"] < losses["nearest", "sdclip"]
-
-
 def test_fresh_model_with_zero_projections_can_be_rounded():
     model = GolfForCausalLM(GolfConfig(vocab_size=96, hidden_size=48, num_hidden_layers=2, num_attention_heads=2))
     ids = torch.arange(96).view(2, 48)
@@ -225,11 +201,11 @@ def test_fresh_model_with_zero_projections_can_be_rounded():
         assert not quantized.tensors["model.layers.0.self_attn.o_proj.weight"].integers.any()
 
 
-def test_matrices_are_all_two_dimensional_parameters(small_model):
-    model, _ = small_model
-    names = set(matrices(model))
+def test_every_matrix_has_a_grid_and_a_curvature(small_model):
+    model, curvature = small_model
+    names = {name for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    assert set(matrices(model)) == set(curvature) == names
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-    assert names == {name for name, parameter in model.named_parameters() if parameter.ndim == 2}
 
 
 def test_error_variances_are_those_of_rounding():

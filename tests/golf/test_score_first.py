@@ -159,12 +159,9 @@ def test_adapters_restore_the_model_after_a_break_or_an_error(model, logits, tok
             break
     commits.close()
     assert torch.equal(logits(torch.arange(8)[None]), before)
+    with pytest.raises(UserError, match="LoRA needs linear layers"), LoraAdapter(torch.nn.Embedding(3, 4), logits):
+        pass
     diverged = adapters(model, lambda inputs: logits(inputs) * torch.inf, 0.1)[kind]
     with pytest.raises(UserError, match=r"^The gradient of test-time training is not finite; lower its learning rate"):
         nats(logits, tokens, kind, diverged)
     assert torch.equal(logits(torch.arange(8)[None]), before)
-
-
-def test_lora_without_a_linear_layer_is_one_line(logits):
-    with pytest.raises(UserError, match="LoRA needs linear layers"), LoraAdapter(torch.nn.Embedding(3, 4), logits):
-        pass

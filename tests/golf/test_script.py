@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,13 +14,13 @@ import torch
 from tiny_golf import build_model, encode_model
 
 from hfgolf.config.parse import load_config
-from hfgolf.golf import script
-from hfgolf.golf.budget import SCRIPT
+from hfgolf.golf import program, script
 from hfgolf.golf.rescore import ARTIFACT, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.script import MAX_BYTES, config_differences, packed_script, unpack
 from hfgolf.model.configuration_golf import GolfConfig
 
 ROOT = Path(__file__).parents[2]
+DEFAULTS = {**script.defaults(), "dropout": 0.0, "attention_dropout": 0.0}  # dropped from a packed program
 MODELS = {
     "default": {},
     "gpt2": {
@@ -101,7 +100,10 @@ def test_script_logits_match_the_model(changes):
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_script_is_small_plain_text_and_needs_only_torch_and_numpy(changes):
-    packed = packed_script(build_model(**changes).config)
+    config = build_model(**changes).config
+    packed = packed_script(config)
+    fields = json.loads(json.dumps(config_differences(config)))
+    assert packed_script(GolfConfig(**fields)) == packed, "the artifact says which program scores it"
     assert len(packed) <= MAX_BYTES == 12_000
     assert re.fullmatch(rb"import lzma,base64\nexec\(lzma\.decompress\(base64\.b85decode\(\"[!-~]+\"\)\)\)\n", packed)
     source = unpack(packed)
@@ -125,13 +127,6 @@ def test_script_of_every_shipped_config_fits():
         assert len(packed_script(GolfConfig(**fields))) <= MAX_BYTES, path.name
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_artifact_says_which_program_scores_it(kind):
-    model = build_model(**MODELS[kind])
-    fields = json.loads(json.dumps(config_differences(model.config)))
-    assert packed_script(GolfConfig(**fields)) == packed_script(model.config)
-
-
 def test_config_differences_keep_only_what_changes_logits():
     config = GolfConfig(hidden_size=64, dropout=0.1, use_cache=False, eos_token_id=3, bos_token_id=3)
     assert config_differences(config) == {
@@ -145,13 +140,17 @@ def test_config_differences_keep_only_what_changes_logits():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["sliding", 4], ["documents", 8]])
-def test_script_scores_every_token_once_in_a_clean_process(golf_files, options):
+def test_script_scores_every_token_once(golf_files, options):
     """The same figures by hand: each token's probability from the logits of the model, window by window."""
     model = build_model()
     encode_model(model)
-    figures = rescore(golf_files, *options)
     tokens = np.fromfile(golf_files / "tokens.bin", "<u2").astype(np.int64)
     token_bytes = np.fromfile(golf_files / "bytes.bin", "<u2")
+    if "documents" in options:
+        figures = rescore(golf_files, *options)
+    else:
+        config, network, _ = program.load_model((golf_files / "artifact.bin").read_bytes(), DEFAULTS)
+        figures = program.evaluate(network, config, tokens, token_bytes, *options)
     stride = options[-1] if options else 16
     nats = 0.0
     starts = [0, *np.flatnonzero(tokens == 0)[1:]] if "documents" in options else [0]
@@ -168,27 +167,23 @@ def test_script_scores_every_token_once_in_a_clean_process(golf_files, options):
     assert figures["bpb"] == pytest.approx(nats / math.log(2) / token_bytes[1:].sum(), rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, spoil, said",
+    ("name", "spoil", "said"),
     [
-        (
-            "artifact.bin",
-            lambda data: data[:50] + b"X" + data[51:],
-            "it is damaged: its bytes do not match their CRC-32",
-        ),
+        ("artifact.bin", lambda data: data[:50] + b"X" + data[51:], "it is damaged: its bytes do not match their CRC"),
         ("artifact.bin", lambda data: data[:-1], "it is damaged"),
         ("tokens.bin", lambda data: b"\xff\xff" + data[2:], "tokens and bytes do not belong together"),
         ("bytes.bin", lambda data: data[2:], "tokens and bytes do not belong together"),
     ],
 )
-def test_damaged_files_are_one_line_and_no_score(golf_files, name, spoil, said):
+def test_damaged_files_are_one_line_and_no_score(golf_files, monkeypatch, capsys, name, spoil, said):
     path = golf_files / name
     path.write_bytes(spoil(path.read_bytes()))
-    command = [sys.executable, "-I", *(str(golf_files / file) for file in (SCRIPT, ARTIFACT, TOKENS, TOKEN_BYTES))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+    files = [str(golf_files / file) for file in (ARTIFACT, TOKENS, TOKEN_BYTES)]
+    monkeypatch.setattr(sys, "argv", ["score.py", *files])
+    with pytest.raises(SystemExit, match=f"^error: .*{said}[^\n]*$"):
+        program.main(DEFAULTS)
+    assert capsys.readouterr().out == ""
 
 
 def test_duplicate_names_are_rejected(monkeypatch):
