@@ -7,7 +7,6 @@ Trains nothing.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -47,10 +46,10 @@ def main() -> None:
     )
     parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
     parser.add_argument(
-        "--tokens_per_second", type=within(1e-6, 1e12), help="speed of all processes together, as in a log line"
+        "--tokens_per_second",
+        type=within(1e-6, 1e12),
+        help="speed of all processes together, as in a log line or from hfgolf profile (default: 40% of the peak)",
     )
-    parser.add_argument("--measure", action="store_true", help="measure the speed: a few steps on random tokens")
-    parser.add_argument("--mfu", type=within(1e-6, 1.0), help="fraction of the device's peak to assume as speed (0.4)")
     parser.add_argument("--dollars", type=within(1e-6, 1e12), help="budget in dollars; needs a price")
     parser.add_argument("--minutes", type=within(1e-6, 1e12), help="budget in minutes")
     parser.add_argument(
@@ -60,10 +59,19 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, run_options = parser.parse_known_args()
-    _check(options)
+    for option in {"--measure", "--mfu"}.intersection(text.partition("=")[0] for text in run_options):
+        raise UserError(f"{option}: is gone; hfgolf profile measures the speed: give it as --tokens_per_second.")
     resolved = load_config(run_options)
 
-    from hfgolf.commands.needs import affordable_steps, count_tokens, find_needs, meta_model, run_length
+    from hfgolf.commands.needs import (
+        Speed,
+        affordable_steps,
+        assumed_speed,
+        count_tokens,
+        find_needs,
+        meta_model,
+        run_length,
+    )
     from hfgolf.train.console import show_log
     from hfgolf.train.init_from import take_architecture
 
@@ -75,7 +83,9 @@ def main() -> None:
     budget = find_budget(options.dollars, options.minutes, price)
     data = count_tokens(config)
     needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
-    speed = choose_speed(options, config, data, needs, machine)
+    speed = assumed_speed(needs.flops, machine, config.model.gradient_checkpointing)
+    if options.tokens_per_second:
+        speed = Speed(options.tokens_per_second, "stated")
     steps, note = planned_steps(config, data, speed)
     length = None if steps is None else run_length(config, data, speed, steps, price)
     affordable = None
@@ -88,20 +98,17 @@ def main() -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if options.json:
-        print(as_json(config, needs, data, machine, speed, length, affordable))
+        parts: dict[str, Any] = {"data": data, "machine": machine, "speed": speed}
+        parts |= {"length": length, "budget": affordable}
+        numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
+        numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
+        numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}  # None: unknown
+        print(json.dumps(numbers, indent=1))
         return
     print("\n".join(describe_needs(config, needs, data, machine, speed)))
     print("\n".join(describe_length(length, sum(needs.parameters.values()), price, note)))
     if affordable is not None:
         print(describe_budget(affordable, length, stated, seconds))
-
-
-def _check(options: argparse.Namespace) -> None:
-    speeds = [f"--{name}" for name in ("tokens_per_second", "measure", "mfu") if getattr(options, name)]
-    if len(speeds) > 1:
-        raise UserError(f"{' and '.join(speeds)} each set the speed; use only one.")
-    if options.measure and options.device:
-        raise UserError("--measure: only this machine can be measured; remove --device, or set --mfu.")
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
@@ -119,22 +126,6 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
         machine, precision = machine_with(name, resolved.config.train.mixed_precision, processes)
         config = resolved.config.replace(train__mixed_precision=precision)
     return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
-
-
-def choose_speed(
-    options: argparse.Namespace, config: RunConfig, data: TokenCounts, needs: Needs, machine: Machine
-) -> Speed:
-    """Return the stated, measured or assumed speed."""
-    import torch
-
-    from hfgolf.commands.needs import ASSUMED_MFU, Speed, assumed_speed, measured_speed
-
-    if options.tokens_per_second:
-        return Speed(options.tokens_per_second, "stated")
-    if options.measure:
-        torch.manual_seed(config.run.seed)
-        return measured_speed(config, data.vocabulary, needs.micro_batch_size, machine)
-    return assumed_speed(needs.flops, machine, options.mfu or ASSUMED_MFU, config.model.gradient_checkpointing)
 
 
 def find_budget(dollars: float | None, minutes: float | None, price: float | None) -> tuple[str, float] | None:
@@ -253,23 +244,6 @@ def describe_budget(affordable: Length, length: Length | None, stated: str, seco
             f"{answer}; the config's {length.steps:,} steps do not fit, but --train.max_steps {affordable.steps} does"
         )
     return f"{answer}; the config's {length.steps:,} steps fit"
-
-
-def as_json(
-    config: RunConfig,
-    needs: Needs,
-    data: TokenCounts,
-    machine: Machine,
-    speed: Speed,
-    length: Length | None,
-    affordable: Length | None,
-) -> str:
-    """Return everything as JSON; null means unknown or not requested."""
-    parts: dict[str, Any] = {"data": data, "machine": machine, "speed": speed, "length": length, "budget": affordable}
-    numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
-    numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
-    numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}
-    return json.dumps(numbers, indent=1)
 
 
 def columns(rows: Any) -> list[str]:
