@@ -56,10 +56,7 @@ def main() -> None:
     results = {
         "suggestion": values,
         "rule": RULE,
-        "sweeps": [
-            dataclasses.asdict(sweep) | {"smoothed_losses": sweep.smoothed_losses, "gains": sweep.gains}
-            for sweep in sweeps
-        ],
+        "sweeps": [dataclasses.asdict(sweep) | {"gains": sweep.gains} for sweep in sweeps],
         "metadata": run_metadata(resolved, fingerprint()),
     }
     numbers = arguments.output.with_suffix(".json")

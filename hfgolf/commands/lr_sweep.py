@@ -57,10 +57,6 @@ class Sweep:
     """True if the sweep ended because the loss diverged, False if it reached the last rate."""
 
     @property
-    def smoothed_losses(self) -> list[float]:
-        return moving_averages(self.losses)
-
-    @property
     def gains(self) -> list[float]:
         """How far each smoothed loss is below that at rest."""
         return smoothed_gains(self.losses, self.losses_at_rest)

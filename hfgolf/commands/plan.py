@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens_per_second",
         type=within(1e-6, 1e12),
-        help="speed of all processes together, as in a log line or from hfgolf profile (default: 40% of the peak)",
+        help="speed of all processes together, as in a log line or from hfgolf profile (default: 0.4 of the peak)",
     )
     parser.add_argument("--dollars", type=within(1e-6, 1e12), help="budget in dollars; needs a price")
     parser.add_argument("--minutes", type=within(1e-6, 1e12), help="budget in minutes")

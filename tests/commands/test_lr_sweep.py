@@ -14,6 +14,7 @@ from hfgolf.commands.lr_sweep import (
     DIVERGED_NATS,
     Sweep,
     has_diverged,
+    moving_averages,
     suggest,
 )
 from hfgolf.system.errors import UserError
@@ -68,7 +69,7 @@ def test_suggestion_is_the_lowest_of_equally_good_rates():
 def test_suggestion_is_robust_to_batch_noise_and_progress(seed):
     """The raw loss would mislead in both cases: its minimum is far above."""
     harder = sweep(noise=0.3, progress=0.02, seed=seed)
-    smoothed = harder.smoothed_losses
+    smoothed = moving_averages(harder.losses)
     assert RATES[smoothed.index(min(smoothed))] > 3 * BEST
     assert suggest(harder) == suggest(sweep())
 
