@@ -20,7 +20,6 @@ VERBS = {
     "chat": "talk with a model, line by line",
     "evaluate": "the loss and bits per byte of a model on text, or its results on tasks",
     "report": "the page of one run, or of several side by side",
-    "watch": "a run's page in the browser while it trains",
     "doctor": "what is wrong with a run, why, and what to change",
     "compare": "configs over several seeds, with p-values",
     "export": "a checkpoint as a model; a model for transformers or llama.cpp",
@@ -37,8 +36,12 @@ VERBS = {
     "golf record": "whether runs beat a record by more than their noise",
 }
 """{verb: what it is for}. The verb's file has its name, with _ for a space."""
-MOVED = {"roofline": "benchmarks/roofline.py", "vocabulary": "benchmarks/vocabulary_study.py"}
-"""{what was a verb: its file in a checkout}."""
+GONE = {
+    "roofline": "roofline is a benchmark now; in a checkout, run `python benchmarks/roofline.py`.",
+    "vocabulary": "vocabulary is a benchmark now; in a checkout, run `python benchmarks/vocabulary_study.py`.",
+    "watch": "watch is gone: open report.html in the run's folder; it reloads itself while the run trains.",
+}
+"""{what was a verb: where it went}."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,8 +60,8 @@ def _run(arguments: list[str]) -> int | None:
 
         print(f"hfgolf {__version__}")
         return 0
-    if verb in MOVED:
-        raise UserError(f"hfgolf: {verb} is a benchmark now; in a checkout, run `python {MOVED[verb]}`.")
+    if verb in GONE:
+        raise UserError(f"hfgolf: {GONE[verb]}")
     if verb not in VERBS:
         meant = f"train {verb}" if os.path.exists(verb) else close_match(verb, VERBS)
         advice = f"did you mean {meant}?" if meant else "`hfgolf --help` lists the commands."

@@ -66,6 +66,11 @@ def test_golf_lists_its_verbs(hfgolf):
             ["roofline", "--output", "x"],
             "error: hfgolf: roofline is a benchmark now; in a checkout, run `python benchmarks/roofline.py`.\n",
         ),
+        (
+            ["watch", "runs/small"],
+            "error: hfgolf: watch is gone: open report.html in the run's folder; it reloads itself while the run"
+            " trains.\n",
+        ),
     ],
 )
 def test_an_unknown_verb_is_one_line(hfgolf, arguments, said):

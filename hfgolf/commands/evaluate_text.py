@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +116,6 @@ class TextEvaluation:
                     reasons.append(f"it would be {score:.4f} {unit} ({num_bytes:,} bytes)")
         return reasons
 
-    def _challenge_row(self) -> list[tuple[str, str]]:
-        """Return the score by Parameter Golf's rule if it counts other bytes than the text has."""
-        assert self.evaluation is not None
-        num_bytes = self.certificate.facts["challenge_bytes"] if self.certificate is not None else None
-        if num_bytes in (None, self.evaluation.num_bytes):
-            return []
-        score = bits_per_byte(self.evaluation.nats, num_bytes)
-        return [("challenge", f"{score:.4f} bits per byte by Parameter Golf's rule, which counts {num_bytes:,} bytes")]
-
     def figures(self) -> dict[str, Any]:
         """Return the score and its settings for --json."""
         assert self.evaluation is not None
@@ -142,13 +130,6 @@ class TextEvaluation:
             "adaptation": self.adaptation,
         }
 
-    def _precision(self) -> str:
-        """Say the precision, and why if nobody stated it."""
-        name = "fp32" if self.precision == "no" else self.precision
-        if self.options.mixed_precision is not None:
-            return name
-        return f"{name} ({'this hardware is not fast at bf16' if name == 'fp32' else 'this hardware is fast at it'})"
-
     def table(self) -> str:
         """Return the score and its settings for a person."""
         assert self.evaluation is not None
@@ -156,7 +137,7 @@ class TextEvaluation:
             ("model", self.options.model),
             ("text", f"{self.evaluation.num_bytes:,} bytes, {self.evaluation.num_tokens:,} tokens"),
             ("context", f"{self.sequence_length:,} tokens, in batches of {self.batch_size:,}"),
-            ("precision", self._precision()),
+            ("precision", "fp32" if self.precision == "no" else self.precision),
             ("coverage", describe_coverage(self.plan)),
         ]
         if self.adaptation is not None:
@@ -169,8 +150,13 @@ class TextEvaluation:
             ("loss", f"{self.evaluation.loss:.4f} nats per token"),
             ("perplexity", f"{self.evaluation.perplexity:,.4f}"),
             ("bits per byte", f"{self.evaluation.bits_per_byte:.4f}"),
-            *self._challenge_row(),
         ]
+        counted = self.certificate.facts["challenge_bytes"] if self.certificate is not None else None
+        if counted not in (None, self.evaluation.num_bytes):
+            score = bits_per_byte(self.evaluation.nats, counted)
+            rows.append(
+                ("challenge", f"{score:.4f} bits per byte by Parameter Golf's rule, which counts {counted:,} bytes")
+            )
         return "\n".join(f"{name:<15}{value}" for name, value in rows)
 
 
@@ -178,6 +164,7 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
     """Evaluate a model on files. Raises UserError for anything about the model, the files or the options."""
     precision = evaluation_precision(options.mixed_precision)
     accelerator = Accelerator(mixed_precision=precision)
+    is_main = accelerator.is_main_process
     # one choice for all processes: a run that trains may save another checkpoint meanwhile
     several = accelerator.num_processes > 1
     model, tokenizer = load_exported(decide(lambda: find_model(options.model)) if several else options.model)
@@ -220,18 +207,13 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
             if options.adapt:
                 evaluation = evaluate_adapting(model, tokens.val, accelerator, settings)
             else:
-                with _progress(plan, batch_size, accelerator) as before_batch:
+                batches = math.ceil(len(plan.windows) / (batch_size * accelerator.num_processes))
+                hidden = None if is_main else True  # None: if stderr is no terminal
+                with tqdm(total=batches, unit=" batches", desc="evaluate", disable=hidden, leave=False) as bar:
                     evaluation = evaluate_plan(
-                        model,
-                        tokens.val,
-                        accelerator,
-                        plan,
-                        num_bytes,
-                        batch_size=batch_size,
-                        before_batch=before_batch,
+                        model, tokens.val, accelerator, plan, num_bytes, batch_size=batch_size, before_batch=bar.update
                     )
     adaptation = settings.describe() if options.adapt else None
-    is_main = accelerator.is_main_process
     return TextEvaluation(
         options, evaluation, plan, length, batch_size, precision, adaptation, problems, certificate, is_main
     )
@@ -241,20 +223,6 @@ def _batch_size(model: PreTrainedModel, length: int, accelerator: Accelerator) -
     """Return the windows per forward pass, equal on all ranks."""
     device, sharing = accelerator.device, 1 if accelerator.device.type == "cuda" else accelerator.num_processes
     return min(gather_object([evaluation_batch_size(model, length, device.type, free_memory_bytes(device) // sharing)]))
-
-
-@contextmanager
-def _progress(plan: Plan, batch_size: int, accelerator: Accelerator) -> Iterator[Callable[[], None]]:
-    """Show the scored tokens and the time left if stderr is a terminal; yield what to call before each batch."""
-    batches, done = math.ceil(len(plan.windows) / (batch_size * accelerator.num_processes)), count()
-    hidden = None if accelerator.is_main_process else True  # None: if stderr is no terminal
-    bar = tqdm(total=plan.num_scored, unit=" tokens", unit_scale=True, desc="evaluate", disable=hidden, leave=False)
-
-    def advance() -> None:
-        bar.update(plan.num_scored * next(done) // batches - bar.n)
-
-    with bar:
-        yield advance
 
 
 def evaluation_precision(stated: Any) -> str:

@@ -56,10 +56,7 @@ def main() -> None:
     results = {
         "suggestion": values,
         "rule": RULE,
-        "sweeps": [
-            dataclasses.asdict(sweep) | {"smoothed_losses": sweep.smoothed_losses, "gains": sweep.gains}
-            for sweep in sweeps
-        ],
+        "sweeps": [dataclasses.asdict(sweep) | {"gains": sweep.gains} for sweep in sweeps],
         "metadata": run_metadata(resolved, fingerprint()),
     }
     numbers = arguments.output.with_suffix(".json")
@@ -84,32 +81,22 @@ def sweep_rates(lowest: float, highest: float, steps: int) -> list[float]:
 
 @palette.style()
 def _draw(sweeps: list[Sweep], values: dict[str, float], title: str, path: Path) -> None:
-    """Write the picture, one column per sweep: losses on top, gains below, with the suggestion marked."""
+    """Write the picture, one panel per sweep: the losses with and without the swept groups, and the suggestion."""
     from matplotlib.figure import Figure
 
     from hfgolf.commands.lr_sweep import moving_averages
 
-    figure = Figure(figsize=(6 * len(sweeps), 6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(6 * len(sweeps), 4), dpi=120, layout="constrained")
     figure.suptitle(title)
-    panels = figure.subplots(2, len(sweeps), squeeze=False, sharex="col", height_ratios=[3, 2])
-    for (losses, gain), sweep in zip(panels.T, sweeps, strict=True):
+    for axes, sweep in zip(figure.subplots(1, len(sweeps), squeeze=False)[0], sweeps, strict=True):
         rates, suggestion = sweep.learning_rates, values[f"optim.{sweep.key}"]
-        losses.plot(rates, sweep.losses_at_rest, color=palette.ORANGE, alpha=0.4, linewidth=1)
-        losses.plot(
-            rates,
-            moving_averages(sweep.losses_at_rest),
-            ":",
-            color=palette.ORANGE,
-            linewidth=2,
-            label="frozen, smoothed",
-        )
-        losses.plot(rates, sweep.losses, color=palette.BLUE, alpha=0.4, linewidth=1)
-        losses.plot(rates, sweep.smoothed_losses, color=palette.BLUE, linewidth=2, label="swept, smoothed")
-        losses.set(xscale="log", ylabel="loss (nats per token)")
-        gain.axhline(0, color=palette.GREY, linewidth=1)
-        gain.plot(rates, sweep.gains, color=palette.INK, linewidth=2, label="frozen minus swept")
-        gain.set(xlabel=f"optim.{sweep.key}", ylabel="gain (nats per token)")
-        for axes in (losses, gain):
-            axes.axvline(suggestion, color=palette.VERMILION, linestyle="--", label=f"suggestion: {suggestion:g}")
-            axes.legend()
+        for name, losses, color in (
+            ("frozen", sweep.losses_at_rest, palette.ORANGE),
+            ("swept", sweep.losses, palette.BLUE),
+        ):
+            axes.plot(rates, losses, color=color, alpha=0.4, linewidth=1)
+            axes.plot(rates, moving_averages(losses), color=color, linewidth=2, label=f"{name}, smoothed")
+        axes.axvline(suggestion, color=palette.VERMILION, linestyle="--", label=f"suggestion: {suggestion:g}")
+        axes.set(xscale="log", xlabel=f"optim.{sweep.key}", ylabel="loss (nats per token)")
+        axes.legend()
     palette.save(figure, path)

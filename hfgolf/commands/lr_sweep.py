@@ -1,4 +1,4 @@
-"""The learning-rate finder: run real steps at growing learning rates, restore the run, and say what the losses mean.
+"""The learning-rate finder: run real steps at growing learning rates in a temporary run, and say what the losses mean.
 
 This is the range test of Smith, "Cyclical learning rates for training neural networks", arXiv 1506.01186, section 3.3,
 with fastai's exponential growth and smoothing. In a plain range test, the loss also falls because training continues,
@@ -12,19 +12,15 @@ import copy
 import dataclasses
 import logging
 import math
-import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from hfgolf.checkpoint.contents import leaves
 from hfgolf.commands.scratch import scratch_run
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import OptimSection
@@ -61,47 +57,33 @@ class Sweep:
     """True if the sweep ended because the loss diverged, False if it reached the last rate."""
 
     @property
-    def smoothed_losses(self) -> list[float]:
-        return moving_averages(self.losses)
-
-    @property
     def gains(self) -> list[float]:
         """How far each smoothed loss is below that at rest."""
         return smoothed_gains(self.losses, self.losses_at_rest)
 
 
 def find_lr(resolved: ResolvedConfig, rates: list[float]) -> list[Sweep]:
-    """Sweep the learning rates of a config in a temporary run, and delete its files afterwards.
+    """Sweep the learning rates of a config's parameter groups, Muon and AdamW separately, in a temporary run.
 
-    rates: the learning rates to try, from `sweep_rates`. Call it in every process that `accelerate launch` starts; all
-    return the same. Raises UserError like set_up and sweep_run.
+    rates: the learning rates to try, from `sweep_rates`. All sweeps start from the same weights and read the same
+    batches, those after LEAD_IN_STEPS. While one group is swept, the others keep the learning rates of the config. Call
+    it in every process that `accelerate launch` starts; all return the same. Raises UserError like set_up, and if
+    losses or gradients are not finite at the learning rates of the config.
     """
-    # compiling does not pay for so few steps
-    values = {} if "train.compile" in resolved.sources else {"train__compile": False}
-    with scratch_run(resolved, "find_lr", **values) as run:
-        return sweep_run(run, rates)
-
-
-def sweep_run(run: Run, rates: list[float]) -> list[Sweep]:
-    """Sweep the learning rates of the run's parameter groups, Muon and AdamW separately, and restore the run.
-
-    All sweeps start from the same weights and read the same batches: the run's next ones, after LEAD_IN_STEPS if the
-    run has just begun. While one group is swept, the others keep the learning rates of the config. Afterwards weights,
-    optimizer, averages, data, random generators and the run's files are bitwise what they were before. Raises UserError
-    if losses or gradients are not finite at the learning rates of the config.
-    """
+    values: dict[str, Any] = {"schedule__warmup_steps": LEAD_IN_STEPS}
+    if "train.compile" not in resolved.sources:  # compiling does not pay for so few steps
+        values["train__compile"] = False
     sweeps = []
-    keys = list(dict.fromkeys(_key(group, run.config.optim) for group in run.optimizer.param_groups))
-    lead_in_steps = max(0, LEAD_IN_STEPS - run.state.step)
-    logger.info("up to %d steps for %s", lead_in_steps + 2 * len(rates) * len(keys), " and ".join(keys))
-    with restored(run):
-        lead_in = _trial(run, run.state.step)
+    with scratch_run(resolved, "find_lr", **values) as run:
+        run.ema = None
+        keys = list(dict.fromkeys(_key(group, run.config.optim) for group in run.optimizer.param_groups))
+        logger.info("up to %d steps for %s", LEAD_IN_STEPS + 2 * len(rates) * len(keys), " and ".join(keys))
         # the initial drop (learning token frequencies) happens at any learning rate and says nothing about it
-        _check(run, [_step(lead_in) for _ in range(lead_in_steps)])
+        _check(run, [_step(run) for _ in range(LEAD_IN_STEPS)])
         for key in keys:
-            at_rest = _losses(run, lead_in.state.step, key, [0.0] * len(rates))
+            at_rest = _losses(run, key, [0.0] * len(rates))
             _check(run, at_rest)
-            losses = _losses(run, lead_in.state.step, key, rates, at_rest)
+            losses = _losses(run, key, rates, at_rest)
             sweep = Sweep(key, rates[: len(losses)], losses, at_rest[: len(losses)], len(losses) < len(rates))
             sweeps.append(sweep)
             end = "then the loss diverged" if sweep.has_diverged else "the highest"
@@ -136,15 +118,15 @@ def _check(run: Run, losses: list[float]) -> None:
         )
 
 
-def _losses(run: Run, step: int, key: str, rates: list[float], at_rest: list[float] | None = None) -> list[float]:
-    """Return the losses of steps from `step` on, with these rates for the groups of a key; restore the run.
+def _losses(run: Run, key: str, rates: list[float], at_rest: list[float] | None = None) -> list[float]:
+    """Return the losses of steps after the lead-in, with these rates for the groups of a key; restore the run.
 
     at_rest: losses to compare with; the sweep stops before a loss that has diverged from them.
     """
     optim = run.config.optim
     losses: list[float] = []
-    with restored(run):
-        trial = _trial(run, step)
+    with _restored(run):
+        start_batches(run)
         swept = [group for group in run.optimizer.param_groups if _key(group, optim) == key]
         # relative to the key's peak in the config: embeddings may have their own peak
         ratios = [group["initial_lr"] / getattr(optim, key) for group in swept]
@@ -153,35 +135,18 @@ def _losses(run: Run, step: int, key: str, rates: list[float], at_rest: list[flo
         for rate in tqdm(rates, desc=description, unit="step", disable=is_hidden, leave=False):
             for group, ratio in zip(swept, ratios, strict=True):
                 group["initial_lr"] = rate * ratio
-            loss = _step(trial)
+            loss = _step(run)
             if at_rest and has_diverged([*losses, loss], at_rest):
                 break
             losses.append(loss)
     return losses
 
 
-def _trial(run: Run, step: int) -> Run:
-    """Return a copy of the run at `step`, without a step limit, whose events are not logged.
-
-    The learning rates warm up over the lead-in, then stay.
-    """
-    trial = copy.copy(run)
-    config = run.config.replace(schedule__warmup_steps=LEAD_IN_STEPS)
-    trial.decisions = dataclasses.replace(run.decisions, config=config)
-    blocks = step * run.config.batch.sequences_per_step
-    trial.state = dataclasses.replace(run.state, step=step, blocks=blocks, learning_rate_scale=1.0)
-    trial.ema = trial.metrics = None
-    trial.step_limit, trial.is_stepping = math.inf, True
-    start_batches(trial)
-    trial.model.train()
-    return trial
-
-
-def _step(trial: Run) -> float:
+def _step(run: Run) -> float:
     """Run one step of the loop and return its mean loss over all processes; NaN if it made no update."""
-    accelerator = trial.accelerator
-    result = train_step(trial, math.inf)
-    trial.state.count_step(trial.config.batch)
+    accelerator = run.accelerator
+    result = train_step(run, math.inf)
+    run.state.count_step(run.config.batch)
     # fp16's scaler skips steps while it adapts; these are not failures
     is_skipped = result.nonfinite_parameter is not None and accelerator.scaler is None
     loss = torch.tensor(math.nan if is_skipped else result.loss, device=accelerator.device)
@@ -189,34 +154,17 @@ def _step(trial: Run) -> float:
 
 
 @contextmanager
-def restored(run: Run) -> Iterator[None]:
-    """Restore on exit what steps change: weights, optimizer, gradient scaler, accumulation, random generators."""
-    accelerator, optimizer = run.accelerator, run.optimizer
-    states = [leaf for _, leaf in leaves(optimizer.state_dict()["state"]) if isinstance(leaf, Tensor)]
-    tensors = [*run.raw_model.parameters(), *run.raw_model.buffers(), *states]
-    copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]  # a GPU may have no memory left
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    scaler = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
-    accumulation_steps, micro_batches = accelerator.gradient_accumulation_steps, accelerator.step
-    is_training = run.model.training
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    gpus = [accelerator.device] if accelerator.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        run.model.train(is_training)
-        accelerator.gradient_accumulation_steps, accelerator.step = accumulation_steps, micro_batches
-        if scaler is not None:
-            accelerator.scaler.load_state_dict(scaler)
-        for group, setting in zip(optimizer.param_groups, settings, strict=True):
-            group.update(setting)
-        run.raw_model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for tensor, before in zip(tensors, copies, strict=True):
-                tensor.copy_(before)
+def _restored(run: Run) -> Iterator[None]:
+    """Restore on exit what steps change: weights, optimizer, gradient scaler, torch's random generators, the step."""
+    scaler = run.accelerator.scaler
+    stateful = [run.raw_model, run.optimizer, *([scaler] if scaler is not None else [])]
+    states, state = copy.deepcopy([item.state_dict() for item in stateful]), dataclasses.replace(run.state)
+    gpus = [run.accelerator.device] if run.accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):
+        yield
+    run.state = state
+    for item, before in zip(stateful, states, strict=True):
+        item.load_state_dict(before)
 
 
 def moving_averages(losses: list[float]) -> list[float]:

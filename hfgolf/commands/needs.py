@@ -1,19 +1,16 @@
 """What a run needs, before it starts: parameters, FLOPs, memory, duration and cost.
 
-Owns the arithmetic from a config to these figures. The model is built on the meta device, where it takes no memory,
-unless its speed is measured. Does not know how long the config trains or what the budget is.
+Owns the arithmetic from a config to these figures. The model is built on the meta device, where it takes no
+memory. Does not know how long the config trains or what the budget is.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 from transformers import PreTrainedModel
@@ -27,10 +24,10 @@ from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
 from hfgolf.measure.flops import TokenFlops, token_flops
 from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, chunk_elements, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.optim.groups import KINDS, build_optimizer, parameter_groups
-from hfgolf.optim.layout import layout, parameter_kinds
+from hfgolf.optim.groups import KINDS, parameter_groups
+from hfgolf.optim.layout import layout
 from hfgolf.system.errors import UserError
-from hfgolf.system.hardware import DEVICES, device_name, find_device, free_memory_bytes, peak_flops, synchronize
+from hfgolf.system.hardware import DEVICES, device_name, find_device, free_memory_bytes, peak_flops
 from hfgolf.train.build import build_model
 
 # The MFU of uncompiled training if it is not measured. configs/small.yaml reaches 0.6 in fp32 on two CPU cores;
@@ -38,15 +35,6 @@ from hfgolf.train.build import build_model
 ASSUMED_MFU = 0.4
 MAX_CHEAP_BYTES = 20_000_000  # of text that is tokenized just to count its tokens
 VOCABULARIES = {"byte": 257, "char": 257}  # 256 bytes and the end of text; char adds the text's non-ASCII characters
-PARTS = {
-    "norms": ("norm",),
-    "attention": (".self_attn.", ".attention_scale"),
-    "mlp": (".mlp.", ".mlp_scale"),
-    "embedding": (".embed_", ".table.", ".proj.", ".bigram.", ".smear."),
-    "head": ("lm_head", "head_proj"),
-    "residual stream": (".residual_mix", ".skip_", ".lane_mix"),
-}
-MEASURED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,7 @@ class Machine:
     is_sharded: bool = False
     """Whether the processes share weights, gradients and state (FSDP2)."""
 
-    def assumed(self, mfu: float) -> str:
+    def assumed(self, mfu: float = ASSUMED_MFU) -> str:
         """Say where a speed comes from that is a share of the peak."""
         return f"assumed: {mfu:.0%} of the peak of {self.name}, {self.peak_flops / 1e12:,.4g} TFLOP/s"
 
@@ -93,7 +81,7 @@ class Needs:
     """What a config needs on a machine. Bytes are per process."""
 
     parameters: dict[str, int]
-    """{part of the model: parameters}; a tied head counts as the embedding."""
+    """{kind, as the optimizer has them: parameters}; a tied head counts as the embedding."""
     rules: dict[str, int]
     """{rule of the optimizer: parameters}."""
     flops: TokenFlops
@@ -187,65 +175,10 @@ def machine_with(name: str, precision: str | None, processes: int) -> tuple[Mach
     return Machine(device.name, "cuda", processes, peak, free_bytes), precision
 
 
-def assumed_speed(flops: TokenFlops, machine: Machine, mfu: float, recomputes: bool) -> Speed:
-    """Return the speed at an assumed MFU. recomputes: gradient checkpointing costs extra FLOPs."""
+def assumed_speed(flops: TokenFlops, machine: Machine, recomputes: bool) -> Speed:
+    """Return the speed at ASSUMED_MFU. recomputes: gradient checkpointing costs extra FLOPs."""
     each = flops.useful + (flops.recomputation if recomputes else 0)
-    return Speed(mfu * machine.peak_flops / each, machine.assumed(mfu))
-
-
-def measured_speed(config: RunConfig, vocabulary: int, micro_batch_size: int, machine: Machine) -> Speed:
-    """Measure the passes and updates of the real model, uncompiled, on random tokens: medians of MEASURED_STEPS.
-
-    Measures one process, and assumes that the others are as fast and that communication is free.
-    """
-    device, precision, length = torch.device(machine.device), config.train.mixed_precision, config.batch.sequence_length
-    with device:
-        model = build_model(config, vocabulary, machine.device).train()
-    optimizer = build_optimizer(model.named_parameters(), config.optim, **layout(model))
-    ids = torch.randint(vocabulary, (micro_batch_size, length), device=device)
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-
-    def run_pass() -> None:
-        with torch.autocast(device.type, dtype, enabled=precision != "no"):
-            loss = model(input_ids=ids, shift_labels=ids).loss
-        loss.backward()
-
-    def update() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    times = [(_seconds(run_pass, device), _seconds(update, device)) for _ in range(1 + MEASURED_STEPS)]
-    pass_seconds, update_seconds = (median(column) for column in zip(*times[1:], strict=True))  # the first warms up
-    accumulation = config.batch.accumulation_steps(micro_batch_size, machine.processes)
-    speed = config.batch.tokens_per_step / (accumulation * pass_seconds + update_seconds)
-    return Speed(speed, f"measured: {MEASURED_STEPS} steps on {machine.name}, uncompiled")
-
-
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    started_at = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - started_at
-
-
-def parameter_parts(model: PreTrainedModel) -> dict[str, int]:
-    """Count the parameters by part of the model; if it is not Golf, by kind.
-
-    Raises UserError for a parameter that belongs to no part.
-    """
-    if not isinstance(model, GolfForCausalLM):
-        kinds, of_kind = parameter_kinds(model), dict.fromkeys(KINDS, 0)
-        for name, parameter in model.named_parameters():
-            of_kind[kinds[name]] += parameter.numel()
-        return of_kind
-    counts = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head"), 0)
-    for name, parameter in model.named_parameters():
-        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), None)
-        if part is None:
-            raise UserError(f"parameter {name} belongs to no part of the model; add a row to PARTS in {__name__}.")
-        counts[part] = counts.get(part, 0) + parameter.numel()
-    return counts
+    return Speed(ASSUMED_MFU * machine.peak_flops / each, machine.assumed())
 
 
 def find_needs(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Needs:
@@ -268,11 +201,13 @@ def find_needs(config: RunConfig, model: PreTrainedModel, machine: Machine) -> N
         run_memory(config.replace(model__gradient_checkpointing=on), model, size, processes, device, is_sharded)
         for on in (True, False)
     )
-    rules: Counter[str] = Counter()
+    kinds, rules = Counter(dict.fromkeys(KINDS, 0)), Counter[str]()
     for group in parameter_groups(model.named_parameters(), config.optim, **layout(model)):
-        rules[group["rule"]] += sum(parameter.numel() for _, parameter in group["params"])
+        count = sum(parameter.numel() for _, parameter in group["params"])
+        kinds[group["kind"]] += count
+        rules[group["rule"]] += count
     return Needs(
-        parameters=parameter_parts(model),
+        parameters=dict(kinds),
         rules=dict(rules),
         flops=token_flops(model, config.batch.sequence_length),
         micro_batch_size=size,

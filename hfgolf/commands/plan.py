@@ -7,7 +7,6 @@ Trains nothing.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -47,10 +46,10 @@ def main() -> None:
     )
     parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
     parser.add_argument(
-        "--tokens_per_second", type=within(1e-6, 1e12), help="speed of all processes together, as in a log line"
+        "--tokens_per_second",
+        type=within(1e-6, 1e12),
+        help="speed of all processes together, as in a log line or from hfgolf profile (default: 0.4 of the peak)",
     )
-    parser.add_argument("--measure", action="store_true", help="measure the speed: a few steps on random tokens")
-    parser.add_argument("--mfu", type=within(1e-6, 1.0), help="fraction of the device's peak to assume as speed (0.4)")
     parser.add_argument("--dollars", type=within(1e-6, 1e12), help="budget in dollars; needs a price")
     parser.add_argument("--minutes", type=within(1e-6, 1e12), help="budget in minutes")
     parser.add_argument(
@@ -60,10 +59,19 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, run_options = parser.parse_known_args()
-    _check(options)
+    for option in {"--measure", "--mfu"}.intersection(text.partition("=")[0] for text in run_options):
+        raise UserError(f"{option}: is gone; hfgolf profile measures the speed: give it as --tokens_per_second.")
     resolved = load_config(run_options)
 
-    from hfgolf.commands.needs import affordable_steps, count_tokens, find_needs, meta_model, run_length
+    from hfgolf.commands.needs import (
+        Speed,
+        affordable_steps,
+        assumed_speed,
+        count_tokens,
+        find_needs,
+        meta_model,
+        run_length,
+    )
     from hfgolf.train.console import show_log
     from hfgolf.train.init_from import take_architecture
 
@@ -72,15 +80,23 @@ def main() -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, machine = find_machine(resolved, options.device, processes)
     price = options.price_per_hour or config.run.price_per_hour
-    budget = find_budget(options.dollars, options.minutes, price)
+    budgets = []  # (seconds it pays for, what was stated)
+    if options.dollars is not None:
+        if not price:
+            raise UserError("--dollars: the price is not known; set --price_per_hour.")
+        budgets.append((3600 * options.dollars / price, f"--dollars {options.dollars:g} at {price:g} per hour"))
+    if options.minutes is not None:
+        budgets.append((60 * options.minutes, f"--minutes {options.minutes:g}"))
     data = count_tokens(config)
     needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
-    speed = choose_speed(options, config, data, needs, machine)
+    speed = assumed_speed(needs.flops, machine, config.model.gradient_checkpointing)
+    if options.tokens_per_second:
+        speed = Speed(options.tokens_per_second, "stated")
     steps, note = planned_steps(config, data, speed)
     length = None if steps is None else run_length(config, data, speed, steps, price)
     affordable = None
-    if budget is not None:
-        stated, seconds = budget
+    if budgets:
+        seconds, stated = min(budgets)
         if needs.largest_micro_batch is None:
             raise UserError(f"{stated}: {needs.problem}")
         steps = affordable_steps(config, data, speed, seconds, stated)
@@ -88,20 +104,23 @@ def main() -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if options.json:
-        print(as_json(config, needs, data, machine, speed, length, affordable))
+        parts: dict[str, Any] = {"data": data, "machine": machine, "speed": speed}
+        parts |= {"length": length, "budget": affordable}
+        numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
+        numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
+        numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}  # None: unknown
+        print(json.dumps(numbers, indent=1))
         return
     print("\n".join(describe_needs(config, needs, data, machine, speed)))
     print("\n".join(describe_length(length, sum(needs.parameters.values()), price, note)))
     if affordable is not None:
-        print(describe_budget(affordable, length, stated, seconds))
-
-
-def _check(options: argparse.Namespace) -> None:
-    speeds = [f"--{name}" for name in ("tokens_per_second", "measure", "mfu") if getattr(options, name)]
-    if len(speeds) > 1:
-        raise UserError(f"{' and '.join(speeds)} each set the speed; use only one.")
-    if options.measure and options.device:
-        raise UserError("--measure: only this machine can be measured; remove --device, or set --mfu.")
+        epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
+        paid = f"{affordable.steps:,} steps, {affordable.tokens:,} tokens{epochs}"
+        fit = ""
+        if length is not None:
+            over = f" do not fit, but --train.max_steps {affordable.steps} does"
+            fit = f"; the config's {length.steps:,} steps{over if length.steps > affordable.steps else ' fit'}"
+        print(f"\nbudget: {stated} ({duration(seconds)}) pays for {paid}{fit}")
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
@@ -126,34 +145,6 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
 
 
-def choose_speed(
-    options: argparse.Namespace, config: RunConfig, data: TokenCounts, needs: Needs, machine: Machine
-) -> Speed:
-    """Return the stated, measured or assumed speed."""
-    import torch
-
-    from hfgolf.commands.needs import ASSUMED_MFU, Speed, assumed_speed, measured_speed
-
-    if options.tokens_per_second:
-        return Speed(options.tokens_per_second, "stated")
-    if options.measure:
-        torch.manual_seed(config.run.seed)
-        return measured_speed(config, data.vocabulary, needs.micro_batch_size, machine)
-    return assumed_speed(needs.flops, machine, options.mfu or ASSUMED_MFU, config.model.gradient_checkpointing)
-
-
-def find_budget(dollars: float | None, minutes: float | None, price: float | None) -> tuple[str, float] | None:
-    """Return the tighter budget as (option, seconds it pays for); None if there is no budget."""
-    budgets = []
-    if dollars is not None:
-        if not price:
-            raise UserError("--dollars: the price is not known; set --price_per_hour.")
-        budgets.append((3600 * dollars / price, f"--dollars {dollars:g} at {price:g} per hour"))
-    if minutes is not None:
-        budgets.append((60 * minutes, f"--minutes {minutes:g}"))
-    return min(((stated, seconds) for seconds, stated in budgets), key=lambda b: b[1]) if budgets else None
-
-
 def planned_steps(config: RunConfig, data: TokenCounts, speed: Speed) -> tuple[int | None, str]:
     """Return the steps of the run (None if unknown) and a note about them."""
     from hfgolf.data.batches import num_blocks
@@ -172,7 +163,7 @@ def planned_steps(config: RunConfig, data: TokenCounts, speed: Speed) -> tuple[i
 
 def describe_needs(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machine, speed: Speed) -> list[str]:
     """Return the lines of a plan."""
-    from hfgolf.measure.memory import fragmented_bytes
+    from hfgolf.measure.memory import MAX_CPU_TOKENS, USABLE_SHARE, fragmented_bytes
 
     batch, flops, total = config.batch, needs.flops, sum(needs.parameters.values())
     precision = {"no": "fp32"}.get(str(config.train.mixed_precision), config.train.mixed_precision)
@@ -205,25 +196,20 @@ def describe_needs(config: RunConfig, needs: Needs, data: TokenCounts, machine: 
         lines.append(
             f"  the peak counts tensors only; `top` also shows {lost} of heap fragmentation, and Python itself"
         )
-    lines.append(describe_fit(needs, machine))
+    if needs.largest_micro_batch is None:
+        lines.append(f"  does not fit: {needs.problem}")
+    else:
+        slow = f" (a CPU is slower with more than {MAX_CPU_TOKENS:,} tokens)" if machine.device == "cpu" else ""
+        lines.append(
+            f"  {'fits' if needs.fits else 'does not fit'} into {gb(needs.usable_bytes)} usable ({USABLE_SHARE:.0%} of"
+            f" the free memory on {machine.name}); the largest micro-batch that fits is"
+            f" {needs.largest_micro_batch}{slow}"
+        )
     if data.train_tokens is None:
         lines += ["", f"data: not counted ({data.note})"]
     else:
         lines += ["", f"data: {data.train_tokens:,} train tokens, {data.val_tokens:,} validation tokens"]
     return [*lines, f"speed: {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"]
-
-
-def describe_fit(needs: Needs, machine: Machine) -> str:
-    """Describe whether the run fits, and the largest micro-batch that would."""
-    from hfgolf.measure.memory import MAX_CPU_TOKENS, USABLE_SHARE
-
-    if needs.largest_micro_batch is None:
-        return f"  does not fit: {needs.problem}"
-    usable = f"{gb(needs.usable_bytes)} usable ({USABLE_SHARE:.0%} of the free memory on {machine.name})"
-    largest = f"the largest micro-batch that fits is {needs.largest_micro_batch}"
-    if machine.device == "cpu":
-        largest += f" (a CPU is slower with more than {MAX_CPU_TOKENS:,} tokens)"
-    return f"  {'fits' if needs.fits else 'does not fit'} into {usable}; {largest}"
 
 
 def describe_length(length: Length | None, parameters: int, price: float | None, note: str) -> list[str]:
@@ -244,37 +230,6 @@ def describe_length(length: Length | None, parameters: int, price: float | None,
     if length.dollars is not None:
         lines.append(f"cost: ${length.dollars:,.2f} at ${price:g} per hour")
     return lines
-
-
-def describe_budget(affordable: Length, length: Length | None, stated: str, seconds: float) -> str:
-    """Describe what the budget pays for, and whether the config's run is within it."""
-    epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
-    pays_for = f"{affordable.steps:,} steps, {affordable.tokens:,} tokens{epochs}"
-    answer = f"\nbudget: {stated} ({duration(seconds)}) pays for {pays_for}"
-    if length is None:
-        return answer
-    if length.steps > affordable.steps:
-        return (
-            f"{answer}; the config's {length.steps:,} steps do not fit, but --train.max_steps {affordable.steps} does"
-        )
-    return f"{answer}; the config's {length.steps:,} steps fit"
-
-
-def as_json(
-    config: RunConfig,
-    needs: Needs,
-    data: TokenCounts,
-    machine: Machine,
-    speed: Speed,
-    length: Length | None,
-    affordable: Length | None,
-) -> str:
-    """Return everything as JSON; null means unknown or not requested."""
-    parts: dict[str, Any] = {"data": data, "machine": machine, "speed": speed, "length": length, "budget": affordable}
-    numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
-    numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
-    numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}
-    return json.dumps(numbers, indent=1)
 
 
 def columns(rows: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """Profile the training step of a config: hfgolf profile --config configs/small.yaml
 
 Runs real steps on the real data under torch.profiler. Prints where the time goes by phase and by kind of work, the
-slowest operations, the memory of a step, and what bounds it. Writes profile.json, which the run's report shows, and
+slowest operations, and what bounds a step. Writes profile.json, which the run's report shows, and
 trace.json.gz, for chrome://tracing or Perfetto, to the run's folder. Saves no weights.
 """
 
@@ -41,31 +41,29 @@ def main() -> None:
     check_output("--output", folder, besides=[folder / "profile.json"])
     with scratch_run(resolved, "profile") as run:
         trace = (folder if is_main_process else run.folder.path) / "trace.json.gz"
-        record = profile_run(run, arguments.steps, trace)
+        record, slowest = profile_run(run, arguments.steps, trace)
     if not is_main_process:
         return
     write_text(folder / "profile.json", json.dumps(record, indent=1))
-    print(f"\n{_describe(record)}\nwrote {folder / 'profile.json'} and {trace}")
+    print(f"\n{_describe(record, slowest)}\nwrote {folder / 'profile.json'} and {trace}")
 
 
-def _describe(record: dict[str, Any]) -> str:
-    """Format profile.json for a person."""
-    milliseconds, profiled = 1e3 * record["step_seconds"], 1e3 * record["profiled_step_seconds"]
-    memory = record["memory"]
+def _describe(record: dict[str, Any], slowest: str) -> str:
+    """Format profile.json for a person. slowest: the table of the slowest operations."""
+    tokens, seconds = record["tokens_per_step"], record["step_seconds"]
     uncompiled = ", from as many steps of the uncompiled model" if record["is_compiled"] else ""
     return "\n".join(
         [
-            f"a step of {record['tokens_per_step']:,} tokens: {milliseconds:,.1f} ms, {profiled:,.1f} ms under the"
-            f" profiler, MFU {record['mfu']:.0%}; {record['machine']['device']}, {record['precision']},"
+            f"a step of {tokens:,} tokens: {1e3 * seconds:,.1f} ms ({tokens / seconds:,.0f} tokens/s),"
+            f" {1e3 * record['profiled_step_seconds']:,.1f} ms under the profiler, MFU {record['mfu']:.0%};"
+            f" {record['machine']['device']}, {record['precision']},"
             f" {'compiled' if record['is_compiled'] else 'not compiled'}",
             "\nphases, as shares of a step's time (the forward pass also computes the gradients of head and loss)",
             *_bars(record["shares"]),
             f"\nkinds of work, as shares of forward, backward and optimizer{uncompiled}",
             *_bars(record["kinds"]),
-            f"\n{'operation':<50}{'phase':<11}{'kind':<14}{'calls':>7}{'ms':>9}{'share':>7}",
-            *map(_row, record["top"]),
-            f"\nmemory: a step adds up to {memory['peak_bytes'] / 1e6:,.1f} MB, in the {memory['peak_phase']} phase",
-            f"\n{record['sentence']}",
+            f"\n{slowest}",
+            record["sentence"],
         ]
     )
 
@@ -73,10 +71,3 @@ def _describe(record: dict[str, Any]) -> str:
 def _bars(shares: dict[str, float]) -> list[str]:
     rows = [f"{name:<14}{share:>7.1%} {'#' * round(40 * share)}" for name, share in shares.items()]
     return [*rows, f"{'total':<14}{sum(shares.values()):>7.1%}"]
-
-
-def _row(operation: dict[str, Any]) -> str:
-    return (
-        f"{operation['operation'][:48]:<50}{operation['phase']:<11}{operation['kind'] or '':<14}"
-        f"{operation['calls_per_step']:>7,.0f}{operation['milliseconds_per_step']:>9,.2f}{operation['share']:>7.1%}"
-    )

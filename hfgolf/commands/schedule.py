@@ -1,14 +1,12 @@
 """Draw the schedule of a config before running it: hfgolf schedule --config configs/small.yaml
 
 Prints learning rates, momentum and weight decay at the steps where a phase begins or ends, and draws them over the
-steps, or over the minutes if train.max_minutes ends the run. The numbers come from a real optimizer with the schedule
-applied.
+steps. The numbers come from a real optimizer with the schedule applied.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hfgolf import palette
@@ -27,31 +25,11 @@ STYLES = ("-", "--", "-.", ":")
 POINTS = 1000
 
 
-@dataclass(frozen=True)
-class TimeAxis:
-    """The x axis of the picture: steps, or minutes if they end the run."""
-
-    steps: int
-    """Optimizer steps; if only the minutes are known, so many that a warmup (counted in steps) takes no time."""
-    minutes: float | None
-    """Minutes, if they end the run; None if steps do."""
-    note: str = ""
-    """What is unknown about the length of the run."""
-
-    @property
-    def unit(self) -> str:
-        return "step" if self.minutes is None else "minute"
-
-    def position(self, step: int) -> float:
-        """Return the x position of the update that follows `step` updates: its number, or its minute."""
-        return step + 1 if self.minutes is None else self.minutes * step / self.steps
-
-
 def main() -> None:
     parser = ScriptParser(__doc__, "Also takes the options of hfgolf train: --config FILE --section.key value.")
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="picture to write (schedule.png)")
     parser.add_argument(
-        "--seconds_per_step", **bounded(1e-6, 1e6, "locates warmups and the end if train.max_minutes limits the run")
+        "--seconds_per_step", **bounded(1e-6, 1e6, "speed of a run that train.max_minutes ends (default: 1)")
     )
     arguments, run_options = parser.parse_known_args()
     resolved = load_config(run_options)
@@ -60,42 +38,34 @@ def main() -> None:
     from hfgolf.train.init_from import take_architecture
 
     config = take_architecture(resolved).config
-    axis = time_axis(config, arguments.seconds_per_step)
-    corners = corner_steps(config, axis.steps)
-    grid = (round(i * (axis.steps - 1) / POINTS) for i in range(POINTS + 1))
+    total_steps = count_steps(config, arguments.seconds_per_step)
+    corners = corner_steps(config, total_steps)
+    grid = (round(i * (total_steps - 1) / POINTS) for i in range(POINTS + 1))
     steps = sorted({*grid, *corners.values()})
-    rates, others = values(config, steps, axis.steps)
-    print(_table(axis, corners, steps, rates | others))
-    if axis.note:
-        seconds = f"{config.batch.tokens_per_step} divided by the tokens/s of a log line"
-        print(f"note: {axis.note}; set --seconds_per_step ({seconds})")
+    rates, others = values(config, steps, total_steps)
+    print(_table(total_steps, corners, steps, rates | others))
+    if config.train.max_minutes and arguments.seconds_per_step is None:
+        print("note: train.max_minutes ends it; drawn at 1 s per step: set --seconds_per_step, as hfgolf profile says")
     with writing("--output", arguments.output):
-        _draw(config, axis, corners, steps, rates, others, arguments.output)
+        _draw(config, corners, steps, rates, others, arguments.output)
     print(f"wrote {arguments.output}")
 
 
-def time_axis(config: RunConfig, seconds_per_step: float | None) -> TimeAxis:
-    """Return the axis over the whole run. Reads the text like the run, but only if train.max_epochs is set."""
-    from hfgolf.train.clock import step_limit
-
-    minutes = config.train.max_minutes
-    if seconds_per_step is not None and minutes is None:
-        raise UserError("--seconds_per_step: has no effect because train.max_minutes is null; remove it.")
-    by_steps = step_limit(config.train, config.batch, _blocks(config) if config.train.max_epochs else 0)
-    by_clock = math.ceil(60 * minutes / seconds_per_step) if minutes and seconds_per_step else math.inf
-    if by_clock < by_steps:
-        return TimeAxis(int(by_clock), minutes)
-    if by_steps == math.inf:
-        return TimeAxis(10**9, minutes, "warmups are counted in steps, and are drawn as if they took no time")
-    is_unsure = minutes is not None and seconds_per_step is None
-    return TimeAxis(int(by_steps), None, "train.max_minutes may end the run earlier" if is_unsure else "")
-
-
-def _blocks(config: RunConfig) -> int:
+def count_steps(config: RunConfig, seconds_per_step: float | None) -> int:
+    """Return the steps of a run. Reads the text like the run, but only if train.max_epochs is set."""
     from hfgolf.data.batches import num_blocks
     from hfgolf.data.token_cache import load_tokens
+    from hfgolf.train.clock import step_limit
 
-    return num_blocks(len(load_tokens(config.data, config.tokenizer).train), config.batch.sequence_length)
+    train, blocks = config.train, 0
+    if seconds_per_step is not None and train.max_minutes is None:
+        raise UserError("--seconds_per_step: has no effect because train.max_minutes is null; remove it.")
+    if train.max_epochs:
+        blocks = num_blocks(len(load_tokens(config.data, config.tokenizer).train), config.batch.sequence_length)
+    steps = step_limit(train, config.batch, blocks)
+    if train.max_minutes:
+        steps = min(steps, math.ceil(60 * train.max_minutes / (seconds_per_step or 1.0)))
+    return int(steps)
 
 
 def corner_steps(config: RunConfig, total_steps: int) -> dict[str, int]:
@@ -144,14 +114,12 @@ def values(
     return {", ".join(names): list(line) for line, names in alike.items()}, others
 
 
-def _table(axis: TimeAxis, corners: dict[str, int], steps: Sequence[int], columns: dict[str, list[float]]) -> str:
-    """Return one row per corner: its position, the fraction of the run before it, and the value of each column."""
-    rows = [("", axis.unit, "run done", *columns)]
+def _table(total_steps: int, corners: dict[str, int], steps: Sequence[int], columns: dict[str, list[float]]) -> str:
+    """Return one row per corner: its step, the fraction of the run before it, and the value of each column."""
+    rows = [("", "step", "run done", *columns)]
     for name, step in corners.items():
-        at = f"{axis.position(step):,.0f}" if axis.minutes is None else f"{axis.position(step):.2f}"
-        # rounded: if only minutes are known, the last of 10**9 steps is slightly above the floor
-        numbers = (f"{round(column[steps.index(step)], 8):.4g}" for column in columns.values())
-        rows.append((name, at, f"{step / axis.steps:.1%}", *numbers))
+        numbers = (f"{column[steps.index(step)]:.4g}" for column in columns.values())
+        rows.append((name, f"{step + 1:,}", f"{step / total_steps:.1%}", *numbers))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
@@ -159,7 +127,6 @@ def _table(axis: TimeAxis, corners: dict[str, int], steps: Sequence[int], column
 @palette.style()
 def _draw(
     config: RunConfig,
-    axis: TimeAxis,
     corners: dict[str, int],
     steps: Sequence[int],
     rates: dict[str, list[float]],
@@ -169,7 +136,7 @@ def _draw(
     """Write the picture: learning rates on top, momentum and weight decay below, a thin line at each corner."""
     from matplotlib.figure import Figure
 
-    positions = [axis.position(step) for step in steps]
+    positions = [step + 1 for step in steps]
     figure = Figure(figsize=(8, 4 + 1.5 * len(others)), dpi=120, layout="constrained")
     heights = [3, *(1.5 for _ in others)]
     top, *below = figure.subplots(1 + len(others), sharex=True, height_ratios=heights)
@@ -188,6 +155,6 @@ def _draw(
         axes.set_ylim(**({"top": 1} if name == "momentum" else {"bottom": 0}))
     for axes in (top, *below):
         for step in corners.values():
-            axes.axvline(axis.position(step), color=palette.GREY, linewidth=0.5, linestyle=":")
-    below[-1].set_xlabel(f"{axis.unit}\n{axis.note}" if axis.note else axis.unit)
+            axes.axvline(step + 1, color=palette.GREY, linewidth=0.5, linestyle=":")
+    below[-1].set_xlabel("step")
     palette.save(figure, path)

@@ -215,15 +215,14 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
         row["data_seconds"] + row["compute_seconds"] for row in read_rows(straight.metrics)
     )
     max_files = len(list(newest_first(straight.checkpoints)[0].iterdir()))
-    saves_to_hit, killed_at = 0, 0
+    killed_at = 0
     for number in range(1, plan.kills + 2):
-        is_killed = False
+        is_killed, is_aimed = False, number % 2 == 0  # at a save
         with Session(command, run) as session:
             if number <= plan.kills:
                 first, last = ((plan.steps - 1) * part // plan.kills for part in (number - 1, number))
                 target = moments.randint(first + 1, last)
-                saves_to_hit += number % 2 == 0
-                if saves_to_hit:
+                if is_aimed:
                     _wait_for_save(session, run, target, num_files=moments.randint(1, max_files))
                 else:
                     _wait_for_step(session, target, and_seconds=moments.uniform(0, step_seconds))
@@ -238,9 +237,8 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
             return
         killed_at, save = session.step(), _pending_save(run)
         where = f"inside the save of {save} of {max_files} files" if save else "between saves"
-        where += "; it aimed at a save, which finished first" if saves_to_hit and not save else ""
+        where += "; it aimed at a save, which finished first" if is_aimed and not save else ""
         logger.info("session %d: %s; kill -9 after step %d, %s", number, start, killed_at, where)
-        saves_to_hit -= bool(saves_to_hit and save)
 
 
 def _launcher(num_processes: int) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -32,7 +31,6 @@ FAILURE_NAME = "failed.txt"
 """In the folder of a failed run: the reason."""
 
 _FAILED = (1, 2)  # exit statuses of errors that would happen again; a signal has another status
-_SMALL_BYTES = 2**24
 _SAVE_SECONDS = 60  # a stopped run first finishes its step and saves
 _POLL_SECONDS = 0.1
 
@@ -44,9 +42,8 @@ def run_missing(
 
     at_once: runs that share this machine's cores. command: what each run's arguments are given to.
 
-    An interrupted run is resumed, and one that another process still trains, as after a kill -9 of a comparison, is
-    waited for. A failed run is left alone, because a resumed one could hide the failure, but only if it failed in its
-    training: what kept it from beginning, or a full disk, may be gone the next time. Raises UserError, before any run
+    An interrupted run is resumed. A failed run is left alone, because a resumed one could hide the failure, but only if
+    it failed in its training: what kept it from beginning may be gone the next time. Raises UserError, before any run
     starts, if a folder holds a run with another config. However this call ends, also by a signal, active runs save and
     stop first.
     """
@@ -57,18 +54,13 @@ def run_missing(
     if failures:
         logger.info("%d failed before; delete %s in a run's folder to try it again", len(failures), FAILURE_NAME)
     waiting, active, begun = list(missing), dict[subprocess.Popen[bytes], PlannedRun](), dict[str, Any]()
-    waited_for: set[str] = set()
     started_at = time.perf_counter()
     signals = Signals("before all runs were complete; run the same command to continue")
     with signals, signals.deferred():
         try:
             while (waiting or active) and not signals.stop:
-                free = _not_in_use(waiting, waited_for)
-                while free and len(active) < at_once:
-                    run = free.pop(0)
-                    waiting.remove(run)
-                    if run.name in waited_for and _is_complete(run):
-                        continue
+                while waiting and len(active) < at_once:
+                    run = waiting.pop(0)
                     begun[run.name] = _last_start(run)
                     active[_start(run, at_once, command)] = run
                 time.sleep(_POLL_SECONDS)
@@ -78,7 +70,7 @@ def run_missing(
                     run = active.pop(process)
                     if status:
                         failures[run.name] = _failure_reason(run)
-                        if status in _FAILED and _last_start(run) != begun[run.name] and not _is_disk_full(run):
+                        if status in _FAILED and _last_start(run) != begun[run.name]:
                             write_text(_failure(run), failures[run.name])
                     end = f"failed: {failures[run.name]}" if status else "is complete"
                     done = len(missing) - len(waiting) - len(active)
@@ -119,19 +111,6 @@ def _stop(active: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _not_in_use(waiting: Sequence[PlannedRun], waited_for: set[str]) -> list[PlannedRun]:
-    """Return the runs that no other process trains; note those that one does in waited_for, and say so once."""
-    free = []
-    for run in waiting:
-        owner = run.folder.owner()
-        if owner is None:
-            free.append(run)
-        elif run.name not in waited_for:
-            waited_for.add(run.name)
-            logger.info("%s is trained by another process (%s); waiting for it", run.name, owner)
-    return free
-
-
 def _last_start(run: PlannedRun) -> tuple[int, int] | None:
     """Return what changes when training begins, which writes config.yaml anew."""
     try:
@@ -139,10 +118,6 @@ def _last_start(run: PlannedRun) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns
-
-
-def _is_disk_full(run: PlannedRun) -> bool:
-    return shutil.disk_usage(run.folder.path).free < _SMALL_BYTES
 
 
 def _is_complete(run: PlannedRun) -> bool:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping
 
 from hfgolf.compare.comparison import Comparison
-from hfgolf.compare.statistics import MOST_SEEDS, NOISE_P_VALUE, ArmResult, Difference, Equivalence, GridBest
+from hfgolf.compare.statistics import NOISE_P_VALUE, ArmResult, Difference, Equivalence, GridBest
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import count_of, join_words
 
@@ -165,19 +165,8 @@ def _equivalence_remark(comparison: Comparison) -> str:
             lines.append(f"- `{name}`: not equivalent; it differs by more than {margin}. {interval}.")
         else:
             verdict = f"not shown to be equivalent ({_stated(found.p_value)})"
-            lines.append(f"- `{name}`: {verdict}. {interval}. {_needed(found, margin)}")
+            lines.append(f"- `{name}`: {verdict}. {interval}.")
     return "\n".join(lines)
-
-
-def _needed(found: Equivalence, margin: str) -> str:
-    if found.needed_seeds is not None:
-        return (
-            f"With this difference and this noise, {found.needed_seeds} seeds would show it with a probability of 80 %."
-        )
-    low, high = found.interval
-    if abs(low + high) / 2 < found.margin:
-        return f"With this difference and this noise, it takes more than {MOST_SEEDS:,} seeds."
-    return f"The mean difference is {margin} or more, so more seeds are unlikely to show it."
 
 
 def _grid_remark(grid: str, best: GridBest | None) -> str:

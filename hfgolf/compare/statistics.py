@@ -15,13 +15,10 @@ exactly if the 90 % confidence interval is within the margin.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from hfgolf.system.errors import UserError
 
@@ -34,9 +31,6 @@ NOISE_P_VALUE = 0.05
 """A difference with a p-value of this or more is called noise."""
 SIGNIFICANCE = 0.05
 """Of each one-sided test for equivalence, and so of both together."""
-POWER = 0.8
-"""The probability with which `needed_seeds` are enough."""
-MOST_SEEDS = 1000
 
 
 class Point(NamedTuple):
@@ -84,9 +78,6 @@ class Equivalence:
     """Of both one-sided tests: the larger one."""
     interval: tuple[float, float]
     """The 90 % confidence interval of the mean."""
-    needed_seeds: int | None
-    """The fewest seeds that show it with a probability of 80 %, if the true mean and deviation are those of these
-    differences; None if the mean itself is not within the margin, or more than 1,000 seeds are needed."""
 
     @property
     def is_shown(self) -> bool:
@@ -168,31 +159,12 @@ def equivalence(differences: Sequence[float], margin: float) -> Equivalence | No
     """Test whether the mean of differences is within a margin of 0; None for fewer than two differences."""
     if len(differences) < 2:
         return None
-    mean, sd = statistics.mean(differences), statistics.stdev(differences)
-    student, standard_error = stats.t(len(differences) - 1), sd / math.sqrt(len(differences))
-    lead, half = margin - abs(mean), float(student.isf(SIGNIFICANCE)) * standard_error
-    return Equivalence(
-        margin=margin,
-        p_value=float(student.sf(lead / standard_error)) if standard_error else float(lead <= 0),
-        interval=(mean - half, mean + half),
-        needed_seeds=_needed_seeds(mean, sd, margin),
-    )
-
-
-def power(mean: float, standard_error: float, margin: float, degrees_of_freedom: float) -> float:
-    """Return the probability that the test shows equivalence, for this true mean and standard error.
-
-    Phillips 1990 (Journal of Pharmacokinetics and Biopharmaceutics 18): the normal probability that the interval is
-    within the margin, averaged over what the sample may show of the deviation.
-    """
-    half = stats.t.isf(SIGNIFICANCE, degrees_of_freedom) * standard_error
-    # of the sample's deviation over the true one. Above the first bound no interval fits; the second is 12 sigma away
-    largest = min(margin / half, 1 + 12 / math.sqrt(2 * degrees_of_freedom))
-    ratios = (np.arange(1000) + 0.5) * largest / 1000  # the midpoint rule: an error of about 1e-7
-    room = margin - half * ratios
-    fits = stats.norm.cdf((room - mean) / standard_error) - stats.norm.cdf((-room - mean) / standard_error)
-    densities = stats.chi.pdf(ratios, degrees_of_freedom, scale=degrees_of_freedom**-0.5)
-    return float((fits * densities).mean() * largest)
+    if len(set(differences)) == 1:  # no noise, and so no test
+        return Equivalence(margin, float(abs(differences[0]) >= margin), (differences[0], differences[0]))
+    above = stats.ttest_1samp(differences, -margin, alternative="greater")
+    below = stats.ttest_1samp(differences, margin, alternative="less")
+    low, high = stats.ttest_1samp(differences, 0.0).confidence_interval(1 - 2 * SIGNIFICANCE)
+    return Equivalence(margin, float(max(above.pvalue, below.pvalue)), (float(low), float(high)))
 
 
 def sample_sd(values: Sequence[float]) -> float | None:
@@ -281,16 +253,3 @@ def _reach(curves: Mapping[int, Curve], ends: Sequence[Point]) -> Reach:
 def _mean(values: Iterable[float]) -> float | None:
     values = list(values)
     return statistics.mean(values) if values else None
-
-
-def _needed_seeds(mean: float, sd: float, margin: float) -> int | None:
-    def suffices(seeds: int) -> bool:
-        return sd == 0 or power(mean, sd / math.sqrt(seeds), margin, seeds - 1) >= POWER
-
-    if abs(mean) >= margin or not suffices(MOST_SEEDS):
-        return None
-    low, high = 1, MOST_SEEDS  # high suffices, low does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high

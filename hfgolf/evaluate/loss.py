@@ -35,7 +35,7 @@ def evaluate_loss(
     sequence_length: int,
     batch_size: int,
     budget_tokens: int | None = None,
-    before_batch: Callable[[], None] = lambda: None,
+    before_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Evaluate a model on the start of a stream, in non-overlapping rows of sequence_length tokens.
 
@@ -113,7 +113,7 @@ def evaluate_plan(
     num_bytes: int,
     *,
     batch_size: int,
-    before_batch: Callable[[], None] = lambda: None,
+    before_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Evaluate a model on the targets of a plan, each once.
 

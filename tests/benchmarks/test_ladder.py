@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -74,43 +73,6 @@ def test_rung_with_different_data_is_rejected(ladder, rungs):
         ladder.check_losses(rows)
 
 
-def test_rung_out_of_memory_is_skipped(ladder, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def takes(*seconds: float) -> Any:
-        left = iter((0.0, *seconds))  # the first step only gives the loss
-
-        def step() -> float:
-            now[0] += next(left)
-            return 1.0
-
-        return step
-
-    def out_of_memory() -> float:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    rungs = [
-        ladder.Rung("a", "", takes(8, 8, 100)),
-        ladder.Rung("b", "", out_of_memory),
-        ladder.Rung("c", "", takes(4, 2, 50)),
-        ladder.Rung("d", "", takes(1, 1, 1)),
-    ]
-    rows = ladder.climb(rungs, num_losses=1, repetitions=3)
-    assert [row.get("skipped") for row in rows] == [None, "out of memory", None, None]
-    a, _, c, d = rows
-    assert (a["milliseconds"], c["milliseconds"], d["milliseconds"]) == (8000, 4000, 1000)
-    assert (a["faster"], c["faster"], d["faster"]) == (1, 2, 4)
-    assert d["faster_than_first"] == 8
-
-
-def test_tokenizer_that_does_not_round_trip_is_rejected(ladder, tiny_run, tmp_path, monkeypatch):
-    with scratch_run(load_config(tiny_run()), "test") as run:
-        monkeypatch.setattr(ladder.TextFiles, "read", lambda self, blocks: torch.zeros(len(blocks), 33))
-        first = ladder.build_rungs(run, 1, tmp_path, may_compile=False)[0]
-    assert first.step is None and first.skipped.startswith("this tokenizer does not reproduce its own tokens")
-
-
 # Of a step in fp32 that takes 1 s and is not faster in bf16: seconds of its products, FLOP/s of large ones, other load
 WHY = {
     "other programs took 62% of the cores": ({"no": 0.9, "bf16": 0.4}, {"no": 1, "bf16": 2.5}, 0.62),
@@ -135,34 +97,6 @@ def test_a_small_gain_of_bf16_is_explained_by_what_was_measured(ladder, reason):
     line = ladder.why_no_gain(ladder.Bf16Facts({"no": 1.0, "bf16": 1.0}, products, peak, "AMX", others))
     assert line.startswith("bf16 is only 1.00x as fast as fp32: ") and reason in line and "\n" not in line
     assert sum(other in line for other in WHY) == 1
-
-
-def test_other_programs_are_measured(ladder, monkeypatch):
-    """Of 4 cores for 10 s, this process works 8 s, others 12 s, and a hypervisor takes 4 s."""
-    states = iter([((100, 0, 50, 4), (10, 5), 0.0), ((116, 0, 54, 8), (17, 6), 10.0)])
-    state: list[Any] = []
-
-    def cpu_times() -> Any:
-        state[:] = next(states)
-        times = namedtuple("times", "user idle system steal")
-        return times(*state[0])
-
-    own = SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=state[1][0], system=state[1][1]))
-    fake = SimpleNamespace(cpu_times=cpu_times, Process=lambda: own, cpu_count=lambda: 4)
-    monkeypatch.setattr(ladder, "psutil", fake)
-    monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: state[2]))
-    assert ladder.others_share(ladder.busy_seconds()) == 16 / 40
-
-
-def test_the_gain_of_bf16_is_only_explained_if_it_is_small(ladder, tiny_run):
-    rows = [{"rung": "compiled", "precision": "no"}, {"rung": "mixed precision", "precision": "bf16"}]
-    rows = [row | {"losses": [1.0], "milliseconds": 10.0, "faster": 1.0} for row in rows]
-    with scratch_run(load_config(tiny_run(train__mixed_precision="bf16")), "test") as run:
-        facts = ladder.measure_bf16(rows, run, 0.5)
-        assert facts.others_share == 0.5 and facts.step_seconds == {"no": 0.01, "bf16": 0.01}
-        assert all(seconds > 0 for seconds in facts.product_seconds.values())
-        assert ladder.measure_bf16([rows[0], rows[1] | {"faster": 1.3}], run, 0.5) is None
-        assert ladder.measure_bf16([rows[0], {"rung": "mixed precision", "skipped": "no"}], run, 0.5) is None
 
 
 @pytest.mark.parametrize("max_grad_norm", ["null", 0.1])

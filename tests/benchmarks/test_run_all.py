@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -126,36 +121,6 @@ def test_measured_and_failed_parts_are_skipped_until_the_code_changes(run_all, c
     assert not list((tmp_path / "runs" / "benchmarks").glob("*.failed"))
 
 
-def test_results_name_the_commit_of_the_code_whatever_else_changes(call, tmp_path):
-    def git(*arguments: str) -> str:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        return subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True).stdout
-
-    def commit_of(name: str) -> str:
-        call("--only", name)
-        return json.loads((tmp_path / "benchmarks" / "results" / f"{name}_cpu.json").read_text())["versions"]["hfgolf"]
-
-    (tmp_path / "page.md").write_text("")
-    (tmp_path / "benchmarks" / "results" / "saving_cpu.json").write_text("{}")
-    for arguments in (("init", "--quiet"), ("add", "."), ("commit", "--quiet", "--message", "all")):
-        git(*arguments)
-    head = git("rev-parse", "HEAD").strip()
-    assert len(head) == 40
-    assert [commit_of("saving"), commit_of("ladder_tiny"), commit_of("saving")] == [head] * 3
-    with (tmp_path / "benchmarks" / "broken.py").open("a") as file:
-        file.write("# changed")
-    assert commit_of("saving") == f"{head}-dirty"
-
-
-def test_another_device_measures_again(run_all, monkeypatch):
-    part = run_all.PARTS["cpu"]["saving"]
-    before = run_all.identity(part)
-    monkeypatch.setattr(run_all, "here", lambda: HERE | {"hardware": {"device": "Slide rule"}})
-    assert run_all.identity(part) != before
-    monkeypatch.setattr(run_all, "here", lambda: HERE | {"versions": {"torch": "3.1"}})
-    assert run_all.identity(part) != before
-
-
 def test_part_that_takes_too_long_is_ended_with_what_it_started(run_all, call, tmp_path, monkeypatch):
     sleeper = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])"
     (tmp_path / "benchmarks" / "saving.py").write_text(f"{sleeper}\nprint(child.pid)\nchild.wait()")
@@ -165,44 +130,6 @@ def test_part_that_takes_too_long_is_ended_with_what_it_started(run_all, call, t
     child = int(said.split("saving\n")[1].split()[0])
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"  # nobody may be there to reap it
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_interrupted_call_ends_its_part(call, tmp_path, how):
-    pid = tmp_path / "pid"
-    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
-    (tmp_path / "benchmarks" / "saving.py").write_text(code)
-
-    def interrupt() -> None:
-        while not (pid.exists() and pid.read_text()):
-            time.sleep(0.01)
-        os.kill(os.getpid(), how)
-
-    threading.Thread(target=interrupt).start()
-    if how == signal.SIGINT:
-        signal.signal(how, signal.default_int_handler)  # a shell's background command ignores it
-        with pytest.raises(KeyboardInterrupt):
-            call("--only", "saving")
-    else:
-        assert call("--only", "saving").endswith("error: ended by SIGTERM; the same command continues")
-    state = Path(f"/proc/{pid.read_text()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
-
-
-def test_call_ends_after_its_minutes_and_the_next_one_continues(run_all, call, monkeypatch):
-    clock = iter([0, 0, 30, 45, 0, 0, 30, 45, 70])
-    monkeypatch.setattr(run_all, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    said = call("--device", "cuda", "--minutes", "1.5")
-    assert "1 passed" in said and "as fast as it is" in said
-    assert "the time is over; the same command continues with: broken" in said
-    assert "too short" not in said and call("--minutes", "1").endswith("2")
-
-
-def test_tests_are_a_part(run_all, call, tmp_path):
-    call("--device", "cuda", "--only", "tests")
-    kept = json.loads((tmp_path / "benchmarks" / "results" / "tests_gpu.json").read_text())
-    assert "1 passed" in kept["printed"] and kept["hardware"] == HERE["hardware"]
-    assert "### tests\n\npytest -k it.\n\nAbacus, 9 cores, torch 3.0." in (tmp_path / "page.md").read_text()
 
 
 def test_dry_run_keeps_no_figure(run_all, call, tmp_path):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -63,33 +61,6 @@ def test_both_loops_train_the_same_model_on_the_same_tokens(
     assert losses["hfgolf"][-1] < losses["hfgolf"][0] - 1  # the tolerance is small compared with this
 
 
-class Fake:
-    """A pipe to an arm that takes the given seconds and records its turns."""
-
-    def __init__(self, name: str, seconds: list[float], turns: list[tuple[str, int, bool]], fails_at: int = 99) -> None:
-        self.name, self.seconds, self.turns, self.fails_at = name, iter([0.0, *seconds]), turns, fails_at
-
-    def send(self, order: tuple[int, bool]) -> None:
-        self.turns.append((self.name, *order))
-
-    def recv(self) -> dict[str, Any]:
-        made = sum(name == self.name for name, _, _ in self.turns)
-        if made >= self.fails_at:
-            raise EOFError
-        return {"seconds": next(self.seconds), "losses": [float(made)], "peak_bytes": 100 * made}
-
-
-def test_arms_take_turns_and_failed_arms_are_skipped(throughput):
-    turns: list[tuple[str, int, bool]] = []
-    fakes = {"a": Fake("a", [1, 2], turns), "b": Fake("b", [], turns, fails_at=2), "c": Fake("c", [3, 4], turns)}
-    rows = throughput.take_turns(fakes, warmup_steps=3, steps=5, repetitions=2)
-    first, second, third = [(n, 3, False) for n in "abc"], [(n, 5, True) for n in "cba"], [(n, 5, False) for n in "ac"]
-    assert turns == first + second + third
-    assert rows["a"] == {"losses": [1, 2, 3], "seconds": [1, 2], "peak_bytes": 300}
-    assert rows["c"]["seconds"] == [3, 4]
-    assert "its process died" in rows["b"]["error"] and rows["b"]["losses"] == [1]
-
-
 def row(seconds: list[float], peak_bytes: int = 100, losses: tuple[float, ...] = (5.0, 4.0, 3.0)) -> dict[str, Any]:
     return {"seconds": seconds, "peak_bytes": peak_bytes, "losses": list(losses)}
 
@@ -120,33 +91,3 @@ def test_arm_with_different_losses_is_rejected(throughput, off_by, is_same):
     else:
         with pytest.raises(ValueError, match=r"hfgolf_fp32: its losses differ by 0.0100 nats per token from"):
             throughput.compare(rows, warmup_steps=2)
-
-
-@pytest.mark.parametrize(("threads", "clock"), [(1, "process_time"), (2, "perf_counter")])
-def test_turn_counts_steps_but_not_waiting(throughput, monkeypatch, threads, clock):
-    now = [0.0]
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(**{clock: lambda: now[0]}, **_other(clock)))
-    ours, theirs = multiprocessing.Pipe()
-    for order in ((2, False), (3, False), (0, False)):  # sent before the arm asks
-        ours.send(order)
-    turns = throughput.Turns(theirs, "cpu", threads)
-    turns.begin(parameters=7)
-    for loss in (3.0, 2.0, 1.0, 0.5, 0.25):
-        assert not turns.are_over
-        now[0] += 6
-        turns.made_step(loss)
-    assert turns.are_over
-    assert ours.recv() == {"parameters": 7}
-    said = [ours.recv(), ours.recv()]
-    assert [part["losses"] for part in said] == [[3.0, 2.0], [1.0, 0.5, 0.25]]
-    assert [part["seconds"] for part in said] == [6, 6]
-    assert all(part["peak_bytes"] > 2**20 for part in said)
-
-
-def _other(clock: str) -> dict[str, Callable[[], float]]:
-    """Return the clock that must not be read."""
-
-    def fail() -> float:
-        raise AssertionError("the other clock")
-
-    return {"perf_counter" if clock == "process_time" else "process_time": fail}

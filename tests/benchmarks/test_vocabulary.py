@@ -74,26 +74,6 @@ def test_capped_sample_is_even_and_disjoint_from_held_out_text(tmp_path, monkeyp
     assert held_out == places[9::10]
 
 
-def test_only_the_sampled_part_of_a_file_is_read(tmp_path):
-    path = tmp_path / "large.txt"
-    with path.open("wb") as file:
-        file.truncate(10**11)  # sparse: uses no disk space, and would not fit in memory
-    sample = sample_of(tmp_path / "sample", path, max_bytes=200_000)
-    assert sample.file_bytes == 10**11
-    assert sum(map(len, slices(sample))) == 200_000
-
-
-def test_bytes_in_closed_form(tmp_path):
-    text = "a你" * 5000  # 4 bytes in 2 characters
-    sample = sample_of(tmp_path / "sample", write(tmp_path / "text", text))
-    found = measure_vocabulary(256, sample, CONFIG, 101, tmp_path)
-    assert isinstance(found, Vocabulary)
-    assert found.entries == 257 and found.is_exact
-    assert found.tokens_per_character == pytest.approx(2, abs=0.01)  # slices need not hold as many of both
-    assert found.bytes_per_token == 1
-    assert found.context_tokens == 202
-
-
 def test_figures_come_only_from_held_out_text(tmp_path):
     """A tokenizer trained on one alphabet has no merges for text in other letters."""
     (tmp_path / "a").mkdir()
@@ -116,22 +96,6 @@ def test_larger_vocabulary_means_fewer_tokens_and_a_larger_embedding_share(tmp_p
     for less, more in itertools.pairwise(found):
         assert more.context_tokens < less.context_tokens and more.embedding_share > less.embedding_share
         assert more.bytes_per_token > less.bytes_per_token
-
-
-def test_failed_round_trip_is_reported(tmp_path, monkeypatch):
-    from tokenizers import decoders
-
-    build = vocabulary_study.build_tokenizer
-
-    def broken(*arguments: object) -> object:
-        tokenizer = build(*arguments)
-        tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("l", "L")])
-        return tokenizer
-
-    monkeypatch.setattr(vocabulary_study, "build_tokenizer", broken)
-    sample = sample_of(tmp_path / "sample", write(tmp_path / "text", " lead" * 1000))
-    found = measure_vocabulary(256, sample, CONFIG, 100, tmp_path)
-    assert isinstance(found, Vocabulary) and not found.is_exact
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -62,7 +62,7 @@ def test_each_line_of_a_pipe_is_continued_in_order_with_the_next_seed(save, chat
     texts = [generate_text(model, tokenizer, "ab", seed=seed, max_new_tokens=6) for seed in (3, 4)]
     expected = "".join(f"{text.removeprefix('ab')}\n" for text in texts)
     assert chat(folder, b"ab\r\nab\n", "--seed", 3) == (0, expected, "")
-    assert chat(folder, b"/seed 3\nab\n/seed 4\nab\n") == (0, expected, "")
+    assert chat(folder, b"/seed 3\nab\n/seed 4\nab\n/quit now \nab\n") == (0, expected, "")
 
 
 def test_settings_change_on_the_fly(save, chat):
@@ -86,10 +86,6 @@ def test_settings_change_on_the_fly(save, chat):
 def test_a_line_that_has_no_answer_ends_a_pipe_in_one_line(save, chat, text, says):
     status, _, error = chat(save(), text)
     assert (status, error) == (2, f"error: {says}\n")
-
-
-def test_quit_ends_it(save, chat):
-    assert chat(save(), b"/quit now \nab\n") == (0, "", "")
 
 
 def test_a_text_may_begin_with_a_slash(save, chat):

@@ -75,28 +75,18 @@ def test_shown_rates_match_a_real_run(show, run, tiny_run):
         assert float(matrix) == pytest.approx(done[int(step)], rel=1e-3), name
 
 
-def test_clock_schedule_shows_minutes_and_warmups_at_a_known_step_time(show):
+def test_minutes_end_a_run_at_the_speed_that_is_stated(show):
     config = ("--config", ROOT / "configs" / "shakespeare_char.yaml", "--schedule.warmup_steps", 30)
     config += ("--train.max_minutes", 9)
     said = show(*config)
-    unknown = cells(said)
-    assert unknown[""][0] == "minute" and "note: warmups are counted in steps" in said
-    assert unknown["end of warmup"][:3] == ["0.00", "0.0%", "0.02"]
-    assert unknown["start of warmdown"][:3] == ["3.60", "40.0%", "0.02"]
-    assert unknown["last step"][:3] == ["9.00", "100.0%", "0"]
-    said = show(*config, "--seconds_per_step", 1)
-    known = cells(said)
-    assert "note" not in said
-    assert known["end of warmup"][:3] == ["0.48", "5.4%", "0.02"]
-    assert known["end of momentum warmup"][0] == "5.00"
-    assert known["last step"][:3] == ["8.98", "99.8%", "6.173e-05"]
-
-
-def test_shows_whether_steps_or_minutes_end_the_run(show):
+    assert "note: train.max_minutes ends it; drawn at 1 s per step" in said
+    shown = cells(said)
+    assert shown["end of warmup"][:3] == ["30", "5.4%", "0.02"]
+    assert shown["last step"][:3] == ["540", "99.8%", "6.173e-05"]
+    faster = show(*config, "--seconds_per_step", 0.5)
+    assert "note" not in faster and cells(faster)["last step"][0] == "1,080"
     config = ("--config", ROOT / "configs" / "small.yaml", "--train.max_minutes", 2)
-    assert "note: train.max_minutes may end the run earlier" in show(*config)
     assert cells(show(*config, "--seconds_per_step", 0.3))["last step"][0] == "300"
-    assert cells(show(*config, "--seconds_per_step", 1.2))["last step"][0] == "1.98"
 
 
 def test_baselines_show_one_rule_and_adamw_no_momentum(show):

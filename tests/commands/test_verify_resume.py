@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import pytest
-import sharded
 import torch
 from accelerate.utils import load
 from safetensors.torch import load_file, save_file
@@ -154,6 +153,10 @@ def test_every_difference_is_found(run, tiny_run, tmp_path):
     options = {"optim__ema_decay": 0.9, "train__eval_every_steps": 2}
     straight = run(tiny_run(run__name="straight", **options))
     same = run(tiny_run(run__name="same", **options))
+    # the clock and the session do not count
+    with_state(elapsed_seconds=1e6, wandb_id="other")(same)
+    with_pickle("random_states_0.pkl", lambda states: states.update(step=99))(same)
+    with_column(2, "tokens_per_second", lambda speed: speed * 2)(same)
     assert judge(straight, same) == judge(straight, same, is_exact=False) == (True, "bitwise identical")
     for number, (what, (change, words, is_tolerated)) in enumerate(CHANGES.items()):
         changed = tmp_path / str(number)
@@ -164,16 +167,6 @@ def test_every_difference_is_found(run, tiny_run, tmp_path):
         is_equal, text = judge(straight, changed, is_exact=False)
         assert is_equal == is_tolerated, f"{what}: {text}"
         assert text.startswith("equal within 1e-05" if is_tolerated else f"DIFFERENT {words}"), f"{what}: {text}"
-
-
-def test_timings_are_not_compared(run, tiny_run, tmp_path):
-    straight = run(tiny_run())
-    changed = tmp_path / "changed"
-    shutil.copytree(straight, changed, symlinks=True)
-    with_state(elapsed_seconds=1e6, wandb_id="other")(changed)
-    with_pickle("random_states_0.pkl", lambda states: states.update(step=99))(changed)
-    with_column(2, "tokens_per_second", lambda speed: speed * 2)(changed)
-    assert judge(straight, changed) == (True, "bitwise identical")
 
 
 def test_different_seeds_differ_from_the_first_step(run, tiny_run):
@@ -217,8 +210,8 @@ def test_launcher_of_several_processes_is_refused(tiny_run, monkeypatch):
         verify_resume(tiny_run(), load_config(tiny_run()), KillPlan(6, 1, 0, 1))
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_signal_stops_the_current_run_and_leaves_no_files(tiny_run, tmp_path, monkeypatch, number):
+def test_signal_stops_the_current_run_and_leaves_no_files(tiny_run, tmp_path, monkeypatch):
+    number = signal.SIGINT
     temporary, started = tmp_path / "temporary", tmp_path / "started"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -244,25 +237,13 @@ def test_signal_stops_the_current_run_and_leaves_no_files(tiny_run, tmp_path, mo
 def test_killed_run_resumes_bitwise(tiny_run, num_processes, kills):
     """Real processes, kill -9 between and inside saves, dropout and averages: bitwise equal on one process."""
     arguments = tiny_run(model__dropout=0.1, optim__ema_decay=0.9, batch__micro_batch_size=4)
-    options = ["--steps", "10", "--kills", kills, "--num_processes", num_processes]
+    options = ["--steps", "8", "--kills", kills, "--num_processes", num_processes]
     command = [sys.executable, "scripts/verify_resume.py", *options, *arguments]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "session 1: started; kill -9 after step" in answer.stdout
     assert "resumed from step" in answer.stdout
     assert ("\nbitwise identical" if num_processes == "1" else "random states 1") in answer.stdout
-
-
-@sharded.needs_fsdp2
-@pytest.mark.distributed
-def test_killed_run_under_fsdp2_resumes(tiny_run, tmp_path, monkeypatch, caplog):
-    script = tmp_path / "sharded_train.py"
-    script.write_text(sharded.TRAIN)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    arguments = tiny_run(model__dropout=0.1, optim__ema_decay=0.9, batch__micro_batch_size=4)
-    caplog.set_level("INFO", "hfgolf")
-    assert verify_resume(arguments, load_config(arguments), KillPlan(8, 1, kill_seed=1, num_processes=2), [script])
-    assert "kill -9 after step" in caplog.text and "resumed from step" in caplog.text
 
 
 def test_resume_that_loses_state_is_detected(tiny_run, tmp_path, monkeypatch, caplog):
@@ -283,6 +264,6 @@ def test_resume_that_loses_state_is_detected(tiny_run, tmp_path, monkeypatch, ca
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     arguments = tiny_run(model__dropout=0.1)
     caplog.set_level("INFO", "hfgolf")
-    assert not verify_resume(arguments, load_config(arguments), KillPlan(12, 1, kill_seed=1, num_processes=1), [script])
+    assert not verify_resume(arguments, load_config(arguments), KillPlan(8, 1, kill_seed=1, num_processes=1), [script])
     assert "DIFFERENT at step" in caplog.text and "training losses" in caplog.text
     assert list(tmp_path.glob("verify_resume-*/killed/metrics.jsonl"))  # kept for inspection

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from hfgolf.compare import launch
 from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.compare.launch import run_missing
 from hfgolf.system.errors import UserError
@@ -72,44 +68,14 @@ def test_failed_run_is_not_resumed(planned, train_script, tmp_path, caplog):
     assert run_missing(runs[1:2], 1, train_script("")) == {}
 
 
-def test_what_kept_a_run_from_training_is_not_its_failure(planned, train_script, monkeypatch):
-    """Neither in its first session, nor in a later one, whose folder has a config already; nor a full disk."""
+def test_what_kept_a_run_from_training_is_not_its_failure(planned, train_script):
+    """Neither in its first session, nor in a later one, whose folder has a config already."""
     (run,) = planned(arms={"a": {}}, seeds=[1])
     refused = train_script("print('error: run.name: it is in use by another run.')\nsys.exit(2)\n")
     for _ in range(2):
         assert run_missing([run], 1, refused) == {"a-seed1": "run.name: it is in use by another run"}
         run.folder.config.write_text(run.resolved.to_yaml())
-    full = train_script("(path / 'config.yaml').write_text('{}')\nsys.exit(2)\n")
-    monkeypatch.setattr(launch.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    assert run_missing([run], 1, full).keys() == {"a-seed1"}
-    run.folder.config.write_text(run.resolved.to_yaml())
     assert run_missing([run], 1, train_script("")) == {}
-
-
-def test_a_run_that_another_process_trains_is_waited_for(planned, train_script, caplog):
-    """As after a kill -9 of the comparison, whose runs go on."""
-    runs = planned(arms={"orphan": {}, "other": {}}, seeds=[1])
-    (orphan, other) = (run.folder.path for run in runs)
-    orphan.mkdir(parents=True)
-    program = (
-        "import pathlib, sys; from hfgolf.run.folder import RunFolder\n"
-        "RunFolder(pathlib.Path(sys.argv[1])).lock(); print('up', flush=True); sys.stdin.read()"
-    )
-    caplog.set_level("INFO", "hfgolf")
-    with subprocess.Popen(
-        [sys.executable, "-c", program, orphan], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        process.stdout.readline()
-        script = train_script(
-            "from hfgolf.run.folder import RunFolder\n"
-            "RunFolder(path).lock()\n"
-            f"if name.startswith('other'): os.kill({process.pid}, 9)\n"
-            "(path / 'trained').touch()\n"
-        )
-        assert run_missing(runs, 1, script) == {}
-    assert (orphan / "trained").exists() and (other / "trained").exists()
-    assert f"orphan-seed1 is trained by another process ({process.pid} on" in caplog.text
-    assert caplog.text.count("waiting for it") == 1 and not (orphan / "failed.txt").exists()
 
 
 def test_jobs_run_in_parallel_and_share_the_cores(planned, train_script, tmp_path, monkeypatch):
@@ -145,8 +111,8 @@ def test_completed_runs_are_skipped(planned, train_script, run, caplog):
         )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_stopping_the_comparison_saves_and_stops_its_runs(planned, train_script, tmp_path, capsys, number):
+def test_stopping_the_comparison_saves_and_stops_its_runs(planned, train_script, tmp_path, capsys):
+    number = signal.SIGTERM
     script = train_script(
         "def stop(*signal):\n"
         "    (path / 'saved').touch()\n"

@@ -1,10 +1,9 @@
-"""The statistics against hand-computed cases and a table of Student's t; steps to a loss on hand-made curves."""
+"""The statistics against hand-computed cases; steps to a loss on hand-made curves."""
 
 from __future__ import annotations
 
 import importlib
 import math
-import statistics
 import sys
 
 import pytest
@@ -19,33 +18,9 @@ from hfgolf.compare.statistics import (
 )
 from hfgolf.system.errors import UserError
 
-# two-sided critical values, as any table of Student's t has them
-TABLE = [
-    (12.706, 1, 0.05),
-    (4.303, 2, 0.05),
-    (3.182, 3, 0.05),
-    (2.776, 4, 0.05),
-    (2.228, 10, 0.05),
-    (2.045, 29, 0.05),
-    (63.657, 1, 0.01),
-    (4.604, 4, 0.01),
-    (8.610, 4, 0.001),
-    (1.533, 4, 0.2),
-]
-
 
 def curve(*losses: float, every: int = 10, seconds: float = 2.0) -> list[Point]:
     return [Point(every * n, seconds * n, loss) for n, loss in enumerate(losses, 1)]
-
-
-@pytest.mark.parametrize(("t", "degrees_of_freedom", "p_value"), TABLE)
-def test_p_value_matches_published_tables(t, degrees_of_freedom, p_value):
-    seeds = degrees_of_freedom + 1
-    spread = [seed - degrees_of_freedom / 2 for seed in range(seeds)]
-    mean = t * statistics.stdev(spread) / math.sqrt(seeds)
-    for sign in (1, -1):
-        found = paired_p_value([sign * (mean + each) for each in spread])
-        assert found == pytest.approx(p_value, rel=1e-3)
 
 
 def test_missing_scipy_is_one_line(monkeypatch):
@@ -64,13 +39,6 @@ def test_paired_difference_by_hand():
     assert difference.p_value == pytest.approx(1 - math.sqrt(12 / 14))
     assert difference.is_noise
     assert paired_difference({1: 2.0}, {2: 2.0}) is None
-
-
-def test_pairing_removes_the_spread_over_seeds():
-    """Seeds differ by 1, the arms by 0.1, nearly the same in each pair."""
-    baseline = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
-    better = paired_difference({1: 0.9, 2: 1.89, 3: 2.91, 4: 3.9}, baseline)
-    assert better is not None and not better.is_noise and better.mean == pytest.approx(-0.1)
 
 
 @pytest.mark.parametrize(

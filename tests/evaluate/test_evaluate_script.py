@@ -69,19 +69,6 @@ def test_script_evaluates_any_causal_model(foreign, tmp_path, evaluate):
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]))
 
 
-def test_table_is_aligned(foreign, tmp_path, evaluate):
-    (tmp_path / "a.txt").write_text("some text")
-    status, printed, _ = evaluate("--model", foreign, "--files", tmp_path / "*.txt", "--sequence_length", 8)
-    lines = printed.splitlines()
-    assert status == 0
-    assert [line[:15].rstrip() for line in lines] == [
-        "model", "text", "context", "precision", "coverage", "loss", "perplexity", "bits per byte",
-    ]  # fmt: skip
-    assert all(line[14] == " " and line[15] != " " for line in lines)
-    assert "9 bytes, 9 tokens" in printed
-    assert "flat: 9 of 10 tokens scored once, 1 to 9\n" in printed
-
-
 def test_modes_differ_in_context_and_report_their_coverage(foreign, tmp_path, evaluate):
     (tmp_path / "a.txt").write_text("some text, longer than a window\n")
     (tmp_path / "b.txt").write_text("more")

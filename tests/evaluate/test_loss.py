@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
 from hfgolf.evaluate.loss import evaluate_loss, evaluate_plan, plan_documents
-from hfgolf.evaluate.windows import plan_windows, zero_nats
+from hfgolf.evaluate.windows import zero_nats
 
 
 class Shard:
@@ -41,6 +41,7 @@ def test_uniform_model_costs_log2_of_the_vocabulary(build_model, stream, acceler
 def test_bits_per_byte_is_nats_over_ln_2_over_bytes():
     assert bits_per_byte(math.log(2) * 24, 8) == pytest.approx(3)
     assert Evaluation(nats=2000.0, num_tokens=2, num_bytes=1).perplexity == math.inf
+    assert math.isnan(Evaluation(nats=2.0, num_tokens=2, num_bytes=0).bits_per_byte)
 
 
 @pytest.mark.parametrize("length", [1, 5, 8, 10, 52, 63, 64, 100])
@@ -77,36 +78,6 @@ def test_loss_is_the_plain_sum_over_whole_pieces(build_model, stream, accelerato
     evaluation = evaluate_loss(model, stream, accelerator, **settings)
     assert (evaluation.num_tokens, evaluation.num_bytes) == (num_targets, num_bytes)
     assert evaluation.nats == pytest.approx(nats, rel=1e-6)
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_documents_score_as_if_each_were_alone(build_model, stream, accelerator, skip):
-    model = build_model()
-    tokens = torch.from_numpy(stream.tokens.astype("int64"))
-    documents = tokens[:53], tokens[53:]
-    if not skip:
-        documents = tokens[:54], tokens[53:]  # the first is closed by the separator of the second
-    nats = 0.0
-    for document in documents:
-        rows = [(start, min(start + 16, len(document) - 1)) for start in range(0, max(1, len(document) - 1 - 12), 4)]
-        for start, end in rows:
-            with torch.no_grad():
-                logits = model.eval()(document[None, start:end]).logits[0]
-            losses = F.cross_entropy(logits, document[start + 1 : end + 1], reduction="none")
-            nats += (losses[12:] if start else losses).sum().item()
-    plan = plan_windows("documents", 64, 16, 4, [0, 53], skip_separators=skip)
-    evaluation = evaluate_plan(model, stream, accelerator, plan, 69, batch_size=3)
-    assert (evaluation.num_tokens, evaluation.num_bytes) == (62 if skip else 63, 69)
-    assert evaluation.nats == pytest.approx(nats, rel=1e-6)
-
-
-def test_processes_score_each_token_once(build_model, stream, accelerator):
-    model = build_model()
-    settings = {"sequence_length": 8, "batch_size": 2}
-    whole = evaluate_loss(model, stream, accelerator, **settings)
-    for world in (2, 3, 4):
-        parts = [evaluate_loss(model, stream, Shard(accelerator, rank, world), **settings) for rank in range(world)]
-        assert sum(part.nats for part in parts) == pytest.approx(whole.nats, rel=1e-6)
 
 
 def test_foreign_model_is_evaluated_by_its_own_loss(stream, accelerator):
@@ -160,10 +131,6 @@ def test_only_masked_targets_count(build_model, stream, accelerator, budget, wor
     parts = [evaluate_loss(model, stream, Shard(accelerator, rank, world), **settings) for rank in range(world)]
     assert {(part.num_tokens, part.num_bytes) for part in parts} == {(num_counted, num_bytes)}
     assert sum(part.nats for part in parts) == pytest.approx(nats, rel=1e-6)
-
-
-def test_text_without_bytes_has_no_bits_per_byte():
-    assert math.isnan(Evaluation(nats=2.0, num_tokens=2, num_bytes=0).bits_per_byte)
 
 
 @pytest.mark.parametrize(("device", "place"), [("mps", "cpu"), ("xpu", "cpu"), ("cpu", "cpu")])
