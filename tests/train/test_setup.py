@@ -17,7 +17,6 @@ from hfgolf.config.parse import load_config
 from hfgolf.config.sections import HubSection
 from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
 from hfgolf.hooks import push, standard_hooks
-from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
 from hfgolf.train import setup, validation
 from hfgolf.train.feed import blocks_per_epoch, epoch, halve_until_it_fits, start_batches
@@ -215,12 +214,3 @@ def test_low_memory_halves_the_state_and_recomputes(build, low_memory):
     assert kept == {torch.bfloat16 if low_memory else torch.float32}
     assert run.raw_model.model.layers[0].gradient_checkpointing is low_memory
     assert f"low_memory: {str(low_memory).lower()}" in run.folder.config.read_text()
-
-
-def test_a_bf16_state_resumes_exactly(run, tiny_run):
-    options = {"optim__state_dtype": "bf16", "schedule__name": "constant"}
-    straight = run(tiny_run(run__name="straight", train__max_steps=6, **options))
-    run(tiny_run(run__name="parts", train__max_steps=3, **options))
-    parts = run(tiny_run(run__name="parts", train__max_steps=6, train__resume="latest", **options))
-    losses = [[row["train_loss"] for row in read_rows(f / "metrics.jsonl")] for f in (straight, parts)]
-    assert losses[0] == losses[1]
