@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import rows
 from safetensors.torch import load_file
-from test_resume import TIMINGS, Interrupted, assert_same_bits, rows, saved
+from test_resume import TIMINGS, Interrupted, assert_same_bits, saved
 
 import hfgolf
 from hfgolf.golf import hooks

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from faults import train_on_two
+from faults import column, rows, train_on_two
 from safetensors.torch import load_file
 
-from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
 from hfgolf.system.stopwatch import KINDS
 from hfgolf.train import loop
@@ -39,15 +38,6 @@ CONSTANT = {"schedule__name": "constant"}  # so that learning rates do not depen
 
 class Interrupted(Exception):
     """The process dies here."""
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return read_rows(folder / "metrics.jsonl")
-
-
-def column(folder: Path, name: str) -> list[Any]:
-    """Return the values of a per-step column for every step of the run."""
-    return [value for row in rows(folder) for value in row[name]]
 
 
 def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
