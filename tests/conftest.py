@@ -21,6 +21,7 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may contact the Hub; those that use a loopback Hub override this
 os.environ.setdefault("WANDB_MODE", "offline")
+os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
 torch.set_num_threads(1)  # products this small are slower with more threads, and much slower on a busy machine
 
 ROOT = Path(__file__).parents[1]

@@ -41,7 +41,10 @@ TEXT = "To be, or not to be, that is the question: whether it is nobler in the m
 TINY: dict[str, Any] = {
     "model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     "batch": {"sequence_length": 32, "tokens_per_step": 128},
-    "train": {"eval_every_steps": 2, "log_every_steps": 1, "compile": False, "mixed_precision": "no"},
+    "train": {
+        **{"eval_every_steps": 2, "log_every_steps": 1, "compile": False, "mixed_precision": "no"},
+        **{"cpu_threads": 1, "sample_tokens": 8},
+    },
 }
 
 

@@ -53,7 +53,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).symlink_to(ROOT / name)
     of_job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_JOB_NODELIST": "any", "SLURM_NNODES": "2"}
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | of_job | {"PATH": path, "PROCESSES": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return os.environ | of_job | {"PATH": path, "PROCESSES": "1", "PYTHONPATH": str(ROOT)}
 
 
 def options_of(arguments: list[str]) -> list[str]:

@@ -243,6 +243,7 @@ def test_changes_are_one_line_and_part_of_the_event(run, tiny_run, caplog):
 def test_resume_reuses_earlier_decisions(run, tiny_run, monkeypatch, caplog):
     """Precision, compilation, threads and micro-batch, although this machine would now decide differently."""
     undecided = {key.replace(".", "__"): value or "null" for key, value in UNDECIDED.items()}
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})  # more threads are slow on a busy machine
     monkeypatch.setattr(compilation, "should_compile", lambda *a, **k: (True, "it pays"))
     monkeypatch.setattr(compilation, "compile_in_place", lambda model, run_once: run_once())
     monkeypatch.setattr(setup, "choose_micro_batch_size", lambda *a: 4)

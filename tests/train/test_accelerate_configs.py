@@ -54,7 +54,7 @@ def start(name, tmp_path, arguments, *options, program=TRAIN):
     return subprocess.Popen(
         [*launch, *options, str(program), *arguments],
         cwd=tmp_path,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

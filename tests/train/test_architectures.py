@@ -124,17 +124,16 @@ def test_mistake_is_found_before_any_data_is_read(run, tiny_run, mistake, messag
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_run_learns_and_its_model_loads_without_code(run, run_script, tiny_run, reset_accelerate, caplog, name):
+def test_run_learns_and_its_model_loads_without_code(run, run_script, tiny_run, reset_accelerate, caplog):
     with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(model__architecture=name, train__max_steps=30, train__eval_every_steps=30))
+        folder = run(tiny_run(model__architecture="gpt2", train__max_steps=30, train__eval_every_steps=30))
     assert "trust_remote_code" not in caplog.text
     losses = [loss for row in read_rows(folder / "metrics.jsonl") for loss in row["train_losses"]]
     assert losses[-1] < losses[0] - 1
     summary = json.loads((folder / "summary.json").read_text())
     card = (folder / "model" / "README.md").read_text()
     assert summary["architecture"] in card and "trust_remote_code" not in card and "Golf model" not in card
-    assert ("Prompt and output together can have at most 32 tokens" in card) == (name == "gpt2")
+    assert "Prompt and output together can have at most 32 tokens" in card
     assert not list((folder / "model").glob("*.py"))
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert type(model).__name__ == summary["architecture"]

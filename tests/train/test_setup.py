@@ -208,8 +208,11 @@ def test_second_run_of_a_process_cannot_have_another_precision(build, tiny_run):
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
-def test_low_memory_halves_the_state_and_recomputes(build, low_memory):
+def test_low_memory_halves_the_state_recomputes_and_takes_no_large_pages(build, monkeypatch, low_memory):
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
     run = build(train__low_memory=str(low_memory).lower())
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == ("0" if low_memory else "1")
     kept = {value.dtype for state in run.optimizer.state.values() for name, value in state.items() if name != "step"}
     assert kept == {torch.bfloat16 if low_memory else torch.float32}
     assert run.raw_model.model.layers[0].gradient_checkpointing is low_memory

@@ -37,7 +37,7 @@ ACCELERATE = [
 UNSAVED = {"train__save_every_steps": 10**6, "train__eval_every_steps": 10**6, "model__dropout": 0.1}
 
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+ENVIRONMENT = os.environ | {"ACCELERATE_USE_CPU": "true"}
 
 
 class Started:
