@@ -57,7 +57,7 @@ class Trackers(Hook):
         self._tracking = True
         self._run_id = self._run_id or uuid.uuid4().hex[:8]
         started = threading.Event()
-        self._call(partial(self._start, run.config, run.folder.path, self._run_id, run.state.step > 0))
+        self._call(partial(self._start, run.resolved.config, run.folder.path, self._run_id, run.state.step > 0))
         self._call(started.set)
         self._caller = threading.Thread(target=self._call_trackers, daemon=True, name="trackers")
         self._caller.start()

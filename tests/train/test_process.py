@@ -27,7 +27,8 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
 from hfgolf.system.stopwatch import Stopwatch
-from hfgolf.train import compilation, process, setup
+from hfgolf.train import compilation, decisions, process, setup
+from hfgolf.train.announce import announce_device
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.setup import set_up
 
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def resolved(*arguments: str):
-    return process.resolve_precision(load_config(["--train.max_steps=1", *arguments]))
+    return decisions.decide(load_config(["--train.max_steps=1", *arguments]), {})
 
 
 @pytest.fixture
@@ -82,10 +83,10 @@ def test_precision_is_that_of_the_config_of_accelerate_or_of_the_hardware(
 ):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(
-        process, "fast_product_dtype", lambda device: torch.bfloat16 if hardware == "bf16" else torch.float32
+        decisions, "fast_product_dtype", lambda device: torch.bfloat16 if hardware == "bf16" else torch.float32
     )
     if isinstance(hardware, tuple):
-        monkeypatch.setattr(process, "processes", lambda: SimpleNamespace(device=torch.device("cuda")))
+        monkeypatch.setattr(decisions, "processes", lambda: SimpleNamespace(device=torch.device("cuda")))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: hardware)
     if launched:
         launched_by(*launched)
@@ -115,18 +116,14 @@ def test_ddp_has_few_buckets_because_each_is_a_compiled_graph(layers, megabytes,
 def test_emulated_bf16_is_warned_of(monkeypatch, caplog, precision, lines):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     gpu = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
-    setup._log_environment(gpu, load_config(["--train.max_steps=1", f"--train.mixed_precision={precision}"]))
+    said = load_config(["--train.max_steps=1", f"--train.mixed_precision={precision}"])
+    announce_device(decisions.Decisions(said.config, said.sources, precision), gpu)
     assert len([line for line in caplog.messages if "only emulates bf16" in line]) == lines
 
 
 def test_cores_are_split_between_processes(monkeypatch):
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    before = torch.get_num_threads()
-    try:
-        assert [process.set_cpu_threads("auto", processes) for processes in (1, 2, 4, 12)] == [6, 3, 1, 1]
-        assert process.set_cpu_threads(2, 1) == torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    assert [process.share_of_cores(processes) for processes in (1, 2, 4, 12)] == [6, 3, 1, 1]
 
 
 def test_every_generator_is_seeded(monkeypatch):
@@ -168,7 +165,7 @@ def test_compiles_only_if_it_saves_time(monkeypatch):
 )
 def test_a_gpu_compiles_by_the_time_of_a_pass(monkeypatch, pass_seconds, steps, slowest, compiling):
     """It saves 29 % of two passes per step, and costs 60 s. The first pass, which loads kernels, does not count."""
-    decisions, pending = [], [30.0, pass_seconds]
+    pending = [30.0, pass_seconds]
     clock = SimpleNamespace(now=0.0)
 
     def pass_(run: object) -> None:
@@ -187,10 +184,9 @@ def test_a_gpu_compiles_by_the_time_of_a_pass(monkeypatch, pass_seconds, steps, 
         state=SimpleNamespace(step=0),
         accumulation_steps=2,
         stopwatch=Stopwatch(),
-        decide=lambda source, **values: decisions.append(values),
+        decisions=SimpleNamespace(precision="bf16", sources={}),
     )
-    compilation.choose_compilation(run)
-    assert decisions == [{"train__compile": compiling}]
+    assert compilation.choose_compilation(run) is compiling
     assert not pending
 
 
@@ -334,7 +330,7 @@ def test_too_few_processes_for_what_accelerate_was_told_are_warned_of(
     Path("multi.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nuse_cpu: true\n")
     launched_by("no", *words)
     assert process.processes_asked_of_accelerate() == asked
-    setup._log_environment(SimpleNamespace(device=CPU, num_processes=1), resolved("--train.cpu_threads=1"))
+    announce_device(resolved(), SimpleNamespace(device=CPU, num_processes=1))
     assert (f"accelerate was told to start {asked} processes" in caplog.text) == (asked is not None)
 
 
