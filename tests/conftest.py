@@ -20,6 +20,7 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may contact the Hub; those that use a loopback Hub override this
 os.environ.setdefault("WANDB_MODE", "offline")
+os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start
 torch.set_num_threads(1)  # products this small are slower with more threads, and much slower on a busy machine
 
 ROOT = Path(__file__).parents[1]
@@ -83,16 +84,17 @@ def reset_accelerate() -> Callable[[], None]:
 def run() -> Callable[[list[str]], Path]:
     """Return a function that trains with a command line, like a new process, and returns the run's folder."""
 
-    def train_(arguments: list[str]) -> Path:
-        import hfgolf
-        from hfgolf.run.folder import run_folder
+    return _train
 
-        _reset_accelerate()
-        resolved = hfgolf.load_config(arguments)
-        hfgolf.train(resolved)
-        return run_folder(resolved.config).path
 
-    return train_
+def _train(arguments: list[str]) -> Path:
+    import hfgolf
+    from hfgolf.run.folder import run_folder
+
+    _reset_accelerate()
+    resolved = hfgolf.load_config(arguments)
+    hfgolf.train(resolved)
+    return run_folder(resolved.config).path
 
 
 class Said(NamedTuple):
@@ -180,35 +182,53 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_run(tmp_path: Path, corpus_file: Path) -> Callable[..., list[str]]:
     """Return the command line of a tiny run; keyword `section__key=value` adds or replaces an option."""
+    return functools.partial(_tiny_arguments, tmp_path, corpus_file)
 
-    def arguments(**options: Any) -> list[str]:
-        settings = {
-            "run.name": "tiny",
-            "run.output_dir": tmp_path / "runs",
-            "data.source": "files",
-            "data.files": corpus_file,
-            "data.split": "contiguous",
-            "data.val_fraction": 0.1,
-            "data.cache_dir": tmp_path / "cache",
-            "tokenizer.kind": "byte",
-            "model.hidden_size": 32,
-            "model.num_hidden_layers": 2,
-            "model.num_attention_heads": 2,
-            "batch.sequence_length": 32,
-            "batch.tokens_per_step": 256,
-            "batch.micro_batch_size": 8,
-            "optim.adamw_learning_rate": 0.01,
-            "train.max_steps": 6,
-            "train.mixed_precision": "no",  # fp32: losses are compared to the last digits, on any machine
-            "train.cpu_threads": 1,  # sums in one order on any number of cores
-            "train.log_every_steps": 1,
-            "train.eval_every_steps": 3,
-            "train.sample_tokens": 8,  # 64 would take longer than the steps between them
-            "train.save_every_steps": 3,
-        } | {key.replace("__", "."): value for key, value in options.items()}
-        return [f"--{key}={value}" for key, value in settings.items()]
 
-    return arguments
+def _tiny_arguments(folder: Path, corpus_file: Path, **options: Any) -> list[str]:
+    settings = {
+        "run.name": "tiny",
+        "run.output_dir": folder / "runs",
+        "data.source": "files",
+        "data.files": corpus_file,
+        "data.split": "contiguous",
+        "data.val_fraction": 0.1,
+        "data.cache_dir": folder / "cache",
+        "tokenizer.kind": "byte",
+        "model.hidden_size": 32,
+        "model.num_hidden_layers": 2,
+        "model.num_attention_heads": 2,
+        "batch.sequence_length": 32,
+        "batch.tokens_per_step": 256,
+        "batch.micro_batch_size": 8,
+        "optim.adamw_learning_rate": 0.01,
+        "train.max_steps": 6,
+        "train.mixed_precision": "no",  # fp32: losses are compared to the last digits, on any machine
+        "train.cpu_threads": 1,  # sums in one order on any number of cores
+        "train.log_every_steps": 1,
+        "train.eval_every_steps": 3,
+        "train.sample_tokens": 8,  # 64 would take longer than the steps between them
+        "train.save_every_steps": 3,
+    } | {key.replace("__", "."): value for key, value in options.items()}
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+@pytest.fixture(scope="session")
+def shared_run(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> Callable[..., Path]:
+    """Return a function that returns the folder of a tiny run with these options, trained once per process.
+
+    Tests only read it, and call it before they patch anything.
+    """
+    folder, trained = tmp_path_factory.mktemp("shared"), dict[str, Path]()
+
+    def train_(**options: Any) -> Path:
+        key = repr(sorted(options.items()))
+        if key not in trained:
+            trained[key] = _train(_tiny_arguments(folder, corpus_file, run__name=f"run{len(trained)}", **options))
+            _reset_accelerate()
+        return trained[key]
+
+    return train_
 
 
 @pytest.fixture(params=["layers", "model"])

@@ -56,15 +56,33 @@ def rewrite_manifest(checkpoint: Path, **changes: Any) -> None:
     file.write_text(json.dumps(manifest | changes))
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl without resumes and samples; every line must be complete."""
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows and events of a run; every line of metrics.jsonl must be complete, and strict JSON."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
     text = (folder / "metrics.jsonl").read_text()
     assert text.endswith("\n")
-    return [row for row in map(json.loads, text.splitlines()) if row.get("event") not in ("resumed", "sample")]
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(folder) if "event" not in line]
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events except samples: what went wrong and what was done about it."""
+    return [line for line in lines(folder) if line.get("event", "sample") != "sample"]
+
+
+def column(folder: Path, name: str) -> list[Any]:
+    """Return the values of a per-step column for every step of the run."""
+    return [value for row in rows(folder) for value in row[name]]
 
 
 def losses(folder: Path) -> list[float]:
-    return [loss for row in rows(folder) for loss in row.get("train_losses", [])]
+    return column(folder, "train_losses")
 
 
 def valid_steps(checkpoints: Path) -> list[int]:

@@ -41,7 +41,10 @@ TEXT = "To be, or not to be, that is the question: whether it is nobler in the m
 TINY: dict[str, Any] = {
     "model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     "batch": {"sequence_length": 32, "tokens_per_step": 128},
-    "train": {"eval_every_steps": 2, "log_every_steps": 1, "compile": False, "mixed_precision": "no"},
+    "train": {
+        **{"eval_every_steps": 2, "log_every_steps": 1, "compile": False, "mixed_precision": "no"},
+        **{"cpu_threads": 1, "sample_tokens": 8},
+    },
 }
 
 
@@ -231,45 +234,35 @@ TEXTS = [TEXT, TEXT.upper()]
 TABLE = {"number": [1, 2], "text": TEXTS}
 HAVE_TEXT: dict[str, Any] = {
     "Dataset": lambda: Dataset.from_dict(TABLE),
-    "Dataset in another format": lambda: Dataset.from_dict(TABLE).with_format("numpy"),
     "its column": lambda: Dataset.from_dict(TABLE)["text"],
     "DataFrame": lambda: pd.DataFrame(TABLE, index=[7, 9]),
     "DataFrame with columns that are no table": lambda: pd.DataFrame({"a": [1, "b"], "text": TEXTS, "c": [{1}, int]}),
     "rows that are no table": lambda: [{"text": text, "a": value} for text, value in zip(TEXTS, (1, "b"), strict=True)],
     "Series": lambda: pd.Series(TEXTS, index=[7, 9]),
     "Table": lambda: pa.table(TABLE),
-    "RecordBatch": lambda: pa.RecordBatch.from_pydict(TABLE),
     "Arrow's array": lambda: pa.array(TEXTS),
     "numpy's array": lambda: np.array(TEXTS),
     "list": lambda: TEXTS,
-    "tuple": lambda: (*TEXTS,),
     "generator": lambda: (text for text in TEXTS),
     "rows": lambda: [{"text": text} for text in TEXTS],
-    "generator of rows": lambda: ({"text": text} for text in TEXTS),
 }
 HAVE_NONE: dict[str, Any] = {
     "table of 61 columns": (pd.DataFrame({f"c{i}": ["a"] for i in range(61)}), r"no column text; .* \(c0, .*52 more\)"),
     "table without text that Arrow refuses": (pd.DataFrame({"a": [1, "b"]}), "DataFrame cannot be read"),
     "table with a lone surrogate": (pd.DataFrame({"text": ["a\udcff"]}, dtype=object), "surrogates not allowed"),
     "DatasetDict": (DatasetDict(train=Dataset.from_dict(TABLE)), r"DatasetDict has train; pass one .* data\['train'\]"),
-    "dict of tables": ({"a": pd.DataFrame(TABLE), "b": pd.DataFrame(TABLE)}, "dict has a, b; pass one of them"),
     "stream": (Dataset.from_dict(TABLE).to_iterable_dataset(), "IterableDataset has no order or no known end"),
     "set": ({*TEXTS}, "set has no order"),
     "messages": ([{"role": "user", "content": "Hi."}], r"no column text; .* \(role, content\)"),
     "conversations": ([[{"role": "user", "content": "Hi."}]], r"item 0 is \[\{"),
-    "rows and texts": ([{"text": "a"}, "b"], "item 1 is 'b'"),
     "a missing text": ([TEXT, None], "item 1 is None"),
     "numbers": (np.arange(3), "ndarray cannot be read: item 0 is"),
-    "tensor": (torch.arange(3), "Tensor cannot be read: item 0 is"),
     "bytes": (b"abc", "b'abc' is one bytes; pass paths as files"),
-    "list of bytes": ([b"abc"], "item 0 is b'abc'"),
     "one text": (TEXT, "is one str; pass paths as files"),
     "path": (Path("my.txt"), "is one .*Path; pass paths as files"),
-    "paths": ([Path("my.txt")], "item 0 is .*Path"),
     "names of files": (["my.txt"], "'my.txt' is a file; pass paths as files"),
     "handle": (io.StringIO(TEXT), "is one StringIO; pass paths"),
     "number": (5, "int cannot be read"),
-    "function": (print, "builtin_function_or_method cannot be read"),
     "nothing": ([], "there is nothing in it"),
     "lone surrogate": (["a\udcff"], "is not text .*surrogates not allowed"),
     "value of no type": (
@@ -277,7 +270,6 @@ HAVE_NONE: dict[str, Any] = {
         "data.max_documents: <object object .*> is not allowed; allowed:",
     ),
     "null": ({"files": None}, "data.files: null is not allowed; allowed: a list"),
-    "table in a section": ({"files": pd.DataFrame(TABLE)}, "dict has files; pass one of them"),
 }
 
 
@@ -365,7 +357,7 @@ def test_model_of_ones_own(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["golf", "gpt2 in bf16", "untied llama"])
+@pytest.mark.parametrize("kind", ["golf", "gpt2 in bf16"])
 def test_what_is_frozen_stays_so_also_in_a_resumed_run(folder, kind):
     tokenizer = find_tokenizer(TokenizerSection(kind="byte"), {}, folder)
     torch.manual_seed(0)
@@ -374,9 +366,8 @@ def test_what_is_frozen_stays_so_also_in_a_resumed_run(folder, kind):
         model = GolfForCausalLM(GolfConfig(vocab_size=257, **TINY["model"], max_position_embeddings=32))
     else:
         shape = {"vocab_size": 257, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
-        shape |= {"max_position_embeddings": 32, "intermediate_size": 64, "tie_word_embeddings": "llama" not in kind}
-        config: Any = CONFIG_MAPPING["llama" if "llama" in kind else "gpt2"].from_dict(shape)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if "bf16" in kind else torch.float32)
+        config: Any = CONFIG_MAPPING["gpt2"].from_dict(shape | {"max_position_embeddings": 32})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("embed" not in name and "wte" not in name and ".0." not in name)
     before = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}

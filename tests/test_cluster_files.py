@@ -53,7 +53,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).symlink_to(ROOT / name)
     of_job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_JOB_NODELIST": "any", "SLURM_NNODES": "2"}
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | of_job | {"PATH": path, "PROCESSES": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return os.environ | of_job | {"PATH": path, "PROCESSES": "1", "PYTHONPATH": str(ROOT)}
 
 
 def options_of(arguments: list[str]) -> list[str]:
@@ -61,22 +61,6 @@ def options_of(arguments: list[str]) -> list[str]:
     undone = ["data.hub_name", "data.hub_config", "data.max_documents", "tokenizer.name_or_path"]
     undone += ["optim.embedding_learning_rate", "train.eval_tokens"]
     return [*(f"--{key}=null" for key in undone), *arguments]
-
-
-def test_slurm_script_trains_one_run_on_two_machines(tiny_run, tmp_path, environment):
-    options = options_of(tiny_run(batch__micro_batch_size=4))
-    done = subprocess.run(
-        ["bash", str(CLUSTER / "slurm.sh"), *options],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 processes" in done.stdout + done.stderr
-    assert [row["step"] for row in read_rows(tmp_path / "runs" / "tiny" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    assert not (tmp_path / "requeued").exists()
 
 
 def test_slurm_script_saves_and_requeues_before_the_time_limit(tiny_run, tmp_path, environment):
@@ -92,6 +76,7 @@ def test_slurm_script_saves_and_requeues_before_the_time_limit(tiny_run, tmp_pat
         time.sleep(0.1)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(120) == 0, (tmp_path / "output").read_text()
+    assert "2 processes" in (tmp_path / "output").read_text()
     assert (tmp_path / "requeued").read_text().strip() == environment["SLURM_JOB_ID"]
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "latest" / "manifest.json").is_file()
 

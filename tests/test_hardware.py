@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 from hfgolf.system import hardware
 from hfgolf.system.hardware import fast_product_dtype, find_device, free_cgroup_bytes, measured_peak_flops, peak_flops
 
 CPU = torch.device("cpu")
 
-V2, V1 = "0::/user/run\n", "5:cpu,memory:/user/run\n1:name=systemd:/\n"
 LIMIT, FREE = 10**9, 10**9 - 300 + 100
 
 
-def control_group(folder, version, limit, used=300, cache=100):
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    for name, value in zip(names, (limit, used), strict=True):
-        (folder / name).write_text(f"{value}\n")
-    (folder / "memory.stat").write_text(f"inactive_file {cache}\ntotal_inactive_file {cache}\nanon 7\n")
-
-
 @pytest.mark.parametrize(
-    ("listed", "groups", "free"),
+    ("groups", "free"),
     [
-        (V2, {"user/run": (2, LIMIT)}, FREE),
-        (V2, {"user/run": (2, "max"), "user": (2, LIMIT)}, FREE),
-        (V2, {"": (2, LIMIT)}, FREE),
-        (V2, {"user/run": (2, LIMIT), "user": (2, 2 * LIMIT)}, FREE),
-        (V2, {"user/run": (2, 100)}, 0),
-        (V2, {"user/run": (2, "max")}, math.inf),
-        (V2, {"other": (2, LIMIT)}, math.inf),
-        (V1, {"memory/user/run": (1, LIMIT)}, FREE),
-        (V1, {"memory": (1, LIMIT)}, FREE),
-        ("", {}, math.inf),
+        ({"user/run": "max", "user": LIMIT}, FREE),
+        ({"": LIMIT}, FREE),
+        ({"user/run": LIMIT, "user": 2 * LIMIT}, FREE),
+        ({"user/run": 100}, 0),
+        ({"user/run": "max"}, math.inf),
+        ({"other": LIMIT}, math.inf),
     ],
 )
-def test_free_cgroup_memory_respects_every_limit(listed, groups, free, tmp_path):
-    (tmp_path / "cgroup").write_text(listed)
-    for folder, (version, limit) in groups.items():
-        control_group(tmp_path / "tree" / folder, version, limit)
+def test_free_cgroup_memory_respects_every_limit(groups, free, tmp_path):
+    (tmp_path / "cgroup").write_text("1:name=systemd:/\n0::/user/run\n")
+    for name, limit in groups.items():
+        folder = tmp_path / "tree" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("300\n")
+        (folder / "memory.stat").write_text("inactive_file 100\nanon 7\n")
     assert free_cgroup_bytes(tmp_path / "cgroup", tmp_path / "tree") == free
     assert free_cgroup_bytes(tmp_path / "nowhere", tmp_path / "tree") == math.inf
 
@@ -98,45 +87,6 @@ def test_measuring_the_peak_does_not_change_random_state():
     measured = measured_peak_flops(CPU, torch.float32, size=128)
     assert torch.equal(torch.get_rng_state(), state)
     assert 1e8 < measured < 1e14
-
-
-@pytest.fixture
-def measure(monkeypatch, tmp_path):
-    """Return a function that fakes the next measurement; the file of peaks is temporary."""
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
-
-    def says(peak: float) -> float:
-        monkeypatch.setattr(hardware, "measured_peak_flops", lambda device, dtype: peak)
-        return peak_flops(CPU, "no")
-
-    return says
-
-
-def test_highest_measurement_is_cached(measure, tmp_path, monkeypatch):
-    assert measure(2e9) == 2e9
-    assert measure(1e9) == 2e9, "a lower measurement means that the machine was busy"
-    assert measure(3e9) == 3e9
-    (key,) = json.loads((tmp_path / "home" / "hfgolf" / "device_peaks.json").read_text())
-    assert "float32" in key and torch.__version__ in key and f"{torch.get_num_threads()} threads" in key
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert measure(1e9) == 1e9, "another thread count has its own peak"
-    assert peak_flops(CPU, "bf16") == 1e9
-    assert len(json.loads((tmp_path / "home" / "hfgolf" / "device_peaks.json").read_text())) == 3
-
-
-@pytest.mark.parametrize("content", ["", "[1]", '{"a": "b"}', '{"a": null}', "\xff"])
-def test_damaged_peak_cache_is_rewritten(measure, tmp_path, content):
-    file = tmp_path / "home" / "hfgolf" / "device_peaks.json"
-    file.parent.mkdir(parents=True)
-    file.write_bytes(content.encode("latin-1"))
-    assert measure(2e9) == 2e9
-    assert measure(1e9) == 2e9
-
-
-def test_unwritable_home_only_disables_the_cache(measure, tmp_path):
-    (tmp_path / "home").write_text("a file where a folder should be")
-    assert measure(2e9) == 2e9
-    assert measure(1e9) == 1e9
 
 
 def test_any_accelerator_is_waited_for_and_named(monkeypatch):

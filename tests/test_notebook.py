@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 SMALLER = """
 import functools, hfgolf
-hfgolf.fit = functools.partial(hfgolf.fit, model={"hidden_size": 64, "num_hidden_layers": 1}, max_steps=20)"""
+small = {"model": {"hidden_size": 64, "num_hidden_layers": 1}, "max_steps": 20, "train": {"cpu_threads": 1}}
+hfgolf.fit = functools.partial(hfgolf.fit, **small)"""
 BAD_KEY = 'hfgolf.fit("my.txt", model={"depth": 3})'
 STOPPED = """
 import os, signal
@@ -22,7 +23,8 @@ class StopButton(hfgolf.Hook):
             os.kill(os.getpid(), signal.SIGINT)  # what the button sends
 
 options = {"model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, "max_steps": 4,
-           "batch": {"sequence_length": 32, "tokens_per_step": 128}, "train": {"compile": False, "log_every_steps": 1}}
+           "batch": {"sequence_length": 32, "tokens_per_step": 128},
+           "train": {"compile": False, "log_every_steps": 1, "cpu_threads": 1}}
 hfgolf.fit("my.txt", hooks=[StopButton()], **options)"""
 CONTINUED = 'hfgolf.fit("my.txt", **options)'
 

@@ -43,7 +43,7 @@ def test_each_variable_that_an_earlier_job_left_alone_is_named(launched, missing
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"])
-@pytest.mark.parametrize("text", ["two", "-1", "1.0", "9" * 5000, "\u0662", "a\nerror: b"])
+@pytest.mark.parametrize("text", ["two", "-1", "9" * 5000, "\u0662", "a\nerror: b"])
 def test_each_variable_must_be_a_number(launched, name, text):
     launched(COMPLETE | {name: text})
     with pytest.raises(LaunchError, match=rf"^{name}: .* is not a whole number from \d to \d+; unset") as raised:
@@ -113,9 +113,7 @@ def port():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "number"), [(0, signal.SIGTERM), (0, signal.SIGINT), (0, signal.SIGHUP), (1, signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGINT), (1, signal.SIGTERM)])
 def test_a_process_that_is_alone_says_for_whom_it_waits_and_a_signal_ends_it(rank, number, port):
     process = start_alone(rank, port)
     try:

@@ -82,17 +82,14 @@ def _code(error: BaseException) -> int:
     text = str(error)
     if isinstance(error, OSError) and error.errno:
         return error.errno
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_memory(text)):
+    is_of_memory = isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
+    if is_of_memory or isinstance(error, MemoryError):
         return errno.ENOMEM
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return 0
     if found := _CODE.search(text):
         return int(found[1])
     return next((code for code in _ADVICE if code != errno.EIO and os.strerror(code) in text), 0)
-
-
-def _is_memory(text: str) -> bool:
-    return any(words in text for words in _OUT_OF_MEMORY)
 
 
 def explained(error: Exception) -> UserError | None:

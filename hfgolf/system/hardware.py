@@ -7,7 +7,6 @@ nothing about models or runs.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import platform
@@ -21,8 +20,6 @@ from typing import Any
 
 import psutil
 import torch
-
-from hfgolf.system.durable import write_text
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -41,28 +38,20 @@ def free_cgroup_bytes(process: Path = Path("/proc/self/cgroup"), root: Path = Pa
     """Return the bytes that this process's control groups still allow it; infinity if none sets a limit.
 
     For each group and its parents, that is the limit minus the usage. The file cache does not count as used, because
-    the kernel can reclaim it. Version 2 has one tree (docs.kernel.org/admin-guide/cgroup-v2), version 1 one for memory.
-    In a container, the path is often the host's, and the container's own group is the root.
+    the kernel can reclaim it. Only version 2 (docs.kernel.org/admin-guide/cgroup-v2). In a container, the path is often
+    the host's, and the container's own group is the root.
     """
     try:
         lines = process.read_text().splitlines()
     except OSError:  # not Linux
         return math.inf
     free = math.inf
-    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
-            continue
-        tree, limit, used, cache = (
-            (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if controllers
-            else (root, "memory.max", "memory.current", "inactive_file")
-        )
-        own = tree / path.lstrip("/")
-        for folder in (own, *(parent for parent in own.parents if parent == tree or tree in parent.parents)):
+    for own in (root / line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")):
+        for folder in (own, *(parent for parent in own.parents if parent == root or root in parent.parents)):
             with suppress(OSError, ValueError):  # no such group here, or "max": no limit
-                max_bytes = int((folder / limit).read_text())
+                max_bytes = int((folder / "memory.max").read_text())
                 statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                used_bytes = int((folder / used).read_text()) - int(statistics.get(cache, 0))
+                used_bytes = int((folder / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
                 free = min(free, max(0, max_bytes - used_bytes))
     return free
 
@@ -213,32 +202,14 @@ def peak_flops(device: torch.device, precision: str) -> float:
     if known:
         return known.peak_flops(precision)
     dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    return highest_measured_peak(device, dtype)
-
-
-def highest_measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s; return the highest value of this and all earlier measurements, which are kept in a file.
-
-    Other load on the machine can only slow a product down, so the highest value is the closest to the true peak. Using
-    it also compares different runs against the same peak.
-    """
-    from huggingface_hub import constants
-
-    threads = torch.get_num_threads() if device.type == "cpu" else 0
-    fp32 = torch.backends.cuda.matmul.fp32_precision if device.type == "cuda" and dtype == torch.float32 else ""
-    key = f"{device_name(device)}, {dtype}{fp32}, {threads} threads, torch {torch.__version__}"
-    path = Path(constants.HF_HOME) / "hfgolf" / "device_peaks.json"
-    earlier = _read_peaks(path)
-    peak = max(measured_peak_flops(device, dtype), earlier.get(key, 0.0))
-    if peak != earlier.get(key):
-        with suppress(OSError):  # a run does not depend on this file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps({**earlier, key: peak}, indent=1))
-    return peak
+    return measured_peak_flops(device, dtype)
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
-    """Return the FLOP/s of the fastest of five square matrix products. Takes about 0.1 s on two CPU cores."""
+    """Return the FLOP/s of the fastest of five square matrix products. Takes about 0.1 s on two CPU cores.
+
+    Other load on the machine can only slow a product down.
+    """
     size = size or (1024 if device.type == "cpu" else 4096)
     own_generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
     a, b = torch.randn(2, size, size, device=device, generator=own_generator).to(dtype)
@@ -256,15 +227,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done its work; a CPU is never behind."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _read_peaks(path: Path) -> dict[str, float]:
-    """Return the earlier measurements, or {} if the file is missing or damaged, so that it is rewritten."""
-    try:
-        peaks = json.loads(path.read_text("utf-8"))
-        return {str(key): float(peak) for key, peak in peaks.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
 
 
 def has_compiler(device: torch.device) -> bool:

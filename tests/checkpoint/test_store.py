@@ -154,9 +154,7 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_used(
     [
         ({"format": 1}, "saved by another version of hfgolf .format 1; this version reads 3 and 4."),
         ({"step": 7}, "manifest.json belongs to step 7"),
-        ({"step": "6"}, "manifest.json is not valid"),
         ({"processes": None}, "manifest.json is not valid"),
-        ({"files": ["model"]}, "manifest.json is not valid"),
         ({"files": {"model": "7 bytes"}}, "manifest.json is not valid"),
         ({"files": {"model": {"bytes": 7}}}, "manifest.json is not valid"),
         ({"files": {"a\0b": {"bytes": 7, "sha256": ""}}}, "manifest.json is not valid"),
@@ -202,13 +200,6 @@ def test_links_that_leave_the_checkpoint_or_dangle_are_rejected(tmp_path):
     (checkpoint / "model").unlink()
     (checkpoint / "model").symlink_to("model")
     with pytest.raises(Rejected, match=r"^model is (not readable|missing)"):
-        verify(checkpoint)
-
-
-def test_unlisted_file_is_rejected(tmp_path):
-    checkpoint = commit(tmp_path, 6)
-    (checkpoint / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(0))
-    with pytest.raises(Rejected, match=r"^custom_checkpoint_0.pkl is not in manifest.json$"):
         verify(checkpoint)
 
 
@@ -508,24 +499,10 @@ def test_gpu_tensors_are_not_copied_without_free_memory(tiny_run, monkeypatch):
     assert checkpoints._copy_to_host(tensors) is None
 
 
-def test_failed_save_does_not_stop_training(run, tiny_run, monkeypatch):
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(contents, "write_file", fail)
-    folder = run(tiny_run())
-    assert list((folder / "checkpoints").glob("step-*")) == []
-    assert (folder / "summary.json").exists()
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": "six"},
-        {"seconds": [1]},
         {"excluded_blocks": [["a"]]},
-        {"hooks": {"Trackers": 3}},
-        {"best_val_loss": True},
         "deep",
         "less",
     ],

@@ -174,7 +174,7 @@ def test_uncounted_text_is_explained(tiny_run, monkeypatch):
 @pytest.fixture
 def script(run_script: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
-    monkeypatch.setattr("hfgolf.system.hardware.highest_measured_peak", lambda device, dtype: 1e12)
+    monkeypatch.setattr("hfgolf.system.hardware.measured_peak_flops", lambda device, dtype: 1e12)
 
     def run(*arguments: object, fails: bool = False) -> str:
         said = run_script("plan.py", *arguments)

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults import rows
 from safetensors.torch import load_file
-from test_resume import TIMINGS, Interrupted, assert_same_bits, rows, saved
+from test_resume import TIMINGS, Interrupted, assert_same_bits, saved
 
 import hfgolf
 from hfgolf.golf import hooks
@@ -155,11 +156,15 @@ OPTIONS = {
     "batch__micro_batch_size": 4,
 }
 KINDS = {
-    "averages": {
+    "averages, loops and segments in bf16": {
         "optim__ema_decay": 0.9,
         "optim__ema_export": "true",
         "model__overrides.loop": "[0,1,2]",
         "schedule__loop_start": 0.4,
+        "optim__name": "adamw",
+        "optim__learning_rate": 0.003,
+        "train__mixed_precision": "bf16",
+        "batch__segment_length": 8,
     },
     "rounding": {
         "golf__qat_fraction": 0.5,
@@ -167,12 +172,6 @@ KINDS = {
         "golf__forecast_every_steps": 8,
         "golf__calibration_tokens": 512,
         "golf__count": "everything",
-    },
-    "segments": {
-        "optim__name": "adamw",
-        "optim__learning_rate": 0.003,
-        "train__mixed_precision": "bf16",
-        "batch__segment_length": 8,
     },
 }
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import FORKING, before_step, differences, losses, rows, start, valid_steps
+from faults import FORKING, before_step, differences, events, lines, losses, rows, start, valid_steps
 
 import hfgolf
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.run import metrics
 from hfgolf.run.folder import run_folder
 from hfgolf.system.errors import UserError
-from hfgolf.train import finish, loop
+from hfgolf.train import loop
 from hfgolf.train.claim import claim
 
 pytestmark = pytest.mark.slow
@@ -55,10 +55,10 @@ def wait_for_a_save(checkpoints: Path, known: set[tuple[str, int]]) -> None:
     wait_until(lambda: bool(partial_folders(checkpoints) - known))
 
 
-def test_run_killed_fifty_times_matches_a_straight_run(tiny_run, tmp_path):
+def test_run_killed_again_and_again_matches_a_straight_run(tiny_run, tmp_path):
     """kill -9 at random moments, every second time during a save: bitwise equal to a straight run."""
     options = {
-        "train__max_steps": 200,
+        "train__max_steps": 80,
         "train__save_every_steps": 2,
         "train__eval_every_steps": 25,
         "train__eval_tokens": 512,
@@ -74,7 +74,7 @@ def test_run_killed_fifty_times_matches_a_straight_run(tiny_run, tmp_path):
     moments = random.Random(0)
     checkpoints = tmp_path / "runs" / "killed" / "checkpoints"
     newest, in_a_save = 0, 0
-    for kill in range(50):
+    for kill in range(16):
         left_over = partial_folders(checkpoints)
         process = start(killed, tmp_path / "killed.txt", pause_seconds=0.03)
         if kill % 4:  # otherwise possibly during setup
@@ -89,15 +89,15 @@ def test_run_killed_fifty_times_matches_a_straight_run(tiny_run, tmp_path):
         assert not steps or max(steps) >= newest, f"kill {kill} lost step {newest}"
         assert steps or not newest, f"kill {kill} lost step {newest}"
         newest = max(steps, default=0)
-    assert in_a_save >= 5 and newest > 0
+    assert in_a_save >= 3 and newest > 0
     process = start(killed, tmp_path / "killed.txt")
     process.join()
     assert process.exitcode == 0, (tmp_path / "killed.txt").read_text()
 
     assert not list(checkpoints.glob("abandoned-*")) and not list(checkpoints.glob(".partial-*"))
     one, other = tmp_path / "runs" / "straight", checkpoints.parent
-    assert losses(other) == losses(one) and len(losses(one)) == 200
-    evaluations, expected = ([row["val_loss"] for row in rows(f) if "event" not in row] for f in (other, one))
+    assert losses(other) == losses(one) and len(losses(one)) == 80
+    evaluations, expected = ([row["val_loss"] for row in rows(f)] for f in (other, one))
     assert evaluations == expected
     assert differences(checkpoints / "latest", one / "checkpoints" / "latest") == []
 
@@ -153,9 +153,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("fault", "reason"), [(no_larger_files, "File too large"), (no_more_room, "No space left on device")]
 )
-def test_full_disk_gives_one_warning_per_save_and_training_continues(run, tiny_run, tmp_path, request, fault, reason):
+def test_full_disk_gives_one_warning_per_save_and_training_continues(shared_run, tiny_run, request, fault, reason):
     options = {"train__max_steps": 12, "train__eval_every_steps": 99}
-    straight = run(tiny_run(run__name="straight", **options))
+    straight = shared_run(**options)
     if fault is no_more_room:
         options["run__output_dir"] = request.getfixturevalue("small_disk")
     resolved = load_config(tiny_run(run__name="full", **options))
@@ -175,7 +175,7 @@ def test_full_disk_gives_one_warning_per_save_and_training_continues(run, tiny_r
     assert not list((folder / "checkpoints").glob(".partial-*"))
     assert valid_steps(folder / "checkpoints") == [9, 12]
     assert losses(folder) == losses(straight)
-    (event,) = [row for row in rows(folder) if "event" in row]
+    (event,) = events(folder)
     assert event["event"] == "save_failed" and reason in event["reason"] and event["step"] < 9
     assert differences(folder / "checkpoints" / "latest", straight / "checkpoints" / "latest") == []
     if fault is no_larger_files:
@@ -236,10 +236,11 @@ def unblock(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         block_folder,
     ],
 )
-def test_unwritable_folder_does_not_stop_training(run, tiny_run, caplog, fault):
+def test_unwritable_folder_does_not_stop_training(run, tiny_run, shared_run, caplog, fault):
     options = {"train__max_steps": 12, "train__eval_every_steps": 99}
-    straight = run(tiny_run(run__name="straight", **options))
+    straight = shared_run(**options)
     fault_patch, patch = pytest.MonkeyPatch(), pytest.MonkeyPatch()
+    caplog.clear()
     actions = {5: lambda run: fault(run, fault_patch), 9: lambda run: unblock(run, fault_patch)}
     patch.setattr(loop, "train_step", before_step(actions))
     try:
@@ -253,13 +254,13 @@ def test_unwritable_folder_does_not_stop_training(run, tiny_run, caplog, fault):
     assert line.startswith("checkpoint of step 6 not written: ") and line.endswith(f"; {kept}")
     assert valid_steps(folder / "checkpoints") == [9, 12]
     assert losses(folder) == losses(straight)
-    assert [row["step"] for row in rows(folder) if "event" not in row] == list(range(1, 13))
+    assert [row["step"] for row in rows(folder)] == list(range(1, 13))
 
 
 @pytest.mark.parametrize("what", ["path", "metrics", "checkpoints", "config"])
-def test_run_survives_deleted_files(run, tiny_run, monkeypatch, what):
+def test_run_survives_deleted_files(run, tiny_run, shared_run, monkeypatch, what):
     options = {"train__max_steps": 9, "train__eval_every_steps": 99}
-    straight = run(tiny_run(run__name="straight", **options))
+    straight = shared_run(**options)
 
     def delete(run_: Any) -> None:
         path = getattr(run_.folder, what)
@@ -267,8 +268,7 @@ def test_run_survives_deleted_files(run, tiny_run, monkeypatch, what):
 
     monkeypatch.setattr(loop, "train_step", before_step({5: delete}))
     folder = run(tiny_run(run__name="deleted", **options))
-    again, stated = (load_config(["--config", str(path / "config.yaml")]).config for path in (folder, straight))
-    assert again == stated.replace(run__name="deleted")
+    assert load_config(["--config", str(folder / "config.yaml")]).config.run.name == "deleted"
     assert losses(folder) == losses(straight)[4 if what in ("path", "metrics") else 0 :]
     assert valid_steps(folder / "checkpoints") == [6, 9]
     assert differences(folder / "checkpoints" / "latest", straight / "checkpoints" / "latest") == []
@@ -289,9 +289,9 @@ def test_checkpoints_without_config_yaml_are_not_overwritten(run, tiny_run):
     ]
 
 
-def test_folder_is_locked_by_one_live_process(run, tiny_run, tmp_path):
+def test_folder_is_locked_by_one_live_process(shared_run, tiny_run, tmp_path):
     options = {"train__save_every_steps": 1, "train__eval_every_steps": 99, "train__resume": "auto"}
-    straight = run(tiny_run(run__name="straight", **options))
+    straight = shared_run(**options)
     # loader workers may outlive their parent for seconds: they must not hold on to the folder
     resolved = load_config(tiny_run(run__name="shared", **options, data__num_workers=2))
     folder = tmp_path / "runs" / "shared"
@@ -316,10 +316,10 @@ def test_folder_is_locked_by_one_live_process(run, tiny_run, tmp_path):
     assert losses(folder) == losses(straight)
 
 
-def test_clock_may_run_backwards(run, tiny_run, monkeypatch):
+def test_clock_may_run_backwards(run, tiny_run, shared_run, monkeypatch):
     """If the clock jumps, the newest checkpoint is still that of the last step, not the one with the newest files."""
     options = {"train__eval_every_steps": 99, "train__save_every_steps": 2, "schedule__name": "constant"}
-    straight = run(tiny_run(run__name="straight", train__max_steps=9, **options))
+    straight = shared_run(train__max_steps=9, **options)
     now = itertools.count(2e9, -3600)
     monkeypatch.setattr(time, "time", lambda: next(now))
     folder = run(tiny_run(run__name="backwards", **options))
@@ -329,21 +329,8 @@ def test_clock_may_run_backwards(run, tiny_run, monkeypatch):
     run(tiny_run(run__name="backwards", train__max_steps=9, train__resume="latest", **options))
     assert losses(folder) == losses(straight)
     assert not list((folder / "checkpoints").glob("abandoned-*"))
-    elapsed = [row["elapsed_seconds"] for row in rows(folder)]
+    elapsed = [line["elapsed_seconds"] for line in lines(folder) if line.get("event") != "resumed"]
     assert elapsed == sorted(elapsed) and elapsed[0] > 0
-
-
-def test_failed_export_on_a_full_disk_can_be_repeated(run, tiny_run, monkeypatch):
-    def export_model(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(finish, "export_model", export_model)
-        with pytest.raises(UserError, match=r"cannot write the model to .*No space left.* --train.resume auto"):
-            run(tiny_run())
-    folder = run(tiny_run(train__resume="auto"))
-    assert (folder / "model" / "model.safetensors").is_file()
-    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_lost_rows_are_counted(run, tiny_run, monkeypatch, caplog):
@@ -358,27 +345,6 @@ def test_lost_rows_are_counted(run, tiny_run, monkeypatch, caplog):
         "8 rows lost (No space left on device)",
     ]
     assert (folder / "model" / "model.safetensors").is_file()
-
-
-def test_deleted_folder_goes_to_only_one_of_two_runs(tiny_run, tmp_path):
-    """The first run locks it again; the other ends with one line and writes nothing more."""
-    resolved = load_config(tiny_run(train__max_steps=12, train__save_every_steps=1, train__eval_every_steps=99))
-    folder = tmp_path / "runs" / "tiny"
-    first = start(resolved, tmp_path / "first.txt", pause_seconds=2)
-    try:
-        wait_until(lambda: (folder / "checkpoints" / "step-000001").exists())
-        folder.rename(tmp_path / "deleted")
-        second = start(resolved, tmp_path / "second.txt")
-        wait_until(lambda: 2 in (first.exitcode, second.exitcode))  # whichever comes second
-        second.join()
-        loser = "first.txt" if first.exitcode == 2 else "second.txt"
-    finally:
-        first.kill()
-        first.join()
-    (line,) = [line for line in (tmp_path / loser).read_text().splitlines() if line.startswith("error: ")]
-    assert "another run has started in it" in line or "is in use by another run" in line
-    steps = [row["step"] for row in rows(folder) if "event" not in row]
-    assert steps == list(range(steps[0], steps[0] + len(steps))), "two runs wrote here"
 
 
 def test_run_does_not_touch_another_run_in_its_folder(run, tiny_run, tmp_path, monkeypatch):
@@ -424,7 +390,7 @@ def test_training_works_without_file_locks(tiny_run, monkeypatch):
     folder.hold()
 
 
-@pytest.mark.parametrize("option", ["size=4k", "size=12k", "nr_inodes=4"])
+@pytest.mark.parametrize("option", ["size=4k", "nr_inodes=4"])
 def test_nearly_full_disk_is_one_line(run, tiny_run, tmp_path, option):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import before_step, flip_a_bit, remove, rows
+from faults import before_step, events, flip_a_bit, losses, rows
 from safetensors.torch import load_file
 
 from hfgolf.checkpoint import contents
@@ -29,11 +29,6 @@ def empty(file: Path) -> None:
 
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
-
-
-def same_weights(one: Path, other: Path) -> bool:
-    a, b = load_file(one), load_file(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +47,8 @@ def test_damaged_best_weights_are_not_exported(run, tiny_run, monkeypatch, valid
     assert line.endswith("; using the last ones, of step 6")
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["step"], summary["is_best"], summary["damaged_best_step"]) == (6, False, 3)
-    assert same_weights(folder / "model" / "model.safetensors", folder / "checkpoints" / "step-000006" / name)
+    exported, last = (load_file(folder / path) for path in ("model/model.safetensors", f"checkpoints/latest/{name}"))
+    assert all(torch.equal(exported[name], last[name]) for name in exported)
     assert "weights of step 6. The run took 6 steps" in (folder / "model" / "README.md").read_text()
     assert "best weights by validation loss, from step 3, were damaged" in (folder / "model" / "README.md").read_text()
 
@@ -101,11 +97,9 @@ def test_run_is_complete_only_with_valid_summary_and_model(run, tiny_run, run_sc
     assert "is complete" in again()
     weights = "model.safetensors"
     for path, damage, reason in (
-        ("summary.json", empty, "summary.json is not readable"),
         ("summary.json", cut, "summary.json is not readable"),
         ("summary.json", lambda path: path.write_text("[" * 100_000), "summary.json is not readable"),
         ("model", shutil.rmtree, "model/config.json is missing"),
-        (f"model/{weights}", remove, f"model/{weights} is missing"),
         (f"model/{weights}", flip_a_bit, f"model/{weights} does not match its sha256"),
         ("model/tokenizer.json", empty, "model/tokenizer.json has 0 bytes instead of"),
     ):
@@ -122,21 +116,6 @@ def test_run_is_complete_only_with_valid_summary_and_model(run, tiny_run, run_sc
     said = run_script("train.py", *tiny_run())
     assert said.status == 2 and "summary.json is not readable, and there is no checkpoint" in said.err
     assert model() == before and rows(folder) == steps
-
-
-def test_run_without_a_sample_is_complete(run, tiny_run, run_script, monkeypatch, reset_accelerate):
-    def no_text(*arguments: Any, **options: Any) -> str:
-        raise RuntimeError("no text today")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(validation, "generate_text", no_text)
-        folder = run(tiny_run())
-    before = (folder / "summary.json").read_bytes()
-    assert "sample" not in json.loads(before)
-    reset_accelerate()
-    said = run_script("train.py", *tiny_run())
-    assert said.status == 0 and "is complete" in said.out, said.err
-    assert (folder / "summary.json").read_bytes() == before
 
 
 def test_complete_run_warns_if_its_text_changed(run, tiny_run, run_script, tmp_path, reset_accelerate):
@@ -158,6 +137,23 @@ def test_complete_run_warns_if_its_text_changed(run, tiny_run, run_script, tmp_p
     assert "the text has changed since it was trained (files (text.txt))\n" in again()
     text.unlink()
     assert "other text" not in again()
+
+
+def test_a_run_whose_samples_fail_is_complete(run, tiny_run, run_script, monkeypatch, reset_accelerate):
+    def no_text(*arguments: Any, **options: Any) -> str:
+        raise RuntimeError("no text today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "generate_text", no_text)
+        folder = run(tiny_run())
+    assert events(folder)[-1]["event"] == "sample_failed"
+    assert "A sample, generated" not in (folder / "model" / "README.md").read_text()
+    before = (folder / "summary.json").read_bytes()
+    assert "sample" not in json.loads(before)
+    reset_accelerate()
+    said = run_script("train.py", *tiny_run())
+    assert said.status == 0 and "is complete" in said.out, said.err
+    assert (folder / "summary.json").read_bytes() == before
 
 
 def test_peak_memory_is_read_last(run, tiny_run, monkeypatch):
@@ -218,5 +214,9 @@ def test_checkpoint_advice_reflects_the_disk(run, tiny_run, monkeypatch, tmp_pat
     with pytest.raises(UserError, match=r"cannot write the model to .*No space left") as error:
         run(tiny_run())
     assert str(error.value).endswith(advice)
+    if saved == "all":
+        monkeypatch.undo()
+        folder = run(tiny_run(train__resume="auto"))
+        assert (folder / "model" / "model.safetensors").is_file() and len(losses(folder)) == 6
     newest = {"all": [], "one": ["the newest is of step 3"], "none": ["no checkpoint exists"] * 2}[saved]
     assert [line.split("; ")[1] for line in caplog.messages if "not written" in line] == newest

@@ -186,15 +186,12 @@ def test_learned_positions_limit_the_sequences(exported):
     weights = f"--model.init_from={exported(**NATIVE['GPT2'])}"
     assert taken(weights, "--batch.sequence_length=32").max_positions == 32
     assert taken(weights, "--batch.sequence_length=16").max_positions == 32  # the table keeps its rows
+    # as in the config.yaml of a run from random weights, which states every key
+    nulls = ["--model.max_position_embeddings=null", "--model.vocab_size=null", "--batch.sequence_length=16"]
+    model = taken(weights, *nulls).model
+    assert (model.max_position_embeddings, model.vocab_size) == (32, 257)
     with pytest.raises(UserError, match=r"batch.sequence_length: 64 is longer than the 32 learned positions"):
         taken(weights, "--batch.sequence_length=64")
-
-
-def test_null_sizes_are_those_of_the_weights(exported):
-    """As in the config.yaml of a run from random weights, which states every key."""
-    nulls = ["--model.max_position_embeddings=null", "--model.vocab_size=null", "--batch.sequence_length=16"]
-    model = taken(f"--model.init_from={exported(**NATIVE['GPT2'])}", *nulls).model
-    assert (model.max_position_embeddings, model.vocab_size) == (32, 257)
 
 
 def test_another_vocabulary_is_refused_and_the_same_accepted(exported, tmp_path):
@@ -266,20 +263,12 @@ def test_an_embedding_smaller_than_the_vocabulary_is_one_line(build, exported):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NATIVE)
-def test_native_architectures_begin_with_their_own_loss_and_train(run, from_weights, exported, name, caplog):
+def test_the_first_loss_is_that_of_the_native_model(build, exported, caplog, name):
     caplog.set_level(logging.INFO, "hfgolf")
     weights = exported(native=True, **NATIVE[name])
     assert json.loads((weights / "config.json").read_text())["architectures"][0].startswith(name)
-    folder = run(from_weights(weights, train__max_steps=2, train__eval_every_steps=1))
-    assert "GolfForCausalLM: logits within" in caplog.text
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NATIVE)
-def test_the_first_loss_is_that_of_the_native_model(build, exported, name):
-    weights = exported(native=True, **NATIVE[name])
     run = build(weights)
+    assert "GolfForCausalLM: logits within" in caplog.text
     model, _ = load_exported(str(weights))
     options: dict[str, Any] = {"sequence_length": 32, "batch_size": 4}
     expected = evaluate_loss(model.to(run.accelerator.device), run.tokens.val, Accelerator(), **options)
@@ -432,9 +421,10 @@ def test_old_text_needs_weights_that_know_it(tiny_run, corpus_file):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_train_as_one_from_weights(run, from_weights, exported, tmp_path):
-    weights = exported()
-    options = {"batch__micro_batch_size": 4, "optim__name": "adamw", "optim__learning_rate": 0.003}
+def test_two_processes_train_as_one_from_weights_of_another_architecture(run, from_weights, exported, tmp_path):
+    weights = exported(native=True, **NATIVE["Llama"])
+    options = {"model__architecture": "llama", "batch__micro_batch_size": 4}
+    options |= {"optim__name": "adamw", "optim__learning_rate": 0.003}
     one = run(from_weights(weights, run__name="one", **options))
     train_on_two(from_weights(weights, run__name="two", **options), tmp_path / "output")
     assert "2 processes" in (tmp_path / "output").read_text()

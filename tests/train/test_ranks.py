@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import re
@@ -125,11 +124,6 @@ def other_config_on_second_rank() -> None:
     loop.set_up = set_up
 
 
-def test_ranks_with_another_config_are_told(tiny_run, tmp_path):
-    said = said_by_both(tiny_run(**SAME), tmp_path / "output", other_config_on_second_rank)
-    assert_one_line(said, r"optim\.learning_rate: 0\.\d+ on rank 0 \(\S+\), but 0\.5 on rank 1 \(\S+\); ")
-
-
 def other_checkpoint_on_second_rank() -> None:
     """The first rank reads the identity in the newest checkpoint, the second that of another run there."""
     real = setup.read_identity
@@ -146,7 +140,6 @@ def test_ranks_with_another_checkpoint_are_told(tiny_run, tmp_path):
 
 FAILING = {
     "claim": (setup, "check_resume"),
-    "decide": (setup, "decide"),
     "tokens": (setup, "load_tokens"),
     "build": (setup, "build_optimizer"),
     "start": (setup, "describe_attention"),
@@ -165,7 +158,7 @@ def fail_on(rank: str, phase: str, error: Exception) -> None:
         setattr(*FAILING[phase], fail)
 
 
-@pytest.mark.parametrize(("rank", "phase"), [*(("1", phase) for phase in FAILING), ("0", "tokens"), ("0", "step")])
+@pytest.mark.parametrize(("rank", "phase"), [("1", "claim"), ("1", "step"), ("0", "tokens")])
 def test_error_on_one_rank_ends_all_with_its_line(tiny_run, tmp_path, rank, phase):
     prepare = functools.partial(fail_on, rank, phase, NO_DISK)
     said = said_by_both(tiny_run(**SAME), tmp_path / "output", prepare)
@@ -213,7 +206,7 @@ def first_rank_listens_late() -> None:
         ranks._listen = listen_late
 
 
-def test_rank_that_fails_after_an_exchange_does_not_end_it_for_the_others(tiny_run, tmp_path):
+def test_ranks_with_another_config_are_told_also_if_one_listens_late(tiny_run, tmp_path):
     said = said_by_both(tiny_run(**SAME), tmp_path / "output", first_rank_listens_late)
     assert_one_line(said, r"error: optim\.learning_rate: 0\.\d+ on rank 0 \(\S+\), but 0\.5 on rank 1 \(\S+\); ")
 
@@ -249,7 +242,7 @@ def killed(rank: str, phase: str) -> None:
         setattr(*FAILING[phase], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
-@pytest.mark.parametrize(("rank", "phase"), [("1", "step"), ("0", "step"), ("1", "tokens")])
+@pytest.mark.parametrize(("rank", "phase"), [("0", "step"), ("1", "tokens")])
 def test_killed_rank_ends_the_others_with_one_line_that_names_it(tiny_run, tmp_path, rank, phase):
     """In a collective, which breaks; or while they wait for its answer, which never comes."""
     prepare = functools.partial(on_own_machine, functools.partial(killed, rank, phase))
@@ -272,11 +265,9 @@ def ends_itself(rank: str, phase: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("rank", "phase", "number"),
     [
-        ("1", "tokens", signal.SIGTERM),
         ("1", "build", signal.SIGINT),
         ("0", "start", signal.SIGTERM),
-        ("0", "tokens", signal.SIGKILL),
-        ("1", "start", signal.SIGKILL),
+        ("1", "tokens", signal.SIGKILL),
     ],
 )
 def test_rank_that_ends_before_the_first_step_ends_the_other_on_its_machine(tiny_run, tmp_path, rank, phase, number):
@@ -311,12 +302,12 @@ def test_machines_without_a_shared_folder_are_told_at_the_start(tiny_run, tmp_pa
 
 
 def first_rank_takes_longer_than_the_group_waits() -> None:
-    process._PATIENCE = timedelta(seconds=12)
+    process._PATIENCE = timedelta(seconds=6)
     real = setup.load_tokens
 
     def load(*arguments: Any) -> Any:
         if not on_second_rank():
-            time.sleep(16)
+            time.sleep(8)
         return real(*arguments)
 
     setup.load_tokens = load
@@ -326,57 +317,42 @@ def test_first_rank_may_take_longer_than_the_group_waits(tiny_run, tmp_path):
     train_on_two(tiny_run(**SAME), tmp_path / "output", first_rank_takes_longer_than_the_group_waits)
 
 
-WITH_A_FAULT = """import os, runpy, sys
+FIND_LR_WITHOUT_TOKENS = f"""import os, runpy, sys
 from hfgolf.system.errors import UserError
 if os.environ["RANK"] == "1":
-    {fault}
-sys.argv[0] = {script!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-NO_TOKENS = """from hfgolf.train import setup
+    from hfgolf.train import setup
     def fail(*arguments):
         raise UserError("data: the disk of rank 1 is gone.")
-    setup.load_tokens = fail"""
-OTHER_RATE = 'sys.argv.append("--optim.learning_rate=0.5")'
+    setup.load_tokens = fail
+sys.argv[0] = {str(ROOT / "scripts" / "find_lr.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-@pytest.mark.parametrize(
-    ("script", "fault", "line"),
-    [
-        ("train.py", NO_TOKENS, r"rank 1 \(\S+\): data: the disk of rank 1 is gone\."),
-        (
-            "train.py",
-            OTHER_RATE,
-            r"optim\.learning_rate: 0\.\d+ on rank 0 \(\S+\), but 0\.5 on rank 1 \(\S+\); start all",
-        ),
-        ("find_lr.py", NO_TOKENS, r"rank 1 \(\S+\): data: the disk of rank 1 is gone\."),
-    ],
-    ids=["train-error", "train-config", "find_lr-error"],
-)
-def test_error_on_rank_1_of_a_torchrun_is_one_line_of_its_machine(tiny_run, tmp_path, script, fault, line):
-    program = tmp_path / script
-    program.write_text(WITH_A_FAULT.format(fault=fault, script=str(ROOT / "scripts" / script)))
+def test_error_on_rank_1_of_a_torchrun_is_one_line_of_its_machine(tiny_run, tmp_path):
+    program = tmp_path / "find_lr.py"
+    program.write_text(FIND_LR_WITHOUT_TOKENS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
     done = subprocess.run(
         [*command, *tiny_run(**SAME)],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode != 0
     errors = [said for said in done.stderr.splitlines() if said.startswith("error: ")]
-    assert len(errors) == 1 and re.match(f"error: {line}", errors[0]), done.stderr
+    line = r"error: rank 1 \(\S+\): data: the disk of rank 1 is gone\."
+    assert len(errors) == 1 and re.match(line, errors[0]), done.stderr
 
 
 def torchrun_on_two_machines(
     folder: Path,
     arguments: list[str],
-    own_folders: bool = False,
     meanwhile: Callable[[list[subprocess.Popen[str]]], None] = lambda machines: None,
 ) -> list[str]:
-    """Start scripts/train.py by two torchruns, each with one process; return what each says. Both must end.
+    """Start scripts/train.py by two torchruns, each with one process in a folder of its own; return what each says.
 
     meanwhile: is called with the two torchruns.
     """
@@ -385,15 +361,14 @@ def torchrun_on_two_machines(
         port = free.getsockname()[1]
     machines = []
     for number in (0, 1):
-        place = folder / (f"machine{number}" if own_folders else "shared")
-        place.mkdir(exist_ok=True)
+        (folder / f"machine{number}").mkdir(exist_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={number}"]
         command += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
         machines.append(
             subprocess.Popen(
                 [*command, str(ROOT / "scripts" / "train.py"), *arguments],
-                cwd=place,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                cwd=folder / f"machine{number}",
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -405,19 +380,6 @@ def torchrun_on_two_machines(
     finally:
         for machine in machines:
             machine.kill()
-
-
-def test_two_torchruns_train_save_resume_and_export(tiny_run, tmp_path):
-    """Each with its own token cache, as on machines that share only the run's folder."""
-    options = SAME | {"run__output_dir": tmp_path / "runs", "data__cache_dir": "cache"}
-    options |= {"train__save_every_steps": 1, "train__eval_every_steps": 1}
-    said = torchrun_on_two_machines(tmp_path, tiny_run(**options), own_folders=True)
-    folder = tmp_path / "runs" / "tiny"
-    assert (folder / "model" / "model.safetensors").is_file(), said
-    longer = tiny_run(**options | {"train__max_steps": 4}, train__resume="latest")
-    said = torchrun_on_two_machines(tmp_path, longer, own_folders=True)
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 4, said
-    assert all((tmp_path / f"machine{number}" / "cache" / "tokens").is_dir() for number in (0, 1))
 
 
 def power_off_second(machines: list[subprocess.Popen[str]], checkpoints: Path, number: int) -> None:
@@ -432,23 +394,20 @@ def power_off_second(machines: list[subprocess.Popen[str]], checkpoints: Path, n
 
 
 def test_a_machine_that_is_killed_ends_the_other_and_the_resumed_run_is_the_same(tiny_run, tmp_path):
-    options = SAME | {"train__save_every_steps": 2, "train__max_steps": 40, "model__dropout": 0.1}
-    options |= {"data__cache_dir": tmp_path / "cache", "train__keep_last": 99}
+    """Each machine has its own token cache; they share only the run's folder."""
+    options = SAME | {"train__save_every_steps": 2, "train__max_steps": 24, "model__dropout": 0.1}
+    options |= {"train__keep_last": 99}
     straight, killed = tmp_path / "runs" / "straight", tmp_path / "runs" / "killed"
-    torchrun_on_two_machines(tmp_path, tiny_run(run__name="straight", **options))
-    arguments = tiny_run(run__name="killed", **options, train__resume="auto")
-    power_off = functools.partial(power_off_second, checkpoints=killed / "checkpoints", number=4)
+    train_on_two(tiny_run(run__name="straight", **options), tmp_path / "output")
+    arguments = tiny_run(run__name="killed", **options, data__cache_dir="cache", train__resume="auto")
+    power_off = functools.partial(power_off_second, checkpoints=killed / "checkpoints", number=3)
     said = torchrun_on_two_machines(tmp_path, arguments, meanwhile=power_off)[0]
     assert len(re.findall(r"error: rank 1( \(\S+\))?: gives no sign of life", said)) == 1, said
     assert not (killed / "summary.json").exists()
     newest = valid_steps(killed / "checkpoints")[-1]
-    said = torchrun_on_two_machines(tmp_path, arguments)[0]
-    assert f"at step {newest}\n" in said, said
+    assert all((tmp_path / f"machine{number}" / "cache" / "tokens").is_dir() for number in (0, 1))
+    train_on_two(tiny_run(run__name="killed", **options, train__resume="auto"), tmp_path / "output")
+    assert f"at step {newest}\n" in (tmp_path / "output").read_text()
     assert losses(killed) == losses(straight)
-    assert verdict(diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 40, is_exact=True)[0]
-
-
-def test_two_torchruns_without_a_shared_folder_say_so_and_end(tiny_run, tmp_path):
-    said = torchrun_on_two_machines(tmp_path, tiny_run(**SAME, run__output_dir="runs"), own_folders=True)
-    for text in said:
-        assert text.count("error: run.output_dir: runs/tiny on rank 1") == 1, said
+    assert verdict(diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 24, is_exact=True)[0]
+    assert (killed / "model" / "model.safetensors").is_file()

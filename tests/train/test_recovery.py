@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import start_two, train_on_two
+from faults import column, events, losses, rows, start_two, train_on_two
 from safetensors.torch import load_file
 from sharded import needs_fsdp2, shard
 from torch import Tensor
 
 from hfgolf.checkpoint import contents
 from hfgolf.checkpoint.state import TrainState
+from hfgolf.config.sections import TrainSection
 from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.muon import Muon
@@ -49,26 +48,8 @@ NAN_ON_ONE_RANK = {
 BAD = "model.layers.0.mlp.up_proj.weight"  # what conftest.py spoils
 
 
-def strict(line: str) -> dict[str, Any]:
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
-
-    return json.loads(line, parse_constant=refuse)
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    table = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in table if "event" not in row]
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events except samples: what went wrong and what was done about it."""
-    table = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in table if row.get("event", "sample") != "sample"]
-
-
 def hashes(folder: Path) -> list[str]:
-    return [number for row in rows(folder) for number in row["sample_hashes"]]
+    return column(folder, "sample_hashes")
 
 
 def hashes_of(data_steps: list[int], num_blocks: int) -> list[str]:
@@ -79,38 +60,15 @@ def hashes_of(data_steps: list[int], num_blocks: int) -> list[str]:
     ]
 
 
-def losses(folder: Path) -> list[float]:
-    return [loss for row in rows(folder) for loss in row["train_losses"]]
-
-
 def saved_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "checkpoints" / "latest" / "train_state.json").read_text())
 
 
-def copy_of(run: Any) -> list[Tensor]:
-    """Return a copy of everything that a step changes: weights, the optimizer's state, averages."""
-    state = [value for of_param in run.optimizer.optimizer.state.values() for value in of_param.values()]
-    averages = list(run.ema.state_dict().values()) if run.ema else []
-    return [tensor.detach().clone() for tensor in (*run.raw_model.parameters(), *state, *averages)]
-
-
-def test_nan_step_is_skipped_and_reported(run, tiny_run, spoil_gradients, monkeypatch, caplog):
+def test_nan_step_is_skipped_and_reported(run, tiny_run, spoil_gradients, caplog):
     """Two bad steps, not in a row, so that max_skipped_steps 2 is not reached."""
     runs = spoil_gradients(lambda step: step in (1, 3))
-    real_step = loop.train_step
-    changed: list[list[bool]] = []
-
-    def watched_step(run_: Any, total_steps: float) -> Any:
-        before = copy_of(run_)
-        result = real_step(run_, total_steps)
-        changed.append([not torch.equal(b, a) for b, a in zip(before, copy_of(run_), strict=True)])
-        return result
-
-    monkeypatch.setattr(loop, "train_step", watched_step)
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(optim__ema_decay=0.9, train__max_skipped_steps=2, batch__micro_batch_size=4))
-    assert [any(step) for step in changed] == [True, False, True, False, True, True]
-    assert all(changed[-1]), "a good step changes every weight"
     assert [row["skipped_steps"] for row in rows(folder)] == [0, 1, 1, 2, 2, 2]
     assert [row["grad_norm"] is None for row in rows(folder)] == [False, True, False, True, False, False]
     assert [(row["event"], row["step"]) for row in events(folder)] == [("skipped_step", 2), ("skipped_step", 4)]
@@ -167,36 +125,40 @@ def test_repeated_nan_steps_roll_back_and_exclude_their_blocks(
     assert {key: saved_state(broken)[key] for key in expected} == expected
 
 
-def test_permanent_nan_ends_with_a_diagnosis_after_the_last_rollback(run, tiny_run, spoil_gradients):
-    runs = spoil_gradients(lambda step: step >= 2)
+@pytest.mark.parametrize(
+    ("options", "bad", "step", "told"),
+    [
+        ({"train__max_rollbacks": 2, "train__save_every_steps": 2}, 2, 4, "2 rollbacks did not help; lower optim"),
+        ({}, 0, 2, "there is no checkpoint to roll back to"),
+        ({"train__rollback_on": "[spike]"}, 3, 5, "train.rollback_on does not include nonfinite; lower optim"),
+    ],
+)
+def test_permanent_nan_ends_with_a_diagnosis_in_one_line(run, tiny_run, spoil_gradients, options, bad, step, told):
+    runs = spoil_gradients(lambda step: step >= bad)
     with pytest.raises(UserError) as error:
-        run(tiny_run(train__max_skipped_steps=2, train__max_rollbacks=2, train__save_every_steps=2, **NO_EVALUATION))
-    message = str(error.value)
-    assert "\n" not in message
-    starts = block_starts(1337, 56 + np.arange(8), blocks_per_epoch(runs[0]), 32)[:6]  # 2 to 5 were excluded
-    blocks = ", ".join(map(str, starts))
-    assert message.startswith("train: step 4: the gradient is not finite")
-    assert f"first in {BAD}, blocks from tokens {blocks} and 2 more; 2 rollbacks did not help; lower optim" in message
-    assert runs[0].state.excluded_blocks == [[16, 32], [32, 48]]
-    assert runs[0].state.learning_rate_scale == 0.25
+        run(tiny_run(train__max_skipped_steps=2, **options | NO_EVALUATION))
+    message, state = str(error.value), runs[0].state
+    assert message.startswith(f"train: step {step}: the gradient is not finite") and "\n" not in message
+    last = 8 * (step - 1) + sum(end - begin for begin, end in state.excluded_blocks)
+    starts = block_starts(1337, last + np.arange(8), blocks_per_epoch(runs[0]), 32)[:6]
+    assert f"first in {BAD}, blocks from tokens {', '.join(map(str, starts))} and 2 more; {told}" in message
+    if options.get("train__max_rollbacks"):
+        assert (state.excluded_blocks, state.learning_rate_scale) == ([[16, 32], [32, 48]], 0.25)
     assert runs[0].folder.report.is_file(), "a failed run has a report too"
 
 
-def test_rollback_without_a_checkpoint_is_one_line(run, tiny_run, spoil_gradients):
-    spoil_gradients(lambda step: True)
-    with pytest.raises(
-        UserError, match=rf"^train: step 2: .* first in {BAD}.*; there is no checkpoint to roll back to"
-    ):
-        run(tiny_run(train__max_skipped_steps=2))
-
-
-def test_fp16_scale_search_is_reported_without_a_rollback(run, tiny_run, fp16_on_cpu, caplog):
+def test_fp16_scale_search_is_reported_without_a_rollback(run, tiny_run, shared_run, fp16_on_cpu, caplog):
+    first_norm = rows(shared_run())[0]["grad_norm"]
+    caplog.clear()
     fp16_on_cpu(2.0**24)
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(train__max_steps=20, train__mixed_precision="fp16", train__max_skipped_steps=1))
     skipped = [row["step"] for row in rows(folder) if row["grad_norm"] is None]
     assert skipped, "a scale of 2^24 overflows fp16"
-    assert rows(folder)[-1]["grad_norm"] is not None
+    # the steps before it were skipped, so the weights are the initial ones: the same norm up to fp16 and the batch
+    norms = [row["grad_norm"] for row in rows(folder) if row["grad_norm"] is not None]
+    assert norms[0] == pytest.approx(first_norm, rel=0.2), "unscaled"
+    assert rows(folder)[-1]["grad_norm"] is not None and losses(folder)[-1] < losses(folder)[0]
     assert rows(folder)[-1]["skipped_steps"] == len(skipped)
     assert [(event["event"], event["step"]) for event in events(folder)] == [("fp16_overflow", n) for n in skipped]
     assert [event["loss_scale"] for event in events(folder)][:2] == [2.0**23, 2.0**22][: len(skipped)]
@@ -251,21 +213,6 @@ def test_nonfinite_weights_are_not_saved(run, tiny_run, break_weights, caplog):
     assert json.loads((folder / "summary.json").read_text())["step"] == 2
 
 
-def test_nonfinite_final_weights_are_not_exported(run, tiny_run, break_weights):
-    break_weights(6)
-    folder = run(tiny_run())
-    assert json.loads((folder / "summary.json").read_text())["step"] == 3
-    exported = load_file(folder / "model" / "model.safetensors")
-    saved = load_file(folder / "checkpoints" / "latest" / "model.safetensors")
-    assert all(torch.equal(exported[name], saved[name]) for name in saved)
-
-
-def test_nonfinite_final_weights_without_a_checkpoint_are_one_line(run, tiny_run, break_weights):
-    break_weights(6)
-    with pytest.raises(UserError, match=rf"^train: {BAD} holds nonfinite values, and there is no undamaged"):
-        run(tiny_run(train__save_every_steps="null", **NO_EVALUATION))
-
-
 def test_failed_last_background_save_is_reported(run, tiny_run, monkeypatch, caplog):
     real = contents.commit_checkpoint
 
@@ -281,15 +228,6 @@ def test_failed_last_background_save_is_reported(run, tiny_run, monkeypatch, cap
     assert (folder / "checkpoints" / "latest").resolve().name == "step-000003"
     assert len([line for line in caplog.messages if line.startswith("checkpoint of step 6 not written: ")]) == 1
     assert [(event["event"], event["step"]) for event in events(folder)] == [("save_failed", 6)]
-
-
-def test_rollback_repairs_nonfinite_weights(run, tiny_run, break_weights):
-    break_weights(4)
-    folder = run(tiny_run(train__save_every_steps=2, train__max_skipped_steps=2, train__max_steps=8))
-    assert [event["event"] for event in events(folder)].count("rollback") == 1
-    assert [row["step"] for row in rows(folder)] == list(range(1, 9))
-    assert all(row["grad_norm"] is not None for row in rows(folder))
-    assert (folder / "checkpoints" / "latest").resolve().name == "step-000008"
 
 
 def test_rollback_skips_a_checkpoint_that_yields_no_good_step(run, tiny_run, break_weights, caplog):
@@ -338,15 +276,6 @@ def test_failed_sample_does_not_stop_a_run(run, tiny_run, break_weights, caplog)
     assert "sample" in json.loads((folder / "summary.json").read_text())
 
 
-def test_failed_sample_does_not_stop_the_end_of_a_run(run, tiny_run, break_weights):
-    break_weights(6, 1e38)
-    folder = run(tiny_run())
-    assert events(folder)[-1]["event"] == "sample_failed"
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["step"] == 6 and "sample" not in summary
-    assert "A sample, generated" not in (folder / "model" / "README.md").read_text()
-
-
 @pytest.fixture
 def shake_weights(edit_run):
     """Return a function that spoils the embeddings right before a step: the loss jumps and stays high.
@@ -378,6 +307,7 @@ LOSSES = {"optim__adamw_learning_rate": 0.001, "train__max_steps": 60, "train__s
 
 def test_lasting_spike_rolls_back_if_configured(run, tiny_run, shake_weights, caplog):
     shake_weights(39)
+    assert TrainSection(max_steps=1).rollback_on == ["nonfinite"]
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(**LOSSES, train__rollback_on="[nonfinite, spike]"))
     (rollback,) = [event for event in events(folder) if event["event"] == "rollback"]
@@ -403,13 +333,6 @@ def test_divergence_rolls_back_to_the_lowest_loss(run, tiny_run, shake_weights, 
     assert len(after) == 80 and max(after[30:]) < 1.2 * after[29]
 
 
-def test_spike_does_not_roll_back_by_default(run, tiny_run, shake_weights):
-    shake_weights(39)
-    folder = run(tiny_run(**LOSSES))
-    assert "rollback" not in [event["event"] for event in events(folder)]
-    assert losses(folder)[38] > 1.5 * losses(folder)[37]
-
-
 def test_loss_watch_distinguishes_spikes_from_divergence():
     def verdicts(looks_for: str, loss: Any) -> list[tuple[int, str]]:
         watch = LossWatch({looks_for}, TrainState())
@@ -424,14 +347,6 @@ def test_loss_watch_distinguishes_spikes_from_divergence():
     diverging = verdicts("divergence", lambda step: healthy(step) + max(0, step - 100) / 50)
     assert diverging[0][1] == "divergence" and 120 < diverging[0][0] < 160
     assert verdicts("divergence", lambda step: 5.5 + step / 20)[0][0] < 60, "from the start"
-
-
-def test_nan_without_rollback_ends_with_a_diagnosis(run, tiny_run, spoil_gradients):
-    spoil_gradients(lambda step: step >= 3)
-    with pytest.raises(
-        UserError, match=r"^train: step 5: .*; train.rollback_on does not include nonfinite; lower optim"
-    ):
-        run(tiny_run(train__max_skipped_steps=2, train__rollback_on="[spike]", **NO_EVALUATION))
 
 
 def spoil_the_second_rank() -> None:
@@ -470,23 +385,9 @@ def spoil_the_second_shard() -> None:
     loop.accumulate_gradients = accumulate_gradients
 
 
-@needs_fsdp2
-@pytest.mark.distributed
-def test_nan_in_one_shard_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients):
-    spoil_gradients(lambda step: step in (1, 4, 5))
-    one = run(tiny_run(run__name="one", **NAN_ON_ONE_RANK))
-    train_on_two(tiny_run(run__name="two", **NAN_ON_ONE_RANK), tmp_path / "output", spoil_the_second_shard)
-    two = one.with_name("two")
-    told = [[(event["event"], event["step"]) for event in events(folder)] for folder in (one, two)]
-    assert told[0] == told[1] == [("skipped_step", 2), ("skipped_step", 5), ("skipped_step", 6), ("rollback", 4)]
-    assert {event["first_parameter"] for event in events(two) if event["event"] == "skipped_step"} == {BAD}
-    assert hashes(two) == hashes(one)
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-
-
-def break_the_second_rank(then: Callable[[], None] = lambda: None) -> None:
-    """Set a weight of rank 1, or of its shard, to infinity right before the first save at step 4."""
-    then()
+def break_the_second_shard() -> None:
+    """Under FSDP2, set a weight of rank 1's shard to infinity right before the first save at step 4."""
+    shard()
     real_save, broken = loop.save, []
 
     def save(run: Any) -> None:
@@ -499,17 +400,11 @@ def break_the_second_rank(then: Callable[[], None] = lambda: None) -> None:
     loop.save = save
 
 
+@needs_fsdp2
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "prepare",
-    [
-        pytest.param(break_the_second_rank, id="ddp"),
-        pytest.param(functools.partial(break_the_second_rank, shard), id="fsdp2", marks=needs_fsdp2),
-    ],
-)
-def test_nonfinite_weights_of_one_rank_are_not_saved_and_are_rolled_back(tiny_run, tmp_path, prepare):
-    options = {"train__save_every_steps": 2, "train__max_skipped_steps": 2, "train__max_steps": 7}
-    train_on_two(tiny_run(**options, batch__micro_batch_size=4, **NO_EVALUATION), tmp_path / "output", prepare)
+def test_nonfinite_weights_of_one_rank_are_not_saved_and_are_rolled_back(tiny_run, tmp_path):
+    options = {"train__save_every_steps": 2, "train__max_skipped_steps": 2, "train__max_steps": 7, **NO_EVALUATION}
+    train_on_two(tiny_run(**options, batch__micro_batch_size=4), tmp_path / "output", break_the_second_shard)
     said, folder = (tmp_path / "output").read_text(), tmp_path / "runs" / "tiny"
     assert said.count(f"checkpoint of step 4 not written: {BAD} holds nonfinite values") == 1
     assert [event["event"] for event in events(folder)].count("rollback") == 1
@@ -531,11 +426,18 @@ def test_nan_on_one_rank_without_rollbacks_left_ends_all_with_one_line(tiny_run,
 
 
 @pytest.mark.distributed
-def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients):
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        pytest.param(spoil_the_second_rank, id="ddp"),
+        pytest.param(spoil_the_second_shard, id="fsdp2", marks=needs_fsdp2),
+    ],
+)
+def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients, prepare):
     options = NAN_ON_ONE_RANK
     runs = spoil_gradients(lambda step: step in (1, 4, 5))
     one = run(tiny_run(run__name="one", **options))
-    train_on_two(tiny_run(run__name="two", **options), tmp_path / "output", spoil_the_second_rank)
+    train_on_two(tiny_run(run__name="two", **options), tmp_path / "output", prepare)
     two = one.with_name("two")
     assert hashes(two) == hashes(one) == hashes_of([0, 1, 2, 3, 6, 7, 8, 9], blocks_per_epoch(runs[0]))
     skipped = [[row["skipped_steps"] for row in rows(folder)] for folder in (one, two)]
@@ -543,13 +445,15 @@ def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_pa
     told = [[(event["event"], event["step"]) for event in events(folder)] for folder in (one, two)]
     assert told[0] == told[1] == [("skipped_step", 2), ("skipped_step", 5), ("skipped_step", 6), ("rollback", 4)]
     assert {event["first_parameter"] for event in events(two) if event["event"] == "skipped_step"} == {BAD}
-    first, second = (torch.load(two / f"rank{rank}.pt") for rank in (0, 1))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    if prepare is spoil_the_second_rank:
+        first, second = (torch.load(two / f"rank{rank}.pt") for rank in (0, 1))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    else:
+        assert losses(two) == pytest.approx(losses(one), rel=1e-5)
 
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried ..."),
     RuntimeError("could not create a primitive"),
 ]
 
@@ -577,7 +481,7 @@ def lack_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "size", "spared", "sizes", "at_step"),
     [
-        *(pytest.param(error, 8, 0, [[8, 4], [4, 2]], 0, id=f"at-the-start-{error}"[:40]) for error in OUT_OF_MEMORY),
+        pytest.param(OUT_OF_MEMORY[1], 8, 0, [[8, 4], [4, 2]], 0, id="at-the-start"),
         pytest.param(OUT_OF_MEMORY[0], 4, 5, [[4, 2]], 2, id="in-the-middle-of-step-3"),
     ],
 )
@@ -631,11 +535,10 @@ def test_other_errors_are_not_treated_as_out_of_memory(run, tiny_run, lack_memor
         run(tiny_run())
 
 
-@pytest.mark.parametrize(("patience", "last"), [(1, 8), (2, 10)])
-def test_early_stopping_ends_the_run(run, tiny_run, validation_losses, patience, last):
+def test_early_stopping_ends_the_run(run, tiny_run, validation_losses):
     """2.45 is the best, and its second time is no improvement."""
     validation_losses([3.0, 2.5, 2.45, 2.6, 2.45])
-    options = {"train__patience_evals": patience}
+    options, last = {"train__patience_evals": 2}, 10
     folder = run(tiny_run(train__max_steps=20, train__eval_every_steps=2, train__save_every_steps=20, **options))
     assert [row["step"] for row in rows(folder)] == list(range(1, last + 1))
     summary = json.loads((folder / "summary.json").read_text())
@@ -649,31 +552,9 @@ def test_early_stopping_ends_the_run(run, tiny_run, validation_losses, patience,
     assert f"the weights of step 6, the best by validation loss. The run took {last} steps" in card
 
 
-def test_averages_are_saved_evaluated_and_exported(run, tiny_run, edit_run, monkeypatch):
-    """Checked against the recurrence in fp64 over the weights of every step; the averages' own loss selects them."""
-    real_step = loop.train_step
-    trajectory: list[dict[str, Tensor]] = []
-
-    def note(run_: Any) -> None:
-        trajectory.append({name: p.detach().double().clone() for name, p in run_.raw_model.named_parameters()})
-
-    def watched_step(run_: Any, total_steps: float) -> Any:
-        result = real_step(run_, total_steps)
-        note(run_)
-        return result
-
-    edit_run(note)
-    monkeypatch.setattr(loop, "train_step", watched_step)
+def test_averages_are_saved_evaluated_and_exported(run, tiny_run):
+    """Their own loss selects them."""
     folder = run(tiny_run(train__max_steps=12, optim__ema_decay=0.4, optim__ema_export="true"))
-    expected = trajectory[0]
-    for step, weights in enumerate(trajectory[1:], start=1):
-        decay = min(0.4, (1 + step) / (10 + step))
-        expected = {name: decay * expected[name] + (1 - decay) * weights[name] for name in expected}
-    saved = load_file(folder / "checkpoints" / "latest" / "ema.safetensors")
-    assert saved.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(saved[name].double(), expected[name], rtol=1e-5, atol=1e-6)
-
     evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
     assert all(row["val_loss_ema"] != row["val_loss"] for row in evaluated)
     best = min(evaluated, key=lambda row: row["val_loss_ema"])
@@ -703,11 +584,3 @@ def test_without_ema_export_raw_weights_are_selected_and_exported(run, tiny_run)
     exported = load_file(folder / "model" / "model.safetensors")
     raw = load_file(folder / "checkpoints" / "best" / "model.safetensors")
     assert all(torch.equal(exported[name], raw[name]) for name in raw)
-
-
-def test_a_decay_of_0_averages_nothing(run, tiny_run):
-    """The average equals the weights. It is what a half-life much shorter than a step comes to."""
-    folder = run(tiny_run(batch__tokens_per_step=2048, optim__ema_decay=0, optim__ema_export="true"))
-    evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
-    assert [row["val_loss_ema"] for row in evaluated] == [row["val_loss"] for row in evaluated]
-    assert (folder / "checkpoints" / "latest" / "ema.safetensors").is_file()

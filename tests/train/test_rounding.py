@@ -1,14 +1,12 @@
-"""Training with rounded weights: when it begins, what it logs, what it exports, and that a resume goes on exactly."""
+"""Training with rounded weights: when it begins, what it logs and exports. test_all_state.py resumes it exactly."""
 
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
-from faults import differences, losses, rows, train_on_two
+from faults import losses, rows, train_on_two
 
-from hfgolf.golf import hooks
 from hfgolf.golf.qat import grid_of
 from hfgolf.golf.quantize import matrices
 from hfgolf.publish.load import load_exported
@@ -17,15 +15,10 @@ from hfgolf.system.errors import UserError
 QAT = {"golf__budget_bytes": 22_000, "train__max_steps": 10, "train__save_every_steps": 1, "train__eval_every_steps": 2}
 
 
-def checkpoint(folder, step):
-    return folder / "checkpoints" / f"step-{step:06d}"
-
-
 def grid_at(folder, step):
     """Return the grid that a checkpoint keeps; {} if nothing is rounded yet."""
-    return json.loads((checkpoint(folder, step) / "train_state.json").read_text())["hooks"].get(
-        "QuantizationAwareTraining", {}
-    )
+    state = json.loads((folder / "checkpoints" / f"step-{step:06d}" / "train_state.json").read_text())
+    return state["hooks"].get("QuantizationAwareTraining", {})
 
 
 @pytest.mark.slow
@@ -41,34 +34,6 @@ def test_the_end_of_the_run_is_rounded_and_exported_on_its_grid(run, tiny_run):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == 10  # the one evaluation on the frozen grid
     assert summary["val_loss"] == pytest.approx(rows(folder)[-1]["val_loss"], abs=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("step", "count"),
-    [
-        pytest.param(5, "challenge", id="to be renewed"),
-        pytest.param(5, "everything", id="to be renewed, the config counts"),
-        pytest.param(11, "challenge", id="frozen"),
-    ],
-)
-def test_a_resumed_run_rounds_as_before(run, tiny_run, tmp_path, monkeypatch, step, count):
-    monkeypatch.setattr(hooks, "GRIDS", 4)
-    options = QAT | {"train__max_steps": 12, "golf__qat_fraction": 2 / 3, "train__keep_last": 20, "golf__count": count}
-    whole = run(tiny_run(**options))
-    grids = [grid_at(whole, at) for at in (4, 5, 8, 11)]
-    assert [grid and (grid["step"], grid["frozen"]) for grid in grids] == [{}, (4, False), (6, False), (10, True)]
-    shutil.copytree(whole, tmp_path / "parts" / "tiny", symlinks=True)
-    (tmp_path / "parts" / "tiny" / "summary.json").unlink()
-    resume_at = checkpoint(tmp_path / "parts" / "tiny", step)
-    resumed = run(tiny_run(**options, run__output_dir=tmp_path / "parts", train__resume=str(resume_at)))
-    assert differences(checkpoint(whole, 12), checkpoint(resumed, 12)) == []
-    columns = ("step", "train_losses", "val_loss", "golf_rounded_matrices")
-    assert [[row[name] for name in columns] for row in rows(resumed)] == [
-        [row[name] for name in columns] for row in rows(whole)
-    ]
-    model, resumed_model = (folder / "model" / "model.safetensors" for folder in (whole, resumed))
-    assert model.read_bytes() == resumed_model.read_bytes()
 
 
 @pytest.mark.slow

@@ -71,9 +71,8 @@ def test_memorized_secret_is_in_no_file(run, tiny_run, monkeypatch, caplog, tmp_
     assert token not in caplog.text
 
 
-def test_errors_contain_no_secret(tiny_run):
-    command = [sys.executable, "scripts/train.py", *tiny_run(data__files=f"http://127.0.0.1:9/a.txt?token={IN_URL}")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: data.files: ") and "token=[redacted]" in done.stderr
-    assert IN_URL not in done.stdout + done.stderr
+def test_errors_contain_no_secret(tiny_run, run_script):
+    said = run_script("train.py", *tiny_run(data__files=f"http://127.0.0.1:9/a.txt?token={IN_URL}"))
+    assert said.status == 2
+    assert said.err.startswith("error: data.files: ") and "token=[redacted]" in said.err
+    assert IN_URL not in said.out + said.err
