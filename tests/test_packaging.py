@@ -154,7 +154,7 @@ def test_every_imported_library_is_declared():
     setup.read(ROOT / "setup.cfg")
     texts = "\n".join([setup["options"]["install_requires"], *setup["options.extras_require"].values()])
     declared = {re.sub(r"[^a-z0-9]", "", Requirement(line).name.lower()) for line in texts.split("\n") if line}
-    names = {"yaml": "pyyaml", "pynvml": "nvidiamlpy"}
+    names = {"ruamel": "ruamelyaml", "pynvml": "nvidiamlpy"}
     imported: set[str] = set()
     for path in [*(ROOT / "hfgolf").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -6,7 +6,6 @@ weights for AutoModelForCausalLM. The run's report.html then also shows where th
 don't fit, the round trip differs or the certificate fails.
 """
 
-import dataclasses
 import json
 import sys
 import tempfile
@@ -73,7 +72,7 @@ def main() -> int:
         else:
             texts = arguments.files, arguments.calibration_files, arguments.text_column
             found = model_source(model, *texts, Path(cache))
-        golf = {key: value for key, value in dataclasses.asdict(found.golf).items() if key in Settings.__annotations__}
+        golf = {key: value for key, value in found.golf if key in Settings.__annotations__}
         stated = {key: value for key, value in vars(arguments).items() if key in Settings.__annotations__}
         settings = golf | {key: value for key, value in stated.items() if value is not None}
         if settings["budget_bytes"] is None:

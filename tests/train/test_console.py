@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.config.parse import run_command
+from hfgolf.system.command import run_command
 from hfgolf.train import console as console_module
 from hfgolf.train.console import Console, quiet_libraries, show_log, start_log
 
