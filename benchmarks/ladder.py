@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from hfgolf import palette
 from hfgolf.commands.options import ScriptParser, check_output, within
 from hfgolf.commands.scratch import scratch_run
-from hfgolf.config.parse import load_config, run_command
+from hfgolf.config.parse import load_config
 from hfgolf.data.batches import block_starts, gather
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.token_stream import TokenStream, open_stream
@@ -43,6 +43,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.run.provenance import run_metadata
+from hfgolf.system.command import run_command
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import accelerator_name, fingerprint, has_compiler, measured_peak_flops, synchronize

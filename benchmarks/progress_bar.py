@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from hfgolf.config.parse import run_command
+from hfgolf.system.command import run_command
 from hfgolf.system.errors import UserError
 from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train.console import Console

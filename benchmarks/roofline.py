@@ -27,12 +27,13 @@ from hfgolf import palette
 from hfgolf.commands.options import ScriptParser, check_output
 from hfgolf.commands.profile_step import timed_steps
 from hfgolf.commands.scratch import scratch_run
-from hfgolf.config.parse import load_config, run_command
+from hfgolf.config.parse import load_config
 from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.run.provenance import run_metadata
+from hfgolf.system.command import run_command
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import (

@@ -25,7 +25,7 @@ from datasets import Dataset
 
 from hfgolf import palette
 from hfgolf.commands.options import MARK, ScriptParser, check_output, within
-from hfgolf.config.parse import load_config, run_command
+from hfgolf.config.parse import load_config
 from hfgolf.config.sections import RunConfig, TokenizerSection
 from hfgolf.data.pieces import ROWS_PER_BATCH, PieceWriter, num_text_bytes
 from hfgolf.data.tokenizer import (
@@ -37,6 +37,7 @@ from hfgolf.data.tokenizer import (
     find_tokenizer_loss,
 )
 from hfgolf.run.provenance import run_metadata
+from hfgolf.system.command import run_command
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import fingerprint
@@ -273,9 +274,9 @@ def measure_vocabulary(
 
     Raises UserError for an impossible size.
     """
-    tokenizer_config = TokenizerSection("byte")
+    tokenizer_config = TokenizerSection(kind="byte")
     if size != NUM_BYTES:
-        tokenizer_config = TokenizerSection("bpe", size, case_operators=config.tokenizer.case_operators)
+        tokenizer_config = TokenizerSection(kind="bpe", vocab_size=size, case_operators=config.tokenizer.case_operators)
     try:
         tokenizer = build_tokenizer(tokenizer_config, {}, lambda: sample.train, folder)
     except TooFewEntriesError as error:

@@ -334,7 +334,7 @@ def text_file(data: Any, stated: Mapping[str, Any]) -> Path:
     """
     from datasets import Dataset
 
-    column = stated.get("data.text_column") or DataSection.text_column
+    column = stated.get("data.text_column") or DataSection().text_column
     if not isinstance(data, Dataset):
         data = _dataset(data, column)
     if not len(data):

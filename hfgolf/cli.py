@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hfgolf.config.parse import run_command
+from hfgolf.system.command import run_command
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import close_match
 

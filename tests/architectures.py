@@ -36,7 +36,11 @@ def tiny_config(name: str, overrides: dict[str, Any] | None = None, **section: A
     """Return the config of a run that trains a tiny model of this architecture."""
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = ModelSection(architecture=name, overrides=OVERRIDES.get(name, {}) | (overrides or {}), **shape | section)
-    return RunConfig(model=model, batch=BatchSection(16, 64), train=TrainSection(max_steps=1, mixed_precision="no"))
+    return RunConfig(
+        model=model,
+        batch=BatchSection(sequence_length=16, tokens_per_step=64),
+        train=TrainSection(max_steps=1, mixed_precision="no"),
+    )
 
 
 def tiny_model(name: str, overrides: dict[str, Any] | None = None, **section: Any) -> PreTrainedModel:

@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 import hfgolf
 from hfgolf.checkpoint.identity import RUN_NAME, comparable
 from hfgolf.checkpoint.store import verify
-from hfgolf.config.parse import ResolvedConfig, load_config, run_command
+from hfgolf.config.parse import ResolvedConfig, load_config
+from hfgolf.system.command import run_command
 from hfgolf.train import loop
 
 FORKING = multiprocessing.get_context("forkserver")

@@ -442,7 +442,7 @@ BAD = {
     "other name": ({"lr": 0.1}, "hfgolf.fit: unknown key lr; here: optim.learning_rate"),
     "key": ({"model": {"depth": 3}}, "hfgolf.fit: unknown key model.depth; did you mean"),
     "type": ({"model": {"hidden_size": "x"}}, "hfgolf.fit: model.hidden_size: 'x' is not allowed; allowed: a whole"),
-    "range": ({"max_steps": -1}, "train.max_steps: -1 is out of range"),
+    "range": ({"max_steps": -1}, "hfgolf.fit: train.max_steps: -1 is not allowed"),
     "file": ({"files": "nowhere.txt"}, "no file matches 'nowhere.txt'"),
     "config": ({"config": "nowhere.yaml"}, "--config: there is no file nowhere.yaml"),
     "hook": ({"files": "my.txt", "hooks": [print]}, "hooks: .* is not one"),

@@ -4,19 +4,20 @@ is used, not taken for another.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 
-from hfgolf.config.parse import KEY_TYPES, SECTIONS
-from hfgolf.config.sections import OptimSection, RunConfig, ScheduleSection, TokenizerSection, _choices
+from hfgolf.config.parse import KEY_TYPES
+from hfgolf.config.sections import OptimSection, RunConfig, ScheduleSection, TokenizerSection
 from hfgolf.data.tokenizer import build_tokenizer
 from hfgolf.golf.allocate import allocate
 from hfgolf.golf.quantize import plan_steps
@@ -29,7 +30,15 @@ from hfgolf.optim.schedule import learning_rate_multiplier, weight_decay_multipl
 from hfgolf.optim.state import new_state
 from hfgolf.system.errors import UserError
 
-CHOICES = {f"{section}.{key}": names for section, cls in SECTIONS.items() for key, names in _choices(cls).items()}
+
+def names_of(kind: Any) -> list[str]:
+    """Return the names that a type has besides numbers, true, false and null; [] for one that takes any text."""
+    found = [part for part in typing.get_args(kind) if isinstance(part, str)] if get_origin(kind) is Literal else []
+    inner = () if get_origin(kind) is Literal else typing.get_args(kind)
+    return [*found, *(name for part in inner for name in names_of(part))]
+
+
+CHOICES = {key: names for key, kind in KEY_TYPES.items() if (names := names_of(kind))}
 UNKNOWN = "unheard-of"
 
 
@@ -126,7 +135,7 @@ OFF = {"model.position_embedding", "model.unet_skips", "model.attention_span"}  
 
 @pytest.mark.parametrize("key", sorted(OUTCOMES.keys() - OFF))
 def test_an_unknown_name_is_refused_where_it_is_used(key):
-    with pytest.raises((ValueError, KeyError, AssertionError)):
+    with pytest.raises((ValueError, KeyError, AssertionError, UserError)):
         OUTCOMES[key](UNKNOWN)
 
 

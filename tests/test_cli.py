@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[1]
 def test_help_lists_every_verb_and_imports_nothing_heavy(hfgolf):
     status, out, _ = hfgolf("--help")
     assert status == 0 and [verb for verb in VERBS if f"  {verb} " not in out] == []
-    program = "import sys, hfgolf.cli; print([m for m in ('torch', 'numpy', 'jsonargparse') if m in sys.modules])"
+    program = (
+        "import sys, hfgolf.cli; print([m for m in ('torch', 'numpy', 'pydantic', 'ruamel.yaml') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

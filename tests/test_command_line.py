@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
 import itertools
-import sys
+import json
+import math
+import re
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from hfgolf.config.other_names import GONE, MOVED_TO_OVERRIDES, in_current_names
-from hfgolf.config.parse import (
-    KEY_TYPES,
-    SECTIONS,
-    ResolvedConfig,
-    as_yaml,
-    load_config,
-    read_settings,
-    run_command,
-)
+from hfgolf.config.parse import KEY_TYPES, SECTIONS, ResolvedConfig, as_yaml, has_type, load_config, read_settings
 from hfgolf.config.sections import RunConfig
 from hfgolf.model.configuration_golf import MODEL_FIELDS
 from hfgolf.run.folder import run_folder
+from hfgolf.system.command import run_command
 from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
+SCHEMA = json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8"))
 LEVELS = "abcdefghi"
 ENDS = ["--train.max_steps", "10"]
 
@@ -59,7 +55,6 @@ def test_command_line_overrides_file_and_file_overrides_default(config_file):
     [
         (["other.txt"], "data.files", ["other.txt"]),
         (["--data.files", "other.txt", "b.txt"], "data.files", ["other.txt", "b.txt"]),
-        (["--data.files+", "other.txt", "b.txt"], "data.files", ["s.txt", "other.txt", "b.txt"]),
         (["--train.max_steps", "77"], "train.max_steps", 77),
         (["--model.overrides={a: 1}"], "model.overrides", {"a": 1}),
         (["--optim.betas=[0.5, 0.6]"], "optim.betas", (0.5, 0.6)),
@@ -191,23 +186,17 @@ def test_a_second_config_is_refused(config_file):
         load_config(["--config", "small", "a.txt", "--config", config_file("run: {seed: 1}")])
 
 
-def test_yaml_numbers_and_no_are_read_as_intended(config_file):
-    path = config_file("optim: {learning_rate: 3e-4}\ntrain: {mixed_precision: no, compile: no, max_steps: 5}")
+def test_values_are_those_of_yaml_1_2(config_file):
+    text = "train: {max_steps: 1_000, log_every_steps: 010, mixed_precision: no, compile: false}"
+    path = config_file(f"{text}\nrun: {{seed: 0x10, name: '007'}}\noptim: {{learning_rate: 3e-4, eps: 1e-10}}")
     config = load_config(["--config", path]).config
-    assert config.optim.learning_rate == 3e-4
-    assert config.train.mixed_precision == "no"
-    assert config.train.compile is False
-    config = load_config(
-        [*ENDS, "--optim.eps", "1e-10", "--train.mixed_precision", "no", "--train.compile", "true"]
-    ).config
-    assert (config.optim.eps, config.train.mixed_precision, config.train.compile) == (1e-10, "no", True)
-
-
-def test_plain_yaml_numbers_are_accepted(config_file):
-    path = config_file("train: {max_steps: 1_000, log_every_steps: 007}\nrun: {seed: 0x10, name: '010'}")
-    config = load_config(["--config", path]).config
-    assert (config.train.max_steps, config.train.log_every_steps) == (1000, 7)
-    assert (config.run.seed, config.run.name) == (16, "010")
+    assert (config.train.max_steps, config.train.log_every_steps, config.run.seed) == (1000, 10, 16)
+    assert (config.train.mixed_precision, config.train.compile, config.run.name) == ("no", False, "007")
+    assert (config.optim.learning_rate, config.optim.eps) == (3e-4, 1e-10)
+    options = ["--optim.eps=1e-9", "--train.mixed_precision=no", "--train.compile", "true", "--run.name=010"]
+    config = load_config([*ENDS, *options]).config
+    assert (config.optim.eps, config.train.mixed_precision, config.train.compile) == (1e-9, "no", True)
+    assert config.run.name == "010"
 
 
 def test_list_options_accept_an_expanded_glob():
@@ -234,16 +223,19 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             "the command line: unknown key optim.learnin_rate; did you mean optim.learning_rate?",
         ),
         (["--max_steps", "1"], "the command line: unknown key max_steps; did you mean train.max_steps?"),
-        (
-            ["--optim.learning_rate", "fast"],
-            "the command line: optim.learning_rate: 'fast' is not allowed; allowed: a number.",
-        ),
         (["--optim.name", "adam"], "the command line: optim.name: 'adam' is not allowed; allowed: muon, adamw or sgd."),
-        (["--optim.learning_rate", "-1"], "optim.learning_rate: -1.0 is out of range; allowed: a number above 0."),
-        (["--data.val_fraction", "1"], "data.val_fraction: 1.0 is out of range; allowed: a number between 0 and 1."),
         (
-            ["--batch.micro_batch_size", "0.5"],
-            "the command line: batch.micro_batch_size: '0.5' is not allowed; allowed: a whole number or auto.",
+            ["--optim.learning_rate", "-1"],
+            "the command line: optim.learning_rate: -1 is not allowed; allowed: a number above 0, up to 10^38.",
+        ),
+        (
+            ["--optim.betas", "[.nan, 0.9]"],
+            "the command line: optim.betas: nan is not allowed; allowed: a list of 2, each a number from 0 to below 1.",
+        ),
+        (
+            ["--train.max_steps", "1:30"],
+            "the command line: train.max_steps: '1:30' is not allowed; allowed: a whole number from 1 to 1000000000 or"
+            " null.",
         ),
         (
             ["--batch.tokens_per_step", "1000"],
@@ -251,22 +243,13 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
         ),
         (
             ["--batch.segment_length", "48"],
-            "batch.segment_length: 48 is out of range; allowed: null, a divisor of batch.sequence_length 256, or more"
+            "batch.segment_length: 48 is not allowed; allowed: null, a divisor of batch.sequence_length 256, or more"
             " than it (which changes nothing).",
         ),
         (
             ["--batch.segment_length", "64", "--data.order", "sequential"],
             "batch.segment_length: 64 reads the text in another order than data.order sequential; set"
             " batch.segment_length null, or data.order shuffled.",
-        ),
-        (
-            ["--batch.segment_length", "0"],
-            "batch.segment_length: 0 is out of range; allowed: null, a divisor of"
-            " batch.sequence_length 256, or more than it (which changes nothing).",
-        ),
-        (
-            ["--batch.segmented_tokens", "0"],
-            "batch.segmented_tokens: 0 is out of range; allowed: a number above 0, up to 1152921504606846976.",
         ),
         (
             ["--model.hidden_size", "255"],
@@ -276,10 +259,14 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             ["--schedule.loop_start", "0.5"],
             "schedule.loop_start: it needs model.overrides.loop; set that, or leave it 0.",
         ),
-        (["--schedule.loop_start", "1"], "schedule.loop_start: 1.0 is out of range; allowed: from 0 to below 1."),
         (
             ["--model.num_key_value_heads", "3"],
             "model.num_key_value_heads: 3 does not divide model.num_attention_heads 4; allowed: 1, 2, 4.",
+        ),
+        (
+            ["--model.architecture=llama", "--model.qk_norm=false"],
+            "model.qk_norm: it is an option of architecture golf, and model.architecture is llama; leave its default,"
+            " or use model.overrides.",
         ),
         (
             ["--data.source", "files"],
@@ -293,90 +280,106 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
             ["--golf.qat_fraction=0.1", "--golf.budget_bytes=9000", "--optim.ema_export=true", "--optim.ema_decay=0.9"],
             "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one.",
         ),
-        (["--golf.budget_bytes", "0"], "golf.budget_bytes: 0 is out of range; allowed: a number above 0."),
         (["--hub.push", "true"], "hub.repo_id is null, but hub.push is true; name the repository, as user/name."),
         (
-            ["--hub.license", "Apache 2.0"],
-            "hub.license: 'Apache 2.0' is out of range; allowed: a name in lower case such as apache-2.0.",
-        ),
-        (
             ["--hub.language", "[en, English]"],
-            "hub.language: 'English' is out of range; allowed: codes of ISO 639 such as en or deu, code and"
-            " multilingual.",
+            "the command line: hub.language: 'English' is not allowed; allowed: a list, each a code of ISO 639, code"
+            " or multilingual.",
         ),
-        (["--optim.ema_decay", "1"], "optim.ema_decay: 1.0 is out of range; allowed: from 0 to below 1."),
         (
             ["--optim.ema_export", "true"],
             "optim.ema_export is true, but there is no EMA; set optim.ema_decay.",
         ),
-        (["--run.name", "../up"], "run.name: '../up' is out of range; allowed: letters, digits, . _ -."),
-        (["-stray"], "unrecognized arguments: -stray."),
         (
-            ["--train.max_steps", "1e400"],
-            "the command line: train.max_steps: '1e400' is not allowed; allowed: a whole number or null.",
+            ["--optim.newton_schulz_steps=6"],
+            "optim.newton_schulz_steps: 6 is not allowed; allowed: at most 5 with optim.newton_schulz_coefficients"
+            " polar_express.",
+        ),
+        (["-stray"], "the command line: '-stray' is no option; options are --section.key VALUE."),
+        (["--run.seed"], "the command line: --run.seed needs a value."),
+        (
+            ["--run.name", "é" * 101],
+            f"the command line: run.name: '{'é' * 47}...{'é' * 48}' is not allowed; allowed: letters, digits, . _ -, up"
+            " to 200 bytes or null.",
+        ),
+        *(
+            (
+                ["--run.output_dir", text],
+                f"the command line: run.output_dir: {text!r} is not allowed; allowed: text in UTF-8, without NUL.",
+            )
+            for text in ("a\0b", "\udcff")
         ),
         (
-            ["--train.max_steps", str(10**18)],
-            "train.max_steps: 1000000000000000000 is out of range; allowed: a number above 0, up to 1000000000.",
-        ),
-        (["--train.max_minutes", ".inf"], "train.max_minutes: inf is out of range; allowed: numbers up to 1e+38."),
-        (["--train.max_epochs", "1e308"], "train.max_epochs: 1e+308 is out of range; allowed: numbers up to 1e+38."),
-        (["--optim.learning_rate", ".nan"], "optim.learning_rate: nan is out of range; allowed: a number above 0."),
-        (["--optim.weight_decay", ".inf"], "optim.weight_decay: inf is out of range; allowed: numbers up to 1e+38."),
-        (
-            ["--optim.betas", "[.nan, 0.9]"],
-            "optim.betas: (nan, 0.9) is out of range; allowed: two numbers from 0 to below 1.",
+            ["--model.overrides.rope_theta", "1e39"],
+            "the command line: model.overrides: {'rope_theta': 1e+39} is not allowed; allowed: a mapping of names to"
+            " finite numbers, text, true, false, null, lists and mappings.",
         ),
         (
-            ["--run.seed", str(2**64)],
-            "run.seed: 18446744073709551616 is out of range; allowed: 0 to 9223372036854775807.",
-        ),
-        (
-            ["--model.hidden_size", str(10**9)],
-            "model.hidden_size: 1000000000 is out of range; allowed: a number above 0, up to 131072.",
-        ),
-        (
-            ["--model.num_hidden_layers", str(10**9)],
-            "model.num_hidden_layers: 1000000000 is out of range; allowed: a number above 0, up to 1000.",
-        ),
-        (
-            ["--batch.sequence_length", str(10**12)],
-            "batch.sequence_length: 1000000000000 is out of range; allowed: 2 to 16777216.",
-        ),
-        (
-            ["--batch.tokens_per_step", str(10**15)],
-            "batch.tokens_per_step: 1000000000000000 is out of range; allowed: a number above 0, up to 1099511627776.",
-        ),
-        (["--data.num_workers", "1000000"], "data.num_workers: 1000000 is out of range; allowed: 0 to 1024."),
-        (["--run.name", "x" * 300], f"run.name: '{'x' * 47}...{'x' * 48}' is out of range; allowed: up to 200 bytes."),
-        (
-            ["--run.output_dir", "a\0b"],
-            "run.output_dir: 'a\\x00b' is out of range; allowed: text in UTF-8, without NUL.",
-        ),
-        (
-            ["--run.output_dir", "\udcff"],
-            "run.output_dir: '\\udcff' is out of range; allowed: text in UTF-8, without NUL.",
-        ),
-        (
-            ["--train.max_steps", "1:30"],
-            "the command line: train.max_steps: '1:30' is not allowed; allowed: a whole number or null.",
-        ),
-        (
-            ["--optim.betas", "[0.9, 0:0.5]"],
-            "the command line: optim.betas: '[0.9, 0:0.5]' is not allowed; allowed: a list of 2, each a number.",
-        ),
-        (
-            ["--optim.learning_rate", "[" * 5000 + "]" * 5000],
-            "the command line: a value is nested too deeply."
-            if sys.version_info < (3, 13)  # its parser goes deeper
-            else f"the command line: optim.learning_rate: '{'[' * 47}...{']' * 48}' is not allowed; allowed: a number.",
+            ["--optim.learning_rate", "[" * 2000 + "]" * 2000],
+            f"the command line: optim.learning_rate: '{'[' * 47}...{']' * 48}' is not YAML (nested too deeply).",
         ),
     ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
 )
 def test_mistake_on_the_command_line_is_one_line(arguments, message):
     with pytest.raises(UserError) as error:
         load_config([*ENDS, *arguments])
     assert str(error.value) == message
+
+
+OTHER_KINDS: list[tuple[Any, str]] = [
+    *((None, "null"), (True, "true"), (0.5, "0.5"), ("unheard-of", "'unheard-of'"), ([0.5], "0.5")),
+    *(({"a": 1}, "{'a': 1}"), (math.nan, "nan"), (math.inf, "inf"), (1e308, "1e+308"), (10**400, "1000")),
+]
+"""A value of each kind, and how a message shows it."""
+
+
+def bounds_and_beyond(kind: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the least and the largest numbers that a JSON Schema allows, and the ones that follow these."""
+    least, largest = kind.get("minimum"), kind.get("maximum")
+    above, below = kind.get("exclusiveMinimum"), kind.get("exclusiveMaximum")
+    step = 1 if kind["type"] == "integer" else 1e30
+    inside = [value for value in (least, largest) if value is not None]
+    beyond = [*([] if least is None else [least - step]), *([] if largest is None else [largest + 10 * step])]
+    return inside, [*beyond, *(value for value in (above, below) if value is not None)]
+
+
+def of_schema(key: str) -> list[dict[str, Any]]:
+    """Return what the JSON Schema says of a key: each kind of value that it takes."""
+    definition = SCHEMA["$defs"][SECTIONS[key.split(".")[0]].__name__]["properties"][key.split(".")[1]]
+    return definition.get("anyOf", [definition])
+
+
+@pytest.mark.parametrize("key", KEY_TYPES)
+def test_each_key_takes_its_bounds_and_refuses_in_one_line_what_is_beyond(config_file, key):
+    kinds = of_schema(key)
+    numbers = [bounds_and_beyond(kind) for kind in kinds if kind.get("type") in ("integer", "number")]
+    assert len(numbers) == any(kind.get("type") in ("integer", "number") for kind in kinds)
+    for inside, beyond in numbers:
+        assert inside or beyond, "it has bounds"
+        assert [value for value in inside if not has_type(value, KEY_TYPES[key])] == []
+    check = jsonschema.Draft202012Validator({"anyOf": kinds})
+    others = [(value, shown) for value, shown in OTHER_KINDS if not check.is_valid(value) or value != value]
+    # an option of these takes any text, for the value or for an item
+    takes_text = any(
+        kind.get("type") == "array" or (kind.get("type") == "string" and not {"enum", "const"} & {*kind})
+        for kind in kinds
+    )
+    ends = ENDS if key != "train.max_steps" else []
+    assert len(others) >= 5
+    section, _, name = key.partition(".")
+    for value, shown in [*others, *((value, str(value)) for _, beyond in numbers for value in beyond)]:
+        path = config_file(f"{section}: {{{name}: {as_yaml(value)}}}")
+        calls: dict[str, dict[str, Any]] = {path: {"argv": [*ends, f"--config={path}"]}}
+        calls["hfgolf.fit"] = {"argv": ends, "values": {key: value}, "where": "hfgolf.fit"}
+        if not takes_text:
+            calls["the command line"] = {"argv": [*ends, f"--{key}={as_yaml(value)}"]}
+        for where, call in calls.items():
+            with pytest.raises(UserError) as error:
+                load_config(**call)
+            said = str(error.value).removeprefix(f"{where}: {key}: ")
+            assert re.fullmatch(r"[^\n]{1,110} is not allowed; allowed: [^\n]{4,120}\.", said), said
+            assert shown[:20] in said.partition(" is not allowed")[0], said
 
 
 @pytest.mark.parametrize(
@@ -385,22 +388,13 @@ def test_mistake_on_the_command_line_is_one_line(arguments, message):
         ("optm: {name: muon}", "unknown section optm; did you mean optim?"),
         ("optim: {lerning_rate: 1}", "unknown key optim.lerning_rate; did you mean optim.learning_rate?"),
         ("optim: fast", "optim: 'fast' is not allowed; allowed: keys and values, as in `optim: {key: value}`."),
-        ("optim: {learning_rate: }", "optim.learning_rate: null is not allowed; allowed: a number."),
-        ("optim: {name: 3}", "optim.name: 3 is not allowed; allowed: muon, adamw or sgd."),
+        ("optim: {learning_rate: }", "optim.learning_rate: null is not allowed; allowed: a number above 0, up to"),
         (
             "- optim",
             "must hold sections (run, data, tokenizer, model, batch, optim, schedule, train, track, hub, golf).",
         ),
         ("optim: {", "is not YAML"),
-        ("train:\n  max_steps: 010", "line 2: YAML reads 010 as 8; write 8 if you mean that, or put text in quotes."),
-        (
-            "train:\n  max_minutes: 1:30",
-            "line 2: YAML reads 1:30 as 90; write 90 if you mean that, or put text in quotes.",
-        ),
-        (
-            "run: {name: 1:30.5}",
-            "line 1: YAML reads 1:30.5 as 90.5; write 90.5 if you mean that, or put text in quotes.",
-        ),
+        ("train: {compile: yes}", "train.compile: 'yes' is not allowed; allowed: auto, true or false."),
         (
             "run: {seed: 1}",
             "the run has no limit; set train.max_steps, train.max_tokens, train.max_epochs or train.max_minutes.",
@@ -423,25 +417,34 @@ def _bomb(levels: int) -> str:
 
 
 HOSTILE_FILES: dict[str, tuple[str | bytes, str]] = {
-    "a key twice": ("train:\n  max_steps: 5\n  max_steps: 6", "max_steps appears twice, the second time in line 3."),
-    "a section twice": ("train: {max_steps: 5}\ntrain: {}", "train appears twice, the second time in line 2."),
+    "a key twice": (
+        "train:\n  max_steps: 5\n  max_steps: 6",
+        "line 3: while constructing a mapping found duplicate key",
+    ),
+    "a section twice": (
+        "train: {max_steps: 5}\ntrain: {}",
+        "line 2: while constructing a mapping found duplicate key",
+    ),
     "an alias bomb": (_bomb(9), "its aliases expand to more than 100,000 values."),
     "an alias to itself": ("data: &a\n  files: *a", "its aliases expand to more than 100,000 values."),
-    "deep lists": ("[" * 100_000, "nested too deeply."),
+    "deep lists": ("[" * 2000, "nested too deeply."),
     "deep mappings": ("data: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply."),
-    "a nested value": ("data: {files: [[[[[a]]]]]}", "data.files: [[[[['a']]]]] is not allowed; allowed: a list"),
+    "a nested value": ("data: {files: [[[[[a]]]]]}", "data.files: [[[['a']]]] is not allowed; allowed: a list"),
     "binary junk": (bytes(range(256)), "is not YAML: 'utf-8' codec can't decode"),
     "a NUL": ("train: {max_steps: 5}\0", "is not YAML: unacceptable character"),
     "UTF-16": ("train: {max_steps: 5}".encode("utf-16"), "is not YAML: 'utf-8' codec can't decode"),
     "a thirteenth month": ("run: {name: 2020-13-45}", "is not YAML: month must be in 1..12."),
     "5,000 digits": (f"train: {{max_steps: {'9' * 5000}}}", "is not YAML: Exceeds the limit"),
-    "300 digits": (f"train: {{max_steps: {'9' * 300}}}", "is out of range; allowed: a number above 0"),
-    "two documents": ("train: {max_steps: 5}\n---\n", "is not YAML: expected a single document"),
-    "a list as a key": ("? [a, b]\n: c", "is not YAML"),
+    "300 digits": (f"train: {{max_steps: {'9' * 300}}}", "is not allowed; allowed: a whole number from 1"),
+    "two documents": (
+        "train: {max_steps: 5}\n---\n",
+        "is not YAML: line 2: expected a single document in the stream",
+    ),
+    "a list as a key": ("? [a, b]\n: c", "unknown section ('a', 'b')"),
     "Python's tags": ("run: {name: !!python/object/apply:os.system [echo]}", "could not determine a constructor"),
     "lone surrogates": (
         'run: {output_dir: "\\ud800"}\ntrain: {max_steps: 1}',
-        "run.output_dir: '\\ud800' is out of range; allowed: text in UTF-8, without NUL.",
+        "run.output_dir: '\\ud800' is not allowed; allowed: text in UTF-8, without NUL.",
     ),
 }
 
@@ -522,21 +525,9 @@ def test_print_config_prints_the_resolved_config(config_file, capsys):
     )
 
 
-def test_every_key_is_documented():
-    documented = set()
-    for section, cls in SECTIONS.items():
-        (definition,) = ast.parse(inspect.getsource(cls)).body
-        assert isinstance(definition, ast.ClassDef)
-        for key, docstring in itertools.pairwise(definition.body):
-            if isinstance(key, ast.AnnAssign) and isinstance(docstring, ast.Expr):
-                assert isinstance(key.target, ast.Name)
-                documented.add(f"{section}.{key.target.id}")
-    assert documented == set(KEY_TYPES)
-
-
 def test_sections_are_frozen():
     config = load_config(ENDS).config
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(ValidationError, match="frozen"):
         config.optim.learning_rate = 1.0
 
 
@@ -548,11 +539,6 @@ def test_user_error_prints_no_traceback_and_exits_with_2(capsys):
         run_command(main)
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "error: what; where; what to do.\n"
-
-
-@pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
-def test_every_shipped_config_loads(config):
-    assert load_config(["--config", str(ROOT / "configs" / config)]).config.run.name == config.removesuffix(".yaml")
 
 
 def test_low_memory_sets_what_is_not_stated():

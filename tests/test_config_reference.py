@@ -1,19 +1,30 @@
-"""docs/config.md is generated from config/sections.py, and has every key with its values and default."""
+"""What is generated from config/sections.py is current: docs/config.md, and configs/schema.json with what ships."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
-from hfgolf.config.parse import KEY_TYPES
-from hfgolf.config.reference import markdown
+import jsonschema
+import pytest
 
-PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+from hfgolf.config.parse import KEY_TYPES, load_config
+from hfgolf.config.reference import markdown, schema
+from hfgolf.config.yaml_text import load_yaml
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def test_page_is_up_to_date():
     """To regenerate: python -m hfgolf.config.reference > docs/config.md"""
-    assert PAGE.read_text(encoding="utf-8") == markdown()
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == markdown()
+
+
+def test_schema_is_up_to_date():
+    """To regenerate: python -m hfgolf.config.reference --schema > configs/schema.json"""
+    assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == schema()
 
 
 def test_page_lists_every_key_with_values_default_and_meaning():
@@ -24,5 +35,20 @@ def test_page_lists_every_key_with_values_default_and_meaning():
         keys |= {f"{name}.{key}" for key, *_ in rows}
     assert keys == set(KEY_TYPES)
     assert "| `name` | muon, adamw or sgd | `muon` | muon: Muon for the hidden matrices" in markdown()
-    assert "| `betas` | a list of 2, each a number | `[0.9, 0.95]` | AdamW's" in markdown()
+    assert "| `betas` | a list of 2, each a number from 0 to below 1 | `[0.9, 0.95]` | AdamW's" in markdown()
     assert r"a file (tokenizer.json, \*.tiktoken" in markdown()  # not read as Markdown
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_loads_and_editors_check_it_by_the_schema(path):
+    assert load_config(["--config", str(path)]).config.run.name == path.stem
+    assert path.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=schema.json\n")
+    validator = jsonschema.Draft202012Validator(json.loads(schema()))
+    assert list(validator.iter_errors(load_yaml(path, "config"))) == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"optm": {}}, {"optim": {"nam": "sgd"}}, {"optim": {"eps": 0}}, {"hub": {"push": 1}}]
+)
+def test_the_schema_refuses_what_the_config_refuses(wrong):
+    assert not jsonschema.Draft202012Validator(json.loads(schema())).is_valid(wrong)

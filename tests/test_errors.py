@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from hfgolf.config.parse import run_command
 from hfgolf.system import errors
+from hfgolf.system.command import run_command
 from hfgolf.system.errors import UserError, explained, writing
 from hfgolf.system.wording import labeled
 from hfgolf.train.console import _SafeFormatter

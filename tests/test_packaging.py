@@ -153,7 +153,7 @@ def test_every_imported_library_is_declared():
     config = set_up()
     texts = "\n".join([config["options"]["install_requires"], *config["options.extras_require"].values()])
     declared = {re.sub(r"[^a-z0-9]", "", Requirement(line).name.lower()) for line in texts.split("\n") if line}
-    names = {"yaml": "pyyaml", "pynvml": "nvidiamlpy"}
+    names = {"ruamel": "ruamelyaml", "pynvml": "nvidiamlpy"}
     imported: set[str] = set()
     for path in [*(ROOT / "hfgolf").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

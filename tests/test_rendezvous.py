@@ -80,7 +80,7 @@ ALONE = """
 import logging, sys
 from datetime import timedelta
 from hfgolf.system import rendezvous
-from hfgolf.config.parse import run_command
+from hfgolf.system.command import run_command
 from hfgolf.system.signals import Signals
 
 logging.basicConfig(format="%(message)s")

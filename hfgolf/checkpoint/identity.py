@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.config.other_names import GONE, in_current_names
-from hfgolf.config.parse import KEY_TYPES, SECTIONS, ResolvedConfig
+from hfgolf.config.parse import KEY_TYPES, ResolvedConfig
 from hfgolf.config.sections import RunConfig, model_key
 from hfgolf.data.corpus import identity_changes
 from hfgolf.model.configuration_golf import MODEL_FIELDS
@@ -138,13 +138,9 @@ def read_identity(checkpoint: Path) -> dict[str, Any]:
 
 def saved_config(identity: Mapping[str, Any]) -> RunConfig:
     """Return the config that a checkpoint was saved with, secrets redacted. Raises UserError if it is not valid."""
-    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for dotted in identity["config"].keys() & KEY_TYPES.keys():  # ignore keys of other versions
-        section, key = dotted.split(".")
-        values[section][key] = identity["config"][dotted]
-    try:
-        return RunConfig(**{section: cls(**values[section]) for section, cls in SECTIONS.items()})
-    except TypeError as error:
+    try:  # without keys of other versions
+        return RunConfig.from_flat({key: value for key, value in identity["config"].items() if key in KEY_TYPES})
+    except UserError as error:
         raise UserError(f"{RUN_NAME} of the checkpoint is not valid ({one_line(error)}).") from None
 
 

@@ -8,7 +8,6 @@ don't fit, the round trip differs or the certificate fails.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import tempfile
@@ -74,7 +73,7 @@ def main() -> int:
             texts = arguments.files, arguments.calibration_files, arguments.text_column
             found = model_source(model, *texts, Path(cache))
         stated = {name: getattr(arguments, name) for name in _OF_THE_CONFIG if getattr(arguments, name) is not None}
-        golf = dataclasses.replace(found.golf, **stated)
+        golf = found.golf.replace(**stated)
         if golf.budget_bytes is None:
             raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")
         settings = Settings(golf, arguments.column_steps, arguments.mode, arguments.stride, arguments.code_files)

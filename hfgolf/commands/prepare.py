@@ -3,7 +3,6 @@
 Training then finds the tokens in the cache. Verifies the hashes of an existing cache. Builds no model and needs no GPU.
 """
 
-import dataclasses
 import time
 
 from hfgolf.commands.options import ScriptParser
@@ -28,7 +27,7 @@ def main() -> None:
         config = take_architecture(resolved).config
     started_at = time.perf_counter()
     # memory-mapped: there is no training here that would need them in RAM
-    tokens = load_tokens(dataclasses.replace(config.data, in_memory=False), config.tokenizer)
+    tokens = load_tokens(config.data.replace(in_memory=False), config.tokenizer)
     tokens.check(wait=True)
     seconds = time.perf_counter() - started_at
     for name, stream in (("train", tokens.train), ("val", tokens.val)):

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from hfgolf.config.parse import KEY_TYPES, ResolvedConfig, is_key, load_config, load_yaml
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words, nearest, shortened
@@ -82,8 +80,8 @@ def load_experiment(path: Path) -> Experiment:
     """Read a definition. Raises UserError, naming file and key, if its format is wrong."""
     if not path.is_file():
         raise UserError(f"there is no definition {path}; name one, such as benchmarks/experiments/muon_vs_adamw.yaml.")
-    # BaseLoader keeps every scalar as text: `no`, `1e-3` and 0.10 stay as written
-    content = load_yaml(path, str(path), yaml.BaseLoader)
+    # as text: `1e-3` and 0.10 stay as written
+    content = load_yaml(path, str(path), as_text=True)
     try:
         return _experiment(path, _mapping("a definition", content))
     except UserError as error:

@@ -7,7 +7,7 @@ has two names. Imports nothing of hfgolf.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _ACCUMULATION = "it follows from batch.tokens_per_step, batch.micro_batch_size and the number of processes"
@@ -132,9 +132,9 @@ MOVED_TO_OVERRIDES: dict[str, Any] = {
 }
 """{field of golf that was a key of the section model: its default, which files of earlier versions list}."""
 
-_HALF_LIFE = "optim.ema_half_life_tokens"
+HALF_LIFE = "optim.ema_half_life_tokens"
 GONE: dict[str, tuple[Any, str]] = {
-    _HALF_LIFE: (None, "set optim.ema_decay to 0.5 ** (batch.tokens_per_step / the half-life)"),
+    HALF_LIFE: (None, "set optim.ema_decay to 0.5 ** (batch.tokens_per_step / the half-life)"),
     "optim.nesterov": (True, "leave it out: the momentum of Muon and SGD is Nesterov's"),
     "optim.momentum_end": (None, "leave it out: momentum stays at optim.momentum"),
     "optim.split_qkv": (True, "leave it out: Muon takes queries, keys and values apart"),
@@ -154,51 +154,45 @@ def is_earlier(key: str) -> bool:
     return key in GONE or (key.startswith("model.") and key.removeprefix("model.") in MOVED_TO_OVERRIDES)
 
 
-def by_current_names(values: Mapping[str, Any], overrides: Collection[str] = ()) -> dict[str, Any]:
-    """Return {"section.key": value} of an earlier version by the keys of this one.
+def laid_over(below: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return {"section.key": value} of a layer over those below, by the keys of this version, and the keys it sets.
 
-    What moved has a key of three parts, "model.overrides.head_gate". What has its default is left out, unless it is
-    among `overrides`, the names that are set already. A key that is gone stays if its value is not the default.
+    What moved, and "model.overrides.NAME", become fields of the mapping model.overrides. A key of an earlier version
+    that has its default sets nothing, unless its field is set below. One that is gone stays if it has another value.
     """
-    current: dict[str, Any] = {}
-    for key, value in values.items():
-        name = key.removeprefix("model.")
-        if key in GONE:
-            current |= {} if _is(value, GONE[key][0]) else {key: value}
-        elif not is_earlier(key):
-            current[key] = value
-        elif name in overrides or not _is(value, MOVED_TO_OVERRIDES[name]):
-            current[f"model.overrides.{name}"] = list(value) if isinstance(value, tuple) else value
-    return current
+    values, said = dict(below), set()
+    if "optim.ema_decay" in layer:
+        values.pop(HALF_LIFE, None)
+    whole = {key: value for key, value in layer.items() if key == "model.overrides"}
+    for key, value in (whole | dict(layer)).items():
+        name = key.removeprefix("model.").removeprefix("overrides.")
+        fields = values.get("model.overrides", {})
+        if key in GONE and _is(value, GONE[key][0]):
+            values.pop(key, None)
+        elif key in GONE or not (is_earlier(key) or key.startswith("model.overrides.")):
+            values[key] = value
+            said.add("optim.ema_decay" if key == HALF_LIFE else key)
+        elif isinstance(fields, dict) and not (
+            is_earlier(key) and name not in fields and _is(value, MOVED_TO_OVERRIDES[name])
+        ):
+            values["model.overrides"] = {**fields, name: value}
+            said.add("model.overrides")
+    return values, said
 
 
 def _is(value: Any, default: Any) -> bool:
     return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
-def key_for(key: str) -> str:
-    """Return the key of this version, "section.key", that a value stated as `key` ends up in."""
-    return "optim.ema_decay" if key == _HALF_LIFE else ".".join(key.split(".")[:2])
-
-
-def with_ema_decay(values: Mapping[str, Any], tokens_per_step: Any) -> dict[str, Any]:
+def with_ema_decay(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with optim.ema_decay in place of the half-life that earlier versions took as well."""
-    half_life = values.get(_HALF_LIFE)
+    half_life, tokens_per_step = values.get(HALF_LIFE), values.get("batch.tokens_per_step", 4096)
     if not isinstance(half_life, int | float) or not isinstance(tokens_per_step, int) or half_life <= 0:
-        return dict(values)
+        return values
     decay = float(0.5 ** (tokens_per_step / half_life))
-    return {key: value for key, value in values.items() if key != _HALF_LIFE} | {"optim.ema_decay": decay}
+    return {key: value for key, value in values.items() if key != HALF_LIFE} | {"optim.ema_decay": decay}
 
 
 def in_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a whole config of an earlier version, {"section.key": value}, by the keys of this one."""
-    return with_ema_decay(with_overrides(by_current_names(values)), values.get("batch.tokens_per_step", 4096))
-
-
-def with_overrides(values: Mapping[str, Any], below: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return {"section.key": value} over `below`, with "model.overrides.NAME" put into the mapping model.overrides."""
-    prefix = "model.overrides."
-    fields = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-    merged = dict(below or {}) | {key: value for key, value in values.items() if not key.startswith(prefix)}
-    mapping = merged.get("model.overrides", {})
-    return merged | ({"model.overrides": {**mapping, **fields}} if fields and isinstance(mapping, dict) else {})
+    return with_ema_decay(laid_over({}, values)[0])

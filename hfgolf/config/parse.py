@@ -1,58 +1,46 @@
 """Parse `--config file.yaml --section.key value` into a checked RunConfig; turn a user's mistake into one clear line.
 
-Owns the parsing, the source of every value (default, file, command line, code, accelerate, auto) and the wrapper that
-runs every script. jsonargparse converts the types and prints `--help`. This module adds what it lacks: naming the
-nearest key, and saying in one line what is allowed. Imports nothing heavy before it is needed.
+Owns the order of file and command line, the source of every value (default, file, command line, code, accelerate,
+auto), and the nearest key to one that does not exist. The sections check the values.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import io
 import itertools
 import logging
-import math
 import os
 import re
-import select
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any
 
-import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hfgolf.config.other_names import (
     GONE,
+    HALF_LIFE,
+    MOVED_TO_OVERRIDES,
     OTHER_NAMES,
-    by_current_names,
     in_current_names,
     is_earlier,
-    key_for,
+    laid_over,
     with_ema_decay,
-    with_overrides,
 )
-from hfgolf.config.sections import RunConfig
-from hfgolf.system.errors import UserError, explained
-from hfgolf.system.redact import redact, redact_values
-from hfgolf.system.wording import close_match, join_words, nearest, one_line, shortened
+from hfgolf.config.sections import KEY_TYPES, SECTIONS, RunConfig, as_list
+from hfgolf.config.yaml_text import as_yaml, load_yaml, yaml_value
+from hfgolf.system.command import is_first_of_machine
+from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact_values
+from hfgolf.system.wording import close_match, join_words, nearest, shortened
 
 logger = logging.getLogger(__name__)
 
-SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
-KEY_TYPES: dict[str, Any] = {
-    f"{section}.{key}": kind for section, cls in SECTIONS.items() for key, kind in typing.get_type_hints(cls).items()
-}
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIGS = CONFIGS if CONFIGS.is_dir() else CONFIGS.parents[1] / "configs"  # beside the package in a checkout
-_MAX_VALUES = 100_000  # in one config, with aliases expanded
-# Numbers that YAML 1.1 reads differently than a person does: 010 is octal, 1:30 is base 60.
-_MISREAD = re.compile(r"[-+]?(0[0-7_]*[1-7][0-7_]*|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
-_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")  # one that YAML 1.1 reads as text, 1e-5
 
 
 @dataclass(frozen=True)
@@ -119,111 +107,96 @@ def load_config(
     """
     argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
     arguments = _one_token_per_option(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & {*arguments}:
+        from hfgolf.config.reference import print_help
+
+        print_help(description)
+        sys.exit(0)
     texts = [argument for argument in arguments if not argument.startswith("-")]
     path, options = _take_config([argument for argument in arguments if argument.startswith("-")])
-    objects = _with_lists({key: _plain(value) for key, value in (values or {}).items()})
-    if texts:
-        if "data.files" in objects or any(option.startswith("--data.files=") for option in options):
-            raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
-        options.insert(0, f"--data.files={as_yaml(texts)}")
-    pairs = [option[2:].split("=", 1) for option in options if option.startswith("--") and "=" in option]
-    texts_of_objects = {key: text for key, text in pairs if key.startswith("model.overrides") or is_earlier(key)}
-    options = [option for option in options if option[2:].split("=")[0] not in texts_of_objects]
-    objects |= {key: _yaml_value(text, f"{where}: {key}") for key, text in texts_of_objects.items()}
-    stated = objects | {key.removesuffix("+"): value for key, value in pairs if key not in objects}
-    stated.pop("print_config", None)
-    for key in stated:
+    pairs = [_pair(option, where) for option in options if option != "--print_config"]
+    for key in [*(values or {}), *dict(pairs)]:
         _check_key(key, where)
+    stated = {key: _plain(value) for key, value in (values or {}).items()}
+    stated |= {key: _typed(key, text, where) for key, text in pairs}
+    if texts and "data.files" in stated:
+        raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
+    stated |= {"data.files": texts} if texts else {}
     if texts and base is None and path is None:
-        base = shipped_base(_starts_elsewhere(stated))
-    below, sources = ({}, {}) if base is None else (base.stated(), base.sources)
+        base = shipped_base(stated.get("model.init_from") is not None)
+    below, sources = ({}, {}) if base is None else (base.stated(), dict(base.sources))
     if base and texts:
         below["run.name"] = text_name(texts)
     if path is not None:
         from_file = read_yaml(path)
         for key in from_file:
             _check_key(key, path)
-        from_file = _by_current_names(from_file, path, below)
-        below, sources = with_overrides(from_file, below), sources | dict.fromkeys(map(key_for, from_file), "file")
-    below = {key: value for key, value in below.items() if key not in stated.keys() & GONE.keys()}
-    stated = _by_current_names(stated, where, below)
-    objects = {key: value for key, value in stated.items() if key in objects or key not in KEY_TYPES}
+        below, said = _laid_over(below, from_file, path)
+        sources |= dict.fromkeys(said, "file")
     implied = _implied(below, stated)
-    below = ({} if needs_limit else {"train.max_steps": RunConfig().train.max_steps}) | below | implied
-    for key, value in stated.items():
-        # YAML 1.1 reads 1:30 as 90
-        if isinstance(value, str) and ":" in value and {int, float} & set(_parts(KEY_TYPES.get(key))):
-            raise _not_allowed(where, key, value)
-    parser = _build_parser(description, Path(sys.argv[0]).name)
+    merged, said = _laid_over(below | implied, stated, where)
+    sources |= dict.fromkeys(implied, "auto") | dict.fromkeys(said, where.removeprefix("the "))
+    if HALF_LIFE in merged:
+        merged, half_life = with_ema_decay(merged), merged[HALF_LIFE]
+        _say_once(f"{HALF_LIFE} {half_life} is now optim.ema_decay {merged['optim.ema_decay']}")
+    if not needs_limit:
+        merged = {"train.max_steps": RunConfig().train.max_steps} | merged
     try:
-        objects = _with_numbers(with_overrides(objects, below))
-        tokens_per_step = str(stated.get("batch.tokens_per_step", objects.get("batch.tokens_per_step", 4096)))
-        objects = _with_ema_decay(objects, int(tokens_per_step) if tokens_per_step.isdigit() else 1)
-        sections = parser.parse_args(options, namespace=parser.parse_object(_nested(objects), defaults=False))
-    except (argparse.ArgumentError, argparse.ArgumentTypeError, RecursionError, TypeError, ValueError) as error:
-        raise _explain(error, stated, below, path, where) from None
-    for key, value in objects.items():  # jsonargparse accepts null for any type
-        if value is None and type(None) not in typing.get_args(KEY_TYPES[key]):
-            raise _not_allowed(where if key in stated else path, key, None)
-    sources |= dict.fromkeys(implied, "auto") | dict.fromkeys(map(key_for, stated), where.removeprefix("the "))
-    try:
-        config = RunConfig(**{name: cls(**vars(sections[name])) for name, cls in SECTIONS.items()})
+        config = RunConfig.from_flat(merged)
     except UserError as error:
-        raise _with_origin(error, sources) from None
+        raise _with_origin(error, sources, path, where) from None
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
-    return ResolvedConfig(config, sources).with_low_memory()
+    resolved = ResolvedConfig(config, sources).with_low_memory()
+    if "--print_config" in options:
+        print(resolved.to_yaml(), end="")
+        sys.exit(0)
+    return resolved
 
 
-def _by_current_names(values: Mapping[str, Any], where: str, below: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by the keys of this version, and say where those went that moved.
+def _pair(option: str, where: str) -> tuple[str, str]:
+    """Return the key and the text of an option."""
+    key, equals, text = option.partition("=")
+    if not key.startswith("--"):
+        raise UserError(f"{where}: {shortened(option)} is no option; options are --section.key VALUE.")
+    if not equals:
+        _check_key(key[2:], where)
+        raise UserError(f"{where}: {key} needs a value.")
+    return key[2:], text
 
-    where: the file or the command line. below: the values that these win over. Raises UserError for a value that can't
-    be set any more.
+
+def _typed(key: str, text: str, where: str) -> Any:
+    """Return the value of an option's text: YAML, but text as it stands for a key that takes any."""
+    kind = KEY_TYPES.get(key)
+    parts = _parts(kind)
+    if typing.get_origin(parts[0]) is list:
+        return as_list(yaml_value(text, f"{where}: {key}", as_text=True))
+    if str in parts:
+        return None if text in ("null", "~") and type(None) in parts else text
+    return yaml_value(text, f"{where}: {key}")
+
+
+def _laid_over(below: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
+    """Return what `laid_over` does, and say where those keys went that moved.
+
+    where: the file or the command line. Raises UserError for a value that can't be set any more.
     """
-    current = by_current_names(values, below.get("model.overrides", ()))
-    for key in with_ema_decay(current, 1).keys() & GONE.keys():
+    values, said = laid_over(below, layer)
+    for key in with_ema_decay(values).keys() & GONE.keys():
         raise UserError(f"{where}: {key} is gone; {GONE[key][1]}.")
-    moved = {key.removeprefix("model.overrides."): _number(current[key]) for key in current if key not in values}
+    names = [key for key in layer if is_earlier(key) and key.removeprefix("model.") in MOVED_TO_OVERRIDES]
+    fields = values.get("model.overrides", {})
+    moved = {key: fields[key.removeprefix("model.")] for key in names if key.removeprefix("model.") in fields}
     if moved:
-        names = join_words(f"model.{name}" for name in moved)
-        _say_once(f"{where}: {names} moved; now model.overrides: {as_yaml(moved)}")
-    return current
-
-
-def _with_ema_decay(values: dict[str, Any], tokens_per_step: int) -> dict[str, Any]:
-    current = with_ema_decay(values, tokens_per_step)
-    for key in values.keys() - current.keys():
-        _say_once(f"{key} {values[key]} is now optim.ema_decay {current['optim.ema_decay']}")
-    return current
+        new = as_yaml({key.removeprefix("model."): value for key, value in moved.items()})
+        _say_once(f"{where}: {join_words(moved)} moved; now model.overrides: {new}")
+    return values, said
 
 
 @functools.cache
 def _say_once(line: str) -> None:
-    if _is_first_of_machine():
+    if is_first_of_machine():
         logger.warning("%s", line)
-
-
-def _yaml_value(text: str, where: str) -> Any:
-    """Return what YAML makes of an option's text."""
-    try:
-        _check_nodes(yaml.compose(text, yaml.SafeLoader), {})
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: {shortened(text)} is not YAML ({one_line(error)[:100]}).") from None
-
-
-def _with_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with numbers such as 1e-5 in model.overrides, whose types only the architecture knows."""
-    return {key: _number(value) if key == "model.overrides" else value for key, value in values.items()}
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _number(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_number(item) for item in value]
-    return float(value) if isinstance(value, str) and _FLOAT.fullmatch(value) else value
 
 
 def _take_config(options: list[str]) -> tuple[str | None, list[str]]:
@@ -260,23 +233,17 @@ def text_name(texts: Sequence[str]) -> str:
     return re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text"
 
 
-def _implied(below: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return what other values imply: data.source files for data.files, and no segments for weights that exist."""
     implied: dict[str, Any] = {}
-    where: Mapping[str, Any] = next((values for values in (stated, below) if "data.files" in values), {})
-    has_files = where.get("data.files", "[]") not in ("[]", [], None)
+    where = next((values for values in (stated, below) if "data.files" in values), {})
     is_stated = "data.source" in {**where, **stated} or below.get("data.source") in ("files", "shards")
-    if has_files and not is_stated:
+    if where.get("data.files") and not is_stated:
         implied["data.source"] = "files"
     # a file's segments are for its random weights, which know nothing yet
-    if _starts_elsewhere(stated) and below.get("batch.segment_length") and "batch.segment_length" not in stated:
+    if stated.get("model.init_from") is not None and below.get("batch.segment_length"):
         implied["batch.segment_length"] = None
     return implied
-
-
-def _starts_elsewhere(stated: Mapping[str, Any]) -> bool:
-    """Return whether the command line names weights that exist."""
-    return stated.get("model.init_from") not in (None, "null", "~")
 
 
 def find_config(name: str) -> str:
@@ -306,18 +273,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
                 f" `{section}: {{key: value}}`."
             )
         flat |= {f"{section}.{key}": value for key, value in (keys or {}).items()}
-    # YAML 1.1 reads an unquoted `no` as false
-    return _with_lists(
-        {key: "no" if value is False and "no" in _parts(KEY_TYPES.get(key)) else value for key, value in flat.items()}
-    )
-
-
-def _with_lists(flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with each text alone, where a list of texts is wanted, as a list of one."""
-    return {
-        key: [value] if isinstance(value, str) and KEY_TYPES.get(key) == list[str] else value
-        for key, value in flat.items()
-    }
+    return flat
 
 
 def _plain(value: Any) -> Any:
@@ -332,183 +288,26 @@ def _plain(value: Any) -> Any:
 
 def read_settings(path: str | Path) -> dict[str, Any]:
     """Return what `read_yaml` does, without keys that this version does not know and values of the wrong type."""
-    return {
-        key: value
-        for key, value in _with_numbers(in_current_names(read_yaml(path))).items()
-        if key in KEY_TYPES and has_type(value, KEY_TYPES[key], 2**64)
-    }
+    values = in_current_names(read_yaml(path))
+    return {key: value for key, value in values.items() if key in KEY_TYPES and _fits(value, _adapter(key))}
 
 
-def load_yaml(path: str | Path, where: str, loader: type[Any] = yaml.SafeLoader) -> Any:
-    """Return the content of a YAML file. where: the file's name in error messages.
+def has_type(value: Any, kind: Any) -> bool:
+    """Return whether a value read from YAML or JSON fits a type annotation, with its bounds."""
+    return _fits(value, TypeAdapter(kind, config=ConfigDict(strict=True)))
 
-    Raises UserError if the file cannot be read, is not YAML, repeats a key, expands without end through its aliases, or
-    holds a number that YAML reads as a different one.
-    """
+
+@functools.cache
+def _adapter(key: str) -> TypeAdapter[Any]:
+    return TypeAdapter(KEY_TYPES[key], config=ConfigDict(strict=True))
+
+
+def _fits(value: Any, adapter: TypeAdapter[Any]) -> bool:
     try:
-        document = loader(Path(path).read_text(encoding="utf-8"))
-        node = document.get_single_node()
-        _check_nodes(node, {})
-        return None if node is None else document.construct_document(node)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    except OSError as error:
-        raise UserError(f"{where} cannot be read ({error.strerror}).") from None
-    except RecursionError:
-        raise UserError(f"{where} is not a config: it is nested too deeply.") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, a 13th month, 5,000 digits
-        raise UserError(f"{where} is not YAML: {one_line(error)}.") from None
-
-
-def run_command(main: Callable[[], int | None]) -> None:
-    """Run a script's main(). A UserError becomes one line on stderr, once per machine, and exit status 2.
-
-    So does any error behind which is something that the machine refuses, such as space on a disk.
-    """
-    # before torch is imported: when a process is gone, its store writes 30 lines of C++ frames for each call
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a sample holds any character, an old locale's terminal does not
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        _require_readable(sys.argv)
-        status = main()
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except UserError as error:
-        status = _say(error)
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
-        if not silence_if_closed(sys.stdout):
-            raise
-        status = 141  # 128 + SIGPIPE
-    except OSError as error:
-        if error.filename is None and (reason := _refusal_of(sys.stdout)):
-            with suppress(OSError):
-                print(f"error: the output could not be written: {reason}.", file=sys.stderr)
-            status = 1
-        else:
-            status = _say(explained(error) or error)
-    except Exception as error:
-        status = _say(explained(error) or error)
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            if not silence_if_closed(stream):  # else Python's flush at exit fails, and the status becomes 120
-                _refusal_of(stream, "")
-    sys.exit(status)
-
-
-def _require_readable(words: list[str]) -> None:
-    if sys.getfilesystemencoding() != "utf-8" and (odd := next((w for w in words if not w.isprintable()), None)):
-        raise UserError(f"the command line: this locale has no characters for {odd!r}; set LC_ALL=C.UTF-8.")
-
-
-def _say(error: Exception) -> int:
-    """Print a UserError, unless the first process of this machine does, and return the exit status; else raise it."""
-    if not isinstance(error, UserError):
-        raise error
-    if _is_first_of_machine() or error.by_any_rank:  # ranks.py tells the first of the others' errors
-        with suppress(OSError):
-            print(error.shown(redact), file=sys.stderr)
-    return 2
-
-
-def _is_first_of_machine() -> bool:
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
-
-
-def _refusal_of(stream: TextIO | None, text: str = "\n") -> str | None:
-    """Return why a stream takes no text, and redirect it to nowhere; None if it takes some."""
-    if stream is None or stream.closed:
-        return None
-    try:
-        print(end=text, file=stream, flush=True)
-    except OSError as error:
-        _silence(stream.fileno())
-        return error.strerror
-    return None
-
-
-def silence_if_closed(stream: TextIO | None) -> bool:
-    """Redirect a stream to nowhere if its reader is gone (closed terminal, broken pipe); return whether it was."""
-    if stream is None or not hasattr(select, "poll"):  # Windows has no poll
+        adapter.validate_python(value)
+    except ValidationError:
         return False
-    try:
-        descriptor = stream.fileno()
-    except (OSError, ValueError):  # not a file, as in a notebook
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)  # report only errors and hang-ups
-    if not poll.poll(0):
-        return False
-    _silence(descriptor)
     return True
-
-
-def _silence(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
-def has_type(value: Any, kind: Any, largest: float = math.inf) -> bool:
-    """Return whether a value read from YAML or JSON fits a type annotation, with numbers up to `largest`."""
-    arguments, origin = typing.get_args(kind), typing.get_origin(kind)
-    if kind is Any or origin is Literal:
-        return kind is Any or value in arguments
-    if kind in (int, float):
-        return type(value) in (int, kind) and abs(value) <= largest
-    if origin in (list, tuple):
-        return isinstance(value, list) and all(has_type(item, arguments[0], largest) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(has_type(item, arguments[1], largest) for item in value.values())
-    return any(has_type(value, argument, largest) for argument in arguments) if arguments else type(value) is kind
-
-
-def _check_nodes(node: yaml.Node | None, sizes: dict[int, float]) -> float:
-    """Return the number of values below a node, counting every use of an alias. sizes: the known numbers, by id."""
-    if id(node) not in sizes:
-        sizes[id(node)] = math.inf  # until it is known: an alias to its own parent is endless
-        if isinstance(node, yaml.ScalarNode):
-            _check_number(node)
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        keys = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
-        for number, key in enumerate(keys):
-            if key in keys[:number]:
-                line = pairs[number][0].start_mark.line + 1
-                raise yaml.YAMLError(f"{key} appears twice, the second time in line {line}")
-        inner = [*sum(pairs, ())] if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
-        sizes[id(node)] = 1 + sum(_check_nodes(value, sizes) for value in inner)
-        if sizes[id(node)] > _MAX_VALUES:
-            raise yaml.YAMLError(f"its aliases expand to more than {_MAX_VALUES:,} values")
-    return sizes[id(node)]
-
-
-def _check_number(node: yaml.ScalarNode) -> None:
-    """Raise UserError if YAML 1.1 reads a number as a different one. BaseLoader resolves no numbers, so it passes."""
-    text = node.value
-    if not node.tag.endswith((":int", ":float")) or not _MISREAD.fullmatch(text):
-        return
-    value = yaml.safe_load(text)
-    if ":" in text or value != int(text.replace("_", "")):  # octal 007 is 7, too
-        line = node.start_mark.line + 1
-        raise UserError(
-            f"line {line}: YAML reads {text} as {value}; write {value} if you mean that, or put text in quotes."
-        )
-
-
-@functools.cache  # it takes 0.1 s to read the docstrings of all keys
-def _build_parser(description: str, program: str) -> Any:
-    from jsonargparse import ArgumentParser, set_parsing_settings
-
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(program, description=description, exit_on_error=False)
-    parser.add_argument(
-        "--config", action="config", help="YAML file with the sections below, or the name of one of hfgolf's: small."
-    )
-    for section, cls in SECTIONS.items():
-        parser.add_class_arguments(cls, section)
-    return parser
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -535,7 +334,7 @@ def _one_token_per_option(arguments: Sequence[str], others: list[str] | None = N
             others.append(argument)
             continue
         values = [value] if equals else list(itertools.takewhile(lambda a: not a.startswith("--"), arguments))
-        is_list = typing.get_origin(KEY_TYPES.get(key[2:].removesuffix("+"))) is list
+        is_list = typing.get_origin(_parts(KEY_TYPES.get(key[2:]))[0]) is list
         if not equals and key.startswith("--"):
             values = values if is_list else values[:1]
             del arguments[: len(values)]
@@ -567,74 +366,20 @@ def _check_key(key: str, where: str | None) -> None:
     raise UserError(f"{where}: unknown key {key}; {advice}")
 
 
-def _nested(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    nested: dict[str, dict[str, Any]] = {}
-    for key, value in flat.items():
-        nested.setdefault(key.split(".")[0], {})[key.split(".")[1]] = value
-    return nested
-
-
-def _explain(
-    error: Exception, from_command_line: dict[str, Any], from_file: dict[str, Any], path: str | None, where: str
-) -> UserError:
-    """Turn jsonargparse's message into one line: where, which key, which value, what is allowed."""
-    if isinstance(error, RecursionError):
-        return UserError(f"{where}: a value is nested too deeply.")
-    match = re.search(r'key "([\w.]+)"', str(error))
-    if not match or match[1] not in KEY_TYPES:
-        return UserError(f"{one_line(error)}.")
-    key = match[1]
-    value = from_command_line.get(key, from_file.get(key))
-    return _not_allowed(where if key in from_command_line else path, key, value)
-
-
-def _with_origin(error: UserError, sources: dict[str, str]) -> UserError:
-    """Return an error that also says where the value that it blames is from, if nobody wrote it."""
+def _with_origin(error: UserError, sources: Mapping[str, str], path: str | None, where: str) -> UserError:
+    """Return an error that also says where the value that it blames is from."""
     key = str(error).partition(": ")[0]
     origin = sources.get(key, "the defaults")
-    is_written = key not in KEY_TYPES or origin not in ("the defaults", "small", "finetune", "auto")
-    return error if is_written else UserError(f"{error} It is from {origin}.")
-
-
-def _not_allowed(where: str | None, key: str, value: object) -> UserError:
-    shown = "null" if value is None else " ".join(shortened(value).split())
-    return UserError(f"{where}: {key}: {shown} is not allowed; allowed: {describe_type(KEY_TYPES[key])}.")
+    if key in KEY_TYPES and origin in ("the defaults", "small", "finetune", "auto"):
+        return UserError(f"{error} It is from {origin}.")
+    is_of_one_key = isinstance(error.__cause__, ValidationError)
+    return UserError(f"{path if origin == 'file' else where}: {error}") if is_of_one_key else error
 
 
 def _parts(kind: Any) -> list[Any]:
-    """Return the types and literal values in a config type: int and "auto" in `int | Literal["auto"]`."""
+    """Return the types in a config type, without bounds: list[str] alone, or str and None in `str | None`."""
     arguments = typing.get_args(kind)
-    return [kind] if not arguments else [part for argument in arguments for part in _parts(argument)]
-
-
-def describe_type(kind: Any) -> str:
-    """Describe a config type in words."""
-    plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    if kind in plain:
-        return plain[kind]
-    if kind is type(None):
-        return "null"
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is Literal:
-        return join_words((as_yaml(argument).strip("'") for argument in arguments), last=" or ")
-    if typing.get_origin(kind) is list:
-        return f"a list, each {describe_type(arguments[0])}"
-    if typing.get_origin(kind) is dict:
-        return "a mapping"
-    if typing.get_origin(kind) is tuple:
-        return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
-    return " or ".join(describe_type(argument) for argument in arguments)
-
-
-def as_yaml(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    value = list(value) if isinstance(value, tuple) else value
-    dumped: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6)
-    return dumped.removesuffix("...\n").strip()
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes a text such as 1e3, too, which jsonargparse reads as a number."""
-
-
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+    if typing.get_origin(kind) is typing.Annotated:
+        return _parts(arguments[0])
+    is_one = not arguments or typing.get_origin(kind) in (list, dict, tuple, typing.Literal)
+    return [kind] if is_one else [part for argument in arguments for part in _parts(argument)]

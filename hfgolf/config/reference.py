@@ -1,17 +1,24 @@
-"""docs/config.md, generated from config/sections.py: every key with its values, its default and its meaning.
+"""What is generated from config/sections.py, every key with its values, default and meaning: docs/config.md, the help
+and the JSON Schema.
 
-`python -m hfgolf.config.reference` prints the page. The meanings are the docstrings that `--help` shows.
+`python -m hfgolf.config.reference` prints the page, and with `--schema` configs/schema.json. The meanings are the
+docstrings.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
-import dataclasses
 import inspect
 import itertools
+import json
 import re
+import sys
+from pathlib import Path
+from typing import Any
 
-from hfgolf.config.parse import KEY_TYPES, SECTIONS, as_yaml, describe_type
+from hfgolf.config.sections import KEY_TYPES, SECTIONS, RunConfig, describe_type
+from hfgolf.config.yaml_text import as_yaml
 
 INTRODUCTION = r"""# The config
 
@@ -21,9 +28,13 @@ A config is a YAML file of sections. `configs/` has `configs/small.yaml`, `confi
 GPU, `configs/tinystories.yaml` and `configs/fineweb_124m.yaml`; `configs/golf_*.yaml` are for a number of bytes (see
 docs/golf.md). Each begins with its command and what to expect.
 
+Editors that know JSON Schema complete and check a config that begins with
+`# yaml-language-server: $schema=` and the path of `configs/schema.json`.
+
 Every key is also an option, such as `--optim.learning_rate 3e-4`. The command line wins over the file, in whatever
 order they come, and the file over the default. Of a key given twice, the last value counts. `--help` explains every
 key, and `--print_config` prints the outcome. An unknown key or a wrong value gives one line that names the right one.
+Values are YAML 1.2: `no` and `yes` are text, `010` is ten, `1e-5` is a number.
 
 The default model is a modern block: RMSNorm, rotary positions, normed queries and keys, squared ReLU, no biases, and
 output projections that start at zero. These options make it GPT-2, to 1e-5 in the logits:
@@ -42,17 +53,46 @@ def markdown() -> str:
     """Return docs/config.md."""
     lines = INTRODUCTION.splitlines()
     for section, config in SECTIONS.items():
-        meanings = docstrings(config)
         lines += ["", f"## {section}", "", " ".join(str(config.__doc__).split())]
         lines += ["", "| key | values | default | meaning |", "|---|---|---|---|"]
-        for key, default in defaults(config).items():
-            values = describe_type(KEY_TYPES[f"{section}.{key}"])
-            lines.append(f"| `{key}` | {values} | `{as_yaml(default)}` | {escaped(meanings[key])} |")
+        for key, meaning in docstrings(config).items():
+            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(default_of(config, key))
+            lines.append(f"| `{key}` | {values} | `{default}` | {escaped(meaning)} |")
     return "\n".join(lines) + "\n"
 
 
+def schema() -> str:
+    """Return configs/schema.json, the JSON Schema (2020-12) of a config file."""
+    content = RunConfig.model_json_schema()
+    for name, config in SECTIONS.items():  # an empty section is null
+        section = content["$defs"][config.__name__]
+        content["properties"][name] = {"anyOf": [{"$ref": f"#/$defs/{config.__name__}"}, {"type": "null"}]}
+        for key, meaning in docstrings(config).items():
+            section["properties"][key]["description"] = meaning
+            section["properties"][key].pop("title")
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **content}, indent=1) + "\n"
+
+
+def print_help(description: str) -> None:
+    """Print what a command with the options of a config takes."""
+    program = Path(sys.argv[0]).name
+    usage = f"{program} [-h] [--config FILE] [--print_config] [--section.key VALUE ...] [TEXT ...]"
+    parser = argparse.ArgumentParser(program, usage=usage, description=description)
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with the sections below, or the name of one of hfgolf's: small"
+    )
+    parser.add_argument("--print_config", action="store_true", help="print the config with its sources, and exit")
+    for section, config in SECTIONS.items():
+        group = parser.add_argument_group(section, config.__doc__)
+        for key, meaning in docstrings(config).items():
+            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(default_of(config, key))
+            text = f"{meaning} ({values}; default: {default})".replace("%", "%%")
+            group.add_argument(f"--{section}.{key}", metavar="VALUE", help=text)
+    parser.print_help()
+
+
 def docstrings(config: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, on one line."""
+    """Return the docstring below each key of a section, on one line."""
     (definition,) = ast.parse(inspect.getsource(config)).body
     assert isinstance(definition, ast.ClassDef)
     return {
@@ -62,12 +102,9 @@ def docstrings(config: type) -> dict[str, str]:
     }
 
 
-def defaults(config: type) -> dict[str, object]:
-    """Return the default of each field of a dataclass."""
-    return {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(config)
-    }
+def default_of(config: Any, key: str) -> Any:
+    """Return the default of a key."""
+    return config.model_fields[key].default
 
 
 def escaped(text: str) -> str:
@@ -76,4 +113,4 @@ def escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(schema() if "--schema" in sys.argv else markdown(), end="")

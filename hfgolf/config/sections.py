@@ -1,18 +1,20 @@
-"""The config of a run: one frozen dataclass per section.
+"""The config of a run: one frozen section per part of it.
 
-Owns the keys, their meanings, defaults and ranges. Does not know how users set them (see parse.py) or what they
-do. Imports nothing heavy, so `--help` is quick. The docstring under each key is its `--help` text.
+Owns the keys, their meanings, defaults, types and bounds, and how these read in words. Does not know how users set
+them (see parse.py) or what they do. Imports nothing heavy, so `--help` is quick. The docstring under each key is its
+`--help` text.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-import re
 import typing
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from itertools import chain
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words, shortened
@@ -20,65 +22,127 @@ from hfgolf.system.wording import join_words, shortened
 _MAX_INT = 10**15  # a double represents every integer up to here exactly
 _MAX_FLOAT = 1e38  # larger values overflow fp32
 _MIN_EVAL_TOKENS = 4096  # fewer are too noisy to choose the best step by
+_IN_UTF8 = "text in UTF-8, without NUL"
 
 
-def _require(key: str, value: object, is_allowed: bool, allowed: str) -> None:
-    if not is_allowed:
-        raise UserError(f"{key}: {shortened(value)} is out of range; allowed: {allowed}.")
+def _known(value: Any) -> Any:
+    """Return a value of model.overrides; raise ValueError for one that no field takes, and that fails much later."""
+    is_known = isinstance(value, dict | list | tuple | None)
+    for item in value if isinstance(value, list | tuple) else chain(*value.items()) if isinstance(value, dict) else ():
+        _known(item)
+    if isinstance(value, str):
+        is_known = "\0" not in value and value == value.encode("utf-8", "ignore").decode()
+    elif isinstance(value, int | float):
+        is_known = abs(value) <= (_MAX_INT if isinstance(value, int) else _MAX_FLOAT)
+    if not is_known:
+        raise ValueError
+    return value
 
 
-def _require_positive(section: str, config: object, *names: str, maximum: int | None = None) -> None:
-    for name in names:
-        value = getattr(config, name)
-        allowed = "a number above 0" + (f", up to {maximum}" if maximum else "")
-        is_allowed = value is None or (not isinstance(value, str) and 0 < value <= (maximum or math.inf))
-        _require(f"{section}.{name}", value, is_allowed, allowed)
+def as_list(value: Any) -> Any:
+    """Return a text alone as a list of one, and a tuple as a list."""
+    return [value] if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
 
 
-def _require_not_negative(section: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(f"{section}.{name}", value, value is None or value >= 0, "0 or more")
+def _short(name: str) -> str:
+    if len(name.encode()) > 200:  # file systems allow 255; leave room for suffixes
+        raise ValueError
+    return name
 
 
-def _require_sane(key: str, value: object) -> None:
-    """Reject values that no key can use and that would cause an overflow or an encoding error much later."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            _require_sane(key, item)
-    elif isinstance(value, dict):
-        for item in value.items():
-            _require_sane(key, item)
-    elif isinstance(value, str):
-        is_text = "\0" not in value and value == value.encode("utf-8", "ignore").decode()
-        _require(key, value, is_text, "text in UTF-8, without NUL")
-    elif isinstance(value, int | float) and key != "run.seed":
-        maximum = _MAX_INT if isinstance(value, int) else _MAX_FLOAT
-        _require(key, value, abs(value) <= maximum, f"numbers up to {maximum:g}")
+Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
+Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
+Positive = Annotated[float, Field(gt=0, le=_MAX_FLOAT)]
+NotNegative = Annotated[float, Field(ge=0, le=_MAX_FLOAT)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Width = Annotated[int, Field(ge=1, le=2**17)]
+Positions = Annotated[int, Field(ge=1, le=2**24)]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+Texts = Annotated[list[Text], BeforeValidator(as_list, json_schema_input_type=list[Text] | Text)]
+Auto = Literal["auto"]
+_OVERRIDES = Field(description="a mapping of names to finite numbers, text, true, false, null, lists and mappings")
+Overrides = Annotated[dict[str, Any], _OVERRIDES, AfterValidator(_known)]
+_NAME = Field(pattern=r"^\w[\w.-]*$", description="letters, digits, . _ -, up to 200 bytes")
+Name = Annotated[str, _NAME, AfterValidator(_short)]
+_LICENSE = Field(pattern=r"^[a-z0-9]+([.-][a-z0-9]+)*$", description="a name in lower case such as apache-2.0")
+License = Annotated[str, _LICENSE]
+_LANGUAGE = Field(pattern=r"^([a-z]{2,3}|code|multilingual)$", description="a code of ISO 639, code or multilingual")
+Language = Annotated[str, _LANGUAGE]
+Languages = Annotated[list[Language], BeforeValidator(as_list, json_schema_input_type=list[Language] | Language)]
+Trigger = Literal["nonfinite", "spike", "divergence"]
+Triggers = Annotated[list[Trigger], BeforeValidator(as_list, json_schema_input_type=list[Trigger] | Trigger)]
 
 
-@functools.cache
-def _choices(section: type) -> dict[str, list[str]]:
-    """Return {key: names} of the keys of a section that take names out of a few, and no other text."""
-    choices: dict[str, list[str]] = {}
-    for key, kind in typing.get_type_hints(section).items():
-        parts = [kind]
-        while any(typing.get_args(part) for part in parts):
-            parts = [inner for part in parts for inner in (typing.get_args(part) or [part])]
-        names = [part for part in parts if isinstance(part, str)]
-        choices |= {key: names} if names and str not in parts else {}
-    return choices
+def shown(value: object) -> str:
+    """Return a value for an error message, as YAML names it."""
+    names = {None: "null", True: "true", False: "false"}
+    return names[value] if value is None or isinstance(value, bool) else " ".join(shortened(value).split())
 
 
-def _require_known(section: str, config: Any) -> None:
-    """Reject a name that no key knows; the command line does so itself."""
-    kind: Any = type(config)
-    for key, names in _choices(kind).items():
-        value = getattr(config, key)
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, str) and item not in names:
-                allowed = join_words(names, last=" or ")
-                raise UserError(f"{section}.{key}: {shortened(item)} is not allowed; allowed: {allowed}.")
+def refusal(key: str, value: object, allowed: str) -> UserError:
+    """Return the error that says in one line which key, which value, and what is allowed."""
+    return UserError(f"{key}: {shown(value)} is not allowed; allowed: {allowed}.")
+
+
+def describe_type(kind: Any) -> str:
+    """Describe the type of a key in words, with its bounds."""
+    plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    plain[type(None)] = "null"
+    if kind in plain:
+        return plain[kind]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        field = next((part for part in arguments if isinstance(part, FieldInfo)), FieldInfo())
+        return field.description or describe_type(arguments[0]) + _describe_bounds(field)
+    if origin is Literal:
+        return join_words((name if isinstance(name, str) else shown(name) for name in arguments), " or ")
+    if origin is list:
+        return f"a list, each {describe_type(arguments[0])}"
+    if origin is dict:
+        return "a mapping"
+    if origin is tuple:
+        return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
+    return " or ".join(describe_type(argument) for argument in arguments)
+
+
+def _describe_bounds(field: FieldInfo) -> str:
+    is_above = any(hasattr(bound, "gt") for bound in field.metadata)
+    words = {"gt": " above {}", "ge": " from {}"}
+    words |= {"le": ", up to {}", "lt": ", below {}"} if is_above else {"le": " to {}", "lt": " to below {}"}
+    found = ((word, getattr(bound, name, None)) for name, word in words.items() for bound in field.metadata)
+    text = "".join(word.format(value) for word, value in found if value is not None)
+    return text.replace(str(_MAX_INT), "10^15").replace(str(_MAX_FLOAT), "10^38")
+
+
+class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
+    """Keys with their types and bounds. A value that these do not allow raises UserError, in one line."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise self._explained(error) from error
+
+    @classmethod
+    def _explained(cls, error: ValidationError) -> UserError:
+        """Return pydantic's first error as one line."""
+        first = error.errors()[0]
+        name, value = str(first["loc"][0]), first["input"]
+        key = f"{cls.__name__.removesuffix('Section').lower()}.{name}" if cls.__name__ != "RunConfig" else name
+        if first["type"] == "extra_forbidden":
+            return UserError(f"{key}: there is no such key.")
+        allowed = describe_type(key_types(cls)[name])
+        return refusal(key, value, allowed.replace("text", _IN_UTF8, 1) if isinstance(value, str) else allowed)
+
+    def replace(self, **values: Any) -> Self:
+        """Return a checked copy with the values replaced."""
+        return type(self)(**dict(self) | values)
+
+
+def key_types(section: type) -> dict[str, Any]:
+    """Return {key: type} of a section, with the bounds."""
+    return {key: kind for key, kind in typing.get_type_hints(section, include_extras=True).items() if key[0] != "_"}
 
 
 def budgeted_eval_tokens(tokens_per_step: int, every_steps: int, passes: int = 1) -> int:
@@ -95,93 +159,77 @@ def _nearest_multiples(value: int, of: int) -> str:
     return f"{below} or {above}" if below else str(above)
 
 
-@dataclass(frozen=True)
-class RunSection:
+class RunSection(Section, frozen=True):
     """The run and its folder."""
 
-    name: str | None = None
+    name: Name | None = None
     """Name of the run and of its folder in output_dir; null: the name of the config file."""
-    output_dir: str = "runs"
+    output_dir: Text = "runs"
     """Folder that holds the run folders."""
-    seed: int = 1337
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1337
     """Seed of the weights, dropout and batch order."""
-    price_per_hour: float | None = None
+    price_per_hour: NotNegative | None = None
     """Dollars per hour for the whole machine, used for the cost in the report; null: unknown."""
 
-    def __post_init__(self) -> None:
-        _require("run.seed", self.seed, 0 <= self.seed < 2**63, "0 to 9223372036854775807")
-        _require_not_negative("run", self, "price_per_hour")
-        name = self.name
-        _require(
-            "run.name", name, name is None or re.fullmatch(r"\w[\w.-]*", name) is not None, "letters, digits, . _ -"
-        )
-        is_short = name is None or len(name.encode()) <= 200  # file systems allow 255; leave room for suffixes
-        _require("run.name", name, is_short, "up to 200 bytes")
 
-
-@dataclass(frozen=True)
-class DataSection:
+class DataSection(Section, frozen=True):
     """Where the text comes from and how it is split into training and validation."""
 
     source: Literal["python_stdlib", "files", "hub", "shards"] = "python_stdlib"
     """python_stdlib: the source code of Python's standard library; files: see data.files; hub: see data.hub_name;
     shards: data.files and data.val_files hold token ids, with the header of llm.c and the golf challenge, without one
     (nanoGPT), as datatrove's .ds or as .npy. tokenizer.kind pretrained or byte says whose tokens they are."""
-    files: list[str] = field(default_factory=list)
+    files: Texts = []
     """Paths, folders, globs or URLs (http, hf, s3, ...); implies data.source files. Text files hold one document each;
     jsonl, json, csv, tsv, parquet, arrow and folders of save_to_disk one per row. Also .gz, .bz2, .xz, .zst and .zip;
     see docs/data.md."""
-    hub_name: str | None = None
+    hub_name: Text | None = None
     """Hub dataset, such as roneneldan/TinyStories."""
-    hub_config: str | None = None
+    hub_config: Text | None = None
     """Configuration of the Hub dataset."""
-    hub_split: str = "train"
+    hub_split: Text = "train"
     """Split of the Hub dataset to read; validation documents are held out from it."""
     streaming: bool = False
     """Stream a Hub dataset into the token cache instead of downloading it first; resuming stays exact."""
-    text_column: str = "text"
+    text_column: Text = "text"
     """Column that holds the text in tables and Hub datasets; of nested columns a path, such as message.content or
     conversation.0.text."""
-    ids_column: str | None = None
+    ids_column: Text | None = None
     """Column that holds token ids, such as input_ids, to use instead of text; a separator in a row ends a document.
     tokenizer.kind pretrained or byte says whose tokens they are."""
-    messages_column: str | None = None
+    messages_column: Text | None = None
     """Column that holds conversations, such as messages: lists of {"role", "content"} (or "from", "value"), which the
     tokenizer's chat template turns into tokens. The loss counts the assistant's turns only; see docs/models.md."""
-    max_documents: int | None = None
+    max_documents: Count | None = None
     """Read only the first N documents (files or rows); null: all."""
     split: Literal["documents", "contiguous"] = "documents"
     """documents: assign each document by a hash of its name; contiguous: validate on the last characters, as with
     text files too few for the other."""
-    val_fraction: float = 0.05
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of the documents (contiguous: of the characters) held out for validation."""
-    val_files: list[str] = field(default_factory=list)
+    val_files: Texts = []
     """Explicit validation files, in the format of data.files; then all of data.files is used for training."""
-    old_text: list[str] = field(default_factory=list)
+    old_text: Texts = []
     """With model.init_from: text that its weights know, as files like data.files or as the folder of a run, which means
     that run's validation text. Evaluated each time, to see what training forgets; never chooses the best step."""
-    val_bytes_files: list[str] = field(default_factory=list)
-    """With shards: files beside those of validation that hold the bytes of text of each token, 16 bits each, in a
-    shard's format; empty: the tokenizer's vocabulary says them."""
-    separator_id: int | None = None
+    val_bytes_files: Texts = []
+    """With shards: one file for each of data.val_files that holds the number of text bytes of each token, as 16-bit
+    integers in the format of a shard; empty: the numbers come from the tokenizer's vocabulary."""
+    separator_id: Index | None = None
     """With shards: the token between documents, which becomes the tokenizer's end of text if it is a special token;
     null: the tokenizer's end of text."""
     order: Literal["shuffled", "sequential"] = "shuffled"
-    """shuffled: each epoch reads the blocks in another order, which follows from run.seed; sequential: as they lie."""
-    cache_dir: str | None = None
+    """shuffled: each epoch reads the blocks in another order, which follows from run.seed; sequential: in the order of
+    the text."""
+    cache_dir: Text | None = None
     """Folder of the token cache; null: <HF_HOME>/hfgolf."""
     in_memory: Literal["auto", True, False] = "auto"
     """true: copy the tokens into RAM; false: memory-map them; auto: decide by their size and the free memory."""
-    num_workers: int = 0
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """DataLoader worker processes; 0: load batches in the training process."""
 
-    def __post_init__(self) -> None:
-        for name in ("files", "val_files", "old_text", "val_bytes_files"):
-            if isinstance(getattr(self, name), str):  # a path is a list of one
-                object.__setattr__(self, name, [getattr(self, name)])
-        _require("data.val_fraction", self.val_fraction, 0 < self.val_fraction < 1, "a number between 0 and 1")
-        _require_positive("data", self, "max_documents")
-        _require("data.num_workers", self.num_workers, 0 <= self.num_workers <= 1024, "0 to 1024")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.source in ("files", "shards") and not self.files:
             raise UserError(
                 f"data.files is empty, but data.source is {self.source}; name at least one path, folder, glob or URL."
@@ -192,7 +240,6 @@ class DataSection:
             raise UserError(
                 f"data.val_bytes_files and data.separator_id require data.source shards, not {self.source}."
             )
-        _require_not_negative("data", self, "separator_id")
         is_cut = self.split == "contiguous" and not self.val_files
         for name in ("ids_column", "messages_column"):
             if getattr(self, name) is not None and (self.source not in ("hub", "files") or is_cut):
@@ -207,32 +254,33 @@ class DataSection:
             )
         if self.source not in ("files", "shards") and (self.files or self.val_files):
             raise UserError(f"data.files and data.val_files require data.source files or shards, not {self.source}.")
+        return self
 
 
-@dataclass(frozen=True)
-class TokenizerSection:
+class TokenizerSection(Section, frozen=True):
     """How text becomes tokens."""
 
     kind: Literal["bpe", "byte", "char", "pretrained"] = "bpe"
     """bpe: byte-level BPE trained on the training text; byte; char; pretrained: see tokenizer.name_or_path."""
-    vocab_size: int | Literal["auto"] = "auto"
+    vocab_size: Annotated[int, Field(ge=257, le=2**24 - 1)] | Auto = "auto"
     """Size of a BPE vocabulary, including special tokens; auto: 4096, or as many as the text supports, and of less than
     200 kB only the 256 bytes. Ignored by byte, char and pretrained."""
-    name_or_path: str | None = None
+    name_or_path: Text | None = None
     """For pretrained: a Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model)."""
     case_operators: bool = False
     """With bpe: capital letters become operators and lower-case letters, without loss; see docs/experiments.md."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.case_operators and self.kind != "bpe":
             raise UserError(
                 f"tokenizer.case_operators: true requires tokenizer.kind bpe, not {self.kind}, whose entries are given."
             )
-        _require("tokenizer.vocab_size", self.vocab_size, 257 <= self.max_vocab_size < 2**24, "257 to 16777215")
         if self.kind == "pretrained" and not self.name_or_path:
             raise UserError(
                 "tokenizer.name_or_path is null, but tokenizer.kind is pretrained; name a tokenizer, such as gpt2."
             )
+        return self
 
     @property
     def max_vocab_size(self) -> int:
@@ -247,40 +295,39 @@ _KEYS_OF_ANY_ARCHITECTURE = (
 )
 
 
-@dataclass(frozen=True)
-class ModelSection:
+class ModelSection(Section, frozen=True):
     """The model architecture: a modern block by default; docs/config.md has the options that make it GPT-2."""
 
-    init_from: str | None = None
+    init_from: Text | None = None
     """Weights to start from, at step 0 with a new optimizer: a run (runs/small), a checkpoint, an exported folder or a
     Hub name. The architecture and the tokenizer are those of the weights; see docs/models.md."""
-    architecture: str = "golf"
+    architecture: Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", description="golf, or a name")] = "golf"
     """golf, or any causal language model of transformers: a model type (llama, qwen3, gpt2, mamba, ...), which takes
     its shape and dropout from this section, or a folder or Hub name, which has the shape in its config.json; see
     docs/models.md."""
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: Overrides = {}
     """Other fields of the architecture's own config, by their names there: {rms_norm_eps: 1e-5} for llama,
     {head_gate: 12} for golf. On the command line also one at a time: --model.overrides.head_gate 12."""
-    hidden_size: int = 256
+    hidden_size: Width = 256
     """Width of the residual stream."""
-    num_hidden_layers: int = 5
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 5
     """Number of transformer blocks."""
-    num_attention_heads: int = 4
+    num_attention_heads: Width = 4
     """Number of query heads; must divide hidden_size."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: Count | None = None
     """Number of key and value heads (grouped-query attention); null: same as query heads."""
-    intermediate_size: int | None = None
+    intermediate_size: Width | None = None
     """Width of the MLP; null: 4 x hidden_size."""
-    norm: str = "rmsnorm"
+    norm: Text = "rmsnorm"
     """Normalization before attention, before the MLP and before the head: rmsnorm or layernorm."""
-    position_embedding: str = "rope"
+    position_embedding: Text = "rope"
     """rope: rotary embedding; learned: GPT-2's position table; none."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: Positions | None = None
     """Longest sequence that the model is for, in tokens: a hard limit with learned positions; null: as long as
     batch.sequence_length."""
-    vocab_size: int | None = None
+    vocab_size: Positions | None = None
     """Rows of the embedding; null: as many as the tokenizer has entries."""
-    activation: str = "relu2"
+    activation: Text = "relu2"
     """Activation of the MLP: relu2 (squared ReLU), leaky_relu2, gelu, gelu_new (GPT-2's tanh approximation of GELU),
     silu or swiglu (gated)."""
     use_bias: bool = False
@@ -291,21 +338,15 @@ class ModelSection:
     """Normalize right after the embedding; false for GPT-2."""
     tie_word_embeddings: bool = True
     """Share one matrix between the embedding and the head."""
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     """Dropout rate on the embedding and the residual branches."""
-    attention_dropout: float = 0.0
+    attention_dropout: Rate = 0.0
     """Dropout rate on the attention weights; on a CPU it makes a step about 20 % slower."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, costs about a third more compute."""
 
-    def __post_init__(self) -> None:
-        _require_positive("model", self, "hidden_size", "intermediate_size", "num_attention_heads", maximum=2**17)
-        _require_positive("model", self, "num_hidden_layers", maximum=1000)
-        _require_positive("model", self, "num_key_value_heads")
-        _require_positive("model", self, "max_position_embeddings", "vocab_size", maximum=2**24)
-        for name in ("dropout", "attention_dropout"):
-            rate = getattr(self, name)
-            _require(f"model.{name}", rate, 0 <= rate < 1, "from 0 to below 1")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         heads, width = self.num_attention_heads, self.hidden_size
         if width % heads:
             near = _nearest_multiples(width, heads)
@@ -318,59 +359,50 @@ class ModelSection:
                 f"model.num_key_value_heads: {self.num_key_value_heads} does not divide"
                 f" model.num_attention_heads {heads}; allowed: {allowed}."
             )
-        _require("model.architecture", self.architecture, bool(self.architecture.strip()), "golf, or a name")
-        if self.architecture != "golf":
-            self._require_no_golf()
-
-    def _require_no_golf(self) -> None:
-        """Refuse what another architecture would ignore."""
-        keys = (key for key in dataclasses.fields(self) if key.name not in _KEYS_OF_ANY_ARCHITECTURE)
-        stated = [f"model.{key.name}" for key in keys if getattr(self, key.name) != key.default]
-        if stated:
-            raise UserError(
-                f"{stated[0]}: it is an option of architecture golf, and model.architecture is {self.architecture};"
-                " leave its default, or use model.overrides."
-            )
+        of_golf = type(self).model_fields.items() if self.architecture != "golf" else ()
+        for key, field in of_golf:
+            if key not in _KEYS_OF_ANY_ARCHITECTURE and getattr(self, key) != field.default:
+                raise UserError(
+                    f"model.{key}: it is an option of architecture golf, and model.architecture is {self.architecture};"
+                    " leave its default, or use model.overrides."
+                )
+        return self
 
 
 def model_key(name: str) -> str:
     """Return the key that sets a field of GolfConfig: of the section, or one of its overrides."""
-    return f"model.{name}" if name in ModelSection.__dataclass_fields__ else f"model.overrides.{name}"
+    return f"model.{name}" if name in ModelSection.model_fields else f"model.overrides.{name}"
 
 
-@dataclass(frozen=True)
-class BatchSection:
+class BatchSection(Section, frozen=True):
     """How many tokens one optimizer step reads, and how they are divided into micro-batches."""
 
-    sequence_length: int = 256
+    sequence_length: Annotated[int, Field(ge=2, le=2**24)] = 256
     """Tokens per training sequence (the context length)."""
-    tokens_per_step: int = 4096
+    tokens_per_step: Annotated[int, Field(ge=1, le=2**40)] = 4096
     """Tokens per optimizer step over all processes; gradient accumulation follows from it."""
-    micro_batch_size: int | Literal["auto"] = "auto"
+    micro_batch_size: Count | Auto = "auto"
     """Sequences per forward pass of one process; auto: chosen to fit the predicted memory."""
-    segment_length: int | None = None
+    segment_length: Count | None = None
     """Tokens per segment: the first sequences of the training are made of segments from different places of the text,
     so that a step sees more of it; null: none are. model.init_from on the command line makes a file's value null."""
-    segmented_tokens: int | None = 1_000_000
-    """How many tokens are read so, from the start of the training; null: all. Without segment_length, none are."""
+    segmented_tokens: Count | None = 1_000_000
+    """Tokens of the training, counted from its start, that are read in segments; null: all. It has no effect without
+    batch.segment_length."""
 
-    def __post_init__(self) -> None:
-        length = self.sequence_length
-        _require("batch.sequence_length", length, 2 <= length <= 2**24, "2 to 16777216")
-        _require_positive("batch", self, "tokens_per_step", maximum=2**40)
-        segment = self.segment_length
-        allowed = segment is None or segment >= length or (segment > 0 and length % segment == 0)
-        divisor = f"null, a divisor of batch.sequence_length {length}, or more than it (which changes nothing)"
-        _require("batch.segment_length", segment, allowed, divisor)
-        _require_positive("batch", self, "segmented_tokens", maximum=2**60)
-        if self.micro_batch_size != "auto":
-            _require_positive("batch", self, "micro_batch_size")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        length, segment = self.sequence_length, self.segment_length
+        if segment is not None and segment < length and length % segment:
+            divisor = f"null, a divisor of batch.sequence_length {length}, or more than it (which changes nothing)"
+            raise refusal("batch.segment_length", segment, divisor)
         if self.tokens_per_step % self.sequence_length:
             near = _nearest_multiples(self.tokens_per_step, self.sequence_length)
             raise UserError(
                 f"batch.tokens_per_step: {self.tokens_per_step} is not a multiple of"
                 f" batch.sequence_length {self.sequence_length}; try {near}."
             )
+        return self
 
     @property
     def is_segmented(self) -> bool:
@@ -408,46 +440,45 @@ class BatchSection:
         return self.tokens_per_step // tokens
 
 
-@dataclass(frozen=True)
-class OptimSection:
+class OptimSection(Section, frozen=True):
     """The optimizer. With muon, the hidden matrices use Muon and everything else uses AdamW."""
 
     name: Literal["muon", "adamw", "sgd"] = "muon"
     """muon: Muon for the hidden matrices, AdamW for the rest; adamw; sgd (with optim.momentum)."""
-    learning_rate: float = 0.02
+    learning_rate: Positive = 0.02
     """Peak learning rate: of the hidden matrices (muon), or of all parameters (adamw, sgd)."""
-    adamw_learning_rate: float = 0.003
+    adamw_learning_rate: Positive = 0.003
     """With muon: peak learning rate of norms, biases and an untied head."""
-    embedding_learning_rate: float | None = None
+    embedding_learning_rate: Positive | None = None
     """Peak learning rate of the embeddings; null: same as the other AdamW parameters."""
-    vector_learning_rate: float | None = None
+    vector_learning_rate: Positive | None = None
     """Peak learning rate of norms, biases, gains and gates; null: same as the other AdamW parameters."""
-    momentum: float = 0.95
+    momentum: Rate = 0.95
     """Momentum of Muon and of SGD, in Nesterov's form."""
-    momentum_warmup_steps: int = 300
+    momentum_warmup_steps: Index = 300
     """Steps over which Muon's momentum rises from optim.momentum_start to optim.momentum; SGD's is constant."""
-    momentum_start: float = 0.85
+    momentum_start: Rate = 0.85
     """Muon's momentum at the first step; optim.momentum if that is lower."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[Rate, Rate], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates for the first and second moments."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """AdamW's epsilon."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Decoupled weight decay of the matrices; multiplied by the group's learning rate."""
-    embedding_weight_decay: float = 0.0
+    embedding_weight_decay: NotNegative = 0.0
     """The same for the embeddings, and with them a tied head."""
-    head_weight_decay: float = 0.0
+    head_weight_decay: NotNegative = 0.0
     """The same for an untied head."""
-    vector_weight_decay: float = 0.0
+    vector_weight_decay: NotNegative = 0.0
     """The same for norms, biases, gains and gates."""
     newton_schulz_coefficients: Literal["classic", "polar_express"] = "polar_express"
     """Polynomial for Muon's orthogonalization."""
-    newton_schulz_steps: int = 5
+    newton_schulz_steps: Annotated[int, Field(ge=1, le=20)] = 5
     """Newton-Schulz iterations per Muon update."""
-    muon_every_steps: int = 1
-    """Update each matrix in every so many steps, by so many times the learning rate: Muon takes less time per step.
-    The matrices take turns, and their momentum follows every gradient. In as many steps, 2 ends about 0.006 nats per
-    token higher; in as many minutes, it can end lower."""
+    muon_every_steps: Count = 1
+    """N: update each matrix every N steps, with N times the learning rate, so that Muon takes less time per step. The
+    matrices take turns, and momentum still follows every gradient. Over the same steps, 2 ends about 0.006 nats per
+    token higher than 1; over the same minutes, it can end lower."""
     newton_schulz_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of the Newton-Schulz products; auto: fp32 if train.mixed_precision is no, or if the hardware is not
     fast at bf16, else bf16."""
@@ -456,40 +487,30 @@ class OptimSection:
     which works with AdamW's learning rates."""
     row_equilibration: bool = False
     """Divide each row by its norm before orthogonalization (MuonEq-R)."""
-    normuon_beta2: float | None = None
+    normuon_beta2: Rate | None = None
     """Decay rate of NorMuon's running mean square per row, which normalizes the rows of the update; null: off."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which the optimizer keeps momentum and moments between steps. bf16 halves their memory; it needs
     momentum and betas of at most 0.98."""
     cautious_weight_decay: bool = False
     """Apply weight decay only to weights that the update moves toward 0."""
-    ema_decay: float | None = None
+    ema_decay: Rate | None = None
     """Decay per step of the exponential moving average (EMA) of the weights, 0.5 ** (batch.tokens_per_step / its
     half-life in tokens); null: no EMA."""
     ema_export: bool = False
     """Use the averaged weights instead of the raw ones to choose the best step, stop early and export."""
 
-    def __post_init__(self) -> None:
-        rates = ("learning_rate", "adamw_learning_rate", "embedding_learning_rate", "vector_learning_rate")
-        _require_positive("optim", self, *rates, "eps", "muon_every_steps")
-        decays = ("weight_decay", "embedding_weight_decay", "head_weight_decay", "vector_weight_decay")
-        _require_not_negative("optim", self, *decays, "momentum_warmup_steps")
-        for name in ("momentum", "momentum_start"):
-            value = getattr(self, name)
-            _require(f"optim.{name}", value, 0 <= value < 1, "from 0 to below 1")
-        _require("optim.betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1")
-        steps = self.newton_schulz_steps
-        maximum = 5 if self.newton_schulz_coefficients == "polar_express" else 20
-        _require("optim.newton_schulz_steps", steps, 1 <= steps <= maximum, f"1 to {maximum}")
-        if self.state_dtype == "bf16":
-            for name, largest in (("momentum", self.momentum), ("betas", max(self.betas))):
-                _require(f"optim.{name}", largest, largest <= 0.98, "at most 0.98 with optim.state_dtype bf16")
-        beta2 = self.normuon_beta2
-        _require("optim.normuon_beta2", beta2, beta2 is None or 0 <= beta2 < 1, "null, or a number from 0 to below 1")
-        decay = self.ema_decay
-        _require("optim.ema_decay", decay, decay is None or 0 <= decay < 1, "from 0 to below 1")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.newton_schulz_coefficients == "polar_express" and self.newton_schulz_steps > 5:
+            allowed = "at most 5 with optim.newton_schulz_coefficients polar_express"
+            raise refusal("optim.newton_schulz_steps", self.newton_schulz_steps, allowed)
+        for name, largest in (("momentum", self.momentum), ("betas", max(self.betas))):
+            if self.state_dtype == "bf16" and largest > 0.98:
+                raise refusal(f"optim.{name}", largest, "at most 0.98 with optim.state_dtype bf16")
         if self.ema_export and not self.has_ema:
             raise UserError("optim.ema_export is true, but there is no EMA; set optim.ema_decay.")
+        return self
 
     @property
     def has_ema(self) -> bool:
@@ -497,203 +518,176 @@ class OptimSection:
         return self.ema_decay is not None
 
 
-@dataclass(frozen=True)
-class ScheduleSection:
+class ScheduleSection(Section, frozen=True):
     """How learning rates and weight decay change over the run, as fractions of their peaks."""
 
     name: Literal["constant", "linear", "cosine", "cosine_warmdown", "wsd"] = "wsd"
     """linear and cosine decay from the end of the warmup; wsd decays over the last schedule.warmdown_fraction of the
     run; cosine_warmdown is cosine times a factor that falls from 1 to 0 over that last part."""
-    warmup_steps: int = 0
+    warmup_steps: Index = 0
     """Steps over which the learning rate rises linearly to its peak."""
-    warmdown_fraction: float = 0.4
+    warmdown_fraction: Fraction = 0.4
     """Last fraction of the run, in which wsd decays to the floor and cosine_warmdown to 0."""
-    floor: float = 0.0
+    floor: Fraction = 0.0
     """Final learning rate as a fraction of the peak; for cosine_warmdown, the floor of its cosine."""
     weight_decay: Literal["constant", "linear", "learning_rate"] = "constant"
     """Schedule of optim.weight_decay: constant, linear to 0 over the run, or the schedule of the learning rate."""
-    loop_start: float = 0.0
+    loop_start: Rate = 0.0
     """Fraction of the run after which model.overrides.loop begins; until then the layers run once each."""
 
-    def __post_init__(self) -> None:
-        _require_not_negative("schedule", self, "warmup_steps")
-        fraction = self.warmdown_fraction
-        _require("schedule.warmdown_fraction", fraction, 0 <= fraction <= 1, "0 to 1")
-        _require("schedule.floor", self.floor, 0 <= self.floor <= 1, "0 to 1")
-        _require("schedule.loop_start", self.loop_start, 0 <= self.loop_start < 1, "from 0 to below 1")
 
-
-@dataclass(frozen=True)
-class TrainSection:
+class TrainSection(Section, frozen=True):
     """How long to train, in which precision, and how often to log, evaluate and save."""
 
-    max_steps: int | None = None
+    max_steps: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Optimizer steps. The run ends at whichever limit comes first: max_steps, max_tokens, max_epochs, max_minutes."""
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Training tokens, rounded up to whole steps."""
-    max_epochs: float | None = None
+    max_epochs: Positive | None = None
     """Passes over the training data."""
-    max_minutes: float | None = None
+    max_minutes: Positive | None = None
     """Minutes of training, including compilation and evaluation; the schedule then spans these minutes."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """null: the setting of `accelerate` if there is one, else bf16 if the hardware is fast at it, else fp16 on a GPU of
     compute capability 7 (V100, T4), else no (fp32)."""
     compile: Literal["auto", True, False] = "auto"
     """Use torch.compile; auto: if a compiler is available and the run is long enough to pay for compiling."""
-    cpu_threads: int | Literal["auto"] = "auto"
+    cpu_threads: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """Threads per CPU process; auto: divide the cores among the processes (`accelerate launch` would set 1)."""
     low_memory: bool = False
     """Train in less memory and more time: sets model.gradient_checkpointing true and optim.state_dtype bf16 unless they
     are stated, and on a CPU returns large blocks of memory at once."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: Positive | None = 1.0
     """Clip the global gradient norm to this value; null: only measure it."""
-    log_every_steps: int = 10
+    log_every_steps: Count = 10
     """Log one row to metrics.jsonl every N steps."""
-    eval_every_steps: int = 250
+    eval_every_steps: Count = 250
     """Evaluate every N steps, and always at the last step."""
-    eval_tokens: int | Literal["auto"] | None = "auto"
+    eval_tokens: Count | Auto | None = "auto"
     """Validation tokens per evaluation during the run; null: all; auto: as many as take 5 % of the compute of the steps
     between two evaluations, but at least 4096. The evaluation at the last step always uses all."""
-    sample_tokens: int | None = 64
+    sample_tokens: Count | None = 64
     """Tokens to sample from the model at each evaluation, for metrics.jsonl, trackers and the report; null: none."""
-    sample_prompt: str = ""
+    sample_prompt: Text = ""
     """Text that these samples, and the longer one at the end of the run, continue; empty: they start a document. With
     conversations, the model answers the first validation prompt instead."""
-    save_every_steps: int | None = 500
-    """Save a checkpoint every N steps, and always at the last step; null: not by steps."""
-    save_every_minutes: float | None = 10.0
-    """Also save when the last checkpoint is this many minutes old; null: not by time."""
-    keep_last: int = 2
+    save_every_steps: Count | None = 500
+    """Save a checkpoint every N steps; null: steps trigger none. The last step always saves one."""
+    save_every_minutes: Positive | None = 10.0
+    """Also save a checkpoint when the last one is this many minutes old; null: time triggers none."""
+    keep_last: Count = 2
     """Newest checkpoints to keep, in addition to the best one."""
-    resume: str | None = None
+    resume: Text | None = None
     """auto: resume the run, or start it if there is no checkpoint; latest, best or a path: resume from that
     checkpoint; null: start a new run."""
     resume_with_other: Literal["data"] | None = None
     """data: allow a resume to change the text, split, seed or sequence length; null: refuse."""
-    patience_evals: int | None = None
+    patience_evals: Count | None = None
     """Stop after N evaluations without improvement; null: never. The best weights are exported either way."""
-    max_skipped_steps: int = 5
+    max_skipped_steps: Count = 5
     """Consecutive steps with a nonfinite gradient to skip before rolling back to the last checkpoint; overflows of
     fp16's loss scaling do not count."""
-    rollback_on: list[Literal["nonfinite", "spike", "divergence"]] = field(default_factory=lambda: ["nonfinite"])
+    rollback_on: Triggers = ["nonfinite"]
     """What triggers a rollback, as a list: nonfinite gradients; a loss spike (20 % or more above the usual loss, for
     train.max_skipped_steps steps); divergence (the median of 50 losses is 20 % above its lowest value)."""
-    max_rollbacks: int = 3
+    max_rollbacks: Index = 3
     """Rollbacks allowed; after that the run stops with a diagnosis. Each excludes the bad batches and halves all
     learning rates."""
     deterministic: bool = False
     """Use deterministic GPU kernels (slower); a run on one CPU process is always reproducible."""
 
-    def __post_init__(self) -> None:
-        _require_positive("train", self, "max_steps", maximum=10**9)
-        _require_positive("train", self, "max_tokens", "max_epochs", "max_minutes", "max_grad_norm")
-        _require_positive("train", self, "log_every_steps")
-        _require_positive("train", self, "eval_every_steps", "sample_tokens")
-        if self.eval_tokens != "auto":
-            _require_positive("train", self, "eval_tokens")
-        _require_positive("train", self, "save_every_steps", "save_every_minutes")
-        _require_positive("train", self, "keep_last", "patience_evals", "max_skipped_steps")
-        _require_not_negative("train", self, "max_rollbacks")
-        if self.cpu_threads != "auto":
-            _require_positive("train", self, "cpu_threads", maximum=1024)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if all(limit is None for limit in (self.max_steps, self.max_tokens, self.max_epochs, self.max_minutes)):
             raise UserError(
                 "train: the run has no limit; set train.max_steps, train.max_tokens, train.max_epochs or"
                 " train.max_minutes."
             )
+        return self
 
 
-@dataclass(frozen=True)
-class TrackSection:
+class TrackSection(Section, frozen=True):
     """Trackers that get a copy of metrics.jsonl."""
 
-    trackers: list[str] = field(default_factory=list)
+    trackers: Texts = []
     """Trackers that Accelerate supports: trackio, wandb, tensorboard, ...; see docs/trackers.md."""
-    project: str = "hfgolf"
+    project: Text = "hfgolf"
     """Project name in the tracker."""
     offline: bool = False
     """Keep trackers with an account offline, to upload later (with `wandb sync`, for example)."""
 
 
-@dataclass(frozen=True)
-class HubSection:
+class HubSection(Section, frozen=True):
     """Pushing the model to the Hugging Face Hub."""
 
     push: bool = False
     """Push the model to the Hub when the run ends."""
-    repo_id: str | None = None
+    repo_id: Text | None = None
     """Repository, as user/name."""
     private: bool = False
     """Create the repository as private."""
-    every_steps: int | None = None
+    every_steps: Count | None = None
     """Also push every N steps; null: only at the end."""
     format: Literal["auto", "golf", "native"] = "auto"
     """native: an architecture of transformers with the same logits, which loads without trust_remote_code; refused if
     there is none. golf: with hfgolf's modeling code. auto: native if there is one. The run folder holds golf."""
-    license: str | None = None
-    """License of the weights for the model card, by the Hub's name, such as apache-2.0 or other; null: unsaid."""
-    language: list[str] = field(default_factory=list)
+    license: License | None = None
+    """License of the weights for the model card, by the Hub's name, such as apache-2.0 or other; null: the card names
+    none."""
+    language: Languages = []
     """Languages of the text for the model card: codes of ISO 639 such as en or deu, also code and multilingual."""
 
-    def __post_init__(self) -> None:
-        _require_positive("hub", self, "every_steps")
-        is_slug = self.license is None or re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", self.license) is not None
-        _require("hub.license", self.license, is_slug, "a name in lower case such as apache-2.0")
-        for code in self.language:
-            is_code = re.fullmatch(r"[a-z]{2,3}|code|multilingual", code) is not None
-            _require("hub.language", code, is_code, "codes of ISO 639 such as en or deu, code and multilingual")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.push and not self.repo_id:
             raise UserError("hub.repo_id is null, but hub.push is true; name the repository, as user/name.")
+        return self
 
 
-@dataclass(frozen=True)
-class GolfSection:
+class GolfSection(Section, frozen=True):
     """A model in a number of bytes: `hfgolf golf export` rounds its matrices and codes the integers."""
 
-    budget_bytes: int | None = None
-    """Bytes of everything that counts; null: say it at export."""
+    budget_bytes: Count | None = None
+    """Bytes that the model may take, of what golf.count counts; null: pass the number to `hfgolf golf export`."""
     count: Literal["challenge", "everything"] = "challenge"
-    """What counts. challenge: the program and the weights; everything: also the packed tokenizer and config."""
+    """What counts toward the budget. challenge: the program and the weights; everything: also the packed tokenizer and
+    config."""
     method: Literal["gptq", "nearest"] = "gptq"
     """gptq: pass the error of each rounded column on to the columns that follow; nearest: don't."""
     allocation: Literal["curvature", "sdclip", "uniform"] = "curvature"
     """Steps of the grid. curvature: finer if the loss is more sensitive; sdclip: proportional to the row's standard
     deviation; uniform: the same for all weights."""
-    calibration_tokens: int = 32768
+    calibration_tokens: Count = 32768
     """Training tokens from which the curvature is measured."""
-    forecast_every_steps: int | None = None
+    forecast_every_steps: Count | None = None
     """Forecast every N steps of a run, and at the last one, what an export would take; null: never."""
-    qat_fraction: float = 0.0
+    qat_fraction: Fraction = 0.0
     """Last fraction of a run that trains with its matrices rounded to the grid that golf.budget_bytes allows."""
 
-    def __post_init__(self) -> None:
-        _require_positive("golf", self, "budget_bytes", "calibration_tokens", "forecast_every_steps")
-        _require("golf.qat_fraction", self.qat_fraction, 0 <= self.qat_fraction <= 1, "0 to 1")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.qat_fraction and self.budget_bytes is None:
             raise UserError("golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for.")
+        return self
 
 
-@dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Section, frozen=True):
     """The whole config of a run, as `configs/*.yaml` and the command line describe it."""
 
-    run: RunSection = field(default_factory=RunSection)
-    data: DataSection = field(default_factory=DataSection)
-    tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
-    model: ModelSection = field(default_factory=ModelSection)
-    batch: BatchSection = field(default_factory=BatchSection)
-    optim: OptimSection = field(default_factory=OptimSection)
-    schedule: ScheduleSection = field(default_factory=ScheduleSection)
-    train: TrainSection = field(default_factory=lambda: TrainSection(max_steps=1000))
-    track: TrackSection = field(default_factory=TrackSection)
-    hub: HubSection = field(default_factory=HubSection)
-    golf: GolfSection = field(default_factory=GolfSection)
+    run: RunSection = RunSection()
+    data: DataSection = DataSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    model: ModelSection = ModelSection()
+    batch: BatchSection = BatchSection()
+    optim: OptimSection = OptimSection()
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection = TrainSection(max_steps=1000)
+    track: TrackSection = TrackSection()
+    hub: HubSection = HubSection()
+    golf: GolfSection = GolfSection()
 
-    def __post_init__(self) -> None:
-        for key, value in self.flat().items():
-            _require_sane(key, value)
-        for section in dataclasses.fields(self):
-            _require_known(section.name, getattr(self, section.name))
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.schedule.loop_start and self.model.overrides.get("loop") is None:
             raise UserError("schedule.loop_start: it needs model.overrides.loop; set that, or leave it 0.")
         if self.data.old_text and self.model.init_from is None:
@@ -725,6 +719,7 @@ class RunConfig:
             raise UserError(
                 "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one."
             )
+        return self
 
     def _require_chat(self) -> None:
         """Raise UserError for what does not go with data.messages_column."""
@@ -768,17 +763,27 @@ class RunConfig:
 
     def flat(self) -> dict[str, Any]:
         """Return the config as {"section.key": value}."""
-        return {
-            f"{section.name}.{key.name}": getattr(getattr(self, section.name), key.name)
-            for section in dataclasses.fields(self)
-            for key in dataclasses.fields(getattr(self, section.name))
-        }
+        return {f"{name}.{key}": value for name, section in self for key, value in section}
 
-    def replace(self, **values: Any) -> RunConfig:
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> Self:
+        """Return the config with these values of {"section.key": value}, and the defaults of each section."""
+        nested: dict[str, Any] = {section: {} for section in SECTIONS}
+        for key, value in values.items():
+            section, name = key.split(".")
+            nested[section][name] = value
+        return cls(**{section: SECTIONS[section](**keys) for section, keys in nested.items()})
+
+    def replace(self, **values: Any) -> Self:
         """Return a copy with each `section__key=value` replaced and checked."""
         changes: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             section, key = name.split("__")
             changes.setdefault(section, {})[key] = value
-        sections = {name: dataclasses.replace(getattr(self, name), **keys) for name, keys in changes.items()}
-        return dataclasses.replace(self, **sections)
+        return super().replace(**{name: getattr(self, name).replace(**keys) for name, keys in changes.items()})
+
+
+SECTIONS: dict[str, type[Any]] = key_types(RunConfig)
+KEY_TYPES: dict[str, Any] = {
+    f"{name}.{key}": kind for name, section in SECTIONS.items() for key, kind in key_types(section).items()
+}

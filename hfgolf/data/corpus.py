@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -169,7 +169,7 @@ def load_corpus(data: DataSection) -> Corpus:
     is_local = data.source in ("files", "shards")
     files = stdlib_files() if data.source == "python_stdlib" else named_files(data) if is_local else []
     if _is_all_in_one_split(data, files):
-        data = replace(data, split="contiguous")
+        data = data.replace(split="contiguous")
     identity: dict[str, Any] = {
         "source": data.source,
         "split": "files" if data.val_files else data.split,

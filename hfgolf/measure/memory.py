@@ -182,7 +182,7 @@ def training_memory(
     golf.chunk_elements = chunk_elements
     config = RunConfig(
         model=ModelSection(gradient_checkpointing=checkpointing),
-        batch=BatchSection(sequence, batch * sequence * processes * accumulation),
+        batch=BatchSection(sequence_length=sequence, tokens_per_step=batch * sequence * processes * accumulation),
         optim=OptimSection(**optim),
         train=TrainSection(max_steps=1, mixed_precision=precision),
     )

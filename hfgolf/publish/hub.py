@@ -20,8 +20,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from hfgolf.config.parse import run_command
 from hfgolf.publish.model_card import set_location
+from hfgolf.system.command import run_command
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
 

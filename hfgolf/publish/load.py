@@ -74,7 +74,7 @@ def load_model(name_or_path: str, key: str = "--model") -> Any:
     does not exist, one of its files is damaged, it needs code from its repository, its weights do not match its config,
     or a weight is not finite.
     """
-    load_config(name_or_path, key)
+    load_model_config(name_or_path, key)
     with _loading(name_or_path, key):  # without transformers' table of missing weights; one line below replaces it
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name_or_path,
@@ -112,7 +112,7 @@ def _warn_of_old_code(folder: Path) -> None:
         )
 
 
-def load_config(name_or_path: str, key: str = "--model") -> PreTrainedConfig:
+def load_model_config(name_or_path: str, key: str = "--model") -> PreTrainedConfig:
     """Load a model's config without its weights. Raises UserError like `load_model`."""
     _check_json_files(Path(name_or_path), key)
     AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)

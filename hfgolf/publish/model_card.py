@@ -265,7 +265,7 @@ def _origin(init_from: dict[str, Any]) -> str:
 def _public_yaml(config: RunConfig) -> str:
     """Return the config as YAML, without the values that only concern this machine."""
     public = config.replace(
-        run__output_dir=RunSection.output_dir, run__price_per_hour=None, data__cache_dir=None, train__resume=None
+        run__output_dir=RunSection().output_dir, run__price_per_hour=None, data__cache_dir=None, train__resume=None
     )
     return ResolvedConfig(public, {}).to_yaml().replace("  # default", "").strip()
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hfgolf.config.sections import ModelSection, RunConfig
-from hfgolf.publish.load import load_config
+from hfgolf.publish.load import load_model_config
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import nearest, one_line
@@ -63,7 +63,7 @@ def other_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTra
 def _config_of_weights(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
     """Return the config of model.init_from. Raises UserError if it is not what the run's config says."""
     source = find_model(str(config.model.init_from), "model.init_from", is_final=True)
-    base: Any = load_config(source, "model.init_from")
+    base: Any = load_model_config(source, "model.init_from")
     if base.model_type != config.model.architecture:
         raise UserError(
             f"model.init_from: {config.model.init_from} is a {base.model_type}, but model.architecture is"
@@ -128,7 +128,7 @@ def _load(name: str) -> PreTrainedConfig:
             f"model.architecture: {name} is not an architecture of transformers; did you mean {nearest(name, types)}?"
             " A folder or a Hub name works, too."
         )
-    result = load_config(name, "model.architecture")
+    result = load_model_config(name, "model.architecture")
     if result.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UserError(
             f"model.architecture: {name} holds a {result.model_type}, which is not a causal language model."

@@ -7,7 +7,6 @@ takes the call of a Golf model. Does not load weights.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 from collections.abc import Collection
 from typing import Any
@@ -34,9 +33,7 @@ def golf_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> GolfCon
     overrides = golf_overrides(config.model)
     if overrides.get("attention_span") == "document" and not token_ids:
         token_ids = {"bos_token_id": vocab_size - 1}  # it needs a separator, and any id costs the same
-    shape = {
-        name: value for name, value in dataclasses.asdict(config.model).items() if name in MODEL_FIELDS
-    } | overrides
+    shape = {name: value for name, value in config.model if name in MODEL_FIELDS} | overrides
     sizes = {"vocab_size": embedding_rows(config, vocab_size), "max_position_embeddings": config.max_positions}
     try:
         return GolfConfig(**shape | sizes, **token_ids)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from hfgolf.config.parse import silence_if_closed
+from hfgolf.system.command import silence_if_closed
 from hfgolf.system.errors import escaped
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import clock_time, duration, labeled, rounded

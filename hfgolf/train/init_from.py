@@ -6,7 +6,6 @@ converted (publish), or which weights a resumed run has: those of its checkpoint
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -20,8 +19,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from hfgolf.config.parse import ResolvedConfig, as_yaml
-from hfgolf.config.parse import load_config as parse_config
+from hfgolf.config.parse import ResolvedConfig, as_yaml, load_config
 from hfgolf.config.sections import ModelSection, RunConfig, TokenizerSection, model_key
 from hfgolf.data.batches import Stream
 from hfgolf.data.files import cache_folder
@@ -30,7 +28,7 @@ from hfgolf.data.tokenizer import document_start, embedding_rows, find_tokenizer
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.publish.load import load_config, load_model
+from hfgolf.publish.load import load_model, load_model_config
 from hfgolf.publish.native import converted, golf_shape
 from hfgolf.run.find_model import find_model
 from hfgolf.run.folder import RunFolder
@@ -41,9 +39,7 @@ from hfgolf.train.build import golf_overrides
 logger = logging.getLogger(__name__)
 
 _OF_THE_RUN = {"dropout", "attention_dropout"}  # of the model's fields, those that every run chooses for itself
-_OF_THE_WEIGHTS = [
-    key.name for key in dataclasses.fields(ModelSection) if key.name in MODEL_FIELDS and key.name not in _OF_THE_RUN
-]
+_OF_THE_WEIGHTS = [key for key in ModelSection.model_fields if key in MODEL_FIELDS and key not in _OF_THE_RUN]
 _INITIAL = "initializer_range"  # trained weights have forgotten it
 _SIZES = ("max_position_embeddings", "vocab_size")  # null does not state these: something else decides
 FROZEN = "frozen.json"  # beside weights: the names of the parameters that are not trained
@@ -60,7 +56,7 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
     if config.model.init_from is None:
         return resolved
     source = find_model(config.model.init_from, "model.init_from", is_final=True)
-    native = load_config(source, "model.init_from")
+    native = load_model_config(source, "model.init_from")
     if config.model.architecture != "golf":
         return _take_tokenizer(_within(resolved, getattr(native, "max_position_embeddings", math.inf)), source)
     try:
@@ -187,7 +183,7 @@ def load_old_text(config: RunConfig, tokens: TokenCache) -> Stream | None:
     if not names:
         return None
     if len(names) == 1 and (old := RunFolder(Path(names[0]).expanduser())).config.is_file():
-        before = parse_config([f"--config={old.config}"]).config
+        before = load_config([f"--config={old.config}"]).config
         return load_tokens(before.data, before.tokenizer, tokenizer=tokens.tokenizer).val
     folder = cache_folder(config.data) / "old_text" / tokens.tokenizer_sha256[:16]
     folder.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ from hfgolf.optim.ema import Ema
 from hfgolf.optim.groups import build_optimizer, group_rows, group_table
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
-from hfgolf.publish.load import load_config
+from hfgolf.publish.load import load_model_config
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.metrics import MetricsFile
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
@@ -290,7 +290,7 @@ def _building_config(config: RunConfig, origin: _Origin | None) -> RunConfig:
     if config.model.architecture == "golf" or not origin:
         return config
     saved = str(origin.checkpoint)
-    kind = load_config(saved, "train.resume").model_type
+    kind = load_model_config(saved, "train.resume").model_type
     return config.replace(model__architecture=kind, model__init_from=saved)
 
 

@@ -264,7 +264,9 @@ def test_frozen_weights_have_no_gradient_and_no_state(architecture, optimizer):
 
 def gpu_config(**options: Any) -> RunConfig:
     settings = {"model": ModelSection(**SHAPE), "train": TrainSection(max_steps=1, mixed_precision="bf16")}
-    return RunConfig(batch=BatchSection(1024, options.pop("tokens_per_step", 524288)), **settings)
+    return RunConfig(
+        batch=BatchSection(sequence_length=1024, tokens_per_step=options.pop("tokens_per_step", 524288)), **settings
+    )
 
 
 @pytest.mark.parametrize("free_gib", [4, 8, 16, 40])

@@ -50,7 +50,7 @@ def test_fsdp2_needs_what_is_predicted(fake_world, monkeypatch, batch):
     model = GolfForCausalLM(golf)
     fused = model.fused_projections()
     config = RunConfig(
-        batch=BatchSection(64, batch * 64 * RANKS),
+        batch=BatchSection(sequence_length=64, tokens_per_step=batch * 64 * RANKS),
         optim=OptimSection(ema_decay=0.9),
         train=TrainSection(max_steps=1, mixed_precision="no"),
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.config.parse import run_command
+from hfgolf.system.command import run_command
 from hfgolf.train import console as console_module
 from hfgolf.train.console import Console, quiet_libraries, show_log, start_log
 
@@ -78,7 +78,7 @@ def test_output_to_a_full_disk_is_one_line(buffering, monkeypatch, capsys):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
 def test_error_after_output_to_a_full_disk_keeps_its_status(tmp_path):
     program = (
-        "from hfgolf.config.parse import run_command\nfrom hfgolf.system.errors import UserError\n"
+        "from hfgolf.system.command import run_command\nfrom hfgolf.system.errors import UserError\n"
         "def main():\n    print('a line of a report')\n    raise UserError('what; what to do.')\nrun_command(main)"
     )
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}

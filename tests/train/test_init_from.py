@@ -294,7 +294,7 @@ def test_a_resume_is_exact_without_the_weights_it_started_from(run, from_weights
     straight = run(from_weights(weights, run__name="straight", **options))
     run(from_weights(weights, run__name="parts", train__max_steps=3, **options))
     shutil.rmtree(weights)
-    monkeypatch.setattr(init_from, "load_config", lambda *arguments: pytest.fail("it read the weights again"))
+    monkeypatch.setattr(init_from, "load_model_config", lambda *arguments: pytest.fail("it read the weights again"))
     parts = run(from_weights(weights, run__name="parts", train__resume="latest", **options))
     for name in ("model.safetensors", "ema.safetensors"):
         one, other = (load_file(folder / "checkpoints" / "latest" / name) for folder in (straight, parts))

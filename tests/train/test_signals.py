@@ -266,7 +266,8 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 import hfgolf
-from hfgolf.config.parse import load_config, run_command
+from hfgolf.config.parse import load_config
+from hfgolf.system.command import run_command
 from hfgolf.train import loop
 from hfgolf.checkpoint import contents
 
