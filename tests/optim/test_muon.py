@@ -8,13 +8,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from hfgolf.config.sections import OptimSection
-from hfgolf.model.convert_gpt2 import golf_from_gpt2
 from hfgolf.optim import muon as muon_module
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.matrices import bucket_by_shape
 from hfgolf.optim.muon import Muon, update_scale
 from hfgolf.optim.orthogonalize import newton_schulz_polynomials
 from hfgolf.optim.state import new_state
+from hfgolf.publish.native import from_native
 
 SHAPES = [(12, 12), (8, 24), (24, 8), (12, 12)]
 
@@ -186,7 +186,7 @@ def test_gpt2_conv1d_trains_like_linear_layers():
     gpt2 = GPT2LMHeadModel(
         GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=19, n_positions=12, bos_token_id=0, eos_token_id=0)
     ).eval()  # no dropout
-    golf = golf_from_gpt2(gpt2).eval()
+    golf = from_native(gpt2).eval()
     config = OptimSection(newton_schulz_dtype="fp32", normuon_beta2=0.9, weight_decay=0.3)
     conv1d = [
         (name, param)
@@ -213,7 +213,7 @@ def test_gpt2_conv1d_trains_like_linear_layers():
             optimizer.step()
             optimizer.zero_grad()
     expected = dict(golf.named_parameters())
-    for name, param in golf_from_gpt2(gpt2).named_parameters():
+    for name, param in from_native(gpt2).named_parameters():
         torch.testing.assert_close(param, expected[name], rtol=1e-3, atol=1e-4)
 
 

@@ -22,8 +22,6 @@ MODELS = {
     "Qwen3": {"activation": "swiglu"},
     "Llama": {"activation": "swiglu", "qk_norm": False},
     "Arcee": {"qk_norm": False},
-    "NanoChat": {"norm_weight": False, "logit_soft_cap": 5.0},
-    "Nemotron": LAYERNORM,
     "Starcoder2": LAYERNORM | {"activation": "gelu_new"},
     "GPT2": LEARNED | {"activation": "gelu_new", "num_key_value_heads": 2},
 }
@@ -49,7 +47,7 @@ for folder in sorted(root.glob("native-*")):
     )
     said[name] = [type(model).__name__, tokenizer("na\u00efve <|endoftext|>").input_ids, tokenizer.decode([97, 32, 98])]
     AutoModel.from_pretrained(folder)
-    if name not in ("Apertus", "NanoChat"):  # for which transformers has no classifier
+    if name != "Apertus":  # for which transformers has no classifier
         AutoModelForSequenceClassification.from_pretrained(folder)
 save_file(tensors, root / "tensors.safetensors")
 print(json.dumps(said))
