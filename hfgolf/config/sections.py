@@ -14,6 +14,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hfgolf.config.schedules import ScheduleName
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words, shortened
 
@@ -501,7 +502,7 @@ class OptimSection:
 class ScheduleSection:
     """How learning rates and weight decay change over the run, as fractions of their peaks."""
 
-    name: Literal["constant", "linear", "cosine", "cosine_warmdown", "wsd"] = "wsd"
+    name: ScheduleName = "wsd"
     """linear and cosine decay from the end of the warmup; wsd decays over the last schedule.warmdown_fraction of the
     run; cosine_warmdown is cosine times a factor that falls from 1 to 0 over that last part."""
     warmup_steps: int = 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hfgolf.checkpoint.state import TrainState
+from hfgolf.config.schedules import SCHEDULES
 from hfgolf.config.sections import BatchSection, OptimSection, ScheduleSection, TrainSection
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.muon import Muon
@@ -23,15 +24,7 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.signals import Signals
 from hfgolf.train import clock
 
-NAMES = ["constant", "linear", "cosine", "cosine_warmdown", "wsd"]
-SHAPES = {
-    "constant": {"name": "constant"},
-    "linear": {"name": "linear"},
-    "cosine": {"name": "cosine"},
-    "cosine_warmdown": {"name": "cosine_warmdown"},
-    "wsd": {"name": "wsd"},
-}
-EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+EVERY_SHAPE = pytest.mark.parametrize("shape", [{"name": name} for name in SCHEDULES], ids=list(SCHEDULES))
 
 
 def multipliers(total: int, **settings) -> list[float]:
