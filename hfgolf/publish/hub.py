@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 
 from hfgolf.config.parse import run_command
-from hfgolf.publish.model_card import set_location
+from hfgolf.publish.card_edits import set_location
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from tiny_export import SUMMARY, build_tiny
+from tiny_export import SUMMARY, build_tiny, card_of
 
 from hfgolf.config.sections import RunConfig
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import model_card
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed; run make test-ecosystem")
 pytestmark = [pytest.mark.ecosystem, pytest.mark.slow]
@@ -34,7 +33,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "tiny" / "model"
     folder.parent.mkdir(parents=True)
     (folder.parent / "config.yaml").write_text("run: {name: tiny}\n")
-    export_model(*build_tiny(), folder, model_card(RunConfig().replace(run__name="tiny"), SUMMARY))
+    export_model(*build_tiny(), folder, card_of(RunConfig().replace(run__name="tiny"), SUMMARY))
     return folder
 
 

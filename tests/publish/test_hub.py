@@ -9,12 +9,11 @@ import socket
 
 import pytest
 from hub_server import TOKEN, serving_here
-from tiny_export import ROOT, SUMMARY, build_tiny, contents, push
+from tiny_export import ROOT, SUMMARY, build_tiny, card_of, contents, push
 
 from hfgolf.publish import hub as hub_module
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import HubPusher, push_folder
-from hfgolf.publish.model_card import model_card
 from hfgolf.system.durable import list_files
 from hfgolf.system.errors import UserError
 
@@ -70,7 +69,7 @@ def test_a_push_is_native_by_default_and_needs_no_trust(exported, hub, python):
 def test_a_model_without_a_native_form_is_pushed_as_golf(our_hub, tmp_path, tiny_config):
     folder = tmp_path / "runs" / "tiny" / "model"
     folder.parent.mkdir(parents=True)
-    export_model(*build_tiny(logit_soft_cap=15.0), folder, model_card(tiny_config, SUMMARY))
+    export_model(*build_tiny(logit_soft_cap=15.0), folder, card_of(tiny_config, SUMMARY))
     with pytest.raises(UserError, match=r"Apertus needs model\.overrides\.logit_soft_cap null"):
         push_folder(folder, "user/name", private=False, message="m", format="native")
     assert not our_hub.repositories
