@@ -42,10 +42,10 @@ def convert_folder(model: str, output: Path, to: str, xielu: bool = False, locat
 def in_format(folder: Path, wanted: str, scratch: Path, location: str) -> tuple[Path, str | None]:
     """Return the folder to push, and what it holds if that was a choice: this folder, or a conversion in `scratch`.
 
-    wanted: "golf" or "native", or "auto": native if an architecture of transformers computes the same.
+    wanted: "native", or "auto": native if an architecture of transformers computes the same.
     Raises UserError if the folder cannot be converted to the format that is wanted.
     """
-    if wanted == "golf" or b'"model_type": "golf"' not in (folder / "config.json").read_bytes():
+    if b'"model_type": "golf"' not in (folder / "config.json").read_bytes():
         return folder, None
     try:
         return scratch, convert_folder(str(folder), scratch, "native", location=location)

@@ -53,11 +53,13 @@ def push_folder(folder: Path, repo_id: str, private: bool, message: str, format:
     does not respond, if `private` is true but the repository is public, if a file is a link, or if there is no native
     form but it was asked for.
     """
-    from hfgolf.publish.convert import in_format  # late: it imports eight architectures
-
     files = exported_files(folder)  # refuses links before anything reads the files
+    outgoing, said = folder, None
     with tempfile.TemporaryDirectory() as scratch:
-        outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
+        if format != "golf":
+            from hfgolf.publish.convert import in_format  # late: it imports six architectures
+
+            outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
         files = files if outgoing == folder else exported_files(outgoing)
         url = _upload(outgoing, with_current_code(files), repo_id, private, message)
     return url if said is None else f"{url} as {said}"

@@ -48,7 +48,7 @@ from hfgolf.measure.memory import (
 )
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
-from hfgolf.optim.groups import build_optimizer, group_rows, group_table
+from hfgolf.optim.groups import build_optimizer, group_rows
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
 from hfgolf.publish.load import load_config
@@ -311,7 +311,8 @@ def _build(
     resolved, predicted_memory_bytes = _choose_micro_batch(resolved, raw_model, accelerator)
     config = resolved.config
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, **layout(raw_model))
-    logger.debug("%s", group_table(optimizer))
+    for row in group_rows(optimizer):
+        logger.debug("%s", ", ".join(f"{key} {value}" for key, value in row.items()))
     support = supporting_files(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
     gather(None)  # no rank waits in a collective of `prepare` for one that has failed
     accelerator.ddp_handler.bucket_cap_mb = bucket_megabytes(raw_model)

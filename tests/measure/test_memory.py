@@ -124,19 +124,6 @@ def test_peak_responds_to_each_option(options, grows):
     assert (predict(**options).peak > before) is grows
 
 
-def test_16_bits_save_memory():
-    for options in ({"activation": "gelu"}, {}):
-        golf = GolfConfig(**SHAPE, **options)
-        single, half = (predict(golf, batch=8, precision=precision).activations for precision in ("no", "bf16"))
-        assert half / single == pytest.approx(0.70, abs=0.01)
-
-
-def test_activations_grow_with_tokens():
-    one, eight = (predict(batch=batch) for batch in (1, 8))
-    assert eight.activations == 8 * one.activations
-    assert predict(batch=8, checkpointing=True).activations < eight.activations / 10
-
-
 def peak_of_a_pass(golf: GolfConfig, tokens: tuple[int, int], precision: str, checkpointing: bool) -> int:
     """Return the peak of live bytes, without the weights, in a pass of the real model on fake tensors."""
     with FakeTensorMode():
@@ -339,31 +326,20 @@ def test_heap_fragmentation_is_a_share_of_freed_memory(monkeypatch):
     assert fragmented_bytes(large) == 0
 
 
-def test_missing_gpu_monitor_is_reported_once(monkeypatch, caplog):
-    def missing(device):
-        raise ModuleNotFoundError("No module named 'pynvml'")
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'pynvml'"), Exception("Not Supported")])
+def test_a_gpu_without_its_monitor_is_said_at_most_once_and_ends_no_run(monkeypatch, caplog, error):
+    """NVML's own errors derive from Exception: a slice of a GPU (MIG), a vGPU and WSL raise NotSupported."""
 
-    monkeypatch.setattr(torch.cuda, "utilization", missing)
-    monkeypatch.setattr(torch.cuda, "device_memory_used", missing)
+    def fail(device):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "utilization", fail)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", fail)
     memory._warn_that_nvml_is_missing.cache_clear()
-    for _ in range(2):
-        assert memory.gpu_utilization(torch.device("cuda")) is None
-        assert memory.gpu_memory_bytes(torch.device("cuda")) is None
-    (message,) = caplog.messages
-    assert "pip install nvidia-ml-py" in message
-    assert memory.gpu_utilization(torch.device("cpu")) is None and len(caplog.messages) == 1
-
-
-def test_gpu_that_does_not_say_its_utilization_does_not_end_a_run(monkeypatch):
-    class NotSupported(Exception):
-        """NVML's own errors derive from Exception: a slice of a GPU (MIG), a vGPU and WSL raise this one."""
-
-    def refuse(device):
-        raise NotSupported("Not Supported")
-
-    monkeypatch.setattr(torch.cuda, "utilization", refuse)
-    monkeypatch.setattr(torch.cuda, "device_memory_used", refuse)
-    assert memory.gpu_utilization(torch.device("cuda")) is memory.gpu_memory_bytes(torch.device("cuda")) is None
+    for kind in ("cuda", "cuda", "cpu"):
+        assert memory.gpu_utilization(torch.device(kind)) is memory.gpu_memory_bytes(torch.device(kind)) is None
+    is_missing = isinstance(error, ModuleNotFoundError)
+    assert ["pip install nvidia-ml-py" in message for message in caplog.messages] == [True] * is_missing
 
 
 def test_peak_matches_resident_memory():
@@ -375,9 +351,9 @@ def test_peak_matches_resident_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "mamba2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba2", "opt"])
 def test_prediction_for_any_architecture_matches_live_bytes(name):
-    """Four real sequences, predicted from fake passes over one and two, and for mamba from shorter rows."""
+    """Four real sequences, predicted from fake passes over one and two, and for mamba2 from shorter rows."""
     wider = {"num_heads": 8} if name == "mamba2" else {}
     config = tiny_config(name, wider, hidden_size=64).replace(batch__sequence_length=64, batch__tokens_per_step=256)
     model = build_model(config, VOCABULARY, "cpu", bos_token_id=0, eos_token_id=0, pad_token_id=0).train()

@@ -10,7 +10,7 @@ from hfgolf.config.sections import OptimSection
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import groups
-from hfgolf.optim.groups import build_optimizer, group_table, parameter_groups, parameter_kind
+from hfgolf.optim.groups import build_optimizer, group_rows, parameter_groups, parameter_kind
 from hfgolf.system.errors import UserError
 
 WIDTH, ROWS = 8, (8, 4, 4)
@@ -77,16 +77,6 @@ def test_parameter_matched_twice_is_rejected(monkeypatch):
         parameter_kind("lm_head.weight")
 
 
-def test_frozen_parameters_are_in_no_group():
-    model = GolfForCausalLM(GolfConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
-    frozen = {name for name, _ in model.named_parameters() if "qkv" in name or "embed" in name}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-    groups = parameter_groups(model.named_parameters(), OptimSection(), model.fused_projections())
-    assert frozen and {name for group in groups for name, _ in group["params"]}.isdisjoint(frozen)
-    assert "embedding" not in [group["kind"] for group in groups]
-
-
 def test_unmatched_fused_entry_is_rejected():
     with pytest.raises(UserError, match="qkv"):
         parameter_groups(named_parameters().items(), OptimSection(), {"model.layers.*.qkv.weight": ROWS})
@@ -120,11 +110,6 @@ def test_embeddings_heads_and_vectors_have_their_own_decay_and_rate():
         "vector": 0.05,
     }
     assert by_kind(OptimSection())["head"]["weight_decay"] == 0.0
-    for name in own:
-        with pytest.raises(UserError, match=rf"optim\.{name}: -1 is out of range"):
-            OptimSection(**{name: -1})
-    with pytest.raises(UserError, match=r"optim\.vector_learning_rate: 0 is out of range"):
-        OptimSection(vector_learning_rate=0)
 
 
 def by_kind(optim: OptimSection) -> dict[str, dict]:
@@ -183,24 +168,14 @@ def test_only_fused_weights_are_split():
             assert split == (ROWS if name.endswith("qkv_proj.weight") else None)
 
 
-@pytest.mark.parametrize("beta2", [-0.1, 1.0])
-def test_normuon_beta2_out_of_range_is_rejected(beta2):
-    with pytest.raises(UserError, match=rf"optim\.normuon_beta2: {beta2} is out of range"):
-        OptimSection(normuon_beta2=beta2)
-
-
-def test_table_counts_every_parameter():
+def test_rows_count_every_parameter():
     params = named_parameters(is_gpt2=True, is_tied=False, layers=3)
-    table = group_table(build_optimizer(params.items(), OptimSection(embedding_learning_rate=0.25), FUSED))
-    header, *rows, total = [line.split() for line in table.splitlines()]
-    assert header[:2] == ["parameters", "of"]
-    assert sum(int(row[1]) for row in rows) == int(total[1]) == len(params)
-    numbers = [int(row[2].replace(",", "")) for row in rows]
-    assert sum(numbers) == int(total[2].replace(",", "")) == sum(p.numel() for p in params.values())
-    cells = {row[0]: row[1:] for row in rows}
-    assert cells["model.layers.*.self_attn.qkv_proj.weight"] == ["3", "384", "muon", "in", "3", "parts", "0.02", "0.1"]
-    assert cells["model.embed_tokens.weight"] == ["1", "256", "adamw", "0.25", "0"]
-    assert len({len(line) for line in table.splitlines()[:-1]}) == 1  # aligned
+    rows = group_rows(build_optimizer(params.items(), OptimSection(embedding_learning_rate=0.25), FUSED))
+    assert sum(row["tensors"] for row in rows) == len(params)
+    assert sum(row["parameters"] for row in rows) == sum(p.numel() for p in params.values())
+    cells = {row["parameters of"]: list(row.values())[1:] for row in rows}
+    assert cells["model.layers.*.self_attn.qkv_proj.weight"] == [3, 384, "muon in 3 parts", 0.02, 0.1]
+    assert cells["model.embed_tokens.weight"] == [1, 256, "adamw", 0.25, 0.0]
 
 
 @pytest.mark.parametrize("is_initialized", [False, True])
