@@ -247,22 +247,9 @@ def from_native(native: PreTrainedModel) -> GolfForCausalLM:
     return golf
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far two models' logits are apart on `num_tokens` tokens."""
-
-    largest: float
-    largest_logit: float
-    num_tokens: int
-
-    @property
-    def is_rounding(self) -> bool:
-        return self.largest <= TOLERANCE * max(1.0, self.largest_logit)  # False for NaN
-
-
 @torch.no_grad()
-def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -> Difference:
-    """Return how far the logits of two models are apart, on random ids and on those of a real text."""
+def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -> tuple[float, float, int]:
+    """Return how far the logits of two models are apart, the largest logit, and on how many tokens, random and real."""
     config: Any = one.config
     length = min(128, config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
@@ -275,7 +262,7 @@ def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -
         apart = (expected - actual).abs().max().item()
         largest = apart if math.isnan(apart) else max(largest, apart)
         largest_logit = max(largest_logit, expected.abs().max().item())
-    return Difference(largest, largest_logit, sum(ids.numel() for ids in rows))
+    return largest, largest_logit, sum(ids.numel() for ids in rows)
 
 
 def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool = False) -> tuple[PreTrainedModel, str]:
@@ -290,11 +277,11 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
     dtype = model.dtype
     model = nn.Module.to(model, device="cpu", dtype=torch.float32)
     result = to_native(model, xielu) if isinstance(model, GolfForCausalLM) else from_native(model)
-    difference = compare(model, result, real_ids)
-    if not difference.is_rounding:
+    apart, largest_logit, num_tokens = compare(model, result, real_ids)
+    if not apart <= TOLERANCE * max(1.0, largest_logit):  # or NaN
         raise UserError(
             f"{type(result).__name__} has other logits than {type(model).__name__}: they differ by"
-            f" {difference.largest:.2g}, and the largest is {difference.largest_logit:.2g}; nothing was converted."
+            f" {apart:.2g}, and the largest is {largest_logit:.2g}; nothing was converted."
         )
     folded = to == "native" and model.config.embedding_norm
     added = ", its embedding's norm folded into the table" if folded else ""
@@ -302,8 +289,8 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
     if to == "native" and model.config.dropout and not any(getattr(result.config, rate, 0) for rate in rates):
         added += ", without its dropout for further training"
     sentence = (
-        f"{type(result).__name__}{added}: logits within {difference.largest:.1e} of {type(model).__name__}'s"
-        f" on {difference.num_tokens} tokens, random and real"
+        f"{type(result).__name__}{added}: logits within {apart:.1e} of {type(model).__name__}'s"
+        f" on {num_tokens} tokens, random and real"
     )
     nn.Module.to(model, dtype=dtype)
     return nn.Module.to(result, dtype=dtype), sentence
