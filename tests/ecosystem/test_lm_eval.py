@@ -121,14 +121,6 @@ def test_results_are_recorded_in_the_run_and_in_the_card(model, choice, rolling,
     assert accuracy.source_name.startswith("lm-eval 0.") and accuracy.dataset_args == {"num_few_shot": 0}
 
 
-def test_a_foreign_card_and_folder_stay_as_they_are(model, choice, evaluate, tmp_path):
-    foreign = model.rename(tmp_path / "foreign")
-    (foreign / "README.md").write_text("---\ntags: [other]\n---\n# A card\n")
-    status, _, said = evaluate("--model", foreign, "--tasks", choice)
-    assert status == 0 and "recorded" not in said
-    assert (foreign / "README.md").read_text() == "---\ntags: [other]\n---\n# A card\n"
-
-
 @pytest.mark.parametrize("task, message", [("no_such_task", "Tasks not found: no_such_task"), ("broken.yaml", "")])
 def test_a_task_that_cannot_be_loaded_is_one_line(model, evaluate, tmp_path, monkeypatch, task, message):
     monkeypatch.chdir(tmp_path)

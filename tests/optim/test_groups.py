@@ -19,32 +19,14 @@ FUSED = {"model.layers.*.self_attn.qkv_proj.weight": ROWS}
 
 def named_parameters(*, is_gpt2: bool = False, is_tied: bool = True, layers: int = 2) -> dict[str, torch.nn.Parameter]:
     """Models that together have every parameter name: biases and positions, or gates, q/k norms and embedding norm."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (32, WIDTH)}
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        matrices = {
-            "self_attn.qkv_proj": sum(ROWS),
-            "self_attn.o_proj": WIDTH,
-            "mlp.up_proj": 32,
-            "mlp.down_proj": WIDTH,
-        }
-        if not is_gpt2:
-            matrices["mlp.gate_proj"] = 32
-            shapes |= {f"{layer}.self_attn.{part}_norm.weight": (4,) for part in "qk"}
-        for name, rows in matrices.items():
-            shapes[f"{layer}.{name}.weight"] = (rows, 32 if "down" in name else WIDTH)
-            if is_gpt2:
-                shapes[f"{layer}.{name}.bias"] = (rows,)
-        for name in (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"):
-            shapes |= {f"{name}.weight": (WIDTH,)} | ({f"{name}.bias": (WIDTH,)} if is_gpt2 else {})
-    shapes["model.norm.weight"] = (WIDTH,)
+    options = {"activation": "swiglu"}
     if is_gpt2:
-        shapes |= {"model.embed_positions.weight": (16, WIDTH), "model.norm.bias": (WIDTH,)}
-    else:
-        shapes["model.embed_norm.weight"] = (WIDTH,)
-    if not is_tied:
-        shapes["lm_head.weight"] = (32, WIDTH)
-    return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        options = {"norm": "layernorm", "position_embedding": "learned", "use_bias": True}
+        options |= {"qk_norm": False, "embedding_norm": False}
+    sizes = {"vocab_size": 32, "hidden_size": WIDTH, "intermediate_size": 32, "max_position_embeddings": 16}
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1}
+    golf = GolfForCausalLM(GolfConfig(**sizes, **heads, **options, tie_word_embeddings=is_tied))
+    return dict(golf.named_parameters())
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
