@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -132,15 +131,12 @@ def test_an_edited_card_without_the_sections_stays(exported, tmp_path):
     assert (tmp_path / "native" / "README.md").read_text() == "# Mine\n\nNothing else.\n"
 
 
-def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, python, tmp_path):
-    script = Path(__file__).parents[2] / "scripts" / "export.py"
+def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, hfgolf, tmp_path):
     native = tmp_path / "native"
-    outcome = python(script, "--model", exported, "--to", "native", "--xielu", "--output", native)
-    assert outcome.returncode == 0, outcome.stderr
-    assert outcome.stdout.startswith(f"exported {exported} to {native} as ApertusForCausalLM")
+    said = hfgolf("export", "--model", exported, "--to", "native", "--xielu", "--output", native)
+    assert said.status == 0 and said.out.startswith(f"exported {exported} to {native} as ApertusForCausalLM"), said.err
     assert json.loads((native / "config.json").read_text())["hidden_act"] == "xielu"
-    outcome = python(script, "--model", native, "--to", "golf", "--output", tmp_path / "golf")
-    assert outcome.returncode == 0, outcome.stderr
+    assert hfgolf("export", "--model", native, "--to", "golf", "--output", tmp_path / "golf").status == 0
     for arguments, message in (
         (["--model", exported], "--model: say what to convert it to and where, with --to and --output."),
         (["--model", exported, "--checkpoint", "best"], "--checkpoint: only a run has checkpoints"),
@@ -150,6 +146,6 @@ def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, pyth
         (["--model", exported, "--to", "golf", "--xielu", "--output", "x"], "--xielu: only a native model has it"),
         ([], "one of the arguments --run --model is required"),
     ):
-        outcome = python(script, *arguments)
-        assert outcome.returncode == 2 and outcome.stderr.startswith(f"error: {message}"), outcome.stderr
-        assert outcome.stderr.count("\n") == 1
+        said = hfgolf("export", *arguments)
+        assert said.status == 2 and said.err.startswith(f"error: {message}"), said.err
+        assert said.err.count("\n") == 1
