@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -194,14 +193,6 @@ def test_chunks_of_the_loss_grow_with_the_card(gigabytes, elements):
     assert elements == 2**26 or 4 * elements <= gigabytes * 10**9 / 64
 
 
-def test_prediction_knows_the_chunks_of_the_loss():
-    golf = GolfConfig(vocab_size=8000, hidden_size=128, num_hidden_layers=3)
-    predict_chunks = partial(predict, golf, batch=32, device="cpu")
-    small, large = (predict_chunks(chunk_elements=rows * 8000) for rows in (1000, 10_000))
-    assert large.loss - small.loss == 9000 * 8000 * 12  # logits, log-softmax, and those of the chunk before
-    assert predict_chunks() == predict_chunks(chunk_elements=2**24)
-
-
 def test_a_plan_counts_the_chunks_that_the_card_will_have():
     config = gpu_config().replace(batch__micro_batch_size=32)
     plans = [
@@ -264,16 +255,11 @@ def test_largest_fitting_micro_batch_is_chosen(free_gib):
     assert run_memory(config, model, size * 2, 1, "cuda").peak > free * USABLE_SHARE
 
 
-def test_cpu_micro_batch_stays_in_the_cache():
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", MAX_CPU_TOKENS), ("cuda", MAX_GPU_TOKENS)])
+def test_micro_batch_stays_in_the_cache_of_a_cpu_and_short_enough_to_compile_for_a_gpu(device, tokens):
     config = gpu_config()
-    model = meta_model(config, 50_257, "cpu")
-    assert choose_micro_batch_size(config, model, 1, "cpu", 2**50) * 1024 == MAX_CPU_TOKENS
-
-
-def test_gpu_micro_batch_stays_short_enough_to_compile():
-    config = gpu_config()
-    model = meta_model(config, 50_257, "cuda")
-    assert choose_micro_batch_size(config, model, 1, "cuda", 2**50) * 1024 == MAX_GPU_TOKENS
+    model = meta_model(config, 50_257, device)
+    assert choose_micro_batch_size(config, model, 1, device, 2**50) * 1024 == tokens
 
 
 def test_processes_split_the_batch():
