@@ -30,14 +30,14 @@ def build(shape: dict[str, int], device: str) -> dict[str, Any]:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from hfgolf.model.convert_gpt2 import golf_from_gpt2
+    from hfgolf.publish.native import from_native
 
     torch.manual_seed(0)
     options: dict[str, Any] = {key: value for key, value in shape.items() if key != "batch"}
     gpt2 = GPT2LMHeadModel(
         GPT2Config(**options, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     ).train()
-    models = {"transformers": gpt2, "hfgolf": golf_from_gpt2(gpt2).train()}
+    models = {"transformers": gpt2, "hfgolf": from_native(gpt2).train()}
     return {name: model.to(device) for name, model in models.items()}
 
 

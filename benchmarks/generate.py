@@ -30,12 +30,12 @@ def build(model: str, device: str) -> dict[str, Any]:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from hfgolf.model.convert_gpt2 import golf_from_gpt2
+    from hfgolf.publish.native import from_native
 
     torch.manual_seed(0)
     config = GPT2Config(**MODELS[model], n_positions=1024, bos_token_id=None, eos_token_id=None)
     gpt2 = GPT2LMHeadModel(config).eval()
-    models = {"transformers": gpt2, "hfgolf": golf_from_gpt2(gpt2)}
+    models = {"transformers": gpt2, "hfgolf": from_native(gpt2)}
     return {name: each.to(device) for name, each in models.items()}
 
 

@@ -247,14 +247,14 @@ def hfgolf_options(shape: Shape, arm: Arm, threads: int) -> list[str]:
 def train_hfgolf(job: Job, turns: Turns) -> None:
     from hfgolf.commands.scratch import scratch_run
     from hfgolf.config.parse import load_config
-    from hfgolf.model.convert_gpt2 import golf_from_gpt2
+    from hfgolf.publish.native import from_native
     from hfgolf.train.console import quiet_libraries
     from hfgolf.train.loop import train_step
 
     quiet_libraries()
     with scratch_run(load_config(hfgolf_options(job.shape, job.arm, job.threads)), "benchmark") as run:
         if job.arm.is_gpt2:
-            run.raw_model.load_state_dict(golf_from_gpt2(build_gpt2(job.shape)).state_dict())
+            run.raw_model.load_state_dict(from_native(build_gpt2(job.shape)).state_dict())
         flops = run.meter.flops_per_second_of_peak
         turns.begin(parameters=run.raw_model.num_parameters(), flops_per_second_of_peak=flops)
         while not turns.are_over:

@@ -183,7 +183,7 @@ def test_no_command_on_a_page_leaves_a_file_for_git():
 
 
 def test_gpt2_options_build_gpt2():
-    from hfgolf.model.convert_gpt2 import gpt2_from_golf
+    from hfgolf.publish.native import to_native
     from hfgolf.train.build import build_model
 
     shown = [*commands("python scripts/train.py"), *commands("hfgolf train")]
@@ -191,7 +191,7 @@ def test_gpt2_options_build_gpt2():
     options = re.split(r"small(?:\.yaml)? ", command, maxsplit=1)[1]
     small = "--model.hidden_size 16 --model.num_hidden_layers 1 --model.num_attention_heads 2 --train.max_steps 1"
     config = load_config([*options.split(), *small.split(), "--train.mixed_precision", "no"]).config
-    gpt2 = gpt2_from_golf(build_model(config, 61, "cpu"))  # it refuses what GPT-2 is not
+    gpt2 = to_native(build_model(config, 61, "cpu"))  # it refuses what GPT-2 is not
     assert type(gpt2).__name__ == "GPT2LMHeadModel"
 
 

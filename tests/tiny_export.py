@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from hub_server import HubServer
 
-from hfgolf.config.sections import TokenizerSection
+from hfgolf.config.sections import RunConfig, TokenizerSection
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.model_card import model_card
 
 ROOT = Path(__file__).parents[1]
 SUMMARY = {
@@ -51,6 +52,10 @@ def build_tiny(**changes: Any) -> tuple[Any, Any]:
     for parameter in model.parameters():  # output projections start at zero, which would hide the blocks
         torch.nn.init.normal_(parameter, std=0.2)
     return model.eval(), tokenizer
+
+
+def card_of(config: RunConfig, summary: dict[str, Any]) -> str:
+    return model_card(config, summary, build_tiny()[0])
 
 
 def push(python: Any, hub: HubServer | str, exported: Path, *options: str) -> Any:

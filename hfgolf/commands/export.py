@@ -153,7 +153,7 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
         **_figures(run, config, step),
     }
     with writing("--output", output):
-        export_model(model, tokenizer, output, model_card(config, summary, model=model))
+        export_model(model, tokenizer, output, model_card(config, summary, model))
     return step
 
 

@@ -45,7 +45,7 @@ hfgolf train --config configs/small.yaml \
     --model.use_bias true --model.qk_norm false --model.embedding_norm false
 ```
 
-`hfgolf.model.convert_gpt2` converts weights both ways.
+`hfgolf.publish.native` converts weights both ways.
 """
 
 

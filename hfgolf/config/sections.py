@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from hfgolf.config.schedules import ScheduleName
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words, shortened
 
@@ -521,7 +522,7 @@ class OptimSection(Section, frozen=True):
 class ScheduleSection(Section, frozen=True):
     """How learning rates and weight decay change over the run, as fractions of their peaks."""
 
-    name: Literal["constant", "linear", "cosine", "cosine_warmdown", "wsd"] = "wsd"
+    name: ScheduleName = "wsd"
     """linear and cosine decay from the end of the warmup; wsd decays over the last schedule.warmdown_fraction of the
     run; cosine_warmdown is cosine times a factor that falls from 1 to 0 over that last part."""
     warmup_steps: Index = 0

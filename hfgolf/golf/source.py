@@ -96,7 +96,7 @@ def run_source(folder: Path) -> Source:
         blocks_read=int(summary.get("tokens") or 0) // length,
         is_training_known=config.model.init_from is None and not any(map(_begins_data, events)),
         golf=config.golf,
-        card=lambda figures: model_card(config, summary | figures),
+        card=lambda figures: model_card(config, summary | figures, model),
         run_config=config,
     )
 

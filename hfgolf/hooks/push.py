@@ -37,7 +37,7 @@ class Push(Hook):
         """Refuse, before any training, to push a native form that does not exist."""
         if run.config.hub.format != "native" or not isinstance(run.raw_model, GolfForCausalLM):
             return
-        from hfgolf.publish.native import find_architecture  # late: it imports eight architectures
+        from hfgolf.publish.native import find_architecture  # late: it imports six architectures
 
         try:
             find_architecture(run.raw_model.config)
@@ -58,7 +58,7 @@ class Push(Hook):
                 if model is None or not is_main:
                     return
                 figures = {"step": run.state.step, "init_from": run.init_from}
-                card = model_card(run.resolved.config, figures, model=model)
+                card = model_card(run.resolved.config, figures, model)
                 export_model(model, run.tokens.tokenizer, folder, card)
         except (OSError, SafetensorError) as error:
             logger.warning("push at step %d failed: %s", run.state.step, one_line(error))

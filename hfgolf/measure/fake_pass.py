@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -57,16 +56,6 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-@dataclass(frozen=True)
-class PassBytes:
-    """Bytes of one micro-batch, without weights and earlier gradients."""
-
-    kept: int
-    """What lives between the forward and the backward pass."""
-    peak: int
-    """The most that lives at one time, new gradients included."""
-
-
 def pass_bytes(
     config: PreTrainedConfig,
     batch: int,
@@ -75,12 +64,14 @@ def pass_bytes(
     checkpointing: bool,
     device: str,
     frozen: tuple[str, ...] = (),
-) -> PassBytes:
-    """Return the bytes of a pass over `batch` sequences: of one and of two of them, continued on a line.
+) -> tuple[int, int]:
+    """Return the bytes of a pass over `batch` sequences that live between forward and backward pass, and the peak.
 
-    precision: no, bf16 or fp16. device: cuda or cpu; a GPU that torch was not built for is predicted as a CPU.
-    frozen: the names of parameters without a gradient. If the model cannot run on fake tensors, warns once and returns
-    0 bytes.
+    They are those of one sequence and of two, continued on a line, without weights and earlier gradients; the peak is
+    with new gradients.
+
+    precision: no, bf16 or fp16. device: cuda or cpu; a GPU that torch was not built for is predicted as a CPU. frozen:
+    the names of parameters without a gradient. If the model cannot run on fake tensors, warns once and returns 0 bytes.
     """
     device = device if device == "cpu" or torch.cuda.is_available() else "cpu"
     rows = 1
@@ -92,8 +83,8 @@ def pass_bytes(
     if batch == 1:
         return one
     two = _measure(shape, 2 * rows, sequence, precision, checkpointing, device, frozen)
-    rest = batch - 1
-    return PassBytes(one.kept + rest * (two.kept - one.kept), one.peak + rest * (two.peak - one.peak))
+    kept, peak = (first + (batch - 1) * (second - first) for first, second in zip(one, two, strict=True))
+    return kept, peak
 
 
 @lru_cache(maxsize=32)
@@ -105,7 +96,7 @@ def _measure(
     checkpointing: bool,
     device: str,
     frozen: tuple[str, ...],
-) -> PassBytes:
+) -> tuple[int, int]:
     fields = json.loads(shape)
     config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     try:
@@ -113,7 +104,7 @@ def _measure(
             return _run(config, (batch, sequence), precision, checkpointing, device, frozen)
     except Exception as error:  # whatever an operator without fake tensors raises
         _warn(config.model_type, first_line(error)[:150])
-        return PassBytes(0, 0)
+        return 0, 0
 
 
 @cache
@@ -129,7 +120,7 @@ def _run(
     checkpointing: bool,
     device: str,
     frozen: tuple[str, ...],
-) -> PassBytes:
+) -> tuple[int, int]:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).train()
     add_loss(model)
     if checkpointing:
@@ -147,7 +138,7 @@ def _run(
             loss = model(ids, shift_labels=ids.clone()).loss
         kept = live.now
         loss.backward()
-    return PassBytes(kept - weights, live.peak - weights)
+    return kept - weights, live.peak - weights
 
 
 @contextmanager

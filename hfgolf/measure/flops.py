@@ -47,55 +47,36 @@ def token_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
       2022, appendix B), because causal attention only needs half of the scores.
     - Norms, activations, softmax and the optimizer are not counted, as in PaLM and in torch's FlopCounterMode.
     - A frozen weight has no gradient: 4 FLOPs, or 2 if nothing before it is trained. Attention counts alike.
-    - Recomputation is each block's forward pass without its last matmul: the backward pass does not need its result, so
-      torch.utils.checkpoint stops before it.
-    """
-    return _golf_flops(model, sequence_length) if isinstance(model, GolfForCausalLM) else _flops(model, sequence_length)
-
-
-def _golf_flops(model: GolfForCausalLM, sequence_length: int) -> TokenFlops:
-    config, order, factors = model.config, layer_order(model.config), _factors(model)
-    products = {name: p.numel() for name, p in model.named_parameters() if name.endswith(("proj.weight", ".head_gate"))}
-    names = [name for index in order for name in products if name.startswith(f"model.layers.{index}.")]
-    in_layers = sum(products[name] for name in names)
-    names += [name for name in products if ".layers." not in name]
-    matrices = [(factors[name], products[name]) for name in names]
-    is_scaled = config.branch_scale or config.lanes  # then the gradient of the scale needs the last matmul's result
-    last_matmuls = 0 if is_scaled else len(order) * config.hidden_size * config.intermediate_size
-    attention = len(order) * config.hidden_size * sequence_length
-    return TokenFlops(
-        matrices=sum(factor * size for factor, size in matrices),
-        attention=_of_attention(matrices) * attention,
-        head=_of_head(model) * config.vocab_size * (config.embedding_size or config.hidden_size),
-        recomputation=2.0 * (in_layers - last_matmuls) + 2.0 * attention,
-    )
-
-
-def _flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
-    """Count those of any architecture. Of a stack of experts, a token multiplies those that it is routed to.
-
-    The routers of a mixture are not counted, nor what a recurrent layer computes without weights, such as Mamba's scan.
-    Recomputation is counted as the whole forward pass of the layers.
+    - Recomputation is each block's forward pass, for Golf without its last matmul: the backward pass does not need its
+      result, so torch.utils.checkpoint stops before it.
+    - Of a stack of experts, a token multiplies those that it is routed to. The routers are not counted, nor what a
+      recurrent layer computes without weights, such as Mamba's scan.
     """
     config: Any = model.config
-    head = model.get_output_embeddings()
-    kinds, factors = parameter_kinds(model), _factors(model)
+    head, kinds, factors = model.get_output_embeddings(), parameter_kinds(model), _factors(model)
+    order = layer_order(config) if isinstance(model, GolfForCausalLM) else None
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     share = min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / experts)
-    matrices = [
-        (factors[name], parameter.numel() * (share if parameter.ndim > 2 else 1))
-        for name, parameter in model.named_parameters()
-        if kinds[name] == "matrix"
-    ]
+    matrices = []
+    for name, parameter in model.named_parameters():
+        if kinds[name] == "matrix" or name.endswith(".head_gate"):
+            passes = 1 if order is None or ".layers." not in name else order.count(int(name.split(".")[2]))
+            matrices.append((factors[name], passes * parameter.numel() * (share if parameter.ndim > 2 else 1)))
     convolutions = (module for module in model.named_modules() if isinstance(module[1], nn.Conv1d))
     matrices += [(factors[f"{name}.weight"], module.weight.numel()) for name, module in convolutions]
-    width = getattr(config, "num_attention_heads", 0) * head_size(config)
-    attention = sum(width * context for context in attention_contexts(config, sequence_length))
+    contexts = attention_contexts(config, sequence_length) if order is None else [sequence_length] * len(order)
+    attention = getattr(config, "num_attention_heads", 0) * head_size(config) * sum(contexts)
+    recomputed = sum(size for _, size in matrices)
+    if order is not None:
+        outside = (p for name, p in model.named_parameters() if kinds[name] == "matrix" and ".layers." not in name)
+        recomputed -= sum(p.numel() for p in outside)
+        is_scaled = config.branch_scale or config.lanes  # then the gradient of the scale needs the last matmul's result
+        recomputed -= 0 if is_scaled else len(order) * config.hidden_size * config.intermediate_size
     return TokenFlops(
         matrices=sum(factor * size for factor, size in matrices),
         attention=_of_attention(matrices) * attention,
         head=0.0 if head is None else _of_head(model) * head.weight.numel(),
-        recomputation=2.0 * sum(size for _, size in matrices) + 2.0 * attention,
+        recomputation=2.0 * recomputed + 2.0 * attention,
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import psutil
 import torch
@@ -151,10 +151,10 @@ def run_memory(
     if micro_batch_size * num_processes < config.batch.sequences_per_step:  # earlier micro-batches
         in_pass += gradients
     peak = weights + state + average + max(in_pass, gradients + update + in_update)
+    uses = passes._asdict() | {"peak": peak}
     return TrainingMemory(
-        weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, casts=passes.casts,
-        activations=passes.activations, loss=passes.loss, backward=passes.backward, update=update, peak=peak,
-    )  # fmt: skip
+        weights=weights, gradients=gradients, optimizer=state, ema=average, buckets=buckets, update=update, **uses
+    )
 
 
 def training_memory(
@@ -189,8 +189,7 @@ def training_memory(
     return run_memory(config, golf, batch, processes, device, is_sharded)
 
 
-@dataclass(frozen=True)
-class _Pass:
+class _Pass(NamedTuple):
     """The bytes of one micro-batch's pass without weights and earlier gradients, by use as in TrainingMemory."""
 
     casts: int
@@ -231,8 +230,8 @@ def _fake_pass(config: RunConfig, model: PreTrainedModel, batch: int, device: st
     """Predict a pass of any architecture."""
     precision, checkpointing = str(config.train.mixed_precision), config.model.gradient_checkpointing
     frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    found = pass_bytes(model.config, batch, config.batch.sequence_length, precision, checkpointing, device, frozen)
-    return _Pass(0, found.kept, 0, found.peak - found.kept, found.peak)
+    kept, peak = pass_bytes(model.config, batch, config.batch.sequence_length, precision, checkpointing, device, frozen)
+    return _Pass(0, kept, 0, peak - kept, peak)
 
 
 def _gathered_bytes(parameters: int, matrix_parameters: int, num_layers: int) -> int:

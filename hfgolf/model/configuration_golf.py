@@ -21,24 +21,11 @@ _CHOICES = {
     "attention_span": ("stream", "document"),
     "soft_cap_form": ("tanh", "poly5"),
 }
-_POSITIVE_INTEGERS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-)
-_POSITIVE_INTEGERS_OR_NONE = ("embedding_size", "head_gate", "smear_gate", "bigram_size", "value_embedding_size")
-_BOOLEANS = (
-    *("use_bias", "qk_norm", "embedding_norm", "tie_word_embeddings", "use_cache", "norm_weight", "branch_scale"),
-    *("embedding_residual", "norm_depth_scale", "lanes", "loop_active"),
-)
-_POSITIVE_NUMBERS = ("rope_theta", "norm_eps", "head_gate_scale", "head_gate_peak")
-_POSITIVE_NUMBERS_OR_NONE = (
-    *("logit_soft_cap", "logit_soft_cap_negative", "initializer_range", "tied_embedding_std", "query_gain"),
-)
+# Fields whose own check is below, or that transformers checks.
+_CHECKED_ONE_BY_ONE = {
+    *("dropout", "attention_dropout", "activation_slope", "exclude_self_value", "value_embedding_layers", "rope_dims"),
+    *("parallel_from", "loop", "bos_token_id", "eos_token_id", "pad_token_id", *_CHOICES),
+}
 
 SWITCHES = (
     *("norm_weight", "query_gain", "branch_scale", "embedding_residual", "unet_skips", "rope_dims", "norm_depth_scale"),
@@ -223,20 +210,19 @@ class GolfConfig(PreTrainedConfig):
 
     def _validate_fields(self) -> None:
         # transformers does not check the field types of a subclass: the string '64' would fail far from here
-        for name in _POSITIVE_INTEGERS:
-            self._require_integer(name, 1)
-        for name in _POSITIVE_INTEGERS_OR_NONE:
-            if getattr(self, name) is not None:
+        for name, kind in GolfConfig.__annotations__.items():
+            value = getattr(self, name)
+            if name in _CHECKED_ONE_BY_ONE or "ClassVar" in kind or (value is None and kind.endswith("None")):
+                continue
+            if kind == "bool":
+                self._require(name, isinstance(value, bool), "true or false")
+            elif kind.startswith("int"):
                 self._require_integer(name, 1)
-        for name in _BOOLEANS:
-            self._require(name, isinstance(getattr(self, name), bool), "true or false")
+            else:
+                none = ", or None" if kind.endswith("None") else ""
+                self._require(name, _is_number(value) and 0 < value < float("inf"), f"a number above 0{none}")
         for name, allowed in _CHOICES.items():
             self._require(name, getattr(self, name) in allowed, "one of " + ", ".join(map(str, allowed)))
-        for name in _POSITIVE_NUMBERS:
-            self._require(name, _is_positive_number(getattr(self, name)), "a number above 0")
-        for name in _POSITIVE_NUMBERS_OR_NONE:
-            value = getattr(self, name)
-            self._require(name, value is None or _is_positive_number(value), "a number above 0, or None")
         for name in ("dropout", "attention_dropout"):
             rate = getattr(self, name)
             self._require(name, _is_number(rate) and 0 <= rate < 1, "a number in [0, 1)")
@@ -312,7 +298,3 @@ def _is_integer(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return _is_integer(value) or isinstance(value, float)
-
-
-def _is_positive_number(value: Any) -> bool:
-    return _is_number(value) and 0 < value < float("inf")

@@ -163,26 +163,3 @@ def group_rows(optimizer: Any) -> list[dict[str, Any]]:
             row = {"parameters of": pattern, "tensors": len(numbers), "parameters": sum(numbers), "rule": rule}
             rows.append(row | {"learning rate": group["initial_lr"], "weight decay": group["weight_decay"]})
     return rows
-
-
-def group_table(optimizer: Any) -> str:
-    """Return the rows of `group_rows` as a table with their total, as --verbose prints it."""
-    rows = group_rows(optimizer)
-    cells = [
-        (name, f"{tensors}", f"{parameters:,}", rule, f"{rate:g}", f"{decay:g}")
-        for name, tensors, parameters, rule, rate, decay in map(dict.values, rows)
-    ]
-    totals = (f"{sum(row[column] for row in rows):,}" for column in ("tensors", "parameters"))
-    return _aligned([tuple(rows[0]), *cells, ("total", *totals, "", "", "")])
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    left_aligned = (0, 3)  # words; the other columns are numbers
-    lines = (
-        "  ".join(
-            c.ljust(w) if i in left_aligned else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)

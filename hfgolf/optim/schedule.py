@@ -1,13 +1,15 @@
 """Learning rate, momentum and weight decay as pure functions of the step.
 
-Owns the shapes of the schedules. Holds no state, so a resume only needs the step number. Do not pass a schedule to
-`accelerator.prepare`: a prepared scheduler steps once per process.
+Owns the warmup and how far a run is; config/schedules.py has the shapes. Holds no state, so a resume only needs the
+step number. Do not pass a schedule to `accelerator.prepare`: a prepared scheduler steps once per process.
 """
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, assert_never
+
+from hfgolf.config.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -21,44 +23,19 @@ def learning_rate_multiplier(step: int, total_steps: float, schedule: ScheduleSe
     total_steps: the updates that the run will make. A run limited by time passes a new estimate at each step,
     `projected_steps(step, progress)`. Infinity means that there is no estimate yet, so the decay has not started.
 
-    - Warmup rises as (step + 1) / warmup_steps: the first update is not zero, and update number warmup_steps has the
-      peak rate.
-    - linear and cosine decay from the end of the warmup to the floor.
-    - wsd decays linearly to the floor over the last warmdown_fraction of the run (Haegele et al., "Scaling Laws and
-      Compute-Optimal Training Beyond Fixed Training Durations", arXiv 2405.18392).
-    - cosine_warmdown is cosine times the wsd warmdown, so it ends at 0 whatever the floor.
+    Warmup rises as (step + 1) / warmup_steps: the first update is not zero, and update number warmup_steps has the peak
+    rate. Then the shape decides (config/schedules.py). Its progress counts from the end of the warmup; its warmdown is
+    the last warmdown_fraction of the run, in which it falls linearly.
 
     The decay ends at update number total_steps + 1, which is never made, so a decay to 0 does not waste the last
     update. If the warmup of a short run overlaps the decay, the lower of the two applies.
     """
     warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    decay = schedule.floor + (1 - schedule.floor) * _decay(step, total_steps, schedule)
-    if schedule.name == "cosine_warmdown":
-        decay *= _warmdown(step, total_steps, schedule)
-    return min(warmup, decay)
-
-
-def _decay(step: int, total_steps: float, schedule: ScheduleSection) -> float:
-    """Return the schedule after the warmup, without its floor: from 1 down to 0."""
-    if schedule.name == "constant":
-        return 1.0
-    if schedule.name == "wsd":
-        return _warmdown(step, total_steps, schedule)
-    progress = (step - schedule.warmup_steps) / max(1.0, total_steps - schedule.warmup_steps)
-    progress = min(1.0, max(0.0, progress))
-    match schedule.name:
-        case "linear":
-            return 1 - progress
-        case "cosine" | "cosine_warmdown":
-            return 0.5 * (1 + math.cos(math.pi * progress))
-        case _:
-            assert_never(schedule.name)
-
-
-def _warmdown(step: int, total_steps: float, schedule: ScheduleSection) -> float:
-    """Return the remaining fraction of the warmdown: 1 before the last warmdown_fraction of the run, 0 at its end."""
-    remaining = max(0.0, 1 - step / total_steps)
-    return min(1.0, remaining / schedule.warmdown_fraction) if schedule.warmdown_fraction else 1.0
+    progress = min(1.0, max(0.0, (step - schedule.warmup_steps) / max(1.0, total_steps - schedule.warmup_steps)))
+    warmdown = 1.0
+    if schedule.warmdown_fraction:
+        warmdown = min(1.0, max(0.0, 1 - step / total_steps) / schedule.warmdown_fraction)
+    return min(warmup, SCHEDULES[schedule.name](progress, warmdown, schedule.floor))
 
 
 def projected_steps(step: int, progress: float) -> float:

@@ -5,17 +5,13 @@ Owns the choice for a push. native.py converts, export.py writes.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.publish.card_edits import read_card, with_usage
 from hfgolf.publish.export import export_model
 from hfgolf.publish.gguf import gguf_fields
 from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import CHAT_SECTION, model_usage, read_card, with_usage
+from hfgolf.publish.model_card import CHAT_SECTION, usage
 from hfgolf.publish.native import converted
 from hfgolf.system.errors import UserError, writing
 
@@ -31,28 +27,25 @@ def convert_folder(model: str, output: Path, to: str, xielu: bool = False, locat
     card = read_card(folder)
     ids = tokenizer(card, verbose=False)["input_ids"]  # it may be longer than the model's longest text
     result, sentence = converted(original.cpu(), to, ids, xielu)
+    try:
+        gguf_fields(result, tokenizer)
+        has_gguf = True
+    except UserError:
+        has_gguf = False
+    sections = usage(result, location or str(output), CHAT_SECTION in card, has_gguf, was_golf=to == "native")
     pictures = [path for path in [folder / "loss.png"] if path.is_file()]
-    usage = model_usage(
-        result,
-        location or str(output),
-        is_chat=CHAT_SECTION in card,
-        has_gguf=_has_gguf(result, tokenizer),
-        was_golf=to == "native",
-    )
-    card = with_usage(card, usage)
     with writing("the model", output):
-        export_model(result, tokenizer, output, card, pictures)
+        export_model(result, tokenizer, output, with_usage(card, sections), pictures)
     return sentence
 
 
 def in_format(folder: Path, wanted: str, scratch: Path, location: str) -> tuple[Path, str | None]:
     """Return the folder to push, and what it holds if that was a choice: this folder, or a conversion in `scratch`.
 
-    wanted: "golf" or "native", or "auto": native if an architecture of transformers computes the same.
+    wanted: "native", or "auto": native if an architecture of transformers computes the same.
     Raises UserError if the folder cannot be converted to the format that is wanted.
     """
-    is_golf = _model_type(folder) == GolfConfig.model_type
-    if wanted == "golf" or not is_golf:
+    if b'"model_type": "golf"' not in (folder / "config.json").read_bytes():
         return folder, None
     try:
         return scratch, convert_folder(str(folder), scratch, "native", location=location)
@@ -60,18 +53,3 @@ def in_format(folder: Path, wanted: str, scratch: Path, location: str) -> tuple[
         if wanted == "native":
             raise
         return folder, f"GolfForCausalLM: {error}"
-
-
-def _model_type(folder: Path) -> Any:
-    try:
-        return json.loads((folder / "config.json").read_bytes()).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _has_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
-    try:
-        gguf_fields(model, tokenizer)
-    except UserError:
-        return False
-    return True

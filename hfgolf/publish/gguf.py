@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfgolf.data.chat import stop_ids
+from hfgolf.publish.card_edits import read_card
 from hfgolf.publish.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import read_card
 from hfgolf.publish.native import XIELU_OF_RELU2, converted
 from hfgolf.system.durable import replace_file
 from hfgolf.system.errors import UserError, writing

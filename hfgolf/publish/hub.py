@@ -7,7 +7,6 @@ native form.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from hfgolf.publish.model_card import set_location
+from hfgolf.publish.card_edits import set_location
 from hfgolf.system.command import run_command
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
@@ -53,11 +52,13 @@ def push_folder(folder: Path, repo_id: str, private: bool, message: str, format:
     does not respond, if `private` is true but the repository is public, if a file is a link, or if there is no native
     form but it was asked for.
     """
-    from hfgolf.publish.convert import in_format  # late: it imports eight architectures
-
     files = exported_files(folder)  # refuses links before anything reads the files
+    outgoing, said = folder, None
     with tempfile.TemporaryDirectory() as scratch:
-        outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
+        if format != "golf":
+            from hfgolf.publish.convert import in_format  # late: it imports six architectures
+
+            outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
         files = files if outgoing == folder else exported_files(outgoing)
         url = _upload(outgoing, with_current_code(files), repo_id, private, message)
     return url if said is None else f"{url} as {said}"
@@ -161,9 +162,8 @@ class HubPusher:
     def _push(self, folder: Path, message: str, delete_after: bool) -> None:
         num_bytes = sum(path.stat().st_size for path in folder.iterdir())
         seconds = int(PUSH_TIMEOUT_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
-        options = [f"--seconds={seconds}", f"--message={message}", f"--format={self._format}"]
-        options += ["--private"] * self._private
-        command = [sys.executable, "-m", "hfgolf.publish.hub", str(folder), self._repo_id, *options]
+        job = json.dumps([seconds, str(folder), self._repo_id, self._private, message, self._format])
+        command = [sys.executable, "-m", "hfgolf.publish.hub", job]
         package = Path(__file__).parents[2]
         environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         try:
@@ -188,17 +188,10 @@ class HubPusher:
 
 def main() -> None:
     """Push in a separate process, which ends itself in time even if the run is gone."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("repo_id")
-    parser.add_argument("--private", action="store_true")
-    parser.add_argument("--message", required=True)
-    parser.add_argument("--format", required=True)
-    parser.add_argument("--seconds", type=int, required=True)
-    arguments = parser.parse_args()
+    seconds, folder, *arguments = json.loads(sys.argv[1])
     if hasattr(signal, "alarm"):
-        signal.alarm(arguments.seconds)
-    print(push_folder(arguments.folder, arguments.repo_id, arguments.private, arguments.message, arguments.format))
+        signal.alarm(seconds)
+    print(push_folder(Path(folder), *arguments))
 
 
 if __name__ == "__main__":

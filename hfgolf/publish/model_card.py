@@ -25,28 +25,23 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import position_limit
 from hfgolf.run.provenance import package_version
 from hfgolf.run.record import row_seconds
-from hfgolf.system.durable import write_text
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import describe_overlap, dollars, duration, join_words
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _USAGE = Path(__file__).with_name("usage.md")
-_USAGE_IN_CARD = re.compile(
-    r"^## How to load it\n.*?(?=\n+(## How good it is|A sample, generated|## How it was trained))",
-    re.DOTALL | re.MULTILINE,
-)
 CHAT_SECTION = "## How to chat with it"
 _RESULTS = {"val_loss": "loss (nats per token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
 
 
 def model_card(
-    config: RunConfig, summary: dict[str, Any], pictures: Sequence[Path] = (), model: PreTrainedModel | None = None
+    config: RunConfig, summary: dict[str, Any], model: PreTrainedModel, pictures: Sequence[Path] = ()
 ) -> str:
     """Return the card as Markdown with metadata.
 
     summary: the result of `train()`; missing figures are omitted. pictures: images of the training curves, referenced
-    by file name; export_model copies them next to the card. model: the model; None: a Golf model. Secrets are redacted,
-    even in the sample, because a model may have learned them from its corpus.
+    by file name; export_model copies them next to the card. Secrets are redacted, even in the sample, because a model
+    may have learned them from its corpus.
     """
     title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
     figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
@@ -75,24 +70,14 @@ def model_card(
         eval_results=results or None,
         base_model=init_from["name"] if init_from.get("revision") else None,
     )
-    location, gate = config.hub.repo_id or summary.get("model", title), config.model.activation == "swiglu"
-    is_chat = config.data.messages_column is not None
-    is_golf = model is None or isinstance(model, GolfForCausalLM)
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
         title=_plain(title),
-        architecture="GPT" if is_golf else type(model).__name__,
+        architecture="GPT" if isinstance(model, GolfForCausalLM) else type(model).__name__,
         usage=usage(
-            location,
-            needs_code=True,
-            is_limited=config.model.position_embedding == "learned",
-            num_tokens=config.batch.sequence_length,
-            targets=["qkv_proj", "o_proj", "up_proj", *["gate_proj"] * gate, "down_proj"],
-            is_chat=is_chat,
-        )
-        if model is None or is_golf
-        else model_usage(model, location, is_chat),
+            model, config.hub.repo_id or summary.get("model", title), is_chat=config.data.messages_column is not None
+        ),
         dataset=_trained_on(config),
         origin=_origin(init_from),
         config=config,
@@ -108,112 +93,25 @@ def model_card(
     return redact(f"{card}\n")
 
 
-def read_card(folder: Path) -> str:
-    """Return the card in a model's folder; a title if there is none."""
-    readme = folder / "README.md"
-    return readme.read_text(encoding="utf-8") if readme.is_file() else f"# {folder.name}"
+def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool = False, was_golf: bool = False) -> str:
+    """Return the sections on loading, chatting with and fine-tuning a model, and on running it elsewhere.
 
-
-def model_usage(
-    model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool = False, was_golf: bool = False
-) -> str:
-    """Return the sections on loading and fine-tuning this model. is_chat, has_gguf and was_golf: as in `usage`."""
+    is_chat: it was trained on conversations. has_gguf: it can be written as GGUF. was_golf: it was trained as a Golf
+    model.
+    """
     config: Any = model.config
     linear = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
     limit = position_limit(model)
-    return usage(
-        location,
-        needs_code=isinstance(model, GolfForCausalLM),
+    return Template(_USAGE.read_text(encoding="utf-8")).render(
+        location=location,
+        trust=", trust_remote_code=True" if isinstance(model, GolfForCausalLM) else "",
         is_limited=limit is not None,
         num_tokens=limit or getattr(config, "max_position_embeddings", None),
-        targets=[name for name in dict.fromkeys(linear) if name != "lm_head"],
-        is_chat=is_chat,
-        has_gguf=has_gguf,
-        was_golf=was_golf,
-    )
-
-
-def usage(
-    location: str,
-    *,
-    needs_code: bool,
-    is_limited: bool,
-    num_tokens: int | None,
-    targets: list[str],
-    is_chat: bool,
-    has_gguf: bool = False,
-    was_golf: bool = False,
-) -> str:
-    """Return the sections on loading, chatting with and fine-tuning a model, and on running it elsewhere.
-
-    needs_code: the modeling code comes with the weights. num_tokens: the length of the training sequences; None:
-    unknown. is_limited: it is a hard limit. targets: the modules for LoRA. is_chat: it was trained on conversations.
-    has_gguf: it can be written as GGUF. was_golf: it was trained as a Golf model.
-    """
-    template = Template(_USAGE.read_text(encoding="utf-8"))
-    trust = ", trust_remote_code=True" if needs_code else ""
-    return template.render(
-        location=location,
-        trust=trust,
-        is_limited=is_limited,
-        num_tokens=num_tokens,
-        targets=json.dumps(targets),
+        targets=json.dumps([name for name in dict.fromkeys(linear) if name != "lm_head"]),
         has_gguf=has_gguf,
         chat_section=CHAT_SECTION if is_chat else None,
         was_golf=was_golf,
     )
-
-
-def with_usage(card: str, sections: str) -> str:
-    """Return a card with other sections on loading and using the model; an edited card without them stays as it is."""
-    return _USAGE_IN_CARD.sub(lambda _: sections, card, count=1)
-
-
-def set_location(path: Path, location: str) -> None:
-    """Set the location in the examples of the card at `path`."""
-    card = path.read_text(encoding="utf-8")
-    # only the first ones: a sample from a model trained on Python may contain more
-    named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
-    named = re.sub(r'(?<=export --model ")[^"]*(?=" --to gguf)', lambda _: location, named, count=1)
-    if named != card:
-        write_text(path, named)
-
-
-def add_task_results(
-    path: Path, metrics: dict[str, dict[str, float]], shots: dict[str, int | None], source: str
-) -> bool:
-    """Set the results of tasks in the metadata of the card at `path`; return whether it is a card of hfgolf's.
-
-    metrics: {task: {metric: value}}. shots: examples in each prompt. source: what measured them, with its version.
-    """
-    if not path.is_file():  # ModelCard would look for it on the Hub
-        return False
-    try:
-        card = ModelCard.load(path)
-    except (OSError, ValueError):  # somebody broke its metadata
-        return False
-    data: Any = card.data
-    if "hfgolf" not in (data.tags or []):
-        return False
-    kept = [result for result in data.eval_results or [] if not (result.source_name and result.dataset_type in metrics)]
-    data.model_name = data.model_name or path.parent.name
-    data.eval_results = kept + [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=task,
-            dataset_name=task,
-            dataset_args=None if shots[task] is None else {"num_few_shot": shots[task]},
-            metric_type=metric.partition(",")[0],
-            metric_name=metric,
-            metric_value=round(value, 4),
-            source_name=source,
-            source_url="https://github.com/EleutherAI/lm-evaluation-harness",
-        )
-        for task, found in metrics.items()
-        for metric, value in found.items()
-    ]
-    write_text(path, str(card))
-    return True
 
 
 def _dataset(config: RunConfig) -> str:

@@ -8,8 +8,7 @@ Differences that the table bridges:
   table, so one matrix becomes two.
 - Zero biases stand in for none, and norm weights of one for norms without weights.
 - Angles scaled down by 1e30 stand in for no positions.
-- Nemotron stores its norm weights less 1. NanoChat rotates the other way round, as if the halves of a head were
-  swapped.
+- GPT-2 keeps q, k and v in one weight, as Golf does, and stores the matrices of its blocks as (in, out).
 - xIELU (Huang et al. 2024, arXiv:2411.13010) with alpha_p = 1, alpha_n = 0 and beta = 0 is squared ReLU.
 """
 
@@ -25,11 +24,8 @@ from torch import Tensor, nn
 from transformers import (
     ApertusForCausalLM,
     ArceeForCausalLM,
-    GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
-    NanoChatForCausalLM,
-    NemotronForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3ForCausalLM,
@@ -38,7 +34,6 @@ from transformers import (
 
 from hfgolf.config.sections import model_key
 from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
-from hfgolf.model.convert_gpt2 import golf_config_from_gpt2, golf_from_gpt2, gpt2_from_golf
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words
@@ -62,8 +57,13 @@ _FREE = {
     *("rope_theta", "norm_eps", "tie_word_embeddings"),
     *("dropout", "use_cache", "initializer_range", "tied_embedding_std", "matrix_init"),
 }
-# Fields of a native config without an effect on its logits.
-_COSMETIC = {*PreTrainedConfig().to_dict(), "use_cache", "initializer_range", "pretraining_tp", "max_window_layers"}
+_TRANSLATED = {*_BIASES, "use_bias", "hidden_act", "activation_function"}
+# Fields of a native config without an effect on its logits, or that are taken over whatever they are.
+_COSMETIC = {
+    *PreTrainedConfig().to_dict(),
+    *("use_cache", "initializer_range", "pretraining_tp", "max_window_layers", "n_inner", "reorder_and_upcast_attn"),
+    *(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")),
+}
 
 
 @dataclass(frozen=True)
@@ -72,82 +72,79 @@ class Architecture:
 
     model: Any
     options: dict[str, tuple[Any, ...]]
-    """The values it has for a Golf field; ... means any number. A field that is neither here nor in _FREE must have its
-    default, so that a new switch is refused until somebody proves otherwise."""
-    fields: dict[str, str] = field(default_factory=dict)
+    """The values it has for a Golf field. A field that is neither here nor in _FREE must have its default, so that a
+    new switch is refused until somebody proves otherwise."""
+    fields: dict[str, str]
     """Its own config fields, and the Golf fields they are."""
     names: dict[str, str] = field(default_factory=dict)
     """Parts of Golf's parameter names, and its own."""
-    rope: dict[str, Any] = field(default_factory=dict)
-    norm_offset: float = 0.0
-    swaps_halves: bool = False
-
-    @property
-    def folds_embedding_norm(self) -> bool:
-        return "embedding_norm" in self.options  # otherwise it has one
 
     @property
     def name(self) -> str:
         return str(self.model.__name__).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
 
+    @property
+    def is_gpt2(self) -> bool:
+        return self.model is GPT2LMHeadModel
 
-_RMS: dict[str, tuple[Any, ...]] = {"position_embedding": ("rope", "none"), "norm_weight": _EITHER}
-_LAYERNORM: dict[str, tuple[Any, ...]] = {"norm": ("layernorm",), "qk_norm": (False,), "norm_weight": _EITHER}
-_RMS_EPS = {"rms_norm_eps": "norm_eps"}
+    @property
+    def activation(self) -> str:
+        return "activation_function" if self.is_gpt2 else "hidden_act"
+
+
+_RMS: dict[str, tuple[Any, ...]] = {
+    "position_embedding": ("rope", "none"),
+    "norm_weight": _EITHER,
+    "embedding_norm": _EITHER,
+}
+_LAYERNORM: dict[str, tuple[Any, ...]] = {
+    "norm": ("layernorm",),
+    "qk_norm": (False,),
+    "norm_weight": _EITHER,
+    "activation": _UNGATED,
+    "use_bias": _EITHER,
+}
+_SAME = dict(zip(_SHARED, _SHARED, strict=True))
+_RMS_FIELDS = _SAME | {"rms_norm_eps": "norm_eps"}
 
 # The first row that fits is taken.
 ARCHITECTURES = (
     Architecture(
         ApertusForCausalLM,
-        _RMS | {"activation": _UNGATED, "embedding_norm": _EITHER},
-        _RMS_EPS,
+        _RMS | {"activation": _UNGATED},
+        _RMS_FIELDS,
         {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"},
     ),
-    Architecture(
-        Qwen3ForCausalLM,
-        _RMS | {"activation": ("swiglu",), "embedding_norm": _EITHER},
-        _RMS_EPS | {"head_dim": "head_dim"},
-    ),
+    Architecture(Qwen3ForCausalLM, _RMS | {"activation": ("swiglu",)}, _RMS_FIELDS | {"head_dim": "head_dim"}),
     Architecture(
         ArceeForCausalLM,
-        _RMS | {"activation": _UNGATED, "qk_norm": (False,), "embedding_norm": _EITHER, "use_bias": _EITHER},
-        _RMS_EPS | _BIASES,
+        _RMS | {"activation": _UNGATED, "qk_norm": (False,), "use_bias": _EITHER},
+        _RMS_FIELDS | _BIASES,
     ),
     Architecture(
         LlamaForCausalLM,
-        _RMS | {"activation": ("swiglu",), "qk_norm": (False,), "embedding_norm": _EITHER, "use_bias": _EITHER},
-        _RMS_EPS | _BIASES,
-    ),
-    Architecture(
-        NanoChatForCausalLM,
-        _RMS | {"activation": _UNGATED, "norm_weight": (False,), "logit_soft_cap": (...,)},
-        _RMS_EPS | {"final_logit_softcapping": "logit_soft_cap"},
-        {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
-        swaps_halves=True,
-    ),
-    Architecture(
-        NemotronForCausalLM,
-        _LAYERNORM
-        | {"position_embedding": ("rope", "none"), "activation": ("relu2",)}
-        | {"embedding_norm": _EITHER, "use_bias": _EITHER},
-        {"norm_eps": "norm_eps"} | _BIASES,
-        rope={"partial_rotary_factor": 1.0},
-        norm_offset=1.0,
+        _RMS | {"activation": ("swiglu",), "qk_norm": (False,), "use_bias": _EITHER},
+        _RMS_FIELDS | _BIASES,
     ),
     Architecture(
         Starcoder2ForCausalLM,
-        _LAYERNORM
-        | {"position_embedding": ("rope", "none"), "activation": _UNGATED}
-        | {"embedding_norm": _EITHER, "use_bias": _EITHER},
-        {"norm_epsilon": "norm_eps", "use_bias": "use_bias", "embedding_dropout": "dropout"}
-        | {"residual_dropout": "dropout"},
+        _LAYERNORM | {"position_embedding": ("rope", "none"), "embedding_norm": _EITHER},
+        _SAME
+        | {"norm_epsilon": "norm_eps", "use_bias": "use_bias"}
+        | {"embedding_dropout": "dropout", "residual_dropout": "dropout"},
         {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
     ),
-    Architecture(  # its names and fields are in model/convert_gpt2.py
+    Architecture(
         GPT2LMHeadModel,
-        _LAYERNORM
-        | {"position_embedding": ("learned",), "activation": _UNGATED, "embedding_norm": (False,)}
-        | {"use_bias": _EITHER},
+        _LAYERNORM | {"position_embedding": ("learned",), "embedding_norm": (False,)},
+        {name: name for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+        | {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+        | {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
+        | {"layer_norm_epsilon": "norm_eps", "attn_pdrop": "attention_dropout"}
+        | {"embd_pdrop": "dropout", "resid_pdrop": "dropout"},
+        {"model": "transformer", "layers": "h", "embed_tokens": "wte", "embed_positions": "wpe", "norm": "ln_f"}
+        | {"input_layernorm": "ln_1", "self_attn.qkv_proj": "attn.c_attn", "self_attn.o_proj": "attn.c_proj"}
+        | {"post_attention_layernorm": "ln_2", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
     ),
 )
 
@@ -176,10 +173,10 @@ def _misfits(config: GolfConfig, row: Architecture) -> list[str]:
         if name == "activation_slope" or (name in _FREE and name not in row.options):
             continue  # the slope does nothing without leaky_relu2, which no row has
         value, allowed = getattr(config, name), row.options.get(name, (default,))
-        if value not in allowed and not (... in allowed and value is not None):
-            choices = " or ".join("a number" if known is ... else _said(known) for known in allowed)
+        if value not in allowed:
+            choices = " or ".join(map(_said, allowed))
             found.append(f"{model_key(name)} {choices} (now {_said(value)})")
-    if row.model is GPT2LMHeadModel and config.num_key_value_heads != config.num_attention_heads:
+    if row.is_gpt2 and config.num_key_value_heads != config.num_attention_heads:
         found.append(f"model.num_key_value_heads {config.num_attention_heads} (now {config.num_key_value_heads})")
     return found
 
@@ -201,23 +198,21 @@ def to_native(golf: GolfForCausalLM, xielu: bool = False) -> PreTrainedModel:
     row = find_architecture(config)
     if xielu and (row.model is not ApertusForCausalLM or config.activation != "relu2"):
         raise UserError(f"--xielu: only Apertus with relu2 has it; this model is {row.name} with {config.activation}.")
-    if row.model is GPT2LMHeadModel:
-        return gpt2_from_golf(golf)
     native = row.model(_native_config(config, row, golf.dtype, xielu)).eval()
     nn.Module.to(native, device=golf.device, dtype=golf.dtype)
-    state = {_renamed(name, row.names): tensor for name, tensor in _split(golf).items()}
-    if config.embedding_norm and row.folds_embedding_norm:
+    state: dict[str, Tensor] = {}
+    for name, tensor in golf.state_dict().items():
+        parts = _parts(name, row)
+        pieces = tensor.split(config.fused_rows) if len(parts) > 1 else [tensor]
+        state |= {_renamed(part, row.names): piece for part, piece in zip(parts, pieces, strict=True)}
+    if config.embedding_norm:
         state["model.embed_tokens.weight"] = golf.model.embed_norm(state["model.embed_tokens.weight"])
-    state = {name: tensor for name, tensor in state.items() if "embed_norm" not in name}
+    state = {name: _oriented(name, tensor, row) for name, tensor in state.items() if "embed_norm" not in name}
     for name, tensor in native.state_dict().items():
-        if name.endswith("norm.weight"):
-            state[name] = state.get(name, torch.ones_like(tensor)) - row.norm_offset
-        elif "act_fn" in name:
+        if "act_fn" in name:
             state[name] = torch.full_like(tensor, XIELU_OF_RELU2[name.rpartition(".")[2]])
-        elif name.endswith("bias"):
-            state.setdefault(name, torch.zeros_like(tensor))
-        elif row.swaps_halves and ("q_proj" in name or "k_proj" in name):
-            state[name] = _swapped(state[name], config.head_dim)
+        elif name not in state and name.endswith(("bias", "norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+            state[name] = torch.full_like(tensor, float(name.endswith("weight")))
     native.load_state_dict(state)
     return native
 
@@ -229,28 +224,20 @@ def from_native(native: PreTrainedModel) -> GolfForCausalLM:
 
     Raises UserError if the table does not have its architecture, or Golf lacks one of its options.
     """
-    if isinstance(native, GPT2LMHeadModel):
-        try:
-            return golf_from_gpt2(native)
-        except ValueError as error:
-            raise UserError(f"{error}") from None
     row = _row(type(native))
     state = native.state_dict()
-    has_biases = any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
+    has_biases = row.is_gpt2 or any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
     config = _golf_config(native.config, row, has_biases)
-    if native.config.hidden_act == "xielu":
+    if getattr(native.config, row.activation) == "xielu":
         _require_squared_relu(row, state)
     golf = GolfForCausalLM(config).eval()
     nn.Module.to(golf, device=native.device, dtype=native.dtype)
     back = {theirs: ours for ours, theirs in row.names.items()}
-    state = {_renamed(name, back): tensor for name, tensor in state.items() if "act_fn" not in name}
-    for name, tensor in state.items():
-        if name.endswith("norm.weight"):
-            state[name] = tensor + row.norm_offset
-        elif row.swaps_halves and ("q_proj" in name or "k_proj" in name):
-            state[name] = _swapped(tensor, config.head_dim)
+    state = {
+        _renamed(name, back): _oriented(name, tensor, row) for name, tensor in state.items() if "act_fn" not in name
+    }
     for name, tensor in golf.state_dict().items():
-        source = [state.pop(part) for part in _parts(name) if part in state]
+        source = [state.pop(part) for part in _parts(name, row) if part in state]
         if not source and not name.endswith("bias"):
             raise UserError(f"{row.name}: there is no {name}.")
         tensor.copy_(torch.cat(source) if source else torch.zeros_like(tensor))
@@ -260,22 +247,9 @@ def from_native(native: PreTrainedModel) -> GolfForCausalLM:
     return golf
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far two models' logits are apart on `num_tokens` tokens."""
-
-    largest: float
-    largest_logit: float
-    num_tokens: int
-
-    @property
-    def is_rounding(self) -> bool:
-        return self.largest <= TOLERANCE * max(1.0, self.largest_logit)  # False for NaN
-
-
 @torch.no_grad()
-def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -> Difference:
-    """Return how far the logits of two models are apart, on random ids and on those of a real text."""
+def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -> tuple[float, float, int]:
+    """Return how far the logits of two models are apart, the largest logit, and on how many tokens, random and real."""
     config: Any = one.config
     length = min(128, config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
@@ -288,7 +262,7 @@ def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -
         apart = (expected - actual).abs().max().item()
         largest = apart if math.isnan(apart) else max(largest, apart)
         largest_logit = max(largest_logit, expected.abs().max().item())
-    return Difference(largest, largest_logit, sum(ids.numel() for ids in rows))
+    return largest, largest_logit, sum(ids.numel() for ids in rows)
 
 
 def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool = False) -> tuple[PreTrainedModel, str]:
@@ -303,20 +277,20 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
     dtype = model.dtype
     model = nn.Module.to(model, device="cpu", dtype=torch.float32)
     result = to_native(model, xielu) if isinstance(model, GolfForCausalLM) else from_native(model)
-    difference = compare(model, result, real_ids)
-    if not difference.is_rounding:
+    apart, largest_logit, num_tokens = compare(model, result, real_ids)
+    if not apart <= TOLERANCE * max(1.0, largest_logit):  # or NaN
         raise UserError(
             f"{type(result).__name__} has other logits than {type(model).__name__}: they differ by"
-            f" {difference.largest:.2g}, and the largest is {difference.largest_logit:.2g}; nothing was converted."
+            f" {apart:.2g}, and the largest is {largest_logit:.2g}; nothing was converted."
         )
-    folded = to == "native" and model.config.embedding_norm and not isinstance(result, NanoChatForCausalLM)
+    folded = to == "native" and model.config.embedding_norm
     added = ", its embedding's norm folded into the table" if folded else ""
     rates = ("residual_dropout", "resid_pdrop")
     if to == "native" and model.config.dropout and not any(getattr(result.config, rate, 0) for rate in rates):
         added += ", without its dropout for further training"
     sentence = (
-        f"{type(result).__name__}{added}: logits within {difference.largest:.1e} of {type(model).__name__}'s"
-        f" on {difference.num_tokens} tokens, random and real"
+        f"{type(result).__name__}{added}: logits within {apart:.1e} of {type(model).__name__}'s"
+        f" on {num_tokens} tokens, random and real"
     )
     nn.Module.to(model, dtype=dtype)
     return nn.Module.to(result, dtype=dtype), sentence
@@ -327,16 +301,14 @@ XIELU_OF_RELU2 = {"alpha_p": math.log(math.e - 1), "alpha_n": -100.0, "beta": 0.
 
 
 def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype, xielu: bool) -> PreTrainedConfig:
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta} | row.rope
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.position_embedding == "none":
         rope |= {"rope_type": "linear", "factor": _NO_POSITIONS}
-    is_folded = config.embedding_norm and row.folds_embedding_norm
-    values = {name: getattr(config, name) for name in _SHARED}
-    values |= {theirs: getattr(config, ours) for theirs, ours in row.fields.items()}
+    values: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in row.fields.items()}
+    values[row.activation] = "xielu" if xielu else _ACTIVATIONS[config.activation]
+    values |= {} if row.is_gpt2 else {"rope_parameters": rope}
     native: PreTrainedConfig = row.model.config_class(
-        hidden_act="xielu" if xielu else _ACTIVATIONS[config.activation],
-        rope_parameters=rope,
-        tie_word_embeddings=config.tie_word_embeddings and not is_folded,
+        tie_word_embeddings=config.tie_word_embeddings and not config.embedding_norm,
         initializer_range=config.initializer_range or 0.02,
         dtype=dtype,
         **values,
@@ -351,11 +323,6 @@ def golf_shape(config: PreTrainedConfig) -> GolfConfig:
     """
     if isinstance(config, GolfConfig):
         return config
-    if isinstance(config, GPT2Config):
-        try:
-            return golf_config_from_gpt2(config)
-        except ValueError as error:
-            raise UserError(f"{error}") from None
     row = _row(next((row.model for row in ARCHITECTURES if type(config) is row.model.config_class), type(config)))
     with torch.device("meta"):
         names = [name for name, _ in row.model(config).named_parameters()]
@@ -373,22 +340,23 @@ def _row(model: type) -> Architecture:
 
 def _golf_config(theirs: Any, row: Architecture, has_biases: bool) -> GolfConfig:
     """Return the config of a native config's Golf model. Raises UserError if Golf lacks one of its options."""
-    values = {name: getattr(theirs, name) for name in _SHARED}
-    values |= {name: allowed[0] for name, allowed in row.options.items() if len(allowed) == 1}
+    values = {name: allowed[0] for name, allowed in row.options.items() if len(allowed) == 1}
     values |= {ours: getattr(theirs, name) for name, ours in row.fields.items() if ours != "head_dim"}
+    values["embedding_norm"] = False
     if "use_bias" in row.options:
         values["use_bias"] = has_biases
-    values["embedding_norm"] = not row.folds_embedding_norm
-    rope = theirs.rope_parameters
-    has_none = rope.get("rope_type") == "linear" and rope.get("factor", 1.0) >= _NO_POSITIONS
-    values |= {"position_embedding": "none" if has_none else "rope", "rope_theta": rope["rope_theta"]}
+    if not row.is_gpt2:
+        rope = theirs.rope_parameters
+        has_none = rope.get("rope_type") == "linear" and rope.get("factor", 1.0) >= _NO_POSITIONS
+        values |= {"position_embedding": "none" if has_none else "rope", "rope_theta": rope["rope_theta"]}
+    activation = getattr(theirs, row.activation)
     if values.get("activation") != "swiglu":
-        values["activation"] = _ungated_activation(theirs.hidden_act, row)
+        values["activation"] = _ungated_activation(activation, row)
     try:
         config = GolfConfig(tie_word_embeddings=theirs.tie_word_embeddings, **values)
     except ValueError as error:
         raise UserError(f"{row.name}: {error}") from None
-    _require_same(theirs, _native_config(config, row, theirs.dtype, theirs.hidden_act == "xielu"))
+    _require_same(theirs, _native_config(config, row, theirs.dtype, activation == "xielu"))
     return config
 
 
@@ -396,7 +364,7 @@ def _ungated_activation(name: str, row: Architecture) -> str:
     """Return Golf's name of an activation; xIELU counts as squared ReLU. Raises UserError if it has none."""
     known = "relu2" if name == "xielu" else _SAME_ACTIVATION.get(name, name)
     if known not in _UNGATED:
-        raise UserError(f"{row.name}: hidden_act {name} is not one of Golf's: {', '.join(_UNGATED)}.")
+        raise UserError(f"{row.name}: {row.activation} {name} is not one of Golf's: {', '.join(_UNGATED)}.")
     return known
 
 
@@ -411,32 +379,26 @@ def _require_squared_relu(row: Architecture, state: dict[str, Tensor]) -> None:
 def _require_same(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> None:
     """Raise UserError if a config says more than what Golf has, by what its Golf config would become."""
     found, expected = theirs.to_dict(), ours.to_dict()
-    for name in found.keys() - _COSMETIC - set(_BIASES) - {"use_bias", "hidden_act"}:
-        if found[name] != expected.get(name):
+    for name in (found.keys() & expected.keys()) - _COSMETIC - _TRANSLATED:
+        if found[name] != expected[name]:
             raise UserError(
-                f"{type(theirs).__name__}: {name} is {found[name]!r}; Golf has only {expected.get(name)!r} for it."
+                f"{type(theirs).__name__}: {name} is {found[name]!r}; Golf has only {expected[name]!r} for it."
             )
 
 
 def _renamed(name: str, names: dict[str, str]) -> str:
+    name = f".{name}"
     for old, new in names.items():
         name = name.replace(f".{old}.", f".{new}.")
-    return name
+    return name[1:]
 
 
-def _split(golf: GolfForCausalLM) -> dict[str, Tensor]:
-    """Return a Golf model's tensors with q, k and v apart."""
-    split: dict[str, Tensor] = {}
-    for name, tensor in golf.state_dict().items():
-        parts = _parts(name)
-        split |= dict(zip(parts, tensor.split(golf.config.fused_rows) if len(parts) > 1 else [tensor], strict=True))
-    return split
+def _parts(name: str, row: Architecture) -> list[str]:
+    """Return the names of the tensors that are one in Golf: q, k and v."""
+    is_fused = "qkv_proj" in name and not row.is_gpt2
+    return [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if is_fused else [name]
 
 
-def _parts(name: str) -> list[str]:
-    return [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if "qkv_proj" in name else [name]
-
-
-def _swapped(weight: Tensor, head_dim: int) -> Tensor:
-    """Swap the halves of each head's rows."""
-    return weight.unflatten(0, (-1, 2, head_dim // 2)).flip(1).flatten(0, 2)
+def _oriented(native_name: str, tensor: Tensor, row: Architecture) -> Tensor:
+    """Return a tensor as the other side stores it: GPT-2 has the matrices of its blocks as (in, out)."""
+    return tensor.mT if row.is_gpt2 and ".h." in native_name and tensor.ndim == 2 else tensor

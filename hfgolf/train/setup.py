@@ -38,7 +38,7 @@ from hfgolf.measure.flops import training_flops_per_token
 from hfgolf.measure.memory import expected_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
-from hfgolf.optim.groups import build_optimizer, group_rows, group_table
+from hfgolf.optim.groups import build_optimizer, group_rows
 from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
 from hfgolf.publish.load import load_model_config
@@ -241,7 +241,8 @@ def _build(
         init_from = load_weights(config, raw_model, tokens)
     announce_model(raw_model, config.batch, micro_batch_size, accelerator, memory)
     optimizer = build_optimizer(raw_model.named_parameters(), config.optim, **layout(raw_model))
-    logger.debug("%s", group_table(optimizer))
+    for row in group_rows(optimizer):
+        logger.debug("%s", ", ".join(f"{key} {value}" for key, value in row.items()))
     support = supporting_files(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}
     gather(None)  # no rank waits in a collective of `prepare` for one that has failed
     accelerator.ddp_handler.bucket_cap_mb = bucket_megabytes(raw_model)

@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tiny_export import build_tiny
+from tiny_export import build_tiny, card_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfgolf.config.sections import RunConfig
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
-from hfgolf.publish.model_card import model_card
 
 peft = pytest.importorskip("peft", reason="peft is not installed; run make test-ecosystem")
 trl = pytest.importorskip("trl", reason="trl is not installed; run make test-ecosystem")
@@ -45,7 +44,7 @@ COMMON: dict[str, Any] = {
 @pytest.fixture(params=["golf", "native"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """An exported model with its card, in either format."""
-    export_model(*build_tiny(), tmp_path / "golf", model_card(RunConfig().replace(run__name="tiny"), {"step": 1}))
+    export_model(*build_tiny(), tmp_path / "golf", card_of(RunConfig().replace(run__name="tiny"), {"step": 1}))
     if request.param == "native":
         convert_folder(str(tmp_path / "golf"), tmp_path / "native", "native")
     return tmp_path / request.param

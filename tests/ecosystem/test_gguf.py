@@ -194,8 +194,8 @@ def test_a_conversation_has_the_same_ids_and_ends_at_the_end_of_a_turn(tmp_path)
         ({"activation": "gelu"}, "--to gguf: llama.cpp has no apertus with hidden_act gelu."),
         ({"qk_norm": False, "use_bias": True}, "--to gguf: llama.cpp has no arcee with biases."),
         (
-            {"norm_weight": False, "logit_soft_cap": 5.0},
-            "--to gguf: hfgolf writes only apertus, qwen3, arcee and llama; this model is NanoChatForCausalLM.",
+            {"norm": "layernorm", "qk_norm": False},
+            "--to gguf: hfgolf writes only apertus, qwen3, arcee and llama; this model is Starcoder2ForCausalLM.",
         ),
     ],
 )

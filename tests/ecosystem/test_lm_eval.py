@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from tiny_export import SUMMARY, build_tiny
+from tiny_export import SUMMARY, build_tiny, card_of
 
 from hfgolf.config.sections import RunConfig
 from hfgolf.publish.export import export_model
 from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import model_card
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed; run make test-ecosystem")
 pytestmark = [pytest.mark.ecosystem, pytest.mark.slow]
@@ -34,7 +33,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "tiny" / "model"
     folder.parent.mkdir(parents=True)
     (folder.parent / "config.yaml").write_text("run: {name: tiny}\n")
-    export_model(*build_tiny(), folder, model_card(RunConfig().replace(run__name="tiny"), SUMMARY))
+    export_model(*build_tiny(), folder, card_of(RunConfig().replace(run__name="tiny"), SUMMARY))
     return folder
 
 
@@ -120,14 +119,6 @@ def test_results_are_recorded_in_the_run_and_in_the_card(model, choice, rolling,
     accuracy = figures["choice", "acc"]
     assert accuracy.metric_value == round(recorded["choice"]["metrics"]["acc,none"], 4)
     assert accuracy.source_name.startswith("lm-eval 0.") and accuracy.dataset_args == {"num_few_shot": 0}
-
-
-def test_a_foreign_card_and_folder_stay_as_they_are(model, choice, evaluate, tmp_path):
-    foreign = model.rename(tmp_path / "foreign")
-    (foreign / "README.md").write_text("---\ntags: [other]\n---\n# A card\n")
-    status, _, said = evaluate("--model", foreign, "--tasks", choice)
-    assert status == 0 and "recorded" not in said
-    assert (foreign / "README.md").read_text() == "---\ntags: [other]\n---\n# A card\n"
 
 
 @pytest.mark.parametrize("task, message", [("no_such_task", "Tasks not found: no_such_task"), ("broken.yaml", "")])

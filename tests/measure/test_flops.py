@@ -16,7 +16,6 @@ from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.stopwatch import Stopwatch
-from hfgolf.train import meter as meter_module
 from hfgolf.train import setup
 from hfgolf.train.build import build_model
 from hfgolf.train.meter import Meter, StepResult
@@ -147,18 +146,6 @@ def test_row_has_the_share_of_clipped_steps(limit, norms, share):
         assert (row["clipped_share"], row["grad_norm"]) == (share, pytest.approx(mean, nan_ok=True))
         meter.add(StepResult(1.0, 9.0, None, torch.tensor(0)))
         meter.restart()
-
-
-def test_row_has_every_memory_figure(monkeypatch):
-    figures = {"used_memory_bytes": 1, "process_memory_bytes": 2, "gpu_memory_bytes": 3, "gpu_utilization": 4}
-    for name, value in figures.items():
-        monkeypatch.setattr(meter_module, name, lambda *device, value=value: value)
-    meter = Meter(CPU, tokens_per_step=1, flops_per_second_of_peak=1.0, stopwatch=Stopwatch())
-    meter.stopwatch.switch("train")
-    meter.add(StepResult(1.0, 1.0, None, torch.tensor(0)))
-    row = meter.row(lambda tensor, how: tensor)
-    names = ("memory_bytes", "process_memory_bytes", "gpu_memory_bytes", "gpu_utilization")
-    assert [row[name] for name in names] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", OVERRIDES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -124,19 +123,6 @@ def test_peak_responds_to_each_option(options, grows):
     assert (predict(**options).peak > before) is grows
 
 
-def test_16_bits_save_memory():
-    for options in ({"activation": "gelu"}, {}):
-        golf = GolfConfig(**SHAPE, **options)
-        single, half = (predict(golf, batch=8, precision=precision).activations for precision in ("no", "bf16"))
-        assert half / single == pytest.approx(0.70, abs=0.01)
-
-
-def test_activations_grow_with_tokens():
-    one, eight = (predict(batch=batch) for batch in (1, 8))
-    assert eight.activations == 8 * one.activations
-    assert predict(batch=8, checkpointing=True).activations < eight.activations / 10
-
-
 def peak_of_a_pass(golf: GolfConfig, tokens: tuple[int, int], precision: str, checkpointing: bool) -> int:
     """Return the peak of live bytes, without the weights, in a pass of the real model on fake tensors."""
     with FakeTensorMode():
@@ -207,14 +193,6 @@ def test_chunks_of_the_loss_grow_with_the_card(gigabytes, elements):
     assert elements == 2**26 or 4 * elements <= gigabytes * 10**9 / 64
 
 
-def test_prediction_knows_the_chunks_of_the_loss():
-    golf = GolfConfig(vocab_size=8000, hidden_size=128, num_hidden_layers=3)
-    predict_chunks = partial(predict, golf, batch=32, device="cpu")
-    small, large = (predict_chunks(chunk_elements=rows * 8000) for rows in (1000, 10_000))
-    assert large.loss - small.loss == 9000 * 8000 * 12  # logits, log-softmax, and those of the chunk before
-    assert predict_chunks() == predict_chunks(chunk_elements=2**24)
-
-
 def test_a_plan_counts_the_chunks_that_the_card_will_have():
     config = gpu_config().replace(batch__micro_batch_size=32)
     plans = [
@@ -279,16 +257,11 @@ def test_largest_fitting_micro_batch_is_chosen(free_gib):
     assert run_memory(config, model, size * 2, 1, "cuda").peak > free * USABLE_SHARE
 
 
-def test_cpu_micro_batch_stays_in_the_cache():
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", MAX_CPU_TOKENS), ("cuda", MAX_GPU_TOKENS)])
+def test_micro_batch_stays_in_the_cache_of_a_cpu_and_short_enough_to_compile_for_a_gpu(device, tokens):
     config = gpu_config()
-    model = meta_model(config, 50_257, "cpu")
-    assert choose_micro_batch_size(config, model, 1, "cpu", 2**50) * 1024 == MAX_CPU_TOKENS
-
-
-def test_gpu_micro_batch_stays_short_enough_to_compile():
-    config = gpu_config()
-    model = meta_model(config, 50_257, "cuda")
-    assert choose_micro_batch_size(config, model, 1, "cuda", 2**50) * 1024 == MAX_GPU_TOKENS
+    model = meta_model(config, 50_257, device)
+    assert choose_micro_batch_size(config, model, 1, device, 2**50) * 1024 == tokens
 
 
 def test_processes_split_the_batch():
@@ -341,31 +314,20 @@ def test_heap_fragmentation_is_a_share_of_freed_memory(monkeypatch):
     assert fragmented_bytes(large) == 0
 
 
-def test_missing_gpu_monitor_is_reported_once(monkeypatch, caplog):
-    def missing(device):
-        raise ModuleNotFoundError("No module named 'pynvml'")
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'pynvml'"), Exception("Not Supported")])
+def test_a_gpu_without_its_monitor_is_said_at_most_once_and_ends_no_run(monkeypatch, caplog, error):
+    """NVML's own errors derive from Exception: a slice of a GPU (MIG), a vGPU and WSL raise NotSupported."""
 
-    monkeypatch.setattr(torch.cuda, "utilization", missing)
-    monkeypatch.setattr(torch.cuda, "device_memory_used", missing)
+    def fail(device):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "utilization", fail)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", fail)
     memory._warn_that_nvml_is_missing.cache_clear()
-    for _ in range(2):
-        assert memory.gpu_utilization(torch.device("cuda")) is None
-        assert memory.gpu_memory_bytes(torch.device("cuda")) is None
-    (message,) = caplog.messages
-    assert "pip install nvidia-ml-py" in message
-    assert memory.gpu_utilization(torch.device("cpu")) is None and len(caplog.messages) == 1
-
-
-def test_gpu_that_does_not_say_its_utilization_does_not_end_a_run(monkeypatch):
-    class NotSupported(Exception):
-        """NVML's own errors derive from Exception: a slice of a GPU (MIG), a vGPU and WSL raise this one."""
-
-    def refuse(device):
-        raise NotSupported("Not Supported")
-
-    monkeypatch.setattr(torch.cuda, "utilization", refuse)
-    monkeypatch.setattr(torch.cuda, "device_memory_used", refuse)
-    assert memory.gpu_utilization(torch.device("cuda")) is memory.gpu_memory_bytes(torch.device("cuda")) is None
+    for kind in ("cuda", "cuda", "cpu"):
+        assert memory.gpu_utilization(torch.device(kind)) is memory.gpu_memory_bytes(torch.device(kind)) is None
+    is_missing = isinstance(error, ModuleNotFoundError)
+    assert ["pip install nvidia-ml-py" in message for message in caplog.messages] == [True] * is_missing
 
 
 def test_peak_matches_resident_memory():
@@ -377,9 +339,9 @@ def test_peak_matches_resident_memory():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba", "mamba2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba2", "opt"])
 def test_prediction_for_any_architecture_matches_live_bytes(name):
-    """Four real sequences, predicted from fake passes over one and two, and for mamba from shorter rows."""
+    """Four real sequences, predicted from fake passes over one and two, and for mamba2 from shorter rows."""
     wider = {"num_heads": 8} if name == "mamba2" else {}
     config = tiny_config(name, wider, hidden_size=64).replace(batch__sequence_length=64, batch__tokens_per_step=256)
     model = build_model(config, VOCABULARY, "cpu", bos_token_id=0, eos_token_id=0, pad_token_id=0).train()

@@ -43,21 +43,6 @@ def test_loss_and_gradients_are_those_of_the_logits(name, labels, monkeypatch):
             torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-4, atol=1e-7)
 
 
-def test_llama_has_the_loss_and_gradients_of_transformers():
-    """Of LlamaForCausalLM itself, from labels that it shifts."""
-    model = tiny_model("llama")
-    theirs = AutoModelForCausalLM.from_config(model.config)
-    theirs.load_state_dict(model.state_dict())
-    ids = torch.randint(VOCABULARY, (3, 16))
-    loss = model(ids, shift_labels=F.pad(ids[:, 1:], (0, 1), value=-100)).loss
-    own = theirs(ids, labels=ids).loss
-    torch.testing.assert_close(loss, own, rtol=1e-6, atol=1e-6)
-    loss.backward()
-    own.backward()
-    for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, other.grad, rtol=1e-4, atol=1e-7)
-
-
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_divisor_of_the_loss(name, labels):
     model = tiny_model(name)

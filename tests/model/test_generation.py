@@ -100,15 +100,6 @@ def test_left_padded_batch_generates_what_each_prompt_does_alone(build_golf, opt
         assert torch.equal(said[-12:], greedy(golf, row[None])[0, -12:])
 
 
-def test_positions_follow_the_attention_mask(build_golf, option, token_ids):
-    golf = build_golf(**option)
-    row = token_ids[0, :9]
-    padded, mask = left_padded([token_ids[1], row])
-    alone = golf(row[None]).logits[0]
-    together = golf(padded, attention_mask=mask).logits[1, -9:]
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 def test_prompt_in_pieces_gives_the_logits_of_the_whole(build_golf, option, token_ids, name):
@@ -169,6 +160,7 @@ def test_arguments_that_it_cannot_follow_are_refused(build_golf, token_ids):
 def test_logits_to_keep_takes_the_forms_of_transformers(build_golf, token_ids):
     golf = build_golf(logit_soft_cap=5.0)
     whole = golf(token_ids).logits
+    assert whole.abs().max() <= 5
     places = torch.tensor([[0, 3], [5, 1], [15, 15]])
     mask = torch.zeros_like(token_ids, dtype=torch.bool)
     mask[0, 2] = mask[2, 4:6] = True

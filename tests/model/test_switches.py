@@ -11,7 +11,7 @@ from reference_stacks import baseline_logits, record_logits
 
 from hfgolf.commands.needs import meta_model
 from hfgolf.config.parse import load_config
-from hfgolf.model.layers_golf import GolfBigram, GolfSmear, _rotation, layer_order, sdpa
+from hfgolf.model.layers_golf import GolfBigram, _rotation, sdpa
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import parameter_kind
 
@@ -70,42 +70,6 @@ def test_transparent_switch_changes_nothing_at_the_start(build_golf, token_ids, 
     assert changes == bool(missing.missing_keys)
 
 
-def test_norms_without_weights_equal_norms_with_unit_weights(build_golf, token_ids):
-    golf, without = build_golf(), build_golf(norm_weight=False)
-    names = set(golf.state_dict()) - set(without.state_dict())
-    assert names == {name for name in golf.state_dict() if "norm" in name}
-    state = {name: torch.ones_like(weight) if name in names else weight for name, weight in golf.state_dict().items()}
-    golf.load_state_dict(state)
-    without.load_state_dict({name: weight for name, weight in state.items() if name not in names})
-    assert torch.equal(logits_of(golf, token_ids), logits_of(without, token_ids))
-
-
-def test_loop_equals_the_unrolled_layers(build_golf, token_ids):
-    looped = build_golf(num_hidden_layers=4, loop=[1, 2, 3])
-    order = [0, 1, 2, 1, 2, 1, 2, 3]
-    assert layer_order(looped.config) == order
-    written = build_golf(num_hidden_layers=8)
-    state = looped.state_dict()
-    for place, index in enumerate(order):
-        for name in [name for name in looped.state_dict() if name.startswith(f"model.layers.{index}.")]:
-            state[name.replace(f"layers.{index}", f"layers.{place}", 1)] = looped.state_dict()[name]
-    written.load_state_dict(state)
-    torch.testing.assert_close(logits_of(looped, token_ids), logits_of(written, token_ids))
-
-
-def test_exclude_self_value_removes_the_part_along_the_own_value(build_golf, token_ids):
-    golf = build_golf(exclude_self_value="all", num_key_value_heads=2)
-    attention = golf.model.layers[1].self_attn
-    seen = {}
-    attention.qkv_proj.register_forward_hook(lambda module, inputs, output: seen.update(qkv=output))
-    attention.o_proj.register_forward_hook(lambda module, inputs, output: seen.update(heads=inputs[0]))
-    logits_of(golf, token_ids)
-    values = seen["qkv"][..., -16:].unflatten(-1, (2, 8)).repeat_interleave(2, dim=2)
-    heads = seen["heads"].unflatten(-1, (4, 8))
-    assert (heads * values).sum(-1).abs().max() < 1e-4
-    assert heads[:, 1:].norm(dim=-1).min() > 1e-2  # and something is left, except for a first token alone
-
-
 def test_document_span_gives_the_logits_of_each_document_alone(build_golf, all_options, token_ids):
     row = torch.where(token_ids == SEPARATOR, SEPARATOR + 1, token_ids)[:1]
     row[0, [0, 5, 12]] = SEPARATOR
@@ -129,18 +93,6 @@ def test_bigrams_are_hashed_as_published(token_ids):
     row = token_ids[0].tolist()
     rows = [9, *(((36313 * now) ^ (27191 * before)) % 9 for before, now in pairwise(row))]
     assert bigram(token_ids[:1])[0, :, 0].tolist() == rows
-
-
-def test_smear_gate_skips_separators():
-    smear = GolfSmear(SimpleNamespace(smear_gate=2, bos_token_id=SEPARATOR))
-    with torch.no_grad():
-        smear.gate.copy_(torch.tensor([1.0, -2.0]))
-        smear.strength.fill_(0.25)
-    x = torch.tensor([[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]])
-    smeared = smear(x, torch.tensor([[1, SEPARATOR, 2]]))
-    torch.testing.assert_close(smeared[0, :2], x[0, :2])
-    share = 0.25 / (1 + math.exp(-(7.0 - 16.0)))
-    torch.testing.assert_close(smeared[0, 2], x[0, 2] + share * x[0, 1])
 
 
 def test_matrices_are_initialized_as_stated(build_golf):

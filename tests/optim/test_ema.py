@@ -92,40 +92,20 @@ def test_warmup_forgets_the_initial_weights():
     assert [ema.decay_at(step) for step in (0, 1, LATE)] == [0.1, 2 / 11, 0.999]
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 50, 250, 1000])
-def test_average_is_halfway_after_one_half_life(tokens_per_step):
-    half_life_tokens = 1000
-    param = torch.nn.Parameter(torch.zeros(2))
-    ema = Ema([("weight", param)], 0.5 ** (tokens_per_step / half_life_tokens))
-    param.data.fill_(1.0)
-    for step in range(half_life_tokens // tokens_per_step):
-        ema.update(LATE + step)
-    torch.testing.assert_close(ema.state_dict()["weight"], torch.full((2,), 0.5), rtol=1e-4, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_applied_swaps_in_the_average_and_restores_weights_bitwise(dtype):
     model = build_golf().to(dtype)
     ema = averaged(model)
     raw, average = bits(model), copy.deepcopy(ema.state_dict())
     params, storages = list(model.parameters()), [param.data_ptr() for param in model.parameters()]
-    with ema.applied():
+    with pytest.raises(KeyboardInterrupt), ema.applied():
         assert are_equal(bits(model), {name: value.to(dtype) for name, value in average.items()})
         assert all(is_ is was for is_, was in zip(model.parameters(), params, strict=True))
         assert not any(torch.equal(param, raw[name]) for name, param in model.named_parameters())
-    assert are_equal(bits(model), raw)
-    assert are_equal(ema.state_dict(), average)
-    assert [param.data_ptr() for param in model.parameters()] == storages
-
-
-def test_applied_restores_weights_after_an_exception():
-    model = build_golf()
-    ema = averaged(model)
-    raw, average = bits(model), copy.deepcopy(ema.state_dict())
-    with pytest.raises(KeyboardInterrupt), ema.applied():
         raise KeyboardInterrupt
     assert are_equal(bits(model), raw)
     assert are_equal(ema.state_dict(), average)
+    assert [param.data_ptr() for param in model.parameters()] == storages
 
 
 def test_evaluating_the_average_does_not_affect_training():
@@ -163,7 +143,7 @@ def one_process_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("wrap", [compiled, distributed])
+@pytest.mark.parametrize("wrap", [pytest.param(compiled, marks=pytest.mark.slow), distributed])
 @pytest.mark.usefixtures("one_process_group")
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_wrapped_models_use_the_average_without_recompiling(wrap):
@@ -204,17 +184,6 @@ def test_bf16_parameters_have_fp32_averages():
     torch.testing.assert_close(average, torch.full((4,), 1 - 0.9999**10_000), rtol=1e-3, atol=0)
 
 
-def test_averages_have_no_gradient_and_share_no_memory_with_weights():
-    model = build_golf()
-    ema = Ema(model.named_parameters(), 0.9)
-    start = copy.deepcopy(ema.state_dict())
-    model(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
-    move(model, 3)
-    assert are_equal(ema.state_dict(), start)
-    ema.update(1)
-    assert not any(average.requires_grad for average in ema.state_dict().values())
-
-
 def test_reloaded_average_continues_bitwise():
     model = build_golf()
     ema = averaged(model)
@@ -229,18 +198,6 @@ def test_reloaded_average_continues_bitwise():
             move(of, step)
             average.update(step)
     assert are_equal(resumed.state_dict(), ema.state_dict())
-
-
-def test_loading_fills_the_existing_fp32_tensors():
-    param = torch.nn.Parameter(torch.zeros(2))
-    ema = Ema([("weight", param)], 0.9)
-    before = ema.state_dict()["weight"]
-    saved = torch.tensor([0.1, 0.2], dtype=torch.float64)
-    ema.load_state_dict({"weight": saved})
-    after = ema.state_dict()["weight"]
-    assert after is before
-    assert after.dtype == torch.float32
-    assert torch.equal(after, saved.float())
 
 
 @pytest.mark.parametrize(

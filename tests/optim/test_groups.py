@@ -9,7 +9,8 @@ from hfgolf.config.sections import OptimSection
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import groups
-from hfgolf.optim.groups import build_optimizer, group_table, parameter_groups, parameter_kind
+from hfgolf.optim.groups import build_optimizer, group_rows, parameter_groups, parameter_kind
+from hfgolf.optim.layout import layout, parameter_kinds
 from hfgolf.system.errors import UserError
 
 WIDTH, ROWS = 8, (8, 4, 4)
@@ -18,32 +19,14 @@ FUSED = {"model.layers.*.self_attn.qkv_proj.weight": ROWS}
 
 def named_parameters(*, is_gpt2: bool = False, is_tied: bool = True, layers: int = 2) -> dict[str, torch.nn.Parameter]:
     """Models that together have every parameter name: biases and positions, or gates, q/k norms and embedding norm."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (32, WIDTH)}
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        matrices = {
-            "self_attn.qkv_proj": sum(ROWS),
-            "self_attn.o_proj": WIDTH,
-            "mlp.up_proj": 32,
-            "mlp.down_proj": WIDTH,
-        }
-        if not is_gpt2:
-            matrices["mlp.gate_proj"] = 32
-            shapes |= {f"{layer}.self_attn.{part}_norm.weight": (4,) for part in "qk"}
-        for name, rows in matrices.items():
-            shapes[f"{layer}.{name}.weight"] = (rows, 32 if "down" in name else WIDTH)
-            if is_gpt2:
-                shapes[f"{layer}.{name}.bias"] = (rows,)
-        for name in (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"):
-            shapes |= {f"{name}.weight": (WIDTH,)} | ({f"{name}.bias": (WIDTH,)} if is_gpt2 else {})
-    shapes["model.norm.weight"] = (WIDTH,)
+    options = {"activation": "swiglu"}
     if is_gpt2:
-        shapes |= {"model.embed_positions.weight": (16, WIDTH), "model.norm.bias": (WIDTH,)}
-    else:
-        shapes["model.embed_norm.weight"] = (WIDTH,)
-    if not is_tied:
-        shapes["lm_head.weight"] = (32, WIDTH)
-    return {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        options = {"norm": "layernorm", "position_embedding": "learned", "use_bias": True}
+        options |= {"qk_norm": False, "embedding_norm": False}
+    sizes = {"vocab_size": 32, "hidden_size": WIDTH, "intermediate_size": 32, "max_position_embeddings": 16}
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1}
+    golf = GolfForCausalLM(GolfConfig(**sizes, **heads, **options, tie_word_embeddings=is_tied))
+    return dict(golf.named_parameters())
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "sgd"])
@@ -78,11 +61,11 @@ def test_parameter_matched_twice_is_rejected(monkeypatch):
 
 def test_frozen_parameters_are_in_no_group():
     model = GolfForCausalLM(GolfConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
-    frozen = {name for name, _ in model.named_parameters() if "qkv" in name or "embed" in name}
+    frozen = {name for name, kind in parameter_kinds(model).items() if kind == "embedding" or "qkv" in name}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    groups = parameter_groups(model.named_parameters(), OptimSection(), model.fused_projections())
-    assert frozen and {name for group in groups for name, _ in group["params"]}.isdisjoint(frozen)
+    groups = parameter_groups(model.named_parameters(), OptimSection(), **layout(model))
+    assert len(frozen) == 2 and {name for group in groups for name, _ in group["params"]}.isdisjoint(frozen)
     assert "embedding" not in [group["kind"] for group in groups]
 
 
@@ -177,18 +160,14 @@ def test_only_fused_weights_are_split():
             assert split == (ROWS if name.endswith("qkv_proj.weight") else None)
 
 
-def test_table_counts_every_parameter():
+def test_rows_count_every_parameter():
     params = named_parameters(is_gpt2=True, is_tied=False, layers=3)
-    table = group_table(build_optimizer(params.items(), OptimSection(embedding_learning_rate=0.25), FUSED))
-    header, *rows, total = [line.split() for line in table.splitlines()]
-    assert header[:2] == ["parameters", "of"]
-    assert sum(int(row[1]) for row in rows) == int(total[1]) == len(params)
-    numbers = [int(row[2].replace(",", "")) for row in rows]
-    assert sum(numbers) == int(total[2].replace(",", "")) == sum(p.numel() for p in params.values())
-    cells = {row[0]: row[1:] for row in rows}
-    assert cells["model.layers.*.self_attn.qkv_proj.weight"] == ["3", "384", "muon", "in", "3", "parts", "0.02", "0.1"]
-    assert cells["model.embed_tokens.weight"] == ["1", "256", "adamw", "0.25", "0"]
-    assert len({len(line) for line in table.splitlines()[:-1]}) == 1  # aligned
+    rows = group_rows(build_optimizer(params.items(), OptimSection(embedding_learning_rate=0.25), FUSED))
+    assert sum(row["tensors"] for row in rows) == len(params)
+    assert sum(row["parameters"] for row in rows) == sum(p.numel() for p in params.values())
+    cells = {row["parameters of"]: list(row.values())[1:] for row in rows}
+    assert cells["model.layers.*.self_attn.qkv_proj.weight"] == [3, 384, "muon in 3 parts", 0.02, 0.1]
+    assert cells["model.embed_tokens.weight"] == [1, 256, "adamw", 0.25, 0.0]
 
 
 @pytest.mark.parametrize("is_initialized", [False, True])

@@ -4,15 +4,10 @@ import copy
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.pytorch_utils import Conv1D
 
-from hfgolf.config.sections import OptimSection
-from hfgolf.model.convert_gpt2 import golf_from_gpt2
 from hfgolf.optim import muon as muon_module
-from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.matrices import bucket_by_shape
-from hfgolf.optim.muon import Muon, update_scale
+from hfgolf.optim.muon import Muon
 from hfgolf.optim.orthogonalize import newton_schulz_polynomials
 from hfgolf.optim.state import new_state
 
@@ -53,27 +48,20 @@ MUON_CASES = [(True, "original"), (False, "original"), (True, "match_rms_adamw")
 
 
 @pytest.mark.parametrize(("nesterov", "scale"), MUON_CASES)
-def test_classic_matches_torch_muon_in_fp32(monkeypatch, nesterov, scale):
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch.optim.Muon only supports bf16
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_classic_matches_torch_muon(monkeypatch, dtype, nesterov, scale):
+    if dtype == "fp32":
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch.optim.Muon only supports bf16
     ours_params, oracle_params = parameters(shapes=FOLLOWED), parameters(shapes=FOLLOWED)
     options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.85, "nesterov": nesterov}
     ours = Muon(
-        ours_params, newton_schulz_coefficients="classic", newton_schulz_dtype="fp32", update_scale=scale, **options
+        ours_params, newton_schulz_coefficients="classic", newton_schulz_dtype=dtype, update_scale=scale, **options
     )
     oracle = torch.optim.Muon(oracle_params, adjust_lr_fn=scale, **options)
     follow(ours, ours_params, oracle, oracle_params)
-    torch.testing.assert_close(ours_params, oracle_params, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("nesterov", "scale"), MUON_CASES)
-def test_classic_matches_torch_muon_in_bf16(nesterov, scale):
-    ours_params, oracle_params = parameters(shapes=FOLLOWED), parameters(shapes=FOLLOWED)
-    options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.85, "nesterov": nesterov}
-    ours = Muon(
-        ours_params, newton_schulz_coefficients="classic", newton_schulz_dtype="bf16", update_scale=scale, **options
-    )
-    oracle = torch.optim.Muon(oracle_params, adjust_lr_fn=scale, **options)
-    follow(ours, ours_params, oracle, oracle_params)
+    if dtype == "fp32":
+        torch.testing.assert_close(ours_params, oracle_params, rtol=1e-4, atol=1e-4)
+        return
     for start, a, b in zip(parameters(shapes=FOLLOWED), ours_params, oracle_params, strict=True):
         # 20 rounded updates: torch also rounds the norm to 8 bits
         assert torch.linalg.vector_norm(a - b) < 0.02 * torch.linalg.vector_norm(b - start)
@@ -89,15 +77,6 @@ def test_adamw_groups_match_torch_adamw_bitwise():
     assert all(torch.equal(a, b) for a, b in zip(ours_params, oracle_params, strict=True))
 
 
-def test_adamw_groups_match_unfused_torch_adamw():
-    ours_params, oracle_params = parameters(), parameters()
-    options = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-    ours = Muon(ours_params, rule="adamw", **options)
-    oracle = torch.optim.AdamW(oracle_params, foreach=False, **options)
-    follow(ours, ours_params, oracle, oracle_params)
-    torch.testing.assert_close(ours_params, oracle_params, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_sgd_groups_match_torch_sgd(nesterov):
     ours_params, oracle_params = parameters(), parameters()
@@ -110,7 +89,7 @@ def test_sgd_groups_match_torch_sgd(nesterov):
 def test_sgd_decay_is_decoupled():
     param = torch.nn.Parameter(torch.tensor([2.0]))
     param.grad = torch.tensor([3.0])
-    Muon([param], rule="sgd", lr=0.1, weight_decay=0.5, momentum=0.0).step()
+    assert Muon([param], rule="sgd", lr=0.1, weight_decay=0.5, momentum=0.0).step(lambda: "its result") == "its result"
     torch.testing.assert_close(param.data, torch.tensor([2.0 * (1 - 0.1 * 0.5) - 0.1 * 3.0]))
 
 
@@ -129,17 +108,22 @@ def test_one_muon_step_by_hand():
     torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], 0.1 * grad)
 
 
-def test_fused_rows_are_separate_matrices():
+@pytest.mark.parametrize("beta2", [None, 0.9])
+def test_fused_rows_are_separate_matrices(beta2):
     rows = (6, 4, 4)
     fused = parameters(shapes=[(14, 10)])
     separate = [torch.nn.Parameter(piece.clone()) for piece in fused[0].data.split(rows)]
-    ours, oracle = Muon([{"params": fused, "splits": [rows]}], momentum=0.9), Muon(separate, momentum=0.9)
+    options = {"normuon_beta2": beta2, "newton_schulz_dtype": "fp32"}
+    ours, oracle = Muon([{"params": fused, "splits": [rows]}], **options), Muon(separate, **options)
     for step in range(3):
         step_with_gradients(ours, fused, step)
         for piece, grad in zip(separate, fused[0].grad.split(rows), strict=True):
             piece.grad = grad
         oracle.step()
     torch.testing.assert_close(fused[0].data, torch.cat([piece.data for piece in separate]), rtol=1e-5, atol=1e-5)
+    if beta2 is not None:
+        states = torch.cat([oracle.state[piece]["row_mean_square"] for piece in separate])
+        torch.testing.assert_close(ours.state[fused[0]]["row_mean_square"], states)
 
 
 def test_splits_follow_their_weight_if_another_has_no_gradient():
@@ -149,13 +133,6 @@ def test_splits_follow_their_weight_if_another_has_no_gradient():
     Muon([{"params": params, "splits": [None, (6, 6)]}]).step()
     Muon([{"params": alone, "splits": [(6, 6)]}]).step()
     assert torch.equal(params[1], alone[0])
-
-
-def test_splitting_changes_the_update():
-    whole, split = parameters(shapes=[(12, 4)]), parameters(shapes=[(12, 4)])
-    step_with_gradients(Muon(whole), whole, 1)
-    step_with_gradients(Muon([{"params": split, "splits": [(4, 4, 4)]}]), split, 1)
-    assert not torch.allclose(whole[0], split[0], atol=1e-3)
 
 
 ALL_OPTIONS = {"row_equilibration": True, "normuon_beta2": 0.9, "cautious_weight_decay": True}
@@ -181,42 +158,6 @@ def test_weights_stored_in_out_get_the_transposed_update(rows, options):
         ][1:]
 
 
-def test_gpt2_conv1d_trains_like_linear_layers():
-    torch.manual_seed(0)
-    gpt2 = GPT2LMHeadModel(
-        GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=19, n_positions=12, bos_token_id=0, eos_token_id=0)
-    ).eval()  # no dropout
-    golf = golf_from_gpt2(gpt2).eval()
-    config = OptimSection(newton_schulz_dtype="fp32", normuon_beta2=0.9, weight_decay=0.3)
-    conv1d = [
-        (name, param)
-        for name, module in gpt2.named_modules()
-        if isinstance(module, Conv1D)
-        for param in [module.weight]
-    ]
-    others = [param for param in gpt2.parameters() if all(param is not weight for _, weight in conv1d)]
-    splits = [(16, 16, 16) if "c_attn" in name else None for name, _ in conv1d]
-    numbers = {"betas": config.betas, "eps": config.eps, "lr": config.adamw_learning_rate}
-    ours = Muon(
-        [
-            {"params": [weight for _, weight in conv1d], "splits": splits, "in_out": True, "weight_decay": 0.3},
-            {"params": others, "rule": "adamw", **numbers},
-        ],
-        newton_schulz_dtype="fp32",
-        normuon_beta2=0.9,
-    )
-    oracle = build_optimizer(golf.named_parameters(), config, golf.fused_projections())
-    for step in range(3):
-        ids = torch.randint(0, 19, (4, 12), generator=torch.Generator().manual_seed(step))
-        for model, optimizer in ((gpt2, ours), (golf, oracle)):
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = dict(golf.named_parameters())
-    for name, param in golf_from_gpt2(gpt2).named_parameters():
-        torch.testing.assert_close(param, expected[name], rtol=1e-3, atol=1e-4)
-
-
 def test_normuon_by_hand():
     grads = random_tensors(3, [(6, 10), (6, 10)])
     plain, even = parameters(shapes=[(6, 10)]), parameters(shapes=[(6, 10)])
@@ -235,22 +176,6 @@ def test_normuon_by_hand():
         torch.testing.assert_close(even_update, expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(even_optimizer.state[even[0]]["row_mean_square"], mean_square)
     assert list(plain_optimizer.state[plain[0]]) == ["momentum_buffer"]
-
-
-def test_normuon_normalizes_each_fused_matrix_separately():
-    rows = (6, 4, 4)
-    fused = parameters(shapes=[(14, 10)])
-    separate = [torch.nn.Parameter(piece.clone()) for piece in fused[0].data.split(rows)]
-    options = {"normuon_beta2": 0.9, "newton_schulz_dtype": "fp32"}
-    ours, oracle = Muon([{"params": fused, "splits": [rows]}], **options), Muon(separate, **options)
-    for step in range(3):
-        step_with_gradients(ours, fused, step)
-        for piece, grad in zip(separate, fused[0].grad.split(rows), strict=True):
-            piece.grad = grad
-        oracle.step()
-    torch.testing.assert_close(fused[0].data, torch.cat([piece.data for piece in separate]), rtol=1e-5, atol=1e-5)
-    states = torch.cat([oracle.state[piece]["row_mean_square"] for piece in separate])
-    torch.testing.assert_close(ours.state[fused[0]]["row_mean_square"], states)
 
 
 def test_row_equilibration_removes_row_scale():
@@ -292,20 +217,6 @@ def test_cautious_decay_applies_only_if_the_update_shrinks_the_weight(rule):
             is_towards_zero = (start - moved) * start > 0
             assert 0.2 < is_towards_zero.float().mean() < 0.8
             torch.testing.assert_close(param.data, moved - 0.1 * 0.5 * start * is_towards_zero)
-
-
-def test_learning_rate_and_decay_convert_between_update_scales():
-    cols = 10
-    for rows in (4, 10, 25):
-        original, adamw_like = parameters(shapes=[(rows, cols)]), parameters(shapes=[(rows, cols)])
-        factor = 0.2 * cols**0.5
-        step_with_gradients(Muon(original, lr=0.02, weight_decay=0.1), original, 1)
-        converted = Muon(adamw_like, lr=0.02 / factor, weight_decay=0.1 * factor, update_scale="match_rms_adamw")
-        step_with_gradients(converted, adamw_like, 1)
-        torch.testing.assert_close(original, adamw_like)
-        assert update_scale("match_rms_adamw", rows, cols) == pytest.approx(
-            factor * update_scale("original", rows, cols)
-        )
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -352,20 +263,6 @@ def test_higher_dimensions_are_flattened_to_two():
     torch.testing.assert_close(deep[0].data.view(6, 10), flat[0].data)
 
 
-def test_one_optimizer_applies_all_rules():
-    params, alone = parameters(), parameters()
-    rules = ["muon", "adamw", "sgd", "muon"]
-    together = Muon([{"params": [p], "rule": rule} for p, rule in zip(params, rules, strict=True)])
-    apart = [Muon([p], rule=rule) for p, rule in zip(alone, rules, strict=True)]
-    for step in range(3):
-        step_with_gradients(together, params, step)
-        for param, grad in zip(alone, random_tensors(step), strict=True):
-            param.grad = grad
-        for optimizer in apart:
-            optimizer.step()
-    torch.testing.assert_close(params, alone, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("every", [2, 3])
 @pytest.mark.parametrize("options", [{}, {**ALL_OPTIONS, "state_dtype": "bf16"}, {"cautious_weight_decay": True}])
 def test_matrices_take_turns(every, options):
@@ -392,15 +289,6 @@ def test_matrices_take_turns(every, options):
             torch.testing.assert_close(param, own)
             torch.testing.assert_close(optimizer.state[param], oracle.state[own])
     assert updates == [2] * len(params)
-
-
-def test_each_turn_has_its_share_of_the_elements():
-    params = parameters(shapes=[(96, 32), (32, 32), (128, 32), (32, 128)] * 6)
-    for every in (1, 2, 4):
-        parts = [muon_module._due(params, step, every) for step in range(every)]
-        assert sorted(i for part in parts for i in part) == list(range(len(params)))
-        sizes = [sum(params[i].numel() for i in part) for part in parts]
-        assert max(sizes) - min(sizes) <= 128 * 32
 
 
 def test_turns_continue_after_a_load():
@@ -472,24 +360,6 @@ def test_bf16_parameters_have_fp32_state(rule):
         assert torch.equal(param, full.bfloat16())  # rounded once
 
 
-@pytest.mark.parametrize(("rule", "lr"), [("muon", 0.02), ("adamw", 0.02), ("sgd", 0.1)])
-def test_learns_a_linear_regression(rule, lr):
-    x, target = random_tensors(7, [(64, 8), (8, 3)])
-    weight = torch.nn.Parameter(torch.zeros(8, 3))
-    optimizer = Muon([weight], rule=rule, lr=lr, momentum=0.9)
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        value = (x @ weight - x @ target).square().mean()
-        value.backward()
-        return value
-
-    first = optimizer.step(loss).item()
-    for _ in range(150):
-        last = optimizer.step(loss).item()
-    assert last < 0.05 * first
-
-
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 def test_gradient_scaler_unscales_once_and_skips_overflow(rule):
     params, plain = parameters(), parameters()
@@ -523,6 +393,7 @@ def test_gradient_scaler_unscales_once_and_skips_overflow(rule):
         ({"update_scale": "none"}, "update_scale"),
         ({"newton_schulz_dtype": "fp8"}, "newton_schulz_dtype"),
         ({"muon_every_steps": 0}, "muon_every_steps"),
+        ({"state_dtype": "fp8"}, "fp32 or bf16"),
         ({"splits": [(6, 6)], "in_out": True}, "add up to the 4 outputs"),
         ({"params": [torch.nn.Parameter(torch.ones(3, 2, 2))], "in_out": True}, "shape"),
     ],

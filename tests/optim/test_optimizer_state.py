@@ -5,8 +5,6 @@ import io
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from hfgolf.optim.muon import Muon
 from hfgolf.system.errors import UserError
@@ -176,61 +174,3 @@ def test_state_from_before_these_options_loads():
     resumed = new_optimizer(copy.deepcopy(params), row_equilibration=True)
     resumed.load_state_dict(saved)
     assert resumed.param_groups[0]["row_equilibration"] and not resumed.param_groups[0]["in_out"]
-
-
-def test_torch_adamw_state_is_rejected():
-    params = new_parameters()
-    other = torch.optim.AdamW([{"params": [params[n] for n in MATRICES]}, {"params": [params[n] for n in VECTORS]}])
-    with pytest.raises(UserError, match="here it is 'muon'"):
-        new_optimizer(params).load_state_dict(other.state_dict())
-
-
-@pytest.fixture
-def accelerator():
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down, self.norm = (
-            torch.nn.Linear(6, 12, False),
-            torch.nn.Linear(12, 6, False),
-            torch.nn.LayerNorm(6),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(self.norm(x)).relu())
-
-
-def prepared(accelerator: Accelerator) -> tuple:
-    net = Net()
-    by_rule = {"muon": [], "adamw": []}
-    for name, param in net.named_parameters():
-        by_rule["muon" if param.ndim == 2 else "adamw"].append((name, param))
-    optimizer = Muon([{"params": members, "rule": rule} for rule, members in by_rule.items()])
-    return accelerator.prepare(net, optimizer)
-
-
-def train(accelerator: Accelerator, net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
-    for _ in range(steps):
-        accelerator.backward((net(x) - x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_accelerate_prepares_saves_and_loads_the_optimizer(accelerator, tmp_path):
-    net, optimizer = prepared(accelerator)
-    assert [group["rule"] for group in optimizer.param_groups] == ["muon", "adamw"]
-    train(accelerator, net, optimizer, 2)
-    accelerator.save_state(str(tmp_path))
-    train(accelerator, net, optimizer, 3)
-    expected = {name: value.clone() for name, value in net.state_dict().items()}
-    accelerator.load_state(str(tmp_path))
-    train(accelerator, net, optimizer, 3)
-    assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())

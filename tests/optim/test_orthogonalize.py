@@ -33,23 +33,14 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_singular_values_and_polar_distance_are_within_the_band(coefficients, condition, shape, dtype):
     smallest, largest, distance = BANDS[coefficients]
     matrices = matrices_of_condition(condition, 3, *shape)
-    result = orthogonalize(matrices.to(dtype), coefficients=coefficients).float()
+    rounded = orthogonalize(matrices.to(dtype), coefficients=coefficients)
+    assert rounded.dtype == dtype
+    result = rounded.float()
     values = torch.linalg.svdvals(result)
     assert values.min() >= smallest
     assert values.max() <= largest
     if coefficients == "polar_express" or condition == 100.0:  # classic leaves equal values at one end of its band
         assert relative_distance(result, polar_factor(matrices)) <= distance
-
-
-def test_convergent_iterations_reach_the_polar_factor():
-    """Twelve iterations of (2, -1.5, 0.5), written out here, are nearly exact: they agree with the SVD."""
-    matrices = matrices_of_condition(100.0, 2, 48, 96)
-    exact = matrices / torch.linalg.matrix_norm(matrices, keepdim=True)
-    for _ in range(12):
-        gram = exact @ exact.mT
-        exact = 2 * exact - 1.5 * gram @ exact + 0.5 * gram @ gram @ exact
-    assert relative_distance(exact, polar_factor(matrices)) < 0.02
-    assert relative_distance(orthogonalize(matrices), exact) < 0.13
 
 
 @pytest.mark.parametrize("coefficients", BANDS)
@@ -128,20 +119,6 @@ def test_result_ignores_input_scale_and_input_is_unchanged():
     before = matrix.clone()
     torch.testing.assert_close(orthogonalize(matrix), orthogonalize(1024 * matrix), rtol=1e-5, atol=1e-5)
     assert torch.equal(matrix, before)
-
-
-def test_result_is_bitwise_reproducible():
-    matrices = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(4))
-    assert torch.equal(orthogonalize(matrices), orthogonalize(matrices))
-
-
-def test_zeros_map_to_zeros():
-    assert torch.equal(orthogonalize(torch.zeros(2, 8, 12)), torch.zeros(2, 8, 12))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_result_has_the_input_dtype(dtype):
-    assert orthogonalize(torch.ones(1, 4, 6, dtype=dtype)).dtype == dtype
 
 
 def test_unknown_coefficients_and_too_many_polar_steps_are_rejected():

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 from hub_server import TOKEN, HubServer, serving
-from tiny_export import SUMMARY, build_tiny
+from tiny_export import SUMMARY, build_tiny, card_of
 
 from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.publish.export import export_model
-from hfgolf.publish.model_card import model_card
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +27,7 @@ def tiny_config() -> RunConfig:
 def original_export(tmp_path_factory: pytest.TempPathFactory, tiny_config: RunConfig) -> Path:
     folder = tmp_path_factory.mktemp("original") / "tiny" / "model"
     folder.parent.mkdir()
-    export_model(*build_tiny(), folder, model_card(tiny_config, SUMMARY))
+    export_model(*build_tiny(), folder, card_of(tiny_config, SUMMARY))
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -13,10 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.tokenizer import build_tokenizer
+from hfgolf.publish.card_edits import set_location
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.gguf import export_gguf
 from hfgolf.publish.gguf_tokenizer import gguf_tokenizer
-from hfgolf.publish.model_card import set_location, usage
+from hfgolf.publish.model_card import usage
 from hfgolf.system.errors import UserError
 
 
@@ -64,12 +64,11 @@ def test_a_missing_package_is_one_line(exported, tmp_path, monkeypatch):
 
 
 def test_card_of_a_native_model_says_how_to_run_it_in_llama_cpp(exported, tmp_path):
-    options: Any = {"needs_code": False, "is_limited": False, "num_tokens": 8, "targets": [], "has_gguf": True}
     convert_folder(str(exported), tmp_path / "native", "native")
     path = tmp_path / "native" / "README.md"
     assert f'hfgolf export --model "{tmp_path / "native"}" --to gguf --output model.gguf\n' in path.read_text()
     assert """printf 'FROM ./model.gguf\\nTEMPLATE "{{ .Prompt }}"\\n' > Modelfile\n""" in path.read_text()
-    assert usage("a", **options, is_chat=True).endswith(
+    assert usage(build_tiny()[0], "a", is_chat=True, has_gguf=True).endswith(
         """--output model.gguf\nllama-completion -m model.gguf --jinja -st -p "..."\n```"""
     )
     set_location(path, "user/name")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import socket
 
 import pytest
 from hub_server import TOKEN, serving_here
-from tiny_export import ROOT, SUMMARY, build_tiny, contents, push
+from tiny_export import ROOT, SUMMARY, build_tiny, card_of, contents, push
 
 from hfgolf.publish import hub as hub_module
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import HubPusher, push_folder
-from hfgolf.publish.model_card import model_card
 from hfgolf.system.durable import list_files
 from hfgolf.system.errors import UserError
 
@@ -70,7 +68,7 @@ def test_a_push_is_native_by_default_and_needs_no_trust(exported, hub, python):
 def test_a_model_without_a_native_form_is_pushed_as_golf(our_hub, tmp_path, tiny_config):
     folder = tmp_path / "runs" / "tiny" / "model"
     folder.parent.mkdir(parents=True)
-    export_model(*build_tiny(logit_soft_cap=15.0), folder, model_card(tiny_config, SUMMARY))
+    export_model(*build_tiny(logit_soft_cap=15.0), folder, card_of(tiny_config, SUMMARY))
     with pytest.raises(UserError, match=r"Apertus needs model\.overrides\.logit_soft_cap null"):
         push_folder(folder, "user/name", private=False, message="m", format="native")
     assert not our_hub.repositories
@@ -102,20 +100,16 @@ def test_rejection_by_the_hub_is_one_line(exported, our_hub, status, path):
 
 def test_script_exits_with_2_and_one_line(exported, hub, python):
     hub.fail_with = 403
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"  # bound but not listening
-        for endpoint in (hub.endpoint, nobody):
-            outcome = push(python, endpoint, exported)
-            assert outcome.returncode == 2
-            assert outcome.stderr.startswith("error: hub.repo_id: cannot push") and outcome.stderr.count("\n") == 1
+    outcome = push(python, hub, exported, "--format", "golf")
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("error: hub.repo_id: cannot push") and outcome.stderr.count("\n") == 1
     outcome = push(python, hub, exported / "elsewhere")
     assert outcome.returncode == 2 and outcome.stderr.count("\n") == 1 and "no exported model" in outcome.stderr
 
 
 def test_failed_push_in_a_run_is_a_warning(exported, our_hub, caplog):
     our_hub.fail_with = 500
-    pusher = HubPusher("user/name", private=False)
+    pusher = HubPusher("user/name", private=False, format="golf")
     with caplog.at_level(logging.INFO, logger="hfgolf"):
         pusher.push_now(exported, "step 6")
         our_hub.fail_with = None
@@ -130,7 +124,7 @@ def test_pushes_never_overlap(exported, our_hub, caplog):
     """While it runs, the next push is skipped, a new export may replace the folder, and the last push waits for it."""
     before = contents(exported)
     our_hub.never_answers = True
-    pusher = HubPusher("user/name", private=False)
+    pusher = HubPusher("user/name", private=False, format="golf")
     with caplog.at_level(logging.INFO, logger="hfgolf"):
         pusher.push_later(exported, "first")
         assert not exported.exists()
@@ -149,9 +143,9 @@ def test_pushes_never_overlap(exported, our_hub, caplog):
 def test_silent_hub_times_out(exported, our_hub, monkeypatch, caplog):
     our_hub.never_answers = True
     monkeypatch.setattr(hub_module, "PUSH_TIMEOUT_SECONDS", 2)
-    pusher = HubPusher("user/name", private=False)
+    pusher = HubPusher("user/name", private=False, format="golf")
     pusher.push_now(exported, "step 6")
-    again = f"To try again: hfgolf push --run {exported.parent} --repo user/name"
+    again = f"To try again: hfgolf push --run {exported.parent} --repo user/name --format golf"
     assert caplog.messages == [f"hub: not pushed: it did not finish within 2 s. {again}"]
     monkeypatch.setattr(hub_module, "RESPONSE_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(UserError, match=r"cannot push to user/name: .*timed? ?out"):
