@@ -45,8 +45,7 @@ from hfgolf.optim.schedule import apply_schedule
 from hfgolf.run.provenance import run_metadata
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
-from hfgolf.system.hardware import accelerator_name, fingerprint, measured_peak_flops, synchronize
-from hfgolf.train.compilation import has_compiler
+from hfgolf.system.hardware import accelerator_name, fingerprint, has_compiler, measured_peak_flops, synchronize
 from hfgolf.train.console import show_log
 from hfgolf.train.feed import blocks_per_epoch, is_out_of_memory
 from hfgolf.train.loop import train_step
@@ -219,7 +218,7 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
     gathered = vectorized(stream, length)
     texts = TextFiles(run.tokens, length, np.unique(np.concatenate(starts)), folder)
     is_same = torch.equal(texts.read(starts[0]), gathered(starts[0]))
-    precision, source = str(config.train.mixed_precision), run.resolved.sources["train.mixed_precision"]
+    precision, source = run.decisions.precision, run.decisions.sources["train.mixed_precision"]
     skipped = {
         "naive": "" if is_same else "this tokenizer does not reproduce its own tokens from decoded text",
         "in RAM": "" if stream.is_in_memory else "data.in_memory is false, or the tokens do not fit in memory",

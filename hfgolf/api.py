@@ -53,10 +53,11 @@ from hfgolf.system.wording import join_words, one_line, shortened
 from hfgolf.train import loop
 from hfgolf.train.claim import changed_text, changes, completed, damage
 from hfgolf.train.console import show_log
+from hfgolf.train.decisions import with_accelerate
 from hfgolf.train.finish import show_summary
 from hfgolf.train.hooks import Hook
 from hfgolf.train.init_from import FROZEN, weights_sha256
-from hfgolf.train.process import processes, resolve_precision
+from hfgolf.train.process import processes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,7 +87,7 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
 
     A complete run whose model or summary is damaged is rebuilt from its checkpoints.
     """
-    resolved = resolve_precision(resolved)  # decide it now, to compare it with that of a complete run
+    resolved = with_accelerate(resolved)  # to compare it with a complete run
     folder, state = run_folder(resolved.config), processes()
     with together(state.num_processes):
         summary = decide(lambda: completed(folder, resolved))
@@ -159,7 +160,7 @@ def fit(
         stated |= tokenizer_folder(tokenizer, known)
     resolved = _resolve(texts, config, stated)
     with _shown_log():
-        resolved = resolve_precision(resolved)
+        resolved = with_accelerate(resolved)
         if name is None:
             resolved = _with_own_folder(resolved)
         folder = run_folder(resolved.config)

@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -288,7 +287,7 @@ def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     It takes the initial scale, and the number of steps without overflow after which the scale doubles.
     """
-    from hfgolf.train import process, setup
+    from hfgolf.train import decisions, setup
 
     real = setup.Accelerator
 
@@ -301,8 +300,7 @@ def fp16_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return accelerator
 
         monkeypatch.setattr(setup, "Accelerator", with_scaler)
-        gpu = SimpleNamespace(device=torch.device("cuda"))
-        monkeypatch.setattr(process, "processes", lambda: gpu)  # so that fp16 is accepted
+        monkeypatch.setattr(decisions, "choose_precision", lambda said, before: ("fp16", "command line"))
         monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
 
     return install

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def rule(key: str) -> Change:
 
 
 def run_identity(
-    resolved: ResolvedConfig,
+    config: RunConfig,
     corpus: Mapping[str, Any],
     tokenizer_sha256: str,
     init_from: dict[str, Any] | None = None,
@@ -110,11 +110,16 @@ def run_identity(
     frozen: the parameters that are not trained.
     """
     return ({"frozen": list(frozen)} if frozen else {}) | {
-        "config": json.loads(json.dumps(redact_values(resolved.config.flat()))),
+        "config": saved_values(config),
         "corpus": _short_corpus(corpus),
         "tokenizer_sha256": tokenizer_sha256,
         "init_from": redact_values(init_from),
     }
+
+
+def saved_values(config: RunConfig) -> dict[str, Any]:
+    """Return a config as a checkpoint holds it: {"section.key": value} in plain JSON, with secrets redacted."""
+    return dict(json.loads(json.dumps(redact_values(config.flat()))))
 
 
 def read_identity(checkpoint: Path) -> dict[str, Any]:
@@ -243,40 +248,18 @@ def text_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     return identity_changes(before, _short_corpus(now))
 
 
-def check_text(
-    checkpoint: str, before: Mapping[str, Any], now: Mapping[str, Any], resolved: ResolvedConfig
-) -> list[str]:
+def check_text(checkpoint: str, before: Mapping[str, Any], now: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Return the differences between a checkpoint's corpus and this run's; raise UserError if it may not change.
 
     checkpoint: its name; before, now: corpus identities.
     """
     changes = text_changes(before, now)
-    if changes and resolved.config.train.resume_with_other != "data":
+    if changes and config.train.resume_with_other != "data":
         raise UserError(
             f"train.resume: {checkpoint} was trained on other text ({', '.join(changes)}); restore it, start a new run"
             " with another --run.name, or continue on the current text with --train.resume_with_other data."
         )
     return changes
-
-
-def keep_decisions(
-    resolved: ResolvedConfig, before: Mapping[str, Any], is_possible: Callable[[str, Any], bool]
-) -> ResolvedConfig:
-    """Keep the decisions of a resumed run, as far as they are possible here.
-
-    before: its config. is_possible(key, value): returns whether this machine supports the value.
-    """
-    for key, undecided in UNDECIDED.items():
-        decision = before.get(key, undecided)
-        if resolved.config.flat()[key] != undecided or decision == undecided:
-            continue
-        if is_possible(key, decision):
-            resolved = resolved.resolve("the run so far", **{key.replace(".", "__"): decision})
-        else:
-            logger.info("%s: the run used %s, which is not possible here; deciding again", key, decision)
-    if resolved.sources.get("tokenizer.kind") == "auto" and before.get("tokenizer.kind") in ("bpe", "byte"):
-        resolved = resolved.resolve("the run so far", tokenizer__kind=before["tokenizer.kind"])
-    return resolved
 
 
 def _short_corpus(corpus: Mapping[str, Any]) -> dict[str, Any]:

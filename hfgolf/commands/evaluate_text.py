@@ -39,7 +39,7 @@ from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import free_memory_bytes
 from hfgolf.system.ranks import decide
-from hfgolf.train.process import resolve_precision
+from hfgolf.train.decisions import choose_precision
 
 _CHUNK_TOKENS = {"sgd": 1024, "lora": 48}
 _LEARNING_RATES = {"sgd": 0.02, "lora": 1e-3}
@@ -261,7 +261,7 @@ def evaluation_precision(stated: Any) -> str:
     """Return the precision of an evaluation; None: what a run on this machine would use."""
     train = TrainSection(max_steps=1, mixed_precision=stated)
     resolved = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
-    return str(resolve_precision(resolved).config.train.mixed_precision)
+    return choose_precision(resolved)[0]
 
 
 def _scorer_settings(

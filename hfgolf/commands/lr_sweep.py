@@ -166,7 +166,8 @@ def _trial(run: Run, step: int) -> Run:
     The learning rates warm up over the lead-in, then stay.
     """
     trial = copy.copy(run)
-    trial.resolved = run.resolved.resolve("find_lr", schedule__warmup_steps=LEAD_IN_STEPS)
+    config = run.config.replace(schedule__warmup_steps=LEAD_IN_STEPS)
+    trial.decisions = dataclasses.replace(run.decisions, config=config)
     blocks = step * run.config.batch.sequences_per_step
     trial.state = dataclasses.replace(run.state, step=step, blocks=blocks, learning_rate_scale=1.0)
     trial.ema = trial.metrics = None

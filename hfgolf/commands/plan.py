@@ -106,18 +106,23 @@ def _check(options: argparse.Namespace) -> None:
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:
     """Return the config with its precision decided, and the machine to plan for, sharded as accelerate was told."""
+    import torch
+
     from hfgolf.commands.needs import machine_with, this_machine
+    from hfgolf.train.decisions import choose_precision
     from hfgolf.train.launched import check_settings
-    from hfgolf.train.process import resolve_precision, set_cpu_threads, tune_memory
+    from hfgolf.train.process import share_of_cores, tune_memory
 
     if name is None:
-        config = resolve_precision(resolved).config
-        set_cpu_threads(config.train.cpu_threads, processes)  # same as the run, before anything is measured
-        tune_memory(config)
-        machine = this_machine(str(config.train.mixed_precision), processes)
-    else:
-        machine, precision = machine_with(name, resolved.config.train.mixed_precision, processes)
+        precision, threads = choose_precision(resolved)[0], resolved.config.train.cpu_threads
         config = resolved.config.replace(train__mixed_precision=precision)
+        # same as the run, before anything is measured
+        torch.set_num_threads(threads if isinstance(threads, int) else share_of_cores(processes))
+        tune_memory(config)
+        machine = this_machine(precision, processes)
+    else:
+        machine, usual = machine_with(name, resolved.config.train.mixed_precision, processes)
+        config = resolved.config.replace(train__mixed_precision=usual)
     return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tempfile
 from collections.abc import Iterator
@@ -35,7 +36,8 @@ def scratch_run(resolved: ResolvedConfig, source: str, **values: Any) -> Iterato
         run = set_up(resolved.resolve(source, run__output_dir=folder), Hooks(model_hooks(resolved.config)))
         run.checkpoints.wait()
         run.folder.path.mkdir(exist_ok=True)  # on other processes: only the main one has made its folder
-        run.resolved = run.resolved.resolve(source, run__output_dir=resolved.config.run.output_dir)  # for reports
+        config = run.config.replace(run__output_dir=resolved.config.run.output_dir)  # for reports
+        run.decisions = dataclasses.replace(run.decisions, config=config)
         run.step_limit, run.is_stepping = math.inf, True
         start_batches(run)
         run.model.train()

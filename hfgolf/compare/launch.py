@@ -22,7 +22,7 @@ from hfgolf.system.hardware import cpu_cores
 from hfgolf.system.signals import Signals
 from hfgolf.system.wording import duration, join_words, one_line
 from hfgolf.train.claim import changes, completed
-from hfgolf.train.process import resolve_precision
+from hfgolf.train.decisions import with_accelerate
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _is_disk_full(run: PlannedRun) -> bool:
 
 
 def _is_complete(run: PlannedRun) -> bool:
-    resolved, folder = resolve_precision(run.resolved), run.folder
+    resolved, folder = with_accelerate(run.resolved), run.folder
     if completed(folder, resolved):
         return True
     changed = changes(folder, resolved) if folder.config.exists() else []

@@ -57,7 +57,9 @@ class Forecast(Hook):
                 weights,
                 curvature,
                 golf,
-                overhead_bytes=bytes_besides(run.golf_model.config, run.tokens.tokenizer, run.config, golf.count),
+                overhead_bytes=bytes_besides(
+                    run.golf_model.config, run.tokens.tokenizer, run.resolved.config, golf.count
+                ),
                 size_of=lambda tensors: len(encode(tensors).data),
             )
         return {
@@ -150,7 +152,7 @@ def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
                 model,
                 calibrated_curvature(run),
                 budget_bytes=int(AIM * golf.budget_bytes),
-                overhead_bytes=bytes_besides(model.config, run.tokens.tokenizer, run.config, golf.count),
+                overhead_bytes=bytes_besides(model.config, run.tokens.tokenizer, run.resolved.config, golf.count),
                 size_of=lambda tensors: len(encode(tensors).data),
                 method="nearest",
                 allocation=golf.allocation,

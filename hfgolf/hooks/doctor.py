@@ -25,7 +25,7 @@ class Diagnosis(Hook):
 
     def start(self, run: Run) -> None:
         if run.accelerator.is_main_process:
-            self._doctor = Doctor(run.config.flat())
+            self._doctor = Doctor(run.resolved.config.flat())
             for line in in_order(run.earlier):
                 self._observe(run, line)
 

@@ -58,7 +58,7 @@ class Push(Hook):
                 if model is None or not is_main:
                     return
                 figures = {"step": run.state.step, "init_from": run.init_from}
-                card = model_card(run.config, figures, model=model)
+                card = model_card(run.resolved.config, figures, model=model)
                 export_model(model, run.tokens.tokenizer, folder, card)
         except (OSError, SafetensorError) as error:
             logger.warning("push at step %d failed: %s", run.state.step, one_line(error))

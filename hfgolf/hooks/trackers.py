@@ -47,7 +47,7 @@ class Trackers(Hook):
         self._run_id = uuid.uuid4().hex[:8]
 
     def start(self, run: Run) -> None:
-        accelerator, config, folder = run.accelerator, run.config, run.folder.path
+        accelerator, config, folder = run.accelerator, run.resolved.config, run.folder.path
         if accelerator.trackers or not accelerator.is_main_process:
             return  # a rollback
         resumes = run.state.step > 0

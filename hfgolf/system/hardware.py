@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -264,3 +265,20 @@ def _read_peaks(path: Path) -> dict[str, float]:
         return {str(key): float(peak) for key, peak in peaks.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Return whether torch.compile works on this device."""
+    return missing_compiler(device) is None
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Return what torch.compile lacks on this device, None if nothing: a C++ compiler for a CPU, Triton for a GPU."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton, which torch.compile needs on a GPU, does not work here"
+    if device.type != "cpu":
+        return "there is no compiler for this device"
+    name = os.environ.get("CXX", "g++")
+    return None if shutil.which(name) else f"there is no C++ compiler {name}; install one, or name one in CXX"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hfgolf.evaluate.context import undo_compilation
 from hfgolf.model.modeling_golf import ChunkedCrossEntropy
-from hfgolf.system.hardware import synchronize
+from hfgolf.system.hardware import missing_compiler, synchronize
 from hfgolf.system.ranks import gather
 from hfgolf.system.wording import first_line
 from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
@@ -41,24 +39,24 @@ COMPILE_SECONDS_GPU = 60.0
 SAVED_SHARE_OF_TIME_GPU = 1 - 1 / 1.41
 
 
-def choose_compilation(run: Run) -> None:
-    """Decide train.compile if it is auto, and log the reason."""
+def choose_compilation(run: Run) -> bool:
+    """Return whether to compile: train.compile, or if it is auto, whether that saves time. Logs the reason."""
     train, device = run.config.train, run.accelerator.device
-    if train.compile != "auto":
-        reason = f"the {run.resolved.sources.get('train.compile', 'config')} says so"
+    if isinstance(train.compile, bool):
+        reason = f"the {run.decisions.sources.get('train.compile', 'config')} says so"
         logger.debug("compile: %s, because %s", "yes" if train.compile else "no", reason)
-        return
+        return train.compile
     missing = _missing_on_a_rank(device)
     compiling, reason = False, missing or ""
     if missing is None:
         max_seconds = 60 * (train.max_minutes or math.inf)
-        compiling, reason = should_compile(device, str(train.mixed_precision), uncompiled_seconds(run), max_seconds)
+        compiling, reason = should_compile(device, run.decisions.precision, uncompiled_seconds(run), max_seconds)
     by_rank = gather((compiling, reason))  # on a CPU, each measures its own peak
     if not all(yes for yes, _ in by_rank):
         compiling, reason = next(answer for answer in by_rank if not answer[0])
-    run.decide("auto", train__compile=compiling)
     level = logging.INFO if compiling or missing else logging.DEBUG
     logger.log(level, "compile: %s, because %s", "yes" if compiling else "no", reason)
+    return compiling
 
 
 def should_compile(
@@ -84,7 +82,7 @@ def uncompiled_seconds(run: Run) -> float:
     steps = run.step_limit - run.state.step
     if run.accelerator.device.type == "cpu":
         at_peak = steps * run.config.batch.tokens_per_step * run.meter.flops_per_second_of_peak
-        return at_peak / UNCOMPILED_MFU[str(run.config.train.mixed_precision)]
+        return at_peak / UNCOMPILED_MFU[run.decisions.precision]
     with run.stopwatch.charge("setup"):
         seconds = halve_until_it_fits(run, lambda: _on_all_processes(run, lambda: timed_pass(run)))
     return steps * run.accumulation_steps * max(gather(seconds))
@@ -101,23 +99,6 @@ def timed_pass(run: Run) -> float:
     return time.perf_counter() - started_at
 
 
-def has_compiler(device: torch.device) -> bool:
-    """Return whether torch.compile works on this device."""
-    return missing_compiler(device) is None
-
-
-def missing_compiler(device: torch.device) -> str | None:
-    """Return what torch.compile lacks on this device, None if nothing: a C++ compiler for a CPU, Triton for a GPU."""
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        return None if has_triton() else "Triton, which torch.compile needs on a GPU, does not work here"
-    if device.type != "cpu":
-        return "there is no compiler for this device"
-    name = os.environ.get("CXX", "g++")
-    return None if shutil.which(name) else f"there is no C++ compiler {name}; install one, or name one in CXX"
-
-
 def _missing_on_a_rank(device: torch.device) -> str | None:
     """Return what the first rank that cannot compile lacks, None if all can. All ranks must call it."""
     return next(filter(None, gather(missing_compiler(device))), None)
@@ -125,7 +106,7 @@ def _missing_on_a_rank(device: torch.device) -> str | None:
 
 def warm_up(run: Run) -> None:
     """Run a forward and backward pass before the first step, to compile and, on a GPU, to test the micro-batch."""
-    compiling, device = bool(run.config.train.compile), run.accelerator.device
+    compiling, device = run.is_compiled, run.accelerator.device
     missing = _missing_on_a_rank(device) if compiling else None
     if missing and device.type in ("cpu", "cuda"):  # elsewhere, who states it may try
         compiling = False

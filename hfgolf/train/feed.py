@@ -90,7 +90,7 @@ def halve_micro_batch(run: Run, reason: str) -> None:
         message = f"train: out of memory with a micro-batch of {before} ({reason}); {advice}"
         logger.warning("%s", message)  # on this process, because rank 0, which prints errors, may not be the one
         raise UserError(f"{message}.")
-    run.decide("out of memory", batch__micro_batch_size=size)
+    run.micro_batch_size = size
     accelerator.gradient_accumulation_steps = run.config.batch.accumulation_steps(size, accelerator.num_processes)
     accelerator.step = 0  # counts micro-batches; those of the failed step do not count
     start_batches(run)

@@ -158,7 +158,7 @@ def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
     try:
         picture = run.folder.report.with_suffix("") / "loss.png"
         pictures = [picture] if picture.is_file() else []
-        card = model_card(run.config, summary, pictures, model)
+        card = model_card(run.resolved.config, summary, pictures, model)
         export_model(model, run.tokens.tokenizer, run.folder.model, card, pictures)
         # without the README, which a push edits
         exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})

@@ -1,4 +1,4 @@
-"""Set up this process: its rank and device, precision, threads, memory allocator and seeds."""
+"""Set up this process: its rank and device, memory allocator and seeds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import numpy as np
 import psutil
 import torch
 
-from hfgolf.config.parse import ResolvedConfig
 from hfgolf.system.errors import UserError
-from hfgolf.system.hardware import accelerator_name, cpu_cores, fast_product_dtype, has_fast_fp16_only
+from hfgolf.system.hardware import cpu_cores
 from hfgolf.system.rendezvous import find_launch, meet
 from hfgolf.train.launched import check_settings
 
@@ -34,33 +33,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _DEFAULT_MMAP_MAX = -1, -3, -
 # Large pages make a step of 25 M parameters 1.04 to 1.10 times as fast, and one of 49 M 0.90 to 0.94 times.
 LARGE_PAGES_PARAMETERS = 30_000_000
 LARGE_BLOCK_BYTES = 2**22
-
-
-def resolve_precision(resolved: ResolvedConfig, before: str | None = None) -> ResolvedConfig:
-    """Decide train.mixed_precision if it is null: accelerate's setting, else bf16 or fp16 if fast here, else no.
-
-    before: the precision of the run that this one resumes; accelerate's setting takes precedence over it.
-    Raises UserError for a precision that accelerate would silently ignore (fp16 on a CPU) or that does not exist here.
-    """
-    precision: str | None = resolved.config.train.mixed_precision
-    source = resolved.sources.get("train.mixed_precision")
-    if precision is None:
-        device = processes().device
-        halves = "fp16" if has_fast_fp16_only(device) else "no"
-        choices = {
-            "accelerate": _accelerate_precision(),
-            "the run so far": before,
-            "auto": "bf16" if fast_product_dtype(device) == torch.bfloat16 else halves,
-        }
-        source, precision = next((source, choice) for source, choice in choices.items() if choice)
-    if precision not in ("no", "bf16", "fp16") or (precision == "fp16" and _device_type() == "cpu"):
-        raise UserError(
-            f"train.mixed_precision: {precision} (from {source}) does not run on this device, {accelerator_name()};"
-            f" allowed: no, bf16{'' if _device_type() == 'cpu' else ', fp16'}."
-        )
-    if resolved.config.train.mixed_precision is not None:
-        return resolved
-    return resolved.resolve(str(source), train__mixed_precision=precision)
 
 
 @contextlib.contextmanager
@@ -197,11 +169,7 @@ def _launcher_words() -> list[str]:
     return parent.cmdline() if parent else []
 
 
-def _device_type() -> str:
-    return processes().device.type
-
-
-def _accelerate_precision() -> str | None:
+def precision_of_accelerate() -> str | None:
     """Return the precision that the user chose for `accelerate launch`, None if they chose none.
 
     Without `accelerate config` and without a flag, launch still exports ACCELERATE_MIXED_PRECISION=no. The launcher's
@@ -217,14 +185,17 @@ def _accelerate_precision() -> str | None:
     return precision if is_chosen else None
 
 
-def set_cpu_threads(threads: int | str, local_processes: int) -> int:
-    """Set torch's CPU threads and return their number; "auto" divides the cores among the local processes.
+def local_processes() -> int:
+    """Return the number of processes of this run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def share_of_cores(num_processes: int) -> int:
+    """Return the CPU threads of each of the processes on this machine.
 
     On a machine without a GPU, `accelerate launch` sets OMP_NUM_THREADS=1, which would leave the other cores idle.
     """
-    number = max(1, cpu_cores() // local_processes) if threads == "auto" else int(threads)
-    torch.set_num_threads(number)
-    return number
+    return max(1, cpu_cores() // num_processes)
 
 
 def tune_memory(config: RunConfig) -> None:

@@ -24,6 +24,7 @@ from hfgolf.run.metrics import Metrics, MetricsFile
 from hfgolf.system.errors import UserError
 from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train.clock import Clock
+from hfgolf.train.decisions import Decisions
 from hfgolf.train.meter import Meter
 
 
@@ -31,7 +32,10 @@ from hfgolf.train.meter import Meter
 class Run:
     """Everything that the loop uses."""
 
-    resolved: ResolvedConfig
+    decisions: Decisions
+    micro_batch_size: int
+    """Sequences per forward pass of one process; less after memory ran out."""
+    is_compiled: bool
     folder: RunFolder
     accelerator: Accelerator
     tokens: TokenCache
@@ -75,17 +79,20 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        return self.resolved.config
+        """The config, with what was decided; micro_batch_size and is_compiled may still be open in it."""
+        return self.decisions.config
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """The config with all that was decided, for what records the run."""
+        decided = {"batch__micro_batch_size": self.micro_batch_size, "train__compile": self.is_compiled}
+        sources = {"batch.micro_batch_size": "auto", "train.compile": "auto"} | self.decisions.sources
+        return ResolvedConfig(self.config.replace(**decided), sources)
 
     @property
     def init_from(self) -> dict[str, str | None] | None:
         """The weights that the run started from: name, revision (None: not from the Hub) and sha256; None: random."""
         return self.checkpoints.identity.get("init_from")
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Sequences per forward pass of one process; never "auto" here."""
-        return int(self.config.batch.micro_batch_size)
 
     @property
     def accumulation_steps(self) -> int:
@@ -131,9 +138,3 @@ class Run:
     def stop(self) -> None:
         """End the run after this step, as if it were the last: with an evaluation, a checkpoint and the model."""
         self.clock.end()
-
-    def decide(self, source: str, **values: Any) -> None:
-        """Set `section__key=value` for the rest of the run, including its checkpoints."""
-        self.resolved = self.resolved.resolve(source, **values)
-        identity = self.checkpoints.identity
-        identity["config"] |= {key.replace("__", "."): value for key, value in values.items()}

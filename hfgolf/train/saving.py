@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
+from hfgolf.checkpoint.identity import saved_values
 from hfgolf.checkpoint.store import saved_step, step_folder
 from hfgolf.train.run import Run
 from hfgolf.train.setup import write_description
@@ -20,6 +21,7 @@ def save(run: Run) -> None:
     run.state.seconds, run.state.hooks = run.stopwatch.seconds(), run.hooks.state_dict()
     with run.stopwatch.charge("checkpoint"):
         before_commit = run.metrics.sync if run.metrics is not None else lambda: None
+        run.checkpoints.identity["config"] = saved_values(run.resolved.config)
         run.checkpoints.save(is_best=run.state.best_step == run.state.step, before_commit=before_commit)
     run.clock.note_save()
     if run.hooks.overriding("after_save"):

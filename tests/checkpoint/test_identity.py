@@ -20,7 +20,7 @@ from hfgolf.config.sections import ModelSection, RunConfig, RunSection
 from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
-from hfgolf.train import compilation, loop, setup
+from hfgolf.train import compilation, decisions, loop, setup
 
 pytestmark = pytest.mark.slow
 
@@ -167,14 +167,14 @@ def test_resume_with_new_text_keeps_the_tokenizer(run, tiny_run, text, caplog):
 
 
 def test_many_files_are_recorded_briefly_and_still_compared():
-    resolved = load_config(["--train.max_steps=3"])
+    config = load_config(["--train.max_steps=3"]).config
     corpus = {"source": "files", "files": [[f"{number}.txt", f"hash of {number}"] for number in range(2001)]}
-    saved = run_identity(resolved, corpus, "0" * 64)["corpus"]
+    saved = run_identity(config, corpus, "0" * 64)["corpus"]
     assert len(json.dumps(saved)) < 1000
-    assert check_text("step-000003", saved, corpus, resolved) == []
+    assert check_text("step-000003", saved, corpus, config) == []
     corpus["files"][1000][1] = "another"
     with pytest.raises(UserError, match=r"^train.resume: step-000003 was trained on other text \(files"):
-        check_text("step-000003", saved, corpus, resolved)
+        check_text("step-000003", saved, corpus, config)
 
 
 def test_moved_text_is_accepted(run, tiny_run, text, tmp_path):
@@ -253,9 +253,8 @@ def test_resume_reuses_earlier_decisions(run, tiny_run, monkeypatch, caplog):
     undecided = {key.replace(".", "__"): value or "null" for key, value in UNDECIDED.items()}
     monkeypatch.setattr(compilation, "should_compile", lambda *a, **k: (True, "it pays"))
     monkeypatch.setattr(compilation, "compile_in_place", lambda model, run_once: run_once())
-    monkeypatch.setattr(setup, "choose_micro_batch_size", lambda *a: 4)
-    for module in ("process", "setup"):
-        monkeypatch.setattr(f"hfgolf.train.{module}.fast_product_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(decisions, "choose_micro_batch_size", lambda *a: 4)
+    monkeypatch.setattr(decisions, "fast_product_dtype", lambda device: torch.bfloat16)
     folder = run(tiny_run(train__max_steps=3, **undecided))
     decided = {"train.mixed_precision": "bf16", "optim.newton_schulz_dtype": "bf16"}
     decided |= {"train.compile": True, "batch.micro_batch_size": 4}
@@ -263,20 +262,19 @@ def test_resume_reuses_earlier_decisions(run, tiny_run, monkeypatch, caplog):
     assert {key: saved[key] for key in decided} == decided and isinstance(saved["train.cpu_threads"], int)
 
     monkeypatch.setattr(compilation, "should_compile", lambda *a, **k: (False, "it does not pay"))
-    monkeypatch.setattr(setup, "choose_micro_batch_size", lambda *a: 3)
-    for module in ("process", "setup"):
-        monkeypatch.setattr(f"hfgolf.train.{module}.fast_product_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(decisions, "choose_micro_batch_size", lambda *a: 3)
+    monkeypatch.setattr(decisions, "fast_product_dtype", lambda device: torch.float32)
     seen: list[Any] = []
     real = loop.set_up
     monkeypatch.setattr(loop, "set_up", lambda *arguments: seen.append(real(*arguments)) or seen[-1])
     run(tiny_run(train__max_steps=4, train__resume="latest", **undecided))
-    config = seen[0].config.flat()
+    config = seen[0].resolved.config.flat()
     assert {key: config[key] for key in decided} == decided
     assert "  compile: true  # the run so far\n" in (folder / "config.yaml").read_text()
     with caplog.at_level(logging.INFO, "hfgolf"):
         run(tiny_run(train__max_steps=5, train__resume="latest", **undecided, batch__tokens_per_step=96))
     said = "batch.micro_batch_size: the run used 4, which is not possible here; deciding again"
-    assert said in caplog.messages and seen[1].config.batch.micro_batch_size == 3
+    assert said in caplog.messages and seen[1].micro_batch_size == 3
 
 
 def test_each_start_saves_its_config_metadata_and_patch(run, tiny_run, monkeypatch):

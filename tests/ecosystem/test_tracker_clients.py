@@ -32,7 +32,7 @@ resume = "latest" if step else None
 accelerator = Accelerator(log_with=[kind], project_dir=folder)
 config = RunConfig().replace(run__name="blue", track__project="green", track__trackers=[kind], train__resume=resume)
 place = SimpleNamespace(path=folder, report=folder / "report.html")
-run = SimpleNamespace(config=config, folder=place, state=TrainState(step=step), accelerator=accelerator, error=None)
+run = SimpleNamespace(resolved=SimpleNamespace(config=config), folder=place, state=TrainState(step=step), accelerator=accelerator, error=None)
 place.report.write_text("a page")
 trackers = Trackers([kind])
 trackers.load_state_dict({"id": "cafe0123"})

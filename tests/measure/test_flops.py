@@ -118,7 +118,9 @@ def test_mfu_uses_the_peak_of_all_processes(tiny_run, monkeypatch):
     model = build_model(config, 257, "cpu")
     monkeypatch.setattr(setup, "peak_flops", lambda device, precision: 1e12)
     accelerator = SimpleNamespace(device=CPU, num_processes=4)
-    meter = setup._build_meter(config, model, accelerator, Stopwatch())
+    run = SimpleNamespace(config=config, raw_model=model, accelerator=accelerator, stopwatch=Stopwatch())
+    run.decisions = SimpleNamespace(precision="no")
+    meter = setup._build_meter(run)
     assert meter.flops_per_second_of_peak == pytest.approx(training_flops_per_token(model, 32) / 4e12)
     assert meter.tokens_per_step == 256
 

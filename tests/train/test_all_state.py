@@ -46,7 +46,7 @@ EXEMPT = {
     r"\._doctor\.": "made again from the rows so far; its findings are compared",
     r"^run\.first_step$|^run\.tokens\.is_hit$|^run\.predicted_memory_bytes$": "of this session",
     r"\btrain\.resume(_with_other)?\b": "how the session was started",
-    r"^run\.resolved\.sources": "which says that a decision is of the run so far",
+    r"^run\.decisions\.(sources|config\.(train\.compile|batch\.micro_batch_size)$)": "open, or of the run so far",
     r"^hfgolf\.run\.folder\.RunFolder\._locks": "the number of an open file",
 }
 """{part of a path: why it may differ after a resume}."""

@@ -28,7 +28,8 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
 from hfgolf.system.stopwatch import Stopwatch
-from hfgolf.train import compilation, process, setup
+from hfgolf.train import compilation, decisions, process, setup
+from hfgolf.train.announce import announce_device
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.setup import set_up
 
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def resolved(*arguments: str):
-    return process.resolve_precision(load_config(["--train.max_steps=1", *arguments]))
+    return decisions.decide(load_config(["--train.max_steps=1", *arguments]), {})
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def launched_by(monkeypatch, tmp_path):
     ],
 )
 def test_accelerate_setting_overrides_the_hardware_default(launched_by, monkeypatch, precision, words, outcome, source):
-    monkeypatch.setattr(process, "fast_product_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(decisions, "fast_product_dtype", lambda device: torch.bfloat16)
     launched_by(precision, *words)
     answer = resolved()
     assert answer.config.train.mixed_precision == outcome
@@ -88,7 +89,7 @@ def test_config_overrides_accelerate(launched_by):
 @pytest.mark.parametrize(("fast", "outcome"), [(torch.bfloat16, "bf16"), (torch.float32, "no")])
 def test_precision_defaults_to_the_hardware(monkeypatch, fast, outcome):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.setattr(process, "fast_product_dtype", lambda device: fast)
+    monkeypatch.setattr(decisions, "fast_product_dtype", lambda device: fast)
     assert resolved().config.train.mixed_precision == outcome
 
 
@@ -105,8 +106,8 @@ def test_gpu_without_bf16_trains_in_fp16(monkeypatch, capability, fast, outcome)
     """A T4 has 8 TFLOP/s in fp32 and 65 in fp16."""
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     gpu = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr(process, "processes", lambda: gpu)
-    monkeypatch.setattr(process, "fast_product_dtype", lambda device: fast)
+    monkeypatch.setattr(decisions, "processes", lambda: gpu)
+    monkeypatch.setattr(decisions, "fast_product_dtype", lambda device: fast)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     answer = resolved()
     assert (answer.config.train.mixed_precision, answer.sources["train.mixed_precision"]) == (outcome, "auto")
@@ -135,7 +136,8 @@ def test_ddp_has_few_buckets_because_each_is_a_compiled_graph(layers, megabytes,
 def test_emulated_bf16_is_warned_of(monkeypatch, caplog, precision, lines):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     gpu = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
-    setup._log_environment(gpu, load_config(["--train.max_steps=1", f"--train.mixed_precision={precision}"]))
+    said = load_config(["--train.max_steps=1", f"--train.mixed_precision={precision}"])
+    announce_device(decisions.Decisions(said.config, said.sources, precision), gpu)
     assert len([line for line in caplog.messages if "only emulates bf16" in line]) == lines
 
 
@@ -147,12 +149,7 @@ def test_unsupported_accelerate_precision_is_one_line(launched_by):
 
 def test_cores_are_split_between_processes(monkeypatch):
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    before = torch.get_num_threads()
-    try:
-        assert [process.set_cpu_threads("auto", processes) for processes in (1, 2, 4, 12)] == [6, 3, 1, 1]
-        assert process.set_cpu_threads(2, 1) == torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    assert [process.share_of_cores(processes) for processes in (1, 2, 4, 12)] == [6, 3, 1, 1]
 
 
 def test_every_generator_is_seeded(monkeypatch):
@@ -194,7 +191,7 @@ def test_compiles_only_if_it_saves_time(monkeypatch):
 )
 def test_a_gpu_compiles_by_the_time_of_a_pass(monkeypatch, pass_seconds, steps, slowest, compiling):
     """It saves 29 % of two passes per step, and costs 60 s. The first pass, which loads kernels, does not count."""
-    decisions, pending = [], [30.0, pass_seconds]
+    pending = [30.0, pass_seconds]
     clock = SimpleNamespace(now=0.0)
 
     def pass_(run: object) -> None:
@@ -213,10 +210,9 @@ def test_a_gpu_compiles_by_the_time_of_a_pass(monkeypatch, pass_seconds, steps, 
         state=SimpleNamespace(step=0),
         accumulation_steps=2,
         stopwatch=Stopwatch(),
-        decide=lambda source, **values: decisions.append(values),
+        decisions=SimpleNamespace(precision="bf16", sources={}),
     )
-    compilation.choose_compilation(run)
-    assert decisions == [{"train__compile": compiling}]
+    assert compilation.choose_compilation(run) is compiling
     assert not pending
 
 
@@ -335,8 +331,8 @@ def test_torchrun_on_a_cpu_starts_processes_of_one_run():
     """The first PartialState decides for the whole process whether it is one of several; this call makes the first."""
     program = (
         "from accelerate import Accelerator, PartialState; from hfgolf.config.parse import load_config;"
-        "from hfgolf.train.process import resolve_precision;"
-        "resolve_precision(load_config(['--train.max_steps=1']));"
+        "from hfgolf.train.decisions import decide;"
+        "decide(load_config(['--train.max_steps=1']), {});"
         "import os; os.write(1, b'%d processes ' % Accelerator().num_processes); PartialState().destroy_process_group()"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]

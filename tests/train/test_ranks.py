@@ -25,7 +25,7 @@ from hfgolf.commands.evidence import diff_runs, evidence, verdict
 from hfgolf.run.folder import RunFolder
 from hfgolf.system import ranks
 from hfgolf.system.errors import UserError
-from hfgolf.train import claim, compilation, loop, process, setup
+from hfgolf.train import claim, compilation, decisions, loop, process, setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 ROOT = Path(__file__).parents[2]
@@ -62,8 +62,8 @@ def assert_one_line(said: list[str], pattern: str) -> None:
 
 
 def less_memory_on_second_rank() -> None:
-    real = setup.choose_micro_batch_size
-    setup.choose_micro_batch_size = lambda *arguments: 2 if on_second_rank() else min(4, real(*arguments))
+    real = decisions.choose_micro_batch_size
+    decisions.choose_micro_batch_size = lambda *arguments: 2 if on_second_rank() else min(4, real(*arguments))
 
 
 def test_micro_batch_is_what_fits_on_every_rank(tiny_run, tmp_path):
@@ -88,7 +88,7 @@ def test_ranks_compile_only_if_all_do(tiny_run, tmp_path):
 def bf16_is_fast_on_first_rank_only() -> None:
     import torch
 
-    process.fast_product_dtype = lambda device: torch.float32 if on_second_rank() else torch.bfloat16
+    decisions.fast_product_dtype = lambda device: torch.float32 if on_second_rank() else torch.bfloat16
 
 
 def test_ranks_with_another_precision_are_told(tiny_run, tmp_path):
@@ -146,7 +146,7 @@ def test_ranks_with_another_checkpoint_are_told(tiny_run, tmp_path):
 
 FAILING = {
     "claim": (setup, "check_resume"),
-    "resolve": (setup, "keep_decisions"),
+    "decide": (setup, "decide"),
     "tokens": (setup, "load_tokens"),
     "build": (setup, "build_optimizer"),
     "start": (setup, "describe_attention"),

@@ -19,7 +19,7 @@ from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
 from hfgolf.hooks import push, standard_hooks
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
-from hfgolf.train import setup, validation
+from hfgolf.train import decisions, setup, validation
 from hfgolf.train.feed import blocks_per_epoch, epoch, halve_until_it_fits, start_batches
 from hfgolf.train.hooks import Hooks
 from hfgolf.train.run import Run
@@ -58,7 +58,7 @@ def test_deterministic_kernels_follow_the_config(build, own_determinism, determi
 )
 def test_muon_multiplies_in_the_precision_of_the_run(build, monkeypatch, precision, stated, decided):
     """On hardware that is fast at bf16: rounding an update to bf16 would amplify the last bit of a gradient."""
-    monkeypatch.setattr(setup, "fast_product_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(decisions, "fast_product_dtype", lambda device: torch.bfloat16)
     run = build(train__mixed_precision=precision, optim__newton_schulz_dtype=stated)
     assert {group["newton_schulz_dtype"] for group in run.optimizer.param_groups} == {decided}
 
@@ -125,8 +125,8 @@ def test_segments_as_long_as_sequences_change_nothing(build):
 
 def test_chunks_of_the_loss_are_as_large_on_all_ranks(build, monkeypatch):
     on_this_rank, on_another = 2**20, 2**19
-    monkeypatch.setattr(setup, "chunk_elements", lambda *_: on_this_rank)
-    monkeypatch.setattr(setup, "gather", lambda value: [value, on_another] if value == on_this_rank else [value])
+    monkeypatch.setattr(decisions, "chunk_elements", lambda *_: on_this_rank)
+    monkeypatch.setattr(decisions, "gather", lambda value: [value, on_another] if value == on_this_rank else [value])
     assert build().raw_model.chunk_elements == on_another
 
 
