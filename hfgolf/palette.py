@@ -38,11 +38,14 @@ _STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Draw with matplotlib in the style of all pictures; also a decorator of what draws and saves one."""
+def style(**more: Any) -> Iterator[None]:
+    """Draw with matplotlib in the style of all pictures; also a decorator of what draws and saves one.
+
+    more: further settings of matplotlib's.
+    """
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE | more):
         yield
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="also write a picture of the losses to this file")
     arguments = parser.parse_args()
     output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
-    besides = [output.with_suffix(".md"), *output.with_suffix("").glob("*.png")]
+    besides = [output.with_suffix("") / "loss.png"]
     if arguments.output:
         check_output("--output", output, ["html"], besides)
     elif output.parent.is_dir():  # otherwise read_run reports that there is no such run
@@ -36,6 +36,6 @@ def main() -> None:
     runs = [read_run(folder) for folder in arguments.runs]
     with writing("--output", output):
         write_report(runs, output, arguments.price_per_hour)
-        print(f"wrote {output}, and {output.with_suffix('.md').name} with pictures in {output.with_suffix('').name}/")
+        print(f"wrote {output}, and its losses as {output.stem}/loss.png")
         if arguments.png:
             shutil.copyfile(output.with_suffix("") / "loss.png", arguments.png)

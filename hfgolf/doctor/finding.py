@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hfgolf.doctor.history import History
 
@@ -98,9 +96,3 @@ def faster_data(history: History) -> dict[str, Any]:
 def two_digits(number: float) -> float:
     """Round a number to two significant digits, as a person would set it."""
     return float(f"{number:.2g}")
-
-
-def robust_sigma(values: Collection[float]) -> float:
-    """Return a standard deviation that outliers barely affect: 1.4826 times the median absolute deviation."""
-    array = np.asarray(list(values))
-    return 1.4826 * float(np.median(np.abs(array - np.median(array))))

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hfgolf.run.loss_levels import LEVEL_STEPS
 from hfgolf.run.schema import on_subset
 
 Line = dict[str, Any]
 
 MAX_KEPT = 1000  # steps, rows and evaluations; more than any median needs
-LEVEL_STEPS = 50  # enough that the median moves less than the noise of a single step
 
 
 class Step(NamedTuple):

@@ -14,15 +14,14 @@ from hfgolf.doctor.finding import (
     FAR_ABOVE_USUAL,
     Finding,
     max_learning_rate_ratio,
-    robust_sigma,
     scaled_learning_rates,
 )
-from hfgolf.doctor.history import LEVEL_STEPS, History, Step
-from hfgolf.doctor.symptoms import BLOW_UP, IN_A_ROW, SIGMAS
+from hfgolf.doctor.history import History, Step
+from hfgolf.doctor.symptoms import BLOW_UP, IN_A_ROW
+from hfgolf.run.loss_levels import LEVEL_STEPS, SIGMAS, SPIKE_SHARE, robust_sigma
 
 SPIKE = "isolated loss spike"
 SPIKE_BASE_STEPS = 50
-SPIKE_SHARE = 0.2  # above the usual loss; healthy runs reached 0.1
 MAX_SPIKE_STEPS = 20  # anything longer is not a spike
 
 

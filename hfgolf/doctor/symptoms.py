@@ -16,13 +16,12 @@ from hfgolf.doctor.finding import (
     Finding,
     full_precision,
     max_learning_rate_ratio,
-    robust_sigma,
     scaled_learning_rates,
     two_digits,
 )
-from hfgolf.doctor.history import LEVEL_STEPS, History
+from hfgolf.doctor.history import History
+from hfgolf.run.loss_levels import LEVEL_STEPS, MIN_RISE, RISE, RISE_FROM_START, SIGMAS, robust_sigma
 
-SIGMAS = 6  # robust standard deviations; healthy runs reached 5.3
 IN_A_ROW = 3  # a third time in a row is no coincidence
 
 IMMEDIATE_STEPS = 50  # or the warmup if longer; a learning rate that is much too high shows by then
@@ -155,11 +154,6 @@ def _divergence(history: History, step: int, saw: str, other_cause: str, rate_fa
         causes.insert(1, "no gradient clipping")
         fix["train.max_grad_norm"] = 1.0
     return Finding("divergence", step, saw, tuple(causes), fix)
-
-
-RISE = 1.2  # times the lowest level so far
-MIN_RISE = 0.1  # nats per token; near a loss of 0, a fifth more is nothing
-RISE_FROM_START = 1.1  # times the first loss; a healthy run is never worse than guessing for long
 
 
 class Divergence:

@@ -25,7 +25,7 @@ _FIRST_SECONDS = 0.05  # what the first page is expected to take, so it waits fo
 
 
 class Report(Hook):
-    """Rewrites report.html; only the main process does. Markdown and pictures wait for the end of the run."""
+    """Rewrites report.html; only the main process does. The picture waits for the end of the run."""
 
     def __init__(self) -> None:
         self._metrics = Metrics([], [])
@@ -41,11 +41,13 @@ class Report(Hook):
 
     def after_evaluate(self, run: Run, row: Mapping[str, Any]) -> None:
         """Rewrite the page, unless that would take more than its share. A failure is one warning and ends nothing."""
-        started_at = perf_counter()
-        since = started_at - self._written_at
+        since = perf_counter() - self._written_at
         is_asked = run.accelerator.is_main_process and not self._has_failed and not run.clock.stop_signal
         if not is_asked or self._seconds > _SHARE * since:
             return
+        import matplotlib.figure  # noqa: F401 - not counted, because the end of the run needs it in any case
+
+        started_at = perf_counter()
         try:
             write_text(run.folder.report, render_page([self._record(run)], rewrite_seconds=since))
         except Exception as error:  # a full disk, or any error of the report: training matters more

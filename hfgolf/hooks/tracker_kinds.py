@@ -1,6 +1,4 @@
-"""How trackers differ: how each names a run and continues it, where its files go, and how it takes text.
-
-Owns everything that is said to one tracker only. The classes of accelerate do the rest.
+"""What accelerate leaves to each tracker: how it names a run and continues it, where its files go, how it takes text.
 
 Trackers that need an account fall back to files that can be uploaded later. Files go to the run's folder, with two
 exceptions: trackio has one database for all runs, which `trackio show` reads, and clearml has a cache of its own.
@@ -16,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from hfgolf.system.redact import redact_values
+from hfgolf.system.redact import redact
 from hfgolf.system.wording import one_line
 
 if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
-
     from hfgolf.config.sections import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -31,45 +28,38 @@ WANDB_TIMEOUT_SECONDS = 20  # without a network, wandb's own default would block
 _WITH_ACCOUNTS = ("wandb", "swanlab", "comet_ml", "clearml")
 
 
-def start_tracker(kind: str, config: RunConfig, folder: Path, run_id: str, *, resumes: bool) -> GeneralTracker:
-    """Start a tracker, offline if it needs an account and there is none, and give it the config.
-
-    run_id: what a resumed run is found again by, in addition to its name. Raises whatever the tracker raises.
-    """
-    is_offline = config.track.offline
-    obstacle = _wandb_obstacle() if kind == "wandb" and not is_offline else None
-    if not obstacle:
-        try:
-            return _started(kind, config, folder, run_id, resumes, is_offline)
-        except Exception as error:  # no account or no network, and each tracker has its own error for it
-            if is_offline or kind not in _WITH_ACCOUNTS:
-                raise
-            obstacle = f"it could not be reached: {one_line(error)}"
-    logger.warning("%s: offline, because %s", kind, obstacle)
-    return _started(kind, config, folder, run_id, resumes, True)
-
-
-def _started(
-    kind: str, config: RunConfig, folder: Path, run_id: str, resumes: bool, is_offline: bool
+def start_tracker(
+    kind: str, config: RunConfig, folder: Path, run_id: str, *, resumes: bool, is_offline: bool | None = None
 ) -> GeneralTracker:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+    """Start a tracker, offline if it needs an account and there is none.
 
-    public = redact_values(config.flat())
-    name, project = public["run.name"], public["track.project"]
-    make: Any = LOGGER_TYPE_TO_CLASS[kind]
-    place = {"logging_dir": str(folder)} if make.requires_logging_directory else {}
-    settings = _settings(kind, project, name, folder, run_id, resumes, is_offline)
-    tracker: Any = make(project, **place, **settings)
-    tracker.start()
-    if not settings.get("run_id"):  # mlflow refuses other values for the run that it continues, even of train.resume
-        tracker.store_init_configuration(
-            {key: value if isinstance(value, int | float | str) else str(value) for key, value in public.items()}
-        )
+    run_id: what a resumed run is found again by, in addition to its name. is_offline: None: as track.offline says.
+    Raises whatever the tracker raises.
+    """
+    is_offline = config.track.offline if is_offline is None else is_offline
+    name, project = redact(str(config.run.name)), redact(config.track.project)
+    try:
+        make: Any = LOGGER_TYPE_TO_CLASS[kind]
+        place = {"logging_dir": str(folder)} if make.requires_logging_directory else {}
+        settings = _settings(kind, project, name, folder, run_id, resumes, is_offline)
+        tracker: GeneralTracker = make(name if kind == "aim" else project, **place, **settings)
+        tracker.start()
+    except Exception as error:  # no account or no network, and each tracker has its own error for it
+        if is_offline or kind not in _WITH_ACCOUNTS:
+            raise
+        logger.warning("%s: offline, because of: %s", kind, one_line(error))
+        return start_tracker(kind, config, folder, run_id, resumes=resumes, is_offline=True)
     if kind == "wandb":
         tracker.tracker.define_metric("*", step_metric="step")
-    if kind == "aim":  # accelerate takes the project for the name
-        tracker.tracker.name, tracker.tracker.experiment = name, project
     return tracker
+
+
+def store_config(tracker: Any, values: dict[str, Any]) -> None:
+    """Give a tracker the config of the run, {"section.key": value}."""
+    if tracker.name == "mlflow" and tracker.run_id:
+        return  # it refuses other values for the run that it continues, even of train.resume
+    plain = {key: value if isinstance(value, int | float | str) else str(value) for key, value in values.items()}
+    tracker.store_init_configuration(plain)
 
 
 def _settings(
@@ -81,6 +71,8 @@ def _settings(
             import wandb
 
             mode = "offline" if is_offline else os.environ.get("WANDB_MODE", "online")
+            if mode == "online" and not wandb.login(prompt=False):
+                raise ConnectionError("you are not logged in (`wandb login`)")
             settings = wandb.Settings(
                 init_timeout=WANDB_TIMEOUT_SECONDS, silent=mode == "offline", x_disable_meta=True, disable_git=True
             )
@@ -130,7 +122,7 @@ def _settings(
             place = {"dir": str(folder / "dvclive"), "dvcyaml": str(folder / "dvclive" / "dvc.yaml")}
             return {**place, "exp_name": name, "resume": resumes}
         case "aim":
-            return {"capture_terminal_logs": False}
+            return {"experiment": project, "capture_terminal_logs": False}
     return {}
 
 
@@ -143,19 +135,19 @@ def _mlflow_id(project: str, run_id: str) -> str | None:
     return str(runs[0].info.run_id) if runs else None
 
 
-def send_values(tracker: GeneralTracker, values: dict[str, Any], step: int) -> None:
-    """Send numbers, or text under names that begin with event/."""
+def send(tracker: GeneralTracker, values: dict[str, Any], step: int | None, **options: Any) -> None:
+    """Send values at a step, text as what the tracker shows as text. options: for the tracker's own `log`."""
     if tracker.name == "wandb":  # wandb's own step cannot decrease, but a rollback does
-        tracker.log(values | {"step": step})
+        tracker.log(values if step is None else values | {"step": step}, **options)
         return
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     for name, text in texts.items():
         _send_text(tracker, name, text, step)
     if len(texts) < len(values):
-        tracker.log({name: value for name, value in values.items() if name not in texts}, step=step)
+        tracker.log({name: value for name, value in values.items() if name not in texts}, step=step, **options)
 
 
-def _send_text(tracker: GeneralTracker, name: str, text: str, step: int) -> None:
+def _send_text(tracker: GeneralTracker, name: str, text: str, step: int | None) -> None:
     raw: Any = tracker.tracker
     match tracker.name:
         case "trackio":
@@ -165,7 +157,8 @@ def _send_text(tracker: GeneralTracker, name: str, text: str, step: int) -> None
         case "mlflow":
             import mlflow
 
-            mlflow.log_text(text, f"{name}/{step:06d}_{uuid.uuid4().hex[:4]}.txt")  # one step may have two such events
+            unique = uuid.uuid4().hex[:4]  # one step may have two such events
+            mlflow.log_text(text, f"{name}/{step or 0:06d}_{unique}.txt")
         case "swanlab":
             import swanlab
 
@@ -201,15 +194,3 @@ def end_wandb() -> None:
                 process.kill()
     with suppress(Exception, SystemExit):  # its processes are gone, and it wants to exit with their status
         wandb.teardown()
-
-
-def _wandb_obstacle() -> str | None:
-    """Return why a run cannot be sent to wandb now; None if it can, or if it shall not."""
-    import wandb
-
-    if os.environ.get("WANDB_MODE", "online") != "online":
-        return None
-    try:
-        return None if wandb.login(prompt=False) else "you are not logged in (`wandb login`)"
-    except Exception as error:  # it checks the key over the network, and can fail with many exceptions
-        return f"it could not be reached: {one_line(error)}"

@@ -1,7 +1,7 @@
-"""Send trackers a copy of all that metrics.jsonl gets, under grouped names.
+"""Send trackers a copy of all that metrics.jsonl gets, through accelerate and under grouped names.
 
-A tracker that fails or hangs is dropped with one warning; it never stops or delays a run. tracker_kinds.py knows what
-each tracker needs.
+accelerate's classes do the sending, each inside a Guard: a tracker that fails or hangs is dropped with one warning. It
+never stops or delays a run. tracker_kinds.py has what each tracker needs beyond accelerate.
 """
 
 from __future__ import annotations
@@ -9,148 +9,169 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfgolf.hooks.tracker_kinds import attach_file, end_wandb, send_values, start_tracker
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+
+from hfgolf.hooks.tracker_kinds import attach_file, end_wandb, send, start_tracker, store_config
 from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact_values
 from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
+    from pathlib import Path
 
-    from hfgolf.config.sections import RunConfig
     from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 90  # for all trackers to start
-FINISH_SECONDS = 20  # for the trackers to process their pending calls
+START_SECONDS = 90  # for a tracker to start
+FINISH_SECONDS = 20  # for a tracker to process its pending calls
 MAX_WAITING_CALLS = 1000
 
 
 class Trackers(Hook):
-    """The trackers of track.trackers; on the main process only.
+    """Fills `run.accelerator.trackers` with those of track.trackers, on the main process.
 
-    One daemon thread makes every call to a tracker, so that a call that never returns blocks nothing. It also starts
-    them, because mlflow has an active run per thread. Raises UserError for a tracker that does not exist.
+    Hooks after it can use them: `run.accelerator.log({"mine": 1.0}, step=run.state.step)`, or
+    `run.accelerator.get_tracker("wandb")`. Raises UserError for a tracker that does not exist.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         check_trackers(names)
-        self._run_id: str | None = None
-        self._tracking = False
-        self._trackers: list[GeneralTracker] = []
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING_CALLS)
-        self._caller: threading.Thread | None = None
+        self._run_id = uuid.uuid4().hex[:8]
 
     def start(self, run: Run) -> None:
-        if self._caller is not None or not run.accelerator.is_main_process:
+        accelerator, config, folder = run.accelerator, run.resolved.config, run.folder.path
+        if accelerator.trackers or not accelerator.is_main_process:
             return  # a rollback
-        self._tracking = True
-        self._run_id = self._run_id or uuid.uuid4().hex[:8]
-        started = threading.Event()
-        self._call(partial(self._start, run.resolved.config, run.folder.path, self._run_id, run.state.step > 0))
-        self._call(started.set)
-        self._caller = threading.Thread(target=self._call_trackers, daemon=True, name="trackers")
-        self._caller.start()
-        if not started.wait(START_SECONDS):  # wait, because a fork of a loader worker amid an import can deadlock
-            self._drop_all(f"not started within {START_SECONDS} s")
+        resumes = run.state.step > 0
+        accelerator.log_with = [
+            Guard(str(kind), partial(start_tracker, str(kind), config, folder, self._run_id, resumes=resumes))
+            for kind in accelerator.log_with
+        ]
+        accelerator.init_trackers(config.track.project, config.flat())
 
     def logged(self, run: Run, line: Mapping[str, Any]) -> None:
-        if "event" not in line:
-            for step, numbers in by_step(line):
-                self._send(numbers, step)
-            return
-        details = {key: value for key, value in line.items() if key not in ("step", "event", "elapsed_seconds")}
-        text = details["text"] if details.keys() == {"text"} else json.dumps(details)
-        evaluated = {grouped(key): value for key, value in details.items() if key.startswith(("val_", "old_val_"))}
-        self._send({f"event/{line['event']}": text} | evaluated, line["step"])
+        for step, values in by_step(line):
+            run.accelerator.log(values, step=step)
 
     def end(self, run: Run, summary: dict[str, Any] | None) -> None:
-        """Upload the report, and close the trackers: within FINISH_SECONDS."""
-        if not self._tracking:
-            return
-        if run.folder.report.is_file():
-            self._call(partial(self._each, partial(attach_file, file=run.folder.report, kind="report")))
-        if run.error is not None:  # unclosed, a tracker shows that the run has failed
-            return
-        self._call(partial(self._each, lambda tracker: tracker.finish()))
-        self._call(None)
-        if self._caller is not None:
-            self._caller.join(FINISH_SECONDS)
-            if self._caller.is_alive():
-                self._drop_all(f"no answer for {FINISH_SECONDS} s")
+        """Upload the report. `Accelerator.end_training` closes the trackers, but shows a failed run by not doing so."""
+        for tracker in run.accelerator.trackers:
+            if isinstance(tracker, Guard) and run.folder.report.is_file():
+                tracker.attach(run.folder.report, "report")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"id": self._run_id} if self._run_id else {}
+        return {"id": self._run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._run_id = state.get("id") or self._run_id
 
-    def _send(self, values: dict[str, Any], step: int) -> None:
-        self._call(partial(self._each, partial(send_values, values=values, step=step)))
 
-    def _call(self, call: Callable[[], None] | None) -> None:
+class Guard(GeneralTracker):
+    """One of accelerate's trackers, called by a thread of its own, so that a call that never returns blocks nothing.
+
+    The same thread starts it, because mlflow has an active run per thread. All that it is given is redacted. start: a
+    function that starts and returns accelerate's tracker.
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, name: str, start: Callable[[], GeneralTracker]) -> None:
+        super().__init__(_blank=True)
+        self.name = name
+        self._start = start
+        self._tracker: GeneralTracker | None = None
+        self._is_dropped = False
+        self._calls: queue.Queue[Callable[[Any], Any] | None] = queue.Queue(MAX_WAITING_CALLS)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._make_calls, daemon=True, name=f"tracker {name}")
+
+    @property
+    def tracker(self) -> Any:
+        """The object of the tracker's own package, such as wandb's run; None if it did not start."""
+        return None if self._tracker is None else self._tracker.tracker
+
+    def start(self) -> None:
+        self._thread.start()
+        if not self._started.wait(START_SECONDS):  # wait: a fork of a loader worker amid an import can deadlock
+            self._drop(f"not started within {START_SECONDS} s")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._call(partial(store_config, values=redact_values(values)))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        self._call(partial(send, values=redact_values(values), step=step, **options))
+
+    def attach(self, file: Path, kind: str) -> None:
+        """Upload a file of the run, if the tracker stores files."""
+        self._call(partial(attach_file, file=file, kind=kind))
+
+    def finish(self) -> None:
+        """Close the tracker, within FINISH_SECONDS."""
+        self._call(lambda tracker: tracker.finish())
+        self._call(None)
+        if not self._is_dropped:
+            self._thread.join(FINISH_SECONDS)
+            if self._thread.is_alive():
+                self._drop(f"no answer for {FINISH_SECONDS} s")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method that only some kinds have, such as log_images, called like the others."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *arguments, **options: self._call(lambda of: getattr(of, name)(*arguments, **options))
+
+    def _call(self, call: Callable[[Any], Any] | None) -> None:
         """Queue a call for the thread; None ends it."""
-        if not self._tracking:
-            return
         try:
-            self._calls.put_nowait(call)
+            if not self._is_dropped:
+                self._calls.put_nowait(call)
         except queue.Full:
-            self._drop_all(f"no answer with {MAX_WAITING_CALLS} calls waiting")
+            self._drop(f"no answer with {MAX_WAITING_CALLS} calls waiting")
 
-    def _drop_all(self, reason: str) -> None:
-        if self._tracking:
-            self._tracking = False
-            logger.warning("trackers dropped, metrics.jsonl continues: %s", reason)
-            if "wandb" in sys.modules:
+    def _make_calls(self) -> None:
+        """Start the tracker and make the queued calls: what the thread does."""
+        try:
+            self._tracker = self._start()
+            self._started.set()
+            while not self._is_dropped and (call := self._calls.get()):
+                call(self._tracker)
+        except (Exception, SystemExit) as error:  # wandb exits if its process has died
+            self._drop(one_line(error))
+        finally:
+            self._started.set()
+
+    def _drop(self, reason: str) -> None:
+        if not self._is_dropped:
+            self._is_dropped = True
+            logger.warning("tracker %s dropped, metrics.jsonl continues: %s", self.name, reason)
+            if self.name == "wandb":
                 end_wandb()
 
-    def _call_trackers(self) -> None:
-        """Make the queued calls: what the thread does."""
-        while self._tracking and (call := self._calls.get()):
-            call()
 
-    def _start(self, config: RunConfig, folder: Path, run_id: str, resumes: bool) -> None:
-        for name in dict.fromkeys(config.track.trackers):
-            with self._only_dropped(name):
-                self._trackers.append(start_tracker(name, config, folder, run_id, resumes=resumes))
-
-    def _each(self, action: Callable[[GeneralTracker], None]) -> None:
-        kept = []
-        for tracker in self._trackers:
-            with self._only_dropped(tracker.name):
-                action(tracker)
-                kept.append(tracker)
-        self._trackers = kept
-
-    @contextmanager
-    def _only_dropped(self, name: str) -> Iterator[None]:
-        """Turn any error of a tracker into one line, none if all were dropped already: no error may stop the run."""
-        try:
-            yield
-        except Exception as error:
-            if self._tracking:
-                logger.warning("tracker %s dropped, metrics.jsonl continues: %s", name, one_line(error))
-
-
-def by_step(row: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, numbers for the trackers) for each step of a row; the row's own numbers go with its last step."""
+def by_step(line: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (step, values for the trackers) of a line: of each step of a row, with the row's own at its last; the text
+    and evaluation of an event."""
+    if "event" in line:
+        details = {key: value for key, value in line.items() if key not in ("step", "event", "elapsed_seconds")}
+        text = details["text"] if details.keys() == {"text"} else json.dumps(details)
+        evaluated = {grouped(key): value for key, value in details.items() if key.startswith(("val_", "old_val_"))}
+        yield line["step"], {f"event/{line['event']}": text} | evaluated
+        return
     names = {"train_losses": "train/loss_of_step", "grad_norms": "train/grad_norm_of_step"}
-    lists = {name: row[key] for key, name in names.items() if key in row}
-    first = row["step"] + 1 - max(map(len, lists.values()), default=1)
-    for step in range(first, row["step"]):
+    lists = {name: line[key] for key, name in names.items() if key in line}
+    first = line["step"] + 1 - max(map(len, lists.values()), default=1)
+    for step in range(first, line["step"]):
         yield step, {name: values[step - first] for name, values in lists.items()}
-    numbers = {grouped(key): value for key, value in row.items() if isinstance(value, int | float)}
-    yield row["step"], numbers | {name: values[-1] for name, values in lists.items() if values}
+    numbers = {grouped(key): value for key, value in line.items() if isinstance(value, int | float)}
+    yield line["step"], numbers | {name: values[-1] for name, values in lists.items() if values}
 
 
 def grouped(key: str) -> str:
@@ -168,8 +189,6 @@ def grouped(key: str) -> str:
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise UserError for a tracker that accelerate does not know or that is not installed."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-
     available = sorted(tracker.value for tracker in get_available_trackers())
     for name in names:
         if name not in available:

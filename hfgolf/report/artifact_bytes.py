@@ -1,4 +1,4 @@
-"""Where the bytes of a run's golf export are, and what rounding costs there: a picture by tensor, and its sentences.
+"""Where the bytes of a run's golf export are, and what rounding costs there: a table by tensor, and its sentences.
 
 Reads the ledger and the table that the export left in the run's folder as plain JSON. Does not know how they were made.
 """
@@ -7,59 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from hfgolf import palette
-from hfgolf.report.charts import Chart
-from hfgolf.report.figures import Drawing
 from hfgolf.run.metrics import is_number
 from hfgolf.run.record import RunRecord
 
 TITLE = "Where the bytes are"
 _FIGURES = ("bytes", "coded_bits", "predicted_loss", "nats_per_kilobyte")
 _MAX_FINDINGS = 10
-_MAX_TENSORS = 60  # a picture that one screen still shows
-
-
-def draw_tensors(run: RunRecord, number: int) -> Drawing | None:
-    """Draw bytes, loss and the gain of more bytes by tensor, the best place for them first; None without an export.
-
-    number: of the run, for the name of the picture.
-    """
-    from matplotlib.figure import Figure
-
-    rows = _rows(run)[:_MAX_TENSORS]
-    if not rows:
-        return None
-    measured = [row["measured_loss"] for row in rows if _is_figure(row.get("measured_loss"))]
-    with palette.style():
-        figure = Figure(figsize=(11, 1.0 + 0.2 * len(rows)), layout="constrained")
-        in_bytes, in_loss, in_gain = figure.subplots(1, 3, sharey=True, width_ratios=(5, 3, 3))
-        places = range(len(rows))
-        in_bytes.set_yticks(places, [_label(row) for row in rows], parse_math=False)
-        in_bytes.barh(places, [row["bytes"] / 1000 for row in rows], color=palette.BLUE)
-        in_bytes.set_xlim(0, 1.2 * max(row["bytes"] for row in rows) / 1000 or 1.0)
-        for place, row in enumerate(rows):
-            end = row["bytes"] / 1000, place
-            bits = f"{row['coded_bits']:.2f} bits"
-            in_bytes.annotate(bits, end, xytext=(3, 0), textcoords="offset points", va="center")
-        in_bytes.set_title("kB in the artifact, and bits per weight")
-        in_loss.barh(places, [1000 * row["predicted_loss"] for row in rows], color=palette.ORANGE, label="predicted")
-        if len(measured) == len(rows):
-            in_loss.plot([1000 * rise for rise in measured], places, "D", color=palette.INK, label="measured")
-            in_loss.legend()
-        in_loss.set_title("rounding costs (millinats per token)")
-        in_gain.barh(places, [1000 * row["nats_per_kilobyte"] for row in rows], color=palette.GREEN)
-        in_gain.set_title("one more kB saves (millinats)")
-        for axes in (in_bytes, in_loss, in_gain):
-            axes.set_axisbelow(True)
-            axes.tick_params(axis="y", length=0)
-            axes.grid(visible=False, axis="y")
-            axes.locator_params(axis="x", nbins=5)
-        in_bytes.set_ylim(len(rows) - 0.4, -0.6)  # the first row on top
-    return Drawing(Chart(f"golf_tensors_{number}", TITLE), figure)
+_MAX_TENSORS = 60  # what one screen still shows
 
 
 def tensor_bars(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the same as cells of a table, each {"text", "percent" of the largest}; [] without an export."""
+    """Return bytes, loss and the gain of more bytes by tensor, the best place for them first; [] without an export.
+
+    Each is a cell of a table, {"text", "percent" of the largest}.
+    """
     rows = _rows(run)[:_MAX_TENSORS]
     columns = {
         "bytes": lambda row: f"{row['bytes'] / 1000:,.1f}",

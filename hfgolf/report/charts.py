@@ -1,13 +1,12 @@
-"""Which charts a report has, and their lines as data for the page, where uPlot draws them (templates/report.js).
+"""Which charts a report has, and the lines of each.
 
-Does not know how a chart looks, except that its lines are numbered: the page and figures.py give each number a style.
+Does not know how a chart looks, except that its lines are numbered: figures.py gives each number a style.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ EVENTS = {
     "save_failed": ("v", "▼", "failed save"),
     "stopped": ("o", "●", "stopped by a signal"),
 }
-"""For each kind of event: its marker in pictures, its symbol in text and on the page, and its name."""
+"""For each kind of event: its marker in charts, its symbol in text, and its name."""
 
 _MAX_LINEAR_RATIO = 10  # of maximum to minimum; beyond it (such as a spike) a linear scale would flatten the rest
 _POINTS_PER_PAGE = 2400  # per column, shared by all runs: keeps the page of any number of runs under 1 MB
@@ -109,11 +108,6 @@ def is_wide(lines: Sequence[Line]) -> bool:
     return bool(lowest > 0 and highest > _MAX_LINEAR_RATIO * lowest)
 
 
-def chart_data(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return each of CHARTS that some run has values for, as JSON for templates/report.js. The runs' names differ."""
-    return [_data(chart, lines, runs) for chart in CHARTS if (lines := lines_of(chart, runs))]
-
-
 def marked_events(run: RunRecord) -> dict[str, list[float]]:
     """Return the steps of each kind of event, at most one per pixel."""
     marked = {}
@@ -138,40 +132,3 @@ def caption(chart: Chart, lines: Sequence[Line], is_alone: bool) -> str:
         band = "; the band is from their minimum to their maximum" if is_alone else ""
         said.append(f"A point stands for up to {curve.values_per_point:,} values: their mean{band}.")
     return " ".join(said)
-
-
-def _data(chart: Chart, lines: Sequence[Line], runs: Sequence[RunRecord]) -> dict[str, Any]:
-    is_alone = len(runs) == 1
-    return {
-        "name": chart.name,
-        "title": chart.title,
-        "caption": caption(chart, lines, is_alone),
-        "fromZero": chart.from_zero,
-        "log": not chart.from_zero and is_wide(lines),
-        "limits": [{"label": f"{chart.limit_label} {limit:g}", "value": limit} for limit in limits_of(chart, runs)],
-        "lines": [_line(chart, line, is_alone) for line in lines],
-    }
-
-
-def _line(chart: Chart, line: Line, is_alone: bool) -> dict[str, Any]:
-    """Return one line. Of several runs, noise and bands would hide each other, so only the smoothed line is there."""
-    curve, is_noise = line.curve, chart.smoothed_by and line.is_logged and line.curve.window > 1
-    data: dict[str, Any] = {
-        "number": line.number,
-        "label": f"{line.label}, training" if not is_alone and line.is_logged and chart.evaluated else line.label,
-        "isLogged": line.is_logged,
-        "isFaint": not is_alone and line.is_logged and bool(chart.evaluated),
-        "steps": _rounded(curve.steps, 9),
-        "values": _rounded(curve.smoothed if is_noise else curve.values),
-    }
-    if is_alone and is_noise:
-        data["raw"] = _rounded(curve.values)
-    if is_alone and curve.values_per_point > 1:
-        data |= {"lowest": _rounded(curve.lowest), "highest": _rounded(curve.highest)}
-    return data
-
-
-def _rounded(values: Any, digits: int = 5) -> list[float]:
-    """Return the values with this many significant digits, whole numbers without a point."""
-    rounded = (float(f"{value:.{digits}g}") for value in values)
-    return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]

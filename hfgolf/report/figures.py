@@ -1,19 +1,20 @@
-"""The charts of a report as PNG pictures, drawn with matplotlib: for report.md, the model card and other places.
+"""The charts of a report, drawn with matplotlib: as SVG inside the page, and as PNG for the model card.
 
-Owns how each picture looks. The colors are those of Okabe and Ito, which color-blind readers can tell apart. Markers
-and dashes work without color.
+Owns how each chart looks. The colors are those of Okabe and Ito, which color-blind readers can tell apart. Markers and
+dashes work without color.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hfgolf import palette
-from hfgolf.report.charts import CHARTS, EVENTS, Chart, Line, is_wide, limits_of, lines_of, marked_events
+from hfgolf.report.charts import CHARTS, EVENTS, Chart, Line, caption, is_wide, limits_of, lines_of, marked_events
 from hfgolf.run.record import RunRecord
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _DASHES = {
 _MARKERS = ("o", "s", "D", "^", "v")
 
 DPI = 200  # PNG images are 840 pixels wide
+_SMALL, _LARGE = (4.2, 2.8), (9.0, 3.6)  # inches; the page scales them to its width
 _MAX_LABELS = 6
 _MAX_LABEL_CHARACTERS = 20  # about a third of a chart's width
 _MAX_MARKERS = 40
@@ -43,6 +45,10 @@ class Drawing:
 
     chart: Chart
     figure: Figure
+    caption: str
+    """How the lines were smoothed and thinned."""
+    values: dict[str, list[str]]
+    """What the markers of a line say to a pointer, {ID of the line: texts}."""
 
     def to_png(self) -> bytes:
         """Return a PNG image on a white background."""
@@ -51,12 +57,41 @@ class Drawing:
             palette.save(self.figure, picture, "png", dpi=DPI, facecolor="white")
         return picture.getvalue()
 
+    def to_svg(self) -> str:
+        """Return an SVG element for a page that defines the colors --line-0 to --line-5 and --ink."""
+        picture = io.BytesIO()
+        with palette.style(**{"svg.fonttype": "none", "svg.hashsalt": self.chart.name}):
+            palette.save(self.figure, picture, "svg", transparent=True)
+        svg = picture.getvalue().decode()
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+        for line, texts in self.values.items():
+            before, opening, group = svg.partition(f'<g id="{line}">')
+            svg = before + opening + _with_titles(group, texts)
+        svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # the same in all charts; those that hashsalt makes differ
+        for number, color in enumerate(palette.LINES[:6]):
+            svg = svg.replace(color.lower(), f"var(--line-{number})")
+        return svg.replace(palette.INK, "var(--ink)")
+
 
 def draw_charts(runs: Sequence[RunRecord]) -> list[Drawing]:
-    """Draw each of CHARTS that some run has values for. All runs share each chart; their names must differ."""
+    """Draw each of CHARTS that some run has values for, the first large. All runs share a chart; their names differ."""
     with palette.style():
-        drawings = [_draw(chart, runs) for chart in CHARTS]
+        drawings = [_draw(chart, runs, _LARGE if chart is CHARTS[0] else _SMALL) for chart in CHARTS]
     return [drawing for drawing in drawings if drawing is not None]
+
+
+def draw_losses(runs: Sequence[RunRecord]) -> Drawing | None:
+    """Draw the chart of the losses as a picture for a model card; None if there are none."""
+    with palette.style():
+        return _draw(CHARTS[0], runs, _SMALL)
+
+
+def _with_titles(svg: str, titles: Sequence[str]) -> str:
+    """Give the first markers of an SVG their titles, which a browser shows to a pointer."""
+    left = iter(titles)
+    return re.sub(
+        r"<use ([^>]*)/>", lambda use: f"<use {use[1]}><title>{next(left)}</title></use>", svg, count=len(titles)
+    )
 
 
 @dataclass(frozen=True)
@@ -77,16 +112,19 @@ def line_style(number: int) -> LineStyle:
     return LineStyle(f"{name}, {dash_name}", color, dashes, _MARKERS[number % len(_MARKERS)])
 
 
-def _draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
+def _draw(chart: Chart, runs: Sequence[RunRecord], size: tuple[float, float]) -> Drawing | None:
     from matplotlib.figure import Figure
 
     lines = lines_of(chart, runs)
     if not lines:
         return None
-    figure = Figure(figsize=(4.2, 2.8))
-    axes = figure.add_axes((0.12, 0.15, 0.85, 0.74))
-    for line in lines:
-        _draw_line(axes, chart, line, is_alone=len(runs) == 1)
+    width, height = size
+    figure = Figure(figsize=size)
+    axes = figure.add_axes((0.5 / width, 0.42 / height, 1 - 0.63 / width, 1 - 0.73 / height))  # margins in inches
+    values: dict[str, list[str]] = {}
+    for index, line in enumerate(lines):
+        if said := _draw_line(axes, chart, line, f"line-{index}", is_alone=len(runs) == 1):
+            values[f"line-{index}"] = said
     shown = {line.number for line in lines}
     for number, run in enumerate(runs):
         if len(runs) == 1 or number in shown:
@@ -95,13 +133,14 @@ def _draw(chart: Chart, runs: Sequence[RunRecord]) -> Drawing | None:
         axes.axhline(level, color=palette.INK, linestyle=":", linewidth=1, label=f"{chart.limit_label} {_short(level)}")
     _set_axes(axes, chart, lines, last_step=max(run.last["step"] for run in runs))
     _add_legend(axes)
-    return Drawing(chart, figure)
+    return Drawing(chart, figure, caption(chart, lines, len(runs) == 1), values)
 
 
-def _draw_line(axes: Axes, chart: Chart, line: Line, is_alone: bool) -> None:
-    """Draw one line: noise faint below its moving mean, and evaluations with markers."""
+def _draw_line(axes: Axes, chart: Chart, line: Line, name: str, is_alone: bool) -> list[str]:
+    """Draw one line: noise faint below its moving mean, and evaluations with markers. Return what the markers say."""
     curve, style = line.curve, line_style(line.number)
     is_noise = chart.smoothed_by and line.is_logged and curve.window > 1
+    is_marked, every = not line.is_logged or len(curve) == 1, math.ceil(len(curve) / _MAX_MARKERS)
     is_second = not is_alone and line.is_logged and bool(chart.evaluated)  # of a run that also has evaluations
     if is_noise and is_alone:
         axes.plot(curve.steps, curve.values, color=style.color, alpha=0.3, linewidth=0.6)
@@ -111,12 +150,15 @@ def _draw_line(axes: Axes, chart: Chart, line: Line, is_alone: bool) -> None:
         color=style.color,
         linestyle=(0, style.dashes) if style.dashes and not is_alone else "-",
         alpha=0.4 if is_second else 1,
-        marker="" if line.is_logged and len(curve) > 1 else style.marker,
-        markevery=math.ceil(len(curve) / _MAX_MARKERS),
+        marker=style.marker if is_marked else "",
+        markevery=every,
+        gid=name,
         label=None if is_second else line.label,
     )
     if is_alone and curve.values_per_point > 1:
         axes.fill_between(curve.steps, curve.lowest, curve.highest, color=style.color, alpha=0.15, linewidth=0)
+    points = zip(curve.steps[::every], curve.values[::every], strict=True) if is_marked else ()
+    return [f"step {step:,.0f}: {value:.5g}" for step, value in points]
 
 
 def _mark_events(axes: Axes, run: RunRecord, color: Any) -> None:

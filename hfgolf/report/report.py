@@ -1,7 +1,7 @@
-"""The report of one run, or of several side by side: a self-contained HTML page, and Markdown with images.
+"""The report of one run, or of several side by side: one self-contained HTML page, and a picture of the losses.
 
-Owns the content and the output files. The page is templates/report.html with its CSS and JavaScript; uPlot
-(vendor/) draws the data of charts.py on it. The pictures beside the Markdown are those of figures.py.
+Owns the content and the output files. The page is templates/report.html with its CSS; figures.py draws its charts. It
+runs a script only while its run lasts: templates/reload.js.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfgolf import palette
-from hfgolf.report.artifact_bytes import TITLE, draw_tensors, sentences, tensor_bars
-from hfgolf.report.charts import EVENTS, chart_data, marked_events
-from hfgolf.report.figures import draw_charts, line_style
+from hfgolf.report.artifact_bytes import TITLE, sentences, tensor_bars
+from hfgolf.report.charts import EVENTS
+from hfgolf.report.figures import draw_charts, draw_losses, line_style
 from hfgolf.report.headlines import basis, headlines, side_by_side
 from hfgolf.run.record import (
-    FIGURES,
     RunRecord,
     final_figures,
     format_figures,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_VENDOR = Path(__file__).with_name("vendor")
 _RELOADS_EVERY = (5.0, 60.0)  # seconds, from and to
 _RELOADS_FOR = (600.0, 10)  # seconds, or times the seconds between two rewrites: then the run has probably died
 _MAX_LISTED = 100  # events, findings and samples per run, each; there may be one per step
@@ -50,25 +48,16 @@ _COMMON_EVENT_KEYS = {"step", "event", "elapsed_seconds"}
 
 
 def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float | None = None) -> None:
-    """Write output as a self-contained x.html, plus x.md with its images in the folder x.
+    """Write output as a self-contained x.html, and the losses as x/loss.png.
 
     runs: from read_run, at least one. price_per_hour: dollars per hour for the machine; None: run.price_per_hour of
     each run's config. Raises OSError if the files cannot be written.
     """
-    runs = _with_distinct_names(runs)
-    pages = _pages(runs, price_per_hour)
-    pictures = output.with_suffix("")
-    pictures.mkdir(parents=True, exist_ok=True)
-    drawings = draw_charts(runs)
-    tensors = [draw_tensors(run, number) for number, run in enumerate(runs)]
-    for drawing in [*drawings, *(found for found in tensors if found)]:
-        write_bytes(pictures / f"{drawing.chart.name}.png", drawing.to_png())
-    write_text(output.with_suffix(".html"), _html(runs, pages, price_per_hour))
-    labels = [label for label, _ in FIGURES.values() if any(label in page["figures"] for page in pages)]
-    content = {"runs": pages, "labels": labels, "pictures": output.stem, "drawings": drawings, "title": TITLE}
-    for page, tensor_drawing in zip(pages, tensors, strict=True):
-        page["picture_of_tensors"] = tensor_drawing.chart.name if tensor_drawing else None
-    write_text(output.with_suffix(".md"), f"{_template('report.md').render(content)}\n")
+    write_text(output.with_suffix(".html"), render_page(runs, price_per_hour))
+    losses = draw_losses(_with_distinct_names(runs))
+    if losses is not None:
+        output.with_suffix("").mkdir(parents=True, exist_ok=True)
+        write_bytes(output.with_suffix("") / "loss.png", losses.to_png())
 
 
 def render_page(
@@ -83,70 +72,24 @@ def render_page(
     missed that for long. None: it never does. written_at: seconds since 1970; None: now.
     """
     runs = _with_distinct_names(runs)
-    return _html(runs, _pages(runs, price_per_hour), price_per_hour, rewrite_seconds, written_at)
-
-
-def _pages(runs: Sequence[RunRecord], price_per_hour: float | None) -> list[dict[str, Any]]:
-    return [_describe(run, number, price_per_hour) for number, run in enumerate(runs)]
-
-
-def _html(
-    runs: Sequence[RunRecord],
-    pages: list[dict[str, Any]],
-    price_per_hour: float | None,
-    rewrite_seconds: float | None = None,
-    written_at: float | None = None,
-) -> str:
     prices = [stated_price(run) if price_per_hour is None else price_per_hour for run in runs]
-    now, charts = time.time() if written_at is None else written_at, chart_data(runs)
-    live = None
+    now, live = time.time() if written_at is None else written_at, None
     if rewrite_seconds is not None:
         reload_seconds = min(max(_RELOADS_EVERY[0], rewrite_seconds / 4), _RELOADS_EVERY[1])
         until_seconds = max(_RELOADS_FOR[0], _RELOADS_FOR[1] * rewrite_seconds)
         live = {"writtenAt": now, "everySeconds": reload_seconds, "untilSeconds": until_seconds}
-    data = {
-        "charts": charts,
-        "lastStep": max(run.last["step"] for run in runs),
-        "live": live,
-        "dashes": [line_style(number).dashes if len(runs) > 1 else () for number in range(len(runs))],
-        "events": [
-            {"run": number, "sign": EVENTS[kind][1], "steps": steps}
-            for number, run in enumerate(runs)
-            for kind, steps in marked_events(run).items()
-        ],
-    }
     content = {
-        "runs": pages,
-        "comparison": redact_values(side_by_side(runs, prices)) if len(runs) > 1 else None,
+        "runs": [_describe(run, number, price) for number, (run, price) in enumerate(zip(runs, prices, strict=True))],
+        "comparison": side_by_side(runs, prices) if len(runs) > 1 else None,
         "differences": _differing_keys(runs),
         "written": minute(now),
-        "charts": charts,
-        "is_live": live is not None,
-        "data": _json_for_script(redact_values(data)),
+        "live": live,
         "light_lines": palette.LINES,
         "dark_lines": palette.DARK_LINES,
         "tensors_title": TITLE,
-        **{name: _source(name) for name in ("uplot_js", "uplot_css", "report_js", "report_css")},
     }
-    return f"{_template('report.html').render(content)}\n"
-
-
-def _json_for_script(data: Any) -> str:
-    """Return JSON that can stand in a script element: no text in it can close the element."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-@functools.cache
-def _source(name: str) -> str:
-    """Return a script or a style sheet of the page."""
-    folder, file = {
-        "uplot_js": (_VENDOR, "uPlot.iife.min.js"),
-        "uplot_css": (_VENDOR, "uPlot.min.css"),
-        "report_js": (_TEMPLATES, "report.js"),
-        "report_css": (_TEMPLATES, "report.css"),
-    }[name]
-    return (folder / file).read_text(encoding="utf-8")
+    charts = [(drawing.chart, drawing.to_svg(), drawing.caption) for drawing in draw_charts(runs)]
+    return f"{_template('report.html').render(redact_values(content) | {'charts': charts})}\n"
 
 
 @functools.cache
@@ -155,12 +98,13 @@ def _template(name: str) -> Template:
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,  # HTML entities also work in Markdown
+        autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["dollars"] = dollars
+    environment.globals["source"] = lambda file: (_TEMPLATES / file).read_text(encoding="utf-8")
     return environment.get_template(name)
 
 
@@ -174,9 +118,8 @@ def _with_distinct_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
     ]
 
 
-def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict[str, Any]:
-    """Return the template values of one run, with secrets redacted. number: its index, for its line style."""
-    price = stated_price(run) if price_per_hour is None else price_per_hour
+def _describe(run: RunRecord, number: int, price: float | None) -> dict[str, Any]:
+    """Return the template values of one run. number: its index, for its line style. price: dollars per hour."""
     seconds = seconds_by_kind(run)
     idle = seconds.pop("idle", 0.0)
     work = sum(seconds.values())
@@ -187,7 +130,7 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
     if run.summary.get("sample") is not None:
         last = {"step": run.summary.get("step"), "text": run.summary["sample"]}
         samples = [sample for sample in samples if sample["step"] != last["step"]] + [last]
-    page = {
+    return {
         "name": run.name,
         "number": number,
         "style": line_style(number),
@@ -215,8 +158,6 @@ def _describe(run: RunRecord, number: int, price_per_hour: float | None) -> dict
         "config_values": run.config,
         "metadata": json.dumps(redact_values(run.metadata), indent=1) if run.metadata else "",
     }
-    redacted: dict[str, Any] = redact_values(page)
-    return redacted
 
 
 def _time(kind: str, seconds: float, total: float, price: float | None) -> dict[str, Any]:

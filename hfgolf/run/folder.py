@@ -59,7 +59,7 @@ class RunFolder:
     """Patch of the differences from the commit in metadata.json; exists only if there are any."""
     metrics = _PathIn("metrics.jsonl")
     report = _PathIn("report.html")
-    """The HTML page; next to it are its Markdown and a folder with its pictures."""
+    """The HTML page; next to it is a folder with a picture of the losses."""
     checkpoints = _PathIn("checkpoints")
     model = _PathIn("model")
     """The exported model, as a folder for `from_pretrained`."""

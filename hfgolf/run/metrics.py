@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hfgolf.system.durable import sync, write_bytes
+from hfgolf.system.redact import redact_values
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,13 @@ class MetricsFile:
         self._unwritten: list[str] = []
 
     def append(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Append a row or an event; return it as written: nonfinite numbers become null, because JSON has none."""
+        """Append a row or an event; return it as written.
+
+        Nonfinite numbers become null, because JSON has none. Secrets in events are redacted; rows hold numbers and
+        hashes.
+        """
         written = {key: _finite(value) for key, value in row.items()}
+        written = redact_values(written) if "event" in written else written
         self._unwritten.append(json.dumps(written) + "\n")
         reason = self._flush()
         if reason and len(self._unwritten) == 1:

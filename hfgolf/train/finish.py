@@ -56,7 +56,12 @@ def report_failure(run: Run, raised: BaseException) -> BaseException:
     if isinstance(run.error, DamagedCacheError):
         run.event("damaged_cache", reason=str(run.error))
     flush(run)
-    run.hooks.call("end", run, None)
+    for end_hook in run.hooks.overriding("end"):
+        try:
+            end_hook(run, None)
+        except Exception as error:  # must not hide why the run failed
+            name = type(end_hook.__self__).__name__
+            logger.warning("hook %s failed in `end`: %s: %s", name, type(error).__name__, one_line(error))
     return run.error
 
 

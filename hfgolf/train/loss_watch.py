@@ -11,10 +11,15 @@ from statistics import median
 from typing import Literal
 
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.doctor.finding import robust_sigma
-from hfgolf.doctor.history import LEVEL_STEPS
-from hfgolf.doctor.spike_symptoms import SPIKE_SHARE
-from hfgolf.doctor.symptoms import MIN_RISE, RISE, RISE_FROM_START, SIGMAS
+from hfgolf.run.loss_levels import (
+    LEVEL_STEPS,
+    MIN_RISE,
+    RISE,
+    RISE_FROM_START,
+    SIGMAS,
+    SPIKE_SHARE,
+    robust_sigma,
+)
 
 
 class LossWatch:

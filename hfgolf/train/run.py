@@ -22,7 +22,6 @@ from hfgolf.optim.ema import Ema
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics, MetricsFile
 from hfgolf.system.errors import UserError
-from hfgolf.system.redact import redact_values
 from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train.clock import Clock
 from hfgolf.train.decisions import Decisions
@@ -122,7 +121,7 @@ class Run:
     def event(self, name: str, /, **details: Any) -> None:
         """Log an event at this step, {"step", "event", "elapsed_seconds", ...}; on the main process only."""
         of_all = {"step": self.state.step, "event": name, "elapsed_seconds": self.state.elapsed_seconds}
-        self.log(of_all | redact_values(details))
+        self.log(of_all | details)
 
     def restart_hooks(self) -> None:
         """Drop the rows after this step, which will be written again, and start the hooks from the rest."""

@@ -173,6 +173,7 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
         # the loader is not accelerate's, so its end must not force a sync; _choose_micro_batch sets the real num_steps
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # no copy of the gradients
+        log_with=list(config.track.trackers) or None,
         project_dir=str(run_folder(config).path),
     )
 

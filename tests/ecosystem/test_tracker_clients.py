@@ -28,11 +28,12 @@ from hfgolf.config.sections import RunConfig
 from hfgolf.hooks.trackers import Trackers
 
 kind, step, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-accelerator = Accelerator()
 resume = "latest" if step else None
+accelerator = Accelerator(log_with=[kind], project_dir=folder)
 config = RunConfig().replace(run__name="blue", track__project="green", track__trackers=[kind], train__resume=resume)
 place = SimpleNamespace(path=folder, report=folder / "report.html")
-run = SimpleNamespace(config=config, folder=place, state=TrainState(step=step), accelerator=accelerator, error=None)
+resolved, state = SimpleNamespace(config=config), TrainState(step=step)
+run = SimpleNamespace(resolved=resolved, folder=place, state=state, accelerator=accelerator)
 place.report.write_text("a page")
 trackers = Trackers([kind])
 trackers.load_state_dict({"id": "cafe0123"})
@@ -41,7 +42,8 @@ trackers.logged(run, {"step": step + 1, "train_loss": 1 / (step + 1)})
 for name, text in (("sample", "a line\\nand another"), ("symptom", "one"), ("symptom", "another")):
     trackers.logged(run, {"step": step + 1, "event": name, "elapsed_seconds": 1.0, "text": text})
 trackers.end(run, {})
-print("kept", [kept.name for kept in trackers._trackers])
+accelerator.end_training()
+print("kept", [kept.name for kept in accelerator.trackers if not kept._is_dropped])
 """
 
 

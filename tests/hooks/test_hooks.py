@@ -89,3 +89,18 @@ def test_two_hooks_of_one_class_keep_a_state_each():
     states = Hooks(before).state_dict()
     Hooks(after).load_state_dict(states)
     assert [hook.passes for hook in after] == [0, 1, 2] and len(states) == 3
+
+
+class Failing(hfgolf.Hook):
+    def after_step(self, run: Any, result: Any) -> None:
+        raise ZeroDivisionError("why the run failed")
+
+    def end(self, run: Any, summary: dict[str, Any] | None) -> None:
+        raise KeyError("its own fault")
+
+
+def test_a_hook_that_fails_at_the_end_does_not_hide_why_the_run_failed(tiny_run, caplog):
+    config = hfgolf.load_config(tiny_run(train__max_steps=3))
+    with pytest.raises(ZeroDivisionError, match="why the run failed"):
+        hfgolf.train(config, hooks=[Failing(), Failing()])
+    assert caplog.messages.count("hook Failing failed in `end`: KeyError: 'its own fault'") == 2

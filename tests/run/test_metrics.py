@@ -77,3 +77,9 @@ def test_incomplete_last_line_is_read_later(tmp_path):
     assert metrics.read_lines(path) == [{"step": 1}, {"step": 2}]
     path.write_bytes(path.read_bytes() + b'ep": 3}\n')
     assert metrics.read_lines(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_a_secret_in_an_event_is_redacted_as_it_is_written(tmp_path):
+    secret = "password = 'opensesame'"
+    written = metrics.MetricsFile(tmp_path / "metrics.jsonl").append({"step": 1, "event": "sample", "text": secret})
+    assert written["text"] == "password = '[redacted]'" and "opensesame" not in (tmp_path / "metrics.jsonl").read_text()

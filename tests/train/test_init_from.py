@@ -346,11 +346,11 @@ def test_the_old_text_is_watched_and_changes_nothing_else(run, tiny_run, from_we
     summary = json.loads((watched / "summary.json").read_text())
     assert summary["old_val_loss"] == evaluated[-1]["old_val_loss"] and summary["val_loss"] < start["val_loss"]
     assert summary["init_from"]["val_loss"] == start["val_loss"] and summary["init_from"]["name"] == str(before)
-    report = (watched / "report.md").read_text()
+    report = (watched / "report.html").read_text()
     change = summary["old_val_bits_per_byte"] - start["old_val_bits_per_byte"]
-    assert f"| change of the old text since step 0 | {change:+.4f} |" in report
-    assert f"| bits per byte before the first step | {start['val_bits_per_byte']:.4f} |" in report
-    assert "old_bits_per_byte.png" in report
+    assert f"<dt>change of the old text since step 0</dt><dd>{change:+.4f}</dd>" in report
+    assert f"<dt>bits per byte before the first step</dt><dd>{start['val_bits_per_byte']:.4f}</dd>" in report
+    assert "chart-old_bits_per_byte" in report
     assert "trained from the weights of before (sha256 " in (watched / "model" / "README.md").read_text()
 
 

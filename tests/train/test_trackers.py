@@ -12,10 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
+import accelerate
+import numpy as np
 import pytest
+from accelerate.tracking import GeneralTracker
 
+import hfgolf
 from hfgolf.hooks import tracker_kinds, trackers
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
@@ -173,7 +178,7 @@ def test_stuck_tracker_does_not_block_the_run(run, tiny_run, monkeypatch, caplog
     finally:
         released.set()
     assert [line for line in caplog.messages if "tracker" in line] == [
-        f"trackers dropped, metrics.jsonl continues: {reason}"
+        f"tracker tensorboard dropped, metrics.jsonl continues: {reason}"
     ]
     assert len(read_rows(folder / "metrics.jsonl")) == 6
     assert (folder / "summary.json").is_file()
@@ -225,6 +230,73 @@ print(hfgolf.train(hfgolf.load_config(sys.argv[1:]))["step"])
     assert len(dropped) == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "runs" / "tiny" / "summary.json").is_file()
+
+
+class StandIn(GeneralTracker):
+    """A tracker of accelerate's whose package is not installed: keeps what it is told."""
+
+    name = "unnamed"
+    requires_logging_directory = False
+    told: ClassVar[list[Any]] = []
+
+    def __init__(self, project: str, **options: Any) -> None:
+        super().__init__()
+        self.run_id = options.get("run_id")
+        self.told += [(self.name, project)]
+
+    @property
+    def tracker(self) -> Any:
+        return MagicMock()
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told += [(self.name, values["run.name"])]
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        self.told += [(self.name, step, name, value) for name, value in values.items()]
+
+    def log_artifact(self, file: str, kind: str) -> None:
+        self.told += [(self.name, kind)]
+
+    def finish(self) -> None:
+        self.told += [(self.name, "finished")]
+
+
+class Using(hfgolf.Hook):
+    """Uses the trackers of the run, as its owner may."""
+
+    def after_step(self, run: Any, result: Any) -> None:
+        run.accelerator.log({"mine": result.loss, "text": f"password='{'x' * 9}'"}, step=run.state.step)
+        run.accelerator.get_tracker("tensorboard").log_images({"picture": np.zeros((1, 3, 2, 2))}, step=run.state.step)
+
+
+OTHERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio")
+
+
+def test_hooks_use_all_kinds_of_trackers_through_the_accelerator(tiny_run, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr(StandIn, "told", [])
+    for kind in OTHERS:
+        monkeypatch.setitem(sys.modules, kind, MagicMock())
+        monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, kind, type(kind, (StandIn,), {"name": kind}))
+    available = {*accelerate.tracking.get_available_trackers(), *map(accelerate.utils.LoggerType, OTHERS)}
+    monkeypatch.setattr(accelerate.tracking, "_available_trackers", list(available))
+    config = hfgolf.load_config(tiny_run(track__trackers=f"[tensorboard,{','.join(OTHERS)}]"))
+    hfgolf.train(config, hooks=[Using()])
+    folder = Path(config.config.run.output_dir) / "tiny"
+    rows = read_rows(folder / "metrics.jsonl")
+    for kind in OTHERS:
+        told = [line[1:] for line in StandIn.told if line[0] == kind]
+        assert told[:2] == [("tiny" if kind == "aim" else "hfgolf",), ("tiny",)]  # aim has its experiment elsewhere
+        for row in rows:
+            assert {(row["step"], "train/loss", row["train_loss"]), (row["step"], "mine", row["train_loss"])} <= {*told}
+        assert told[-1] == ("finished",)
+    events = EventAccumulator(str(folder / "hfgolf"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("mine")] == pytest.approx([row["train_loss"] for row in rows])
+    assert events.Images("picture")
+    text = events.Tensors("text/text_summary")[0].tensor_proto.string_val[0]
+    assert text == b"password='[redacted]'"
 
 
 def test_unknown_tracker_is_named(run, tiny_run):
