@@ -163,7 +163,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         {
             "--seconds_per_step 1": "--seconds_per_step: has no effect because train.max_minutes is null",
             "--schedule.warmdown_shape 1-sqrt": "schedule.warmdown_shape is gone; leave it out",
-            "--schedule.weight_decay 0.1": "'0.1' is not allowed; allowed: constant, linear or learning_rate.",
+            "--schedule.weight_decay 0.1": "0.1 is not allowed; allowed: constant, linear or learning_rate.",
             "--schedule.peak 1": "unknown key schedule.peak",
             "--output schedule.json": "--output: schedule.json can't be written; allowed: a name that ends in .",
         },

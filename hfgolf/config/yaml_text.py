@@ -41,7 +41,9 @@ def yaml_value(text: str, where: str, as_text: bool = False) -> Any:
     """Return what YAML makes of an option's text. Raises UserError if it is not YAML. where: what messages call it."""
     try:
         return _construct(text, as_text)
-    except (YAMLError, ValueError, RecursionError) as error:
+    except ValueError:  # 5,000 digits, or a 13th month: no value of any key but a text
+        return text
+    except (YAMLError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else _problem(error)
         raise UserError(f"{where}: {shortened(text)} is not YAML ({problem}).") from None
 

@@ -85,9 +85,11 @@ class Run:
     @property
     def resolved(self) -> ResolvedConfig:
         """The config with all that was decided, for what records the run."""
-        decided = {"batch__micro_batch_size": self.micro_batch_size, "train__compile": self.is_compiled}
-        sources = {"batch.micro_batch_size": "auto", "train.compile": "auto"} | self.decisions.sources
-        return ResolvedConfig(self.config.replace(**decided), sources)
+        decided = {"batch.micro_batch_size": self.micro_batch_size, "train.compile": self.is_compiled}
+        values = self.config.flat()
+        sources = self.decisions.sources | {key: "auto" for key in decided if values[key] == "auto"}
+        config = self.config.replace(**{key.replace(".", "__"): value for key, value in decided.items()})
+        return ResolvedConfig(config, sources)
 
     @property
     def init_from(self) -> dict[str, str | None] | None:

@@ -107,7 +107,7 @@ def test_suggestion_preserves_the_embedding_learning_rate_ratio():
     assert values["optim.learning_rate"] == values["optim.adamw_learning_rate"]
     assert values["optim.embedding_learning_rate"] == pytest.approx(3 * values["optim.adamw_learning_rate"], rel=0.05)
     assert list(suggested_values(sweeps, OptimSection())) == ["optim.learning_rate", "optim.adamw_learning_rate"]
-    alone = suggested_values(sweeps[:1], dataclasses.replace(optim, name="adamw"))
+    alone = suggested_values(sweeps[:1], optim.replace(name="adamw"))
     assert alone["optim.embedding_learning_rate"] == pytest.approx(1.5 * alone["optim.learning_rate"], rel=0.05)
 
 

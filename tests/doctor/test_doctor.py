@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hfgolf.config.parse import load_config
+from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.config.sections import RunConfig
 from hfgolf.doctor import doctor
 from hfgolf.doctor.doctor import Doctor, examine
@@ -522,7 +522,7 @@ class Watched:
 
     def __init__(self, folder: Path, earlier: Sequence[Line] = ()) -> None:
         self.accelerator, self.folder = SimpleNamespace(is_main_process=True), RunFolder(folder)
-        self.config, self.lines = RunConfig(), [*earlier]
+        self.resolved, self.lines = ResolvedConfig.from_code(RunConfig()), [*earlier]
         self.earlier = Metrics(
             [line for line in earlier if "event" not in line], [line for line in earlier if "event" in line]
         )
