@@ -98,6 +98,11 @@ def test_precision_is_that_of_the_config_of_accelerate_or_of_the_hardware(
         assert (answer.config.train.mixed_precision, answer.sources["train.mixed_precision"]) == (outcome, source)
 
 
+def test_gradients_are_views_of_what_ddp_reduces():
+    handler = setup._build_accelerator(load_config(["--train.max_steps=1"]).config).ddp_handler
+    assert handler.gradient_as_bucket_view
+
+
 @pytest.mark.parametrize(("layers", "megabytes", "buckets"), [(12, 118, 4), (1, 44, 2)])
 def test_ddp_has_few_buckets_because_each_is_a_compiled_graph(layers, megabytes, buckets):
     """GPT-2 124M has 13 by default. DDP begins with one of 1 MB."""
@@ -188,6 +193,27 @@ def test_a_gpu_compiles_by_the_time_of_a_pass(monkeypatch, pass_seconds, steps, 
     )
     assert compilation.choose_compilation(run) is compiling
     assert not pending
+
+
+def test_halved_micro_batch_compiles_for_its_own_size(monkeypatch):
+    """By default, torch.compile makes a size symbolic that changes, and kernels for any size are slower."""
+    kinds = []
+
+    def record(graph, inputs):
+        kinds.append([type(each) for each in inputs])
+        return graph.forward
+
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: compile_module(self, backend=record, **kw))
+
+    class Double(torch.nn.Module):  # torch does not compile its own modules alone
+        def forward(self, x):
+            return 2 * x
+
+    model = Double()
+    for size in (4, 2):
+        compile_in_place(model, lambda size=size: model(torch.zeros(size, 3)))
+    assert kinds == [[torch.Tensor], [torch.Tensor]], "a torch.SymInt is a symbolic size"
 
 
 DEPTH_SCALE = {"norm_depth_scale": True, "num_hidden_layers": 12, "hidden_size": 8, "num_attention_heads": 1}
