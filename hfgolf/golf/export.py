@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,7 +129,7 @@ class _Export:
             "weights_sha256": sha256,
             "before": before,
             "after": after,
-            "settings": asdict(golf)
+            "settings": golf.model_dump()
             | {name: getattr(self.settings, name) for name in ("column_steps", "mode", "stride")},
             "D": quantized.scale,
             "sdclip_k": quantized.sdclip_k,

@@ -36,7 +36,7 @@ from hfgolf.system.hardware import (
     has_fast_fp16_only,
     total_memory_bytes,
 )
-from hfgolf.system.ranks import gather
+from hfgolf.system.ranks import agree, gather
 from hfgolf.train.build import build_model
 from hfgolf.train.process import local_processes, precision_of_accelerate, processes, share_of_cores
 
@@ -61,6 +61,7 @@ def decide(said: ResolvedConfig, before: Mapping[str, Any]) -> Decisions:
     it. Raises UserError for a precision that does not exist here.
     """
     precision, source = choose_precision(said, before.get("train.mixed_precision"))
+    agree({"train.mixed_precision": precision}, "state this key")  # now: other decisions follow from it
     config = said.config.replace(train__mixed_precision=precision)
     sources, values = said.sources | {"train.mixed_precision": source}, dict[str, Any]()
     for key, undecided in UNDECIDED.items():

@@ -110,6 +110,7 @@ def leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
             *getattr(value, "__dict__", {}),
             *(n for c in type(value).__mro__ for n in getattr(c, "__slots__", ())),
         }
+        names = {name for name in names if not name.startswith("__")}  # of pydantic
         inner = {f".{name}": getattr(value, name) for name in sorted(names) if hasattr(value, name)}
     for name, each in inner.items():
         yield from leaves(each, path + name, seen)
