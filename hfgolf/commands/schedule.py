@@ -38,21 +38,24 @@ def main() -> None:
     from hfgolf.train.init_from import take_architecture
 
     config = take_architecture(resolved).config
-    total_steps = count_steps(config, arguments.seconds_per_step)
+    total_steps, note = count_steps(config, arguments.seconds_per_step)
     corners = corner_steps(config, total_steps)
     grid = (round(i * (total_steps - 1) / POINTS) for i in range(POINTS + 1))
     steps = sorted({*grid, *corners.values()})
     rates, others = values(config, steps, total_steps)
     print(_table(total_steps, corners, steps, rates | others))
-    if config.train.max_minutes and arguments.seconds_per_step is None:
-        print("note: train.max_minutes ends it; drawn at 1 s per step: set --seconds_per_step, as hfgolf profile says")
+    if note:
+        print(f"note: {note}; set --seconds_per_step, as hfgolf profile says")
     with writing("--output", arguments.output):
         _draw(config, corners, steps, rates, others, arguments.output)
     print(f"wrote {arguments.output}")
 
 
-def count_steps(config: RunConfig, seconds_per_step: float | None) -> int:
-    """Return the steps of a run. Reads the text like the run, but only if train.max_epochs is set."""
+def count_steps(config: RunConfig, seconds_per_step: float | None) -> tuple[int, str]:
+    """Return the steps of a run, and what is not known of them; "" if all is.
+
+    Reads the text like the run, but only if train.max_epochs is set.
+    """
     from hfgolf.data.batches import num_blocks
     from hfgolf.data.token_cache import load_tokens
     from hfgolf.train.clock import step_limit
@@ -63,9 +66,12 @@ def count_steps(config: RunConfig, seconds_per_step: float | None) -> int:
     if train.max_epochs:
         blocks = num_blocks(len(load_tokens(config.data, config.tokenizer).train), config.batch.sequence_length)
     steps = step_limit(train, config.batch, blocks)
-    if train.max_minutes:
-        steps = min(steps, math.ceil(60 * train.max_minutes / (seconds_per_step or 1.0)))
-    return int(steps)
+    if not train.max_minutes:
+        return int(steps), ""
+    if seconds_per_step is None and steps < math.inf:
+        return int(steps), "train.max_minutes may end the run earlier"
+    steps = min(steps, math.ceil(60 * train.max_minutes / (seconds_per_step or 1.0)))
+    return int(steps), "" if seconds_per_step else "train.max_minutes ends it; drawn at 1 s per step"
 
 
 def corner_steps(config: RunConfig, total_steps: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ CONCURRENT_RUNS = "HFGOLF_CONCURRENT_RUNS"
 FAILURE_NAME = "failed.txt"
 """In the folder of a failed run: the reason."""
 
+_SMALL_BYTES = 2**24  # less is a full disk
 _FAILED = (1, 2)  # exit statuses of errors that would happen again; a signal has another status
 _SAVE_SECONDS = 60  # a stopped run first finishes its step and saves
 _POLL_SECONDS = 0.1
@@ -70,7 +72,8 @@ def run_missing(
                     run = active.pop(process)
                     if status:
                         failures[run.name] = _failure_reason(run)
-                        if status in _FAILED and _last_start(run) != begun[run.name]:
+                        is_full = shutil.disk_usage(run.folder.path).free < _SMALL_BYTES
+                        if status in _FAILED and _last_start(run) != begun[run.name] and not is_full:
                             write_text(_failure(run), failures[run.name])
                     end = f"failed: {failures[run.name]}" if status else "is complete"
                     done = len(missing) - len(waiting) - len(active)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.01  # of the time since the last rewrite
-_FIRST_SECONDS = 0.05  # what the first page is expected to take, so it waits for the first 5 seconds
+_FIRST_SECONDS = 0.05  # what the first page is taken to need, so it waits for the first 5 seconds
 
 
 class Report(Hook):
@@ -45,10 +45,11 @@ class Report(Hook):
         is_asked = run.accelerator.is_main_process and not self._has_failed and not run.clock.stop_signal
         if not is_asked or self._seconds > _SHARE * since:
             return
-        import matplotlib.figure  # noqa: F401 - not counted, because the end of the run needs it in any case
-
         started_at = perf_counter()
         try:
+            import matplotlib.figure  # noqa: F401
+
+            started_at = perf_counter()  # the import does not count, because the end of the run needs it in any case
             write_text(run.folder.report, render_page([self._record(run)], rewrite_seconds=since))
         except Exception as error:  # a full disk, or any error of the report: training matters more
             self._has_failed = True

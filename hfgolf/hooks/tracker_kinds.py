@@ -47,7 +47,7 @@ def start_tracker(
     except Exception as error:  # no account or no network, and each tracker has its own error for it
         if is_offline or kind not in _WITH_ACCOUNTS:
             raise
-        logger.warning("%s: offline, because of: %s", kind, one_line(error))
+        logger.warning("%s: offline (%s)", kind, one_line(error))
         return start_tracker(kind, config, folder, run_id, resumes=resumes, is_offline=True)
     if kind == "wandb":
         tracker.tracker.define_metric("*", step_metric="step")

@@ -1,7 +1,8 @@
 """Send trackers a copy of all that metrics.jsonl gets, through accelerate and under grouped names.
 
 accelerate's classes do the sending, each inside a Guard: a tracker that fails or hangs is dropped with one warning. It
-never stops or delays a run. tracker_kinds.py has what each tracker needs beyond accelerate.
+never stops a run, and all together delay its start by START_SECONDS at most. tracker_kinds.py has what each tracker
+needs beyond accelerate.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import logging
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -77,8 +79,8 @@ class Trackers(Hook):
 class Guard(GeneralTracker):
     """One of accelerate's trackers, called by a thread of its own, so that a call that never returns blocks nothing.
 
-    The same thread starts it, because mlflow has an active run per thread. All that it is given is redacted. start: a
-    function that starts and returns accelerate's tracker.
+    The same thread starts it, at once, because mlflow has an active run per thread. Values and config are redacted.
+    start: a function that starts and returns accelerate's tracker.
     """
 
     requires_logging_directory = False
@@ -92,6 +94,8 @@ class Guard(GeneralTracker):
         self._calls: queue.Queue[Callable[[Any], Any] | None] = queue.Queue(MAX_WAITING_CALLS)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._make_calls, daemon=True, name=f"tracker {name}")
+        self._starts_by = time.monotonic() + START_SECONDS
+        self._thread.start()
 
     @property
     def tracker(self) -> Any:
@@ -99,8 +103,8 @@ class Guard(GeneralTracker):
         return None if self._tracker is None else self._tracker.tracker
 
     def start(self) -> None:
-        self._thread.start()
-        if not self._started.wait(START_SECONDS):  # wait: a fork of a loader worker amid an import can deadlock
+        left = max(0.0, self._starts_by - time.monotonic())
+        if not self._started.wait(left):  # wait: a fork of a loader worker amid an import can deadlock
             self._drop(f"not started within {START_SECONDS} s")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def choose_compilation(run: Run) -> bool:
     """Return whether to compile: train.compile, or if it is auto, whether that saves time. Logs the reason."""
     train, device = run.config.train, run.accelerator.device
     if isinstance(train.compile, bool):
-        reason = f"the {run.decisions.sources.get('train.compile', 'config')} says so"
+        reason = f"{run.decisions.sources.get('train.compile', 'the config')} says so"
         logger.debug("compile: %s, because %s", "yes" if train.compile else "no", reason)
         return train.compile
     missing = _missing_on_a_rank(device)
@@ -106,7 +106,7 @@ def _missing_on_a_rank(device: torch.device) -> str | None:
 
 def warm_up(run: Run) -> None:
     """Run a forward and backward pass before the first step, to compile and, on a GPU, to test the micro-batch."""
-    compiling, device = run.is_compiled, run.accelerator.device
+    compiling, device = bool(run.is_compiled), run.accelerator.device
     missing = _missing_on_a_rank(device) if compiling else None
     if missing and device.type in ("cpu", "cuda"):  # elsewhere, who states it may try
         compiling = False

@@ -255,7 +255,7 @@ def quiet_libraries() -> None:
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     # a sample longer than model_max_length (sequence_length); rotary positions have no limit
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
-    # accelerate sets the threads of several CPU processes and says so; set_cpu_threads decides them afterwards
+    # accelerate sets the threads of several CPU processes and says so; set-up decides them afterwards
     warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
     # hfgolf reports these errors itself, in one line
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)

@@ -35,7 +35,8 @@ class Run:
     decisions: Decisions
     micro_batch_size: int
     """Sequences per forward pass of one process; less after memory ran out."""
-    is_compiled: bool
+    is_compiled: bool | None
+    """None until it is decided (compilation.py)."""
     folder: RunFolder
     accelerator: Accelerator
     tokens: TokenCache
@@ -85,11 +86,13 @@ class Run:
     @property
     def resolved(self) -> ResolvedConfig:
         """The config with all that was decided, for what records the run."""
-        decided = {"batch.micro_batch_size": self.micro_batch_size, "train.compile": self.is_compiled}
-        values = self.config.flat()
-        sources = self.decisions.sources | {key: "auto" for key in decided if values[key] == "auto"}
-        config = self.config.replace(**{key.replace(".", "__"): value for key, value in decided.items()})
-        return ResolvedConfig(config, sources)
+        stated, sources = self.config.batch.micro_batch_size, dict(self.decisions.sources)
+        values: dict[str, Any] = {"batch__micro_batch_size": self.micro_batch_size}
+        if stated != self.micro_batch_size:
+            sources["batch.micro_batch_size"] = "auto" if stated == "auto" else "out of memory"
+        if self.config.train.compile == "auto" and self.is_compiled is not None:
+            values["train__compile"], sources["train.compile"] = self.is_compiled, "auto"
+        return ResolvedConfig(self.config.replace(**values), sources)
 
     @property
     def init_from(self) -> dict[str, str | None] | None:

@@ -170,7 +170,7 @@ def _build_accelerator(config: RunConfig) -> Accelerator:
         )
     return Accelerator(
         mixed_precision=config.train.mixed_precision,
-        # the loader is not accelerate's, so its end must not force a sync; _choose_micro_batch sets the real num_steps
+        # the loader is not accelerate's, so its end must not force a sync; _build sets the real num_steps
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],  # no copy of the gradients
         log_with=list(config.track.trackers) or None,
@@ -256,7 +256,7 @@ def _build(
     return Run(
         decisions=decisions,
         micro_batch_size=micro_batch_size,
-        is_compiled=config.train.compile is True,
+        is_compiled=None,
         folder=folder,
         accelerator=accelerator,
         tokens=tokens,

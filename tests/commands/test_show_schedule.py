@@ -87,6 +87,8 @@ def test_minutes_end_a_run_at_the_speed_that_is_stated(show):
     assert "note" not in faster and cells(faster)["last step"][0] == "1,080"
     config = ("--config", ROOT / "configs" / "small.yaml", "--train.max_minutes", 2)
     assert cells(show(*config, "--seconds_per_step", 0.3))["last step"][0] == "300"
+    said = show(*config)
+    assert "note: train.max_minutes may end the run earlier" in said and cells(said)["last step"][0] == "300"
 
 
 def test_baselines_show_one_rule_and_adamw_no_momentum(show):

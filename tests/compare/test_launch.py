@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from hfgolf.compare import launch
 from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.compare.launch import run_missing
 from hfgolf.system.errors import UserError
@@ -68,13 +70,17 @@ def test_failed_run_is_not_resumed(planned, train_script, tmp_path, caplog):
     assert run_missing(runs[1:2], 1, train_script("")) == {}
 
 
-def test_what_kept_a_run_from_training_is_not_its_failure(planned, train_script):
-    """Neither in its first session, nor in a later one, whose folder has a config already."""
+def test_what_kept_a_run_from_training_is_not_its_failure(planned, train_script, monkeypatch):
+    """Neither in its first session, nor in a later one, whose folder has a config already; nor a full disk."""
     (run,) = planned(arms={"a": {}}, seeds=[1])
     refused = train_script("print('error: run.name: it is in use by another run.')\nsys.exit(2)\n")
     for _ in range(2):
         assert run_missing([run], 1, refused) == {"a-seed1": "run.name: it is in use by another run"}
         run.folder.config.write_text(run.resolved.to_yaml())
+    full = train_script("(path / 'config.yaml').write_text('{}')\nsys.exit(2)\n")
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    assert run_missing([run], 1, full).keys() == {"a-seed1"}
+    run.folder.config.write_text(run.resolved.to_yaml())
     assert run_missing([run], 1, train_script("")) == {}
 
 

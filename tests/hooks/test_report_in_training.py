@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 
 import pytest
 
@@ -48,3 +49,12 @@ def test_failing_page_is_one_warning(run, tiny_run, monkeypatch, caplog):
         path = run(tiny_run(train__eval_every_steps=1))
     assert caplog.text.count("report not rewritten until the end: disk full") == 1
     assert (path / "report.html").is_file()
+
+
+def test_a_run_without_matplotlib_ends_with_its_model(run, tiny_run, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it fails
+    monkeypatch.setattr(report, "_SHARE", float("inf"))
+    with caplog.at_level(logging.WARNING, logger="hfgolf"):
+        path = run(tiny_run())
+    assert "report not rewritten until the end" in caplog.text and "report not written" in caplog.text
+    assert (path / "model" / "model.safetensors").is_file()
