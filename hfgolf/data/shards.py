@@ -141,11 +141,16 @@ def _proven_width(path: Path, size: int, vocab_size: int) -> int:
     UserError if the values leave it open.
     """
     values, found = _sample(path, size), []
+    pairs = values[: len(values) // 2 * 2].reshape(-1, 2)
+    pairs = pairs[pairs.any(axis=1)]
+    is_big_endian = len(pairs) >= _MIN_EVIDENCE and np.mean(pairs[:, 0] == 0) > _DOUBTFUL  # and of 32 bits
+    has_16_bits = vocab_size <= 2**16 and not is_big_endian
     for width in (8, 4, 2):
         wide = values[: len(values) // (width // 2) * (width // 2)].view(f"<u{width}")
         wide = wide[wide != 0]  # zeros, such as padding, are zeros at any width
         share = np.mean(wide < vocab_size) if len(wide) else 0.0
-        if share >= _PROVEN and (vocab_size <= 2**16 if width == 2 else len(wide) >= _MIN_EVIDENCE):
+        is_evident = has_16_bits if width == 2 else len(wide) >= _MIN_EVIDENCE
+        if share >= _PROVEN and is_evident:
             return width
         found.append(f"as {8 * width} bits {share:.0%}")
         if share > _DOUBTFUL:
@@ -153,7 +158,9 @@ def _proven_width(path: Path, size: int, vocab_size: int) -> int:
     problem = (
         f"does not tell the width of its ids: {', '.join(found)} of its values are in the vocabulary ({vocab_size:,})"
     )
-    raise _refusal(path, f"{problem}; name another tokenizer, or write the ids with numpy.save as .npy, which tells it")
+    raise _refusal(
+        path, f"{problem}; they may be big-endian, or of another tokenizer; numpy.save as .npy tells the width"
+    )
 
 
 def _sample(path: Path, size: int) -> np.ndarray:

@@ -8,6 +8,7 @@ Differences that the table bridges:
   table, so one matrix becomes two.
 - Zero biases stand in for none, and norm weights of one for norms without weights.
 - Angles scaled down by 1e30 stand in for no positions.
+- NanoChat rotates the other way round, as if the halves of a head were swapped.
 - GPT-2 keeps q, k and v in one weight, as Golf does, and stores the matrices of its blocks as (in, out).
 - xIELU (Huang et al. 2024, arXiv:2411.13010) with alpha_p = 1, alpha_n = 0 and beta = 0 is squared ReLU.
 """
@@ -26,6 +27,7 @@ from transformers import (
     ArceeForCausalLM,
     GPT2LMHeadModel,
     LlamaForCausalLM,
+    NanoChatForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3ForCausalLM,
@@ -72,8 +74,8 @@ class Architecture:
 
     model: Any
     options: dict[str, tuple[Any, ...]]
-    """The values it has for a Golf field. A field that is neither here nor in _FREE must have its default, so that a
-    new switch is refused until somebody proves otherwise."""
+    """The values it has for a Golf field; ... means any number. A field that is neither here nor in _FREE must have its
+    default, so that a new switch is refused until somebody proves otherwise."""
     fields: dict[str, str]
     """Its own config fields, and the Golf fields they are."""
     names: dict[str, str] = field(default_factory=dict)
@@ -86,6 +88,10 @@ class Architecture:
     @property
     def is_gpt2(self) -> bool:
         return self.model is GPT2LMHeadModel
+
+    @property
+    def folds_embedding_norm(self) -> bool:
+        return "embedding_norm" in self.options  # otherwise it has one
 
     @property
     def activation(self) -> str:
@@ -125,6 +131,13 @@ ARCHITECTURES = (
         LlamaForCausalLM,
         _RMS | {"activation": ("swiglu",), "qk_norm": (False,), "use_bias": _EITHER},
         _RMS_FIELDS | _BIASES,
+    ),
+    Architecture(
+        NanoChatForCausalLM,
+        {"position_embedding": ("rope", "none"), "activation": _UNGATED, "norm_weight": (False,)}
+        | {"logit_soft_cap": (...,)},
+        _RMS_FIELDS | {"final_logit_softcapping": "logit_soft_cap"},
+        {"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
     ),
     Architecture(
         Starcoder2ForCausalLM,
@@ -173,8 +186,8 @@ def _misfits(config: GolfConfig, row: Architecture) -> list[str]:
         if name == "activation_slope" or (name in _FREE and name not in row.options):
             continue  # the slope does nothing without leaky_relu2, which no row has
         value, allowed = getattr(config, name), row.options.get(name, (default,))
-        if value not in allowed:
-            choices = " or ".join(map(_said, allowed))
+        if value not in allowed and not (... in allowed and value is not None):
+            choices = " or ".join("a number" if known is ... else _said(known) for known in allowed)
             found.append(f"{model_key(name)} {choices} (now {_said(value)})")
     if row.is_gpt2 and config.num_key_value_heads != config.num_attention_heads:
         found.append(f"model.num_key_value_heads {config.num_attention_heads} (now {config.num_key_value_heads})")
@@ -205,9 +218,13 @@ def to_native(golf: GolfForCausalLM, xielu: bool = False) -> PreTrainedModel:
         parts = _parts(name, row)
         pieces = tensor.split(config.fused_rows) if len(parts) > 1 else [tensor]
         state |= {_renamed(part, row.names): piece for part, piece in zip(parts, pieces, strict=True)}
-    if config.embedding_norm:
+    if config.embedding_norm and row.folds_embedding_norm:
         state["model.embed_tokens.weight"] = golf.model.embed_norm(state["model.embed_tokens.weight"])
-    state = {name: _oriented(name, tensor, row) for name, tensor in state.items() if "embed_norm" not in name}
+    state = {
+        name: _oriented(name, tensor, row, config.head_dim)
+        for name, tensor in state.items()
+        if "embed_norm" not in name
+    }
     for name, tensor in native.state_dict().items():
         if "act_fn" in name:
             state[name] = torch.full_like(tensor, XIELU_OF_RELU2[name.rpartition(".")[2]])
@@ -234,7 +251,9 @@ def from_native(native: PreTrainedModel) -> GolfForCausalLM:
     nn.Module.to(golf, device=native.device, dtype=native.dtype)
     back = {theirs: ours for ours, theirs in row.names.items()}
     state = {
-        _renamed(name, back): _oriented(name, tensor, row) for name, tensor in state.items() if "act_fn" not in name
+        _renamed(name, back): _oriented(name, tensor, row, config.head_dim)
+        for name, tensor in state.items()
+        if "act_fn" not in name
     }
     for name, tensor in golf.state_dict().items():
         source = [state.pop(part) for part in _parts(name, row) if part in state]
@@ -283,7 +302,7 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
             f"{type(result).__name__} has other logits than {type(model).__name__}: they differ by"
             f" {apart:.2g}, and the largest is {largest_logit:.2g}; nothing was converted."
         )
-    folded = to == "native" and model.config.embedding_norm
+    folded = to == "native" and model.config.embedding_norm and not isinstance(result, NanoChatForCausalLM)
     added = ", its embedding's norm folded into the table" if folded else ""
     rates = ("residual_dropout", "resid_pdrop")
     if to == "native" and model.config.dropout and not any(getattr(result.config, rate, 0) for rate in rates):
@@ -342,7 +361,7 @@ def _golf_config(theirs: Any, row: Architecture, has_biases: bool) -> GolfConfig
     """Return the config of a native config's Golf model. Raises UserError if Golf lacks one of its options."""
     values = {name: allowed[0] for name, allowed in row.options.items() if len(allowed) == 1}
     values |= {ours: getattr(theirs, name) for name, ours in row.fields.items() if ours != "head_dim"}
-    values["embedding_norm"] = False
+    values["embedding_norm"] = not row.folds_embedding_norm
     if "use_bias" in row.options:
         values["use_bias"] = has_biases
     if not row.is_gpt2:
@@ -399,6 +418,11 @@ def _parts(name: str, row: Architecture) -> list[str]:
     return [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"] if is_fused else [name]
 
 
-def _oriented(native_name: str, tensor: Tensor, row: Architecture) -> Tensor:
-    """Return a tensor as the other side stores it: GPT-2 has the matrices of its blocks as (in, out)."""
+def _oriented(native_name: str, tensor: Tensor, row: Architecture, head_dim: int) -> Tensor:
+    """Return a tensor as the other side stores it.
+
+    GPT-2 has the matrices of its blocks as (in, out), NanoChat the halves of a head's queries and keys the other way.
+    """
+    if row.model is NanoChatForCausalLM and ("q_proj" in native_name or "k_proj" in native_name):
+        return tensor.unflatten(0, (-1, 2, head_dim // 2)).flip(1).flatten(0, 2)
     return tensor.mT if row.is_gpt2 and ".h." in native_name and tensor.ndim == 2 else tensor

@@ -188,6 +188,7 @@ def test_ids_are_read_by_the_width_that_the_file_states_or_proves(tmp_path, name
         (np.where(np.arange(5000) % 2, TEXT_IDS, -100), 50_257, "<i4", "as 32 bits 50%"),
         (TEXT_IDS, 50_257, ">u2", "as 16 bits 9.%"),
         (TEXT_IDS, 50_257, ">u4", "as 32 bits 0%, as 16 bits 9.%"),
+        (TEXT_IDS, 65_536, ">u4", "as 32 bits 0%, as 16 bits 100%"),
         (TEXT_IDS, 50_257, ">i8", "as 16 bits 9.%"),
         (TEXT_IDS, LARGE, "<u2", "as 16 bits 100%"),  # too few bits for the vocabulary
     ],

@@ -62,6 +62,8 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {"activation": "swiglu", "qk_norm": False, "use_bias": True}),
     ("Arcee", {"qk_norm": False}),
     ("Arcee", {"qk_norm": False, "use_bias": True, "activation": "gelu"}),
+    ("NanoChat", {"norm_weight": False, "logit_soft_cap": 5.0}),
+    ("NanoChat", {"norm_weight": False, "logit_soft_cap": 5.0, "tie_word_embeddings": False, "activation": "gelu"}),
     ("Starcoder2", LAYERNORM),
     ("Starcoder2", LAYERNORM | {"activation": "gelu_new", "use_bias": True, "position_embedding": "none"}),
     ("Starcoder2", LAYERNORM | {"activation": "silu", "embedding_norm": False}),
@@ -157,7 +159,7 @@ def test_an_activation_is_compared_with_its_architecture_or_refused(activation):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"logit_soft_cap": 15.0}, r"Apertus needs model\.overrides\.logit_soft_cap null \(now 15\.0\)\."),
+        ({"logit_soft_cap": 15.0}, r"NanoChat needs model\.overrides\.norm_weight false \(now true\)\."),
         ({"position_embedding": "learned"}, r"model\.position_embedding rope or none \(now learned\)"),
         ({"use_bias": True}, r"model\.use_bias false \(now true\)"),
         ({"activation": "swiglu", "use_bias": True}, r"model\.use_bias false"),
