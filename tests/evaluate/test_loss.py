@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
 from hfgolf.evaluate.loss import evaluate_loss, evaluate_plan, plan_documents
-from hfgolf.evaluate.windows import zero_nats
+from hfgolf.evaluate.windows import plan_windows, zero_nats
 
 
 class Shard:
@@ -77,6 +77,27 @@ def test_loss_is_the_plain_sum_over_whole_pieces(build_model, stream, accelerato
     settings = {"sequence_length": 8, "batch_size": batch_size, "budget_tokens": budget}
     evaluation = evaluate_loss(model, stream, accelerator, **settings)
     assert (evaluation.num_tokens, evaluation.num_bytes) == (num_targets, num_bytes)
+    assert evaluation.nats == pytest.approx(nats, rel=1e-6)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_documents_score_as_if_each_were_alone(build_model, stream, accelerator, skip):
+    model = build_model()
+    tokens = torch.from_numpy(stream.tokens.astype("int64"))
+    documents = tokens[:53], tokens[53:]
+    if not skip:
+        documents = tokens[:54], tokens[53:]  # the first is closed by the separator of the second
+    nats = 0.0
+    for document in documents:
+        rows = [(start, min(start + 16, len(document) - 1)) for start in range(0, max(1, len(document) - 1 - 12), 4)]
+        for start, end in rows:
+            with torch.no_grad():
+                logits = model.eval()(document[None, start:end]).logits[0]
+            losses = F.cross_entropy(logits, document[start + 1 : end + 1], reduction="none")
+            nats += (losses[12:] if start else losses).sum().item()
+    plan = plan_windows("documents", 64, 16, 4, [0, 53], skip_separators=skip)
+    evaluation = evaluate_plan(model, stream, accelerator, plan, 69, batch_size=3)
+    assert (evaluation.num_tokens, evaluation.num_bytes) == (62 if skip else 63, 69)
     assert evaluation.nats == pytest.approx(nats, rel=1e-6)
 
 
