@@ -193,6 +193,7 @@ def test_values_are_those_of_yaml_1_2(config_file):
     assert (config.train.max_steps, config.train.log_every_steps, config.run.seed) == (1000, 10, 16)
     assert (config.train.mixed_precision, config.train.compile, config.run.name) == ("no", False, "007")
     assert (config.optim.learning_rate, config.optim.eps) == (3e-4, 1e-10)
+    assert load_config(["--config", config_file("run: {name: 2026-01-31}"), *ENDS]).config.run.name == "2026-01-31"
     options = ["--optim.eps=1e-9", "--train.mixed_precision=no", "--train.compile", "true", "--run.name=010"]
     config = load_config([*ENDS, *options]).config
     assert (config.optim.eps, config.train.mixed_precision, config.train.compile) == (1e-9, "no", True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import Node, ScalarNode
 
@@ -20,6 +21,13 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line, shortened
 
 _MAX_VALUES = 100_000  # in one document, with aliases expanded
+
+
+class _Constructor(SafeConstructor):
+    """Makes what YAML 1.2 knows: 2026-01-31 is text, such as the name of a run."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 def load_yaml(path: str | Path, where: str, as_text: bool = False) -> Any:
@@ -33,7 +41,7 @@ def load_yaml(path: str | Path, where: str, as_text: bool = False) -> Any:
         raise UserError(f"{where} cannot be read ({error.strerror}).") from None
     except RecursionError:
         raise UserError(f"{where} is not a config: it is nested too deeply.") from None
-    except (YAMLError, ValueError) as error:  # ValueError: not UTF-8, a 13th month, 5,000 digits
+    except (YAMLError, ValueError) as error:  # ValueError: not UTF-8, 5,000 digits
         raise UserError(f"{where} is not YAML: {_problem(error)}.") from None
 
 
@@ -41,7 +49,7 @@ def yaml_value(text: str, where: str, as_text: bool = False) -> Any:
     """Return what YAML makes of an option's text. Raises UserError if it is not YAML. where: what messages call it."""
     try:
         return _construct(text, as_text)
-    except ValueError:  # 5,000 digits, or a 13th month: no value of any key but a text
+    except ValueError:  # 5,000 digits: no value of any key but a text
         return text
     except (YAMLError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else _problem(error)
@@ -61,6 +69,8 @@ def as_yaml(value: Any) -> str:
 
 def _construct(text: str, as_text: bool) -> Any:
     yaml = YAML(typ="base" if as_text else "safe", pure=True)
+    if not as_text:
+        yaml.Constructor = _Constructor
     node = yaml.compose(text)
     if node is None:
         return None
