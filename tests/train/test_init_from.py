@@ -45,6 +45,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     "Qwen3": {"activation": "swiglu", "tie_word_embeddings": False},
     "Arcee": {"qk_norm": False, "use_bias": True},
     "Llama": {"activation": "swiglu", "qk_norm": False, "intermediate_size": 48},
+    "NanoChat": {"norm_weight": False, "logit_soft_cap": 5.0},
     "Starcoder2": _NO_NORM | {"activation": "gelu_new", "use_bias": True},
     "GPT2": _NO_NORM | {"activation": "gelu_new", "position_embedding": "learned", "embedding_norm": False},
 }
