@@ -173,7 +173,7 @@ def _typed(key: str, text: str, where: str) -> Any:
         return as_list(yaml_value(text, f"{where}: {key}", as_text=True))
     if str in parts:
         return None if text in ("null", "~") and type(None) in parts else text
-    return yaml_value(text, f"{where}: {key}")
+    return yaml_value(text, f"{where}: {key}") if text.strip() else text  # empty, as of an unset variable, is no null
 
 
 def _laid_over(below: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
