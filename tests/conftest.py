@@ -185,6 +185,12 @@ def tiny_run(tmp_path: Path, corpus_file: Path) -> Callable[..., list[str]]:
     return functools.partial(_tiny_arguments, tmp_path, corpus_file)
 
 
+@pytest.fixture(scope="session")
+def tiny_run_in(corpus_file: Path) -> Callable[..., list[str]]:
+    """Return what tiny_run does, for fixtures that outlive a test: the first argument is a folder of their own."""
+    return lambda folder, **options: _tiny_arguments(folder, corpus_file, **options)
+
+
 def _tiny_arguments(folder: Path, corpus_file: Path, **options: Any) -> list[str]:
     settings = {
         "run.name": "tiny",

@@ -165,8 +165,7 @@ def laid_over(below: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[dict[
         values.pop(HALF_LIFE, None)
     whole = {key: value for key, value in layer.items() if key == "model.overrides"}
     # a file of an earlier version states all defaults; its own overrides win over them
-    beneath, own = (fields if isinstance(fields, dict) else {} for fields in map(_overrides, (below, layer)))
-    only_beneath = beneath.keys() - own.keys()
+    only_below = _overrides(below).keys() - _overrides(layer).keys()
     for key, value in (whole | dict(layer)).items():
         name = key.removeprefix("model.").removeprefix("overrides.")
         fields = values.get("model.overrides", {})
@@ -176,15 +175,16 @@ def laid_over(below: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[dict[
             values[key] = value
             said.add("optim.ema_decay" if key == HALF_LIFE else key)
         elif isinstance(fields, dict) and not (
-            is_earlier(key) and name not in only_beneath and _is(value, MOVED_TO_OVERRIDES[name])
+            is_earlier(key) and name not in only_below and _is(value, MOVED_TO_OVERRIDES[name])
         ):
             values["model.overrides"] = {**fields, name: value}
             said.add("model.overrides")
     return values, said
 
 
-def _overrides(values: Mapping[str, Any]) -> Any:
-    return values.get("model.overrides")
+def _overrides(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    fields = values.get("model.overrides")
+    return fields if isinstance(fields, dict) else {}
 
 
 def _is(value: Any, default: Any) -> bool:

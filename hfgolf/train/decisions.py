@@ -13,18 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, PartialState
 
 from hfgolf.checkpoint.identity import UNDECIDED
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import RunConfig
-from hfgolf.measure.memory import (
-    TrainingMemory,
-    choose_micro_batch_size,
-    chunk_elements,
-    require_room,
-    run_memory,
-)
+from hfgolf.measure.memory import TrainingMemory, choose_micro_batch_size, chunk_elements, require_room, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import (
@@ -64,16 +58,16 @@ def decide(said: ResolvedConfig, before: Mapping[str, Any]) -> Decisions:
     agree({"train.mixed_precision": precision}, "state this key")  # now: other decisions follow from it
     config = said.config.replace(train__mixed_precision=precision)
     sources, values = said.sources | {"train.mixed_precision": source}, dict[str, Any]()
-    for key, undecided in UNDECIDED.items():
-        name, kept = key.replace(".", "__"), before.get(key, undecided)
-        if config.flat()[key] != undecided:
-            continue
-        if kept != undecided and not _is_possible(key, kept, config, precision, before):
+    state, stated = processes(), config.flat()
+    for key in (key for key, undecided in UNDECIDED.items() if stated[key] == undecided):
+        name, undecided = key.replace(".", "__"), UNDECIDED[key]
+        kept = before.get(key, undecided)
+        if kept != undecided and not _is_possible(key, kept, config, precision, before, state):
             logger.info("%s: the run used %s, which is not possible here; deciding again", key, kept)
             kept = undecided
         if kept != undecided:
             values[name], sources[key] = kept, "the run so far"
-        elif (choice := _choose(key, config, precision)) is not None:
+        elif (choice := _choose(key, config, precision, state.device)) is not None:
             values[name], sources[key] = choice, "auto"
     kind = before.get("tokenizer.kind")
     if said.sources.get("tokenizer.kind") == "auto" and kind in ("bpe", "byte"):
@@ -119,9 +113,8 @@ def _fast_precision(device: torch.device) -> Precision:
     return "fp16" if has_fast_fp16_only(device) else "no"
 
 
-def _choose(key: str, config: RunConfig, precision: Precision) -> Any:
+def _choose(key: str, config: RunConfig, precision: Precision, device: torch.device) -> Any:
     """Return the value of an open key, None to leave it open."""
-    device = processes().device
     match key:
         case "train.eval_tokens":
             return config.eval_tokens
@@ -133,7 +126,9 @@ def _choose(key: str, config: RunConfig, precision: Precision) -> Any:
     return None
 
 
-def _is_possible(key: str, value: Any, config: RunConfig, precision: Precision, before: Mapping[str, Any]) -> bool:
+def _is_possible(
+    key: str, value: Any, config: RunConfig, precision: Precision, before: Mapping[str, Any], state: PartialState
+) -> bool:
     """Return whether a decision made on another machine, or for other tokens_per_step or precision, is possible here.
 
     before: the config that it was made for. All ranks call it.
@@ -144,9 +139,9 @@ def _is_possible(key: str, value: Any, config: RunConfig, precision: Precision, 
         case "train.cpu_threads":
             return value * local_processes() <= cpu_cores()
         case "batch.micro_batch_size":
-            return value in config.batch.micro_batch_sizes(processes().num_processes)
+            return value in config.batch.micro_batch_sizes(state.num_processes)
         case "train.compile":
-            return all(gather(not value or has_compiler(processes().device)))
+            return all(gather(not value or has_compiler(state.device)))
     return True
 
 

@@ -375,8 +375,8 @@ def write_description(run: Run) -> None:
     """Write what is needed to repeat this start of the run: config, metadata and a patch of uncommitted changes."""
     if not run.accelerator.is_main_process:
         return
-    # without the resume keys, so that the file repeats the run from its beginning
     recorded = run.resolved
+    # without the resume keys, so that the file repeats the run from its beginning
     stated = recorded.config.replace(train__resume=None, train__resume_with_other=None)
     config_yaml = ResolvedConfig(stated, recorded.sources).to_yaml()
     if run.first_step:

@@ -30,31 +30,10 @@ BUDGET = 22_000
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, corpus_file):
+def trained(tmp_path_factory, tiny_run_in):
     """Return the folder of a run of a few steps: 33,000 weights in matrices, a byte tokenizer."""
-    folder = tmp_path_factory.mktemp("trained")
-    settings = {
-        "run.name": "tiny",
-        "run.output_dir": folder / "runs",
-        "data.source": "files",
-        "data.files": corpus_file,
-        "data.split": "contiguous",
-        "data.val_fraction": 0.1,
-        "data.cache_dir": folder / "cache",
-        "tokenizer.kind": "byte",
-        "model.hidden_size": 32,
-        "model.num_hidden_layers": 2,
-        "model.num_attention_heads": 2,
-        "batch.sequence_length": 32,
-        "batch.tokens_per_step": 256,
-        "optim.adamw_learning_rate": 0.01,
-        "train.max_steps": 30,
-        "train.mixed_precision": "no",
-        "train.eval_every_steps": 30,
-        "train.cpu_threads": 1,
-        "golf.calibration_tokens": 512,
-    }
-    train(load_config([f"--{key}={value}" for key, value in settings.items()]))
+    folder, ends = tmp_path_factory.mktemp("trained"), {"train__max_steps": 30, "train__eval_every_steps": 30}
+    train(load_config(tiny_run_in(folder, **ends, train__save_every_steps=30, golf__calibration_tokens=512)))
     return folder / "runs" / "tiny"
 
 
