@@ -62,7 +62,7 @@ class TrainState:
     suspect_step: int | None = None
     """Step of the checkpoint of the last rollback, until a good step follows: its weights may be the problem."""
     usual_losses: list[float] = field(default_factory=list)
-    """Under train.rollback_on, recent training losses without spikes (see train/loss_watch.py)."""
+    """Under train.rollback_on, recent training losses without spikes (see train/recovery.py)."""
     recent_losses: list[float] = field(default_factory=list)
     """Those since the last rollback."""
     first_loss: float | None = None

@@ -15,7 +15,6 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
 from hfgolf.train.validation import exported_weights
-from hfgolf.train.whole import whole_model
 
 if TYPE_CHECKING:
     from hfgolf.config.sections import HubSection
@@ -54,7 +53,7 @@ class Push(Hook):
         folder = run.folder.path / "model-in-training"
         try:
             with exported_weights(run):
-                model = whole_model(run)
+                model = run.whole_model()
                 if model is None or not is_main:
                     return
                 figures = {"step": run.state.step, "init_from": run.init_from}

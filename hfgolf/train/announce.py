@@ -15,7 +15,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.hardware import accelerator_name, fast_product_dtype, has_fast_fp16_only
 from hfgolf.system.wording import count_of, gigabytes, labeled
 from hfgolf.train.decisions import Decisions
-from hfgolf.train.process import processes_asked_of_accelerate
+from hfgolf.train.launched import processes_asked_of_accelerate
 
 logger = logging.getLogger(__name__)
 

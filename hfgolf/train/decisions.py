@@ -32,7 +32,8 @@ from hfgolf.system.hardware import (
 )
 from hfgolf.system.ranks import agree, gather
 from hfgolf.train.build import build_model
-from hfgolf.train.process import local_processes, precision_of_accelerate, processes, share_of_cores
+from hfgolf.train.launched import precision_of_accelerate
+from hfgolf.train.process import local_processes, processes, share_of_cores
 
 logger = logging.getLogger(__name__)
 Precision = Literal["no", "bf16", "fp16"]

@@ -43,7 +43,6 @@ from hfgolf.train.console import console
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush
 from hfgolf.train.validation import evaluate, sample
-from hfgolf.train.whole import whole_model
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
     if damaged_best:
         summary["damaged_best_step"] = damaged_best
     undo_compilation(run.raw_model)
-    model = whole_model(run)
+    model = run.whole_model()
     if model is not None and run.accelerator.is_main_process:
         summary |= compressor_scores(run.tokens.val, run.tokens.tokenizer)
         text = sample(run, 100, model)

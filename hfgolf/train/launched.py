@@ -1,13 +1,16 @@
-"""What `accelerate launch` asks of the processes that it starts: honored, harmless, or refused in one line.
+"""What `accelerate launch` was told, from the environment and command line that it gives to each process.
 
-Each of accelerate's settings reaches a process as a variable of the environment. What this table does not know is
-refused, so that no setting is ignored in silence. Does not act on any setting.
+Each setting is honored, harmless, or refused in one line. What this table does not know is refused, so that no setting
+is ignored in silence. Does not act on any setting.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Mapping
 
+import psutil
 import torch
 
 from hfgolf.system.errors import UserError
@@ -55,22 +58,16 @@ HARMLESS = frozenset(
     | {"ACCELERATE_BYPASS_DEVICE_MAP", "ACCELERATE_INIT_INCLUDE_BUFFERS", "ACCELERATE_NUM_PROCESSES"}
     | {"ACCELERATE_USE_MPS_DEVICE", "ACCELERATE_USE_XPU", "ACCELERATE_IN_TPU_POD"}
 )
-_PARTS = {  # settings of what is refused or off as a whole
-    "ACCELERATE_DYNAMO_": "ACCELERATE_DYNAMO_BACKEND",
-    "ACCELERATE_DEEPSPEED_": "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_CONFIG_DS_FIELDS": "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_SAGEMAKER_": "ACCELERATE_USE_SAGEMAKER",
-    "ACCELERATE_ALLOW_CP_STANDALONE": "ACCELERATE_USE_PARALLELISM_CONFIG",
-    "ACCELERATE_FP8_": "ACCELERATE_MIXED_PRECISION",  # fp8 is refused there
-}
+PARTS = (
+    *("ACCELERATE_DYNAMO_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_SAGEMAKER_"),
+    *("ACCELERATE_ALLOW_CP_STANDALONE", "ACCELERATE_FP8_"),
+)
+"""What the names of settings begin with that are parts of what is refused, or off, as a whole."""
 
 
-def kind(name: str) -> str | None:
-    """Return whether a variable is "refused", "honored", "harmless" or a "part" of another; None if it is unknown."""
-    for what, names in (("refused", REFUSED), ("honored", HONORED), ("harmless", HARMLESS)):
-        if name in names:
-            return what
-    return "part" if name.startswith(tuple(_PARTS)) else None
+def is_known(name: str) -> bool:
+    """Return whether hfgolf knows what a variable of accelerate's means."""
+    return name in REFUSED or name in HONORED or name in HARMLESS or name.startswith(PARTS)
 
 
 def check_settings(environment: Mapping[str, str]) -> bool:
@@ -86,7 +83,7 @@ def check_settings(environment: Mapping[str, str]) -> bool:
             raise UserError(
                 f"accelerate: {name}={value} (its config, command line or environment): {REFUSED[name][1]}."
             )
-        if kind(name) is None:
+        if not is_known(name):
             raise UserError(f"accelerate: {name}={value}: hfgolf does not know this setting; unset it.")
     if has_fsdp and environment.get("FSDP_VERSION", "1") != "2":
         raise UserError(f"accelerate: FSDP version 1, its default, flattens the matrices that Muon needs; {_SHARD}.")
@@ -96,3 +93,51 @@ def check_settings(environment: Mapping[str, str]) -> bool:
             " full copy on each GPU."
         )
     return has_fsdp
+
+
+def processes_asked_of_accelerate() -> int | None:
+    """Return how many processes `accelerate launch` was told to start, None if it did not start this one.
+
+    On a CPU it starts one, whatever it was told.
+    """
+    arguments = launch_arguments()
+    if arguments is None:
+        return None
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    if arguments.num_processes is not None or not (arguments.config_file or os.path.isfile(default_config_file)):
+        return arguments.num_processes
+    return int(load_config_from_file(arguments.config_file).num_processes)
+
+
+def launch_arguments() -> argparse.Namespace | None:
+    """Return the arguments of the `accelerate launch` that started this process, None if none did."""
+    words = _launcher_words()
+    launch = next((word for word in words if word in ("launch", "accelerate.commands.launch")), None)
+    if launch is None:
+        return None
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser().parse_args(words[words.index(launch) + 1 :])
+
+
+def _launcher_words() -> list[str]:
+    """Return the command line of the process that started this one, [] if it is gone."""
+    parent = psutil.Process().parent()
+    return parent.cmdline() if parent else []
+
+
+def precision_of_accelerate() -> str | None:
+    """Return the precision that the user chose for `accelerate launch`, None if they chose none.
+
+    Without `accelerate config` and without a flag, launch still exports ACCELERATE_MIXED_PRECISION=no. The launcher's
+    command line and the default config file tell whether that "no" was chosen.
+    """
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if precision != "no":
+        return precision
+    from accelerate.commands.config.config_args import default_config_file
+
+    words = " ".join(_launcher_words())
+    is_chosen = "--mixed_precision" in words or "--config_file" in words or os.path.isfile(default_config_file)
+    return precision if is_chosen else None

@@ -23,10 +23,10 @@ from hfgolf.train.feed import epoch, halve_until_it_fits
 from hfgolf.train.finish import conclude, exit_after_signal, report_failure
 from hfgolf.train.hooks import Hook, Hooks
 from hfgolf.train.meter import StepResult
+from hfgolf.train.process import session
 from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush, report_failed_saves, save
-from hfgolf.train.session import session
 from hfgolf.train.setup import set_up
 from hfgolf.train.validation import should_stop_early, validate, validate_start, write_sample
 
@@ -45,7 +45,7 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Seque
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP
     ended the run after a save.
     """
-    with session(resolved.config, signals) as (signals, stopwatch):
+    with session(signals) as (signals, stopwatch):
         run = set_up(resolved, Hooks(hooks), signals, stopwatch)
         with signals.deferred():
             try:

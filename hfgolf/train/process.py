@@ -1,8 +1,7 @@
-"""Set up this process: its rank and device, memory allocator and seeds."""
+"""Set up this process: its rank and device, its session, memory allocator and seeds."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -18,8 +17,12 @@ import torch
 
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import cpu_cores
+from hfgolf.system.ranks import together
 from hfgolf.system.rendezvous import find_launch, meet
-from hfgolf.train.launched import check_settings
+from hfgolf.system.signals import Signals
+from hfgolf.system.stopwatch import Stopwatch, process_seconds
+from hfgolf.train.console import console
+from hfgolf.train.launched import check_settings, launch_arguments
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -36,16 +39,27 @@ LARGE_BLOCK_BYTES = 2**22
 
 
 @contextlib.contextmanager
-def own_accelerator() -> Iterator[None]:
-    """Forget accelerate's precision after this context, if it was chosen inside: the next run may choose another."""
+def session(signals: Signals | None) -> Iterator[tuple[Signals, Stopwatch]]:
+    """Handle signals, meet the other processes and open the console inside a `with` block.
+
+    signals: already entered by the caller; None: the caller is Python, which has done other things before. Yields the
+    signals and the stopwatch of the run. Afterwards, the next run may choose another precision.
+    """
     from accelerate.state import AcceleratorState
 
+    not_ours = process_seconds() if signals is None else 0.0
     is_own = not AcceleratorState._shared_state
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         if is_own:
-            AcceleratorState._reset_state()
+            stack.callback(AcceleratorState._reset_state)
+        signals = stack.enter_context(signals or Signals())
+        stack.enter_context(console)
+        stack.enter_context(together(processes().num_processes))
+        if processes().is_main_process:
+            console.open()
+        stopwatch = Stopwatch(console.switch)
+        stopwatch.carry_over({"setup": -not_ours})
+        yield signals, stopwatch
 
 
 def processes() -> PartialState:
@@ -58,7 +72,7 @@ def processes() -> PartialState:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    if arguments := _launch_arguments():  # of these, accelerate tells only DeepSpeed
+    if arguments := launch_arguments():  # of these, accelerate tells only DeepSpeed
         only_stated = {name: getattr(arguments, name) for name in ("gradient_accumulation_steps", "gradient_clipping")}
         stated = {f"ACCELERATE_{name.upper()}": str(value) for name, value in only_stated.items() if value is not None}
     else:
@@ -135,54 +149,6 @@ def _own_address_towards(host: str) -> str | None:
             return str(udp.getsockname()[0]).partition("%")[0]
     except OSError:
         return None
-
-
-def processes_asked_of_accelerate() -> int | None:
-    """Return how many processes `accelerate launch` was told to start, None if it did not start this one.
-
-    On a CPU it starts one, whatever it was told.
-    """
-    arguments = _launch_arguments()
-    if arguments is None:
-        return None
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-
-    if arguments.num_processes is not None or not (arguments.config_file or os.path.isfile(default_config_file)):
-        return arguments.num_processes
-    return int(load_config_from_file(arguments.config_file).num_processes)
-
-
-def _launch_arguments() -> argparse.Namespace | None:
-    """Return the arguments of the `accelerate launch` that started this process, None if none did."""
-    words = _launcher_words()
-    launch = next((word for word in words if word in ("launch", "accelerate.commands.launch")), None)
-    if launch is None:
-        return None
-    from accelerate.commands.launch import launch_command_parser
-
-    return launch_command_parser().parse_args(words[words.index(launch) + 1 :])
-
-
-def _launcher_words() -> list[str]:
-    """Return the command line of the process that started this one, [] if it is gone."""
-    parent = psutil.Process().parent()
-    return parent.cmdline() if parent else []
-
-
-def precision_of_accelerate() -> str | None:
-    """Return the precision that the user chose for `accelerate launch`, None if they chose none.
-
-    Without `accelerate config` and without a flag, launch still exports ACCELERATE_MIXED_PRECISION=no. The launcher's
-    command line and the default config file tell whether that "no" was chosen.
-    """
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if precision != "no":
-        return precision
-    from accelerate.commands.config.config_args import default_config_file
-
-    words = " ".join(_launcher_words())
-    is_chosen = "--mixed_precision" in words or "--config_file" in words or os.path.isfile(default_config_file)
-    return precision if is_chosen else None
 
 
 def local_processes() -> int:

@@ -1,4 +1,4 @@
-"""Handle bad steps: nonfinite gradients, loss spikes and divergence.
+"""Handle bad steps: nonfinite gradients, and spikes and divergence of the loss, by the doctor's definitions.
 
 Owns the bounded retries; each logs one line and writes one event to metrics.jsonl. Does not know how a step works
 (loop.py) or what happens when memory runs out (feed.py).
@@ -9,20 +9,31 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Collection
 from enum import Enum, auto
+from statistics import median
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-from hfgolf.checkpoint.state import rolled_back
+from hfgolf.checkpoint.state import TrainState, rolled_back
 from hfgolf.checkpoint.store import newest_first, set_aside, step_of
 from hfgolf.data.batches import as_ranges, part_starts, stream_positions
 from hfgolf.optim.shards import local_shards, on_any_rank
+from hfgolf.run.loss_levels import (
+    LEVEL_STEPS,
+    MIN_RISE,
+    RISE,
+    RISE_FROM_START,
+    SIGMAS,
+    SPIKE_SHARE,
+    robust_sigma,
+)
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words
 from hfgolf.train.feed import blocks_per_epoch, segments, start_batches
-from hfgolf.train.loss_watch import LossWatch
 from hfgolf.train.meter import StepResult
 from hfgolf.train.run import Run
 
@@ -187,3 +198,50 @@ class Recovery:
         positions = stream_positions(state.blocks - count, count, state.excluded_blocks)
         state.bad_steps = [*state.bad_steps, as_ranges(positions)]
         return positions, len(state.bad_steps)
+
+
+class LossWatch:
+    """Judges each training loss. What it remembers is in the state, so a resumed run judges as a straight one.
+
+    Equal losses give equal verdicts on all processes.
+    """
+
+    def __init__(self, symptoms: Collection[str], state: TrainState) -> None:
+        self._symptoms, self._state = symptoms, state
+
+    def verdict(self, step: int, loss: float) -> tuple[Literal["spike", "divergence"] | None, str]:
+        """Return what is wrong with a step's loss, or None, and the evidence.
+
+        loss: nats per token, over all processes.
+        """
+        state = self._state
+        if state.first_loss is None:
+            state.first_loss = loss
+        if "spike" in self._symptoms and (evidence := self._spike(loss)):
+            return "spike", evidence
+        state.usual_losses = [*state.usual_losses, loss][-LEVEL_STEPS:]
+        state.recent_losses = [*state.recent_losses, loss][-LEVEL_STEPS:]
+        if "divergence" in self._symptoms and (evidence := self._divergence(step, state.first_loss)):
+            return "divergence", evidence
+        return None, ""
+
+    def _spike(self, loss: float) -> str:
+        """Return the evidence of a spike; "" if there is none."""
+        losses = self._state.usual_losses
+        if len(losses) < LEVEL_STEPS // 2:
+            return ""
+        usual = median(losses)
+        is_spike = loss > usual + max(SPIKE_SHARE * usual, SIGMAS * robust_sigma(losses))
+        return f"the training loss is {loss:.4g}, up from {usual:.4g} in the steps before" if is_spike else ""
+
+    def _divergence(self, step: int, first_loss: float) -> str:
+        """Return the evidence of a divergence; "" if there is none."""
+        state = self._state
+        if len(state.recent_losses) < LEVEL_STEPS // 2:
+            return ""
+        level, lowest = median(state.recent_losses), state.lowest_level
+        if level < lowest:
+            state.lowest_level, state.lowest_level_step = level, step
+        high = min(max(RISE * lowest, lowest + MIN_RISE), RISE_FROM_START * first_loss)
+        was, at = min((lowest, state.lowest_level_step), (first_loss, 1))
+        return f"the median training loss is {level:.4g}, up from {was:.4g} at step {at}" if level > high else ""

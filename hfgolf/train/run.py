@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,6 +21,7 @@ from hfgolf.data.token_cache import TokenCache
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
+from hfgolf.optim.shards import full_tensor
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics, MetricsFile
 from hfgolf.system.errors import UserError
@@ -115,6 +118,25 @@ class Run:
     def is_sharded(self) -> bool:
         """Whether each process holds only its shards of the weights (FSDP2)."""
         return self.accelerator.distributed_type == DistributedType.FSDP
+
+    def whole_model(self) -> PreTrainedModel | None:
+        """Return the model with all of its weights. All processes call it.
+
+        If it is sharded, that is a copy in the memory of the main process's host, and None on the other processes.
+        """
+        if not self.is_sharded:
+            return self.raw_model
+        model = None
+        if self.accelerator.is_main_process:
+            with torch.random.fork_rng([]):
+                model = GolfForCausalLM(copy.deepcopy(self.golf_model.config))
+        with torch.no_grad():
+            own = {} if model is None else model.state_dict()
+            for name, tensor in self.golf_model.state_dict(keep_vars=True).items():
+                whole = full_tensor(tensor)  # all processes; one tensor at a time on the device
+                if model is not None:
+                    own[name].copy_(whole)
+        return model
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write a row to metrics.jsonl and hand it to the hooks; on the main process only."""

@@ -21,7 +21,6 @@ from hfgolf.run.schema import OldTextColumns
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import one_line
 from hfgolf.train.run import Run
-from hfgolf.train.whole import whole_model
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +161,7 @@ def write_sample(run: Run) -> None:
     if max_new_tokens is None or not (is_main or run.is_sharded):
         return
     with exported_weights(run):
-        model = whole_model(run)
+        model = run.whole_model()
         text = sample(run, max_new_tokens, model) if is_main and model is not None else None
     if text is not None:
         run.event("sample", text=text)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hfgolf.checkpoint.state import TrainState, rolled_back
-from hfgolf.train.loss_watch import LossWatch
+from hfgolf.train.recovery import LossWatch
 
 
 def used_state() -> TrainState:

@@ -29,7 +29,7 @@ from test_resume import TIMINGS, Interrupted, assert_same_bits, saved
 
 import hfgolf
 from hfgolf.golf import hooks
-from hfgolf.train import loop, loss_watch, meter, recovery
+from hfgolf.train import loop, meter, recovery
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +189,7 @@ def trouble(monkeypatch, spoil_gradients):
         return loss * (4 if batch in (12, 15, 16, 17) else 1), hashes
 
     monkeypatch.setattr(loop, "accumulate_gradients", accumulate_gradients)
-    monkeypatch.setattr(loss_watch, "LEVEL_STEPS", 10)
+    monkeypatch.setattr(recovery, "LEVEL_STEPS", 10)
     monkeypatch.setattr(hooks, "GRIDS", 2)
 
 

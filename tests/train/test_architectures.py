@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from hfgolf.config.sections import GolfSection, ModelSection, RunConfig
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
-from hfgolf.train.architectures import other_config
-from hfgolf.train.build import check_golf
+from hfgolf.train.build import check_golf, other_config
 
 
 def fields_of(name: str, overrides: dict | None = None, **section: object) -> dict:

@@ -24,7 +24,7 @@ def exported() -> set[str]:
 def test_each_setting_that_accelerate_exports_is_known():
     assert len(exported()) > 35
     assert {
-        name for name in exported() if launched.kind(name) is None and not name.startswith(tuple(SWITCHES))
+        name for name in exported() if not launched.is_known(name) and not name.startswith(tuple(SWITCHES))
     } == set()
 
 
@@ -60,6 +60,6 @@ def test_an_unknown_setting_is_refused(name):
 @pytest.mark.parametrize("option", ["--gradient_accumulation_steps", "--gradient_clipping"])
 def test_options_that_accelerate_tells_only_deepspeed_are_refused(monkeypatch, option):
     words = ["accelerate", "launch", option, "7", "scripts/train.py"]
-    monkeypatch.setattr(process, "_launcher_words", lambda: words)
+    monkeypatch.setattr(launched, "_launcher_words", lambda: words)
     with pytest.raises(UserError, match=rf"^accelerate: ACCELERATE_{option[2:].upper()}=7\S* .*leave it out"):
         process.processes()

@@ -27,7 +27,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
 from hfgolf.system.stopwatch import Stopwatch
-from hfgolf.train import compilation, decisions, process, setup
+from hfgolf.train import compilation, decisions, launched, process, setup
 from hfgolf.train.announce import announce_device
 from hfgolf.train.compilation import compile_in_place, should_compile
 from hfgolf.train.setup import set_up
@@ -355,7 +355,7 @@ def test_too_few_processes_for_what_accelerate_was_told_are_warned_of(
     monkeypatch.chdir(tmp_path)
     Path("multi.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nuse_cpu: true\n")
     launched_by("no", *words)
-    assert process.processes_asked_of_accelerate() == asked
+    assert launched.processes_asked_of_accelerate() == asked
     announce_device(resolved(), SimpleNamespace(device=CPU, num_processes=1))
     assert (f"accelerate was told to start {asked} processes" in caplog.text) == (asked is not None)
 

@@ -31,7 +31,7 @@ from hfgolf.optim.shards import local_shards
 from hfgolf.system.errors import UserError
 from hfgolf.train import loop
 from hfgolf.train.feed import blocks_per_epoch, halve_micro_batch
-from hfgolf.train.loss_watch import LossWatch
+from hfgolf.train.recovery import LossWatch
 
 pytestmark = pytest.mark.slow
 
