@@ -20,7 +20,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hfgolf.data.messages import Messages, is_learned
+from hfgolf.data.documents import Messages, is_learned
 from hfgolf.data.token_stream import StreamPart
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line

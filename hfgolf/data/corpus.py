@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import pyarrow as pa
 
 from hfgolf.config.sections import DataSection
+from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
 from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
-from hfgolf.data.file_hashes import file_hashes, file_state
-from hfgolf.data.files import SourceFile, cache_folder, match_files, named_files, stdlib_files
+from hfgolf.data.files import SourceFile, match_files, named_files, stdlib_files
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
 from hfgolf.system.errors import UserError

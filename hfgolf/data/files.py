@@ -1,16 +1,18 @@
 """The files that a corpus consists of: paths, globs and URLs resolved, and what each is called on every machine.
 
-Owns names and endings, and which files of a folder count. Does not read them.
+Owns names and endings, which files of a folder count, and what first bytes tell of a file that is not text.
 """
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import glob
 import itertools
 import json
 import logging
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +22,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from hfgolf.config.sections import DataSection
+from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.downloads import download, list_urls
-from hfgolf.data.other_formats import not_text
 from hfgolf.data.tables import BINARY_TABLES, TABLES
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
@@ -36,6 +38,30 @@ NOT_TEXT = {
 }
 _RUN_FILES = {"config.yaml", "metadata.json"}  # what tells a run's folder
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_OFFICE = {".docx": "a Word document", ".odt": "an OpenDocument text", ".epub": "an EPUB book"}
+_SHEETS = {".xlsx": "an Excel sheet", ".ods": "an OpenDocument sheet"}
+_PDF = "is a PDF, not text; convert it with `pdftotext`, and name the .txt file"
+_FORMATS: tuple[tuple[bytes, str], ...] = (
+    (rb"%PDF-", _PDF),
+    (rb"PK\x03\x04|PK\x05\x06", "is a zip archive, not text; name it .zip, or unpack it"),
+    (rb"\xd0\xcf\x11\xe0", "is an old Office document, not text; save it as plain text or CSV"),
+    (rb"\x1f\x8b", "is compressed by gzip; give its name the ending .gz"),
+    (rb"BZh[1-9]1AY&SY", "is compressed by bzip2; give its name the ending .bz2"),
+    (rb"\xfd7zXZ\0", "is compressed by xz; give its name the ending .xz"),
+    (rb"\x28\xb5\x2f\xfd", "is compressed by zstd; give its name the ending .zst"),
+    (rb"7z\xbc\xaf|Rar!\x1a", "is an archive, not text; unpack it, and name the folder"),
+    (rb"(?s).{257}ustar", "is a tar archive, not text; unpack it, and name the folder"),
+    (rb"PAR1", "is a Parquet file; give its name the ending .parquet"),
+    (rb"ARROW1|\xff\xff\xff\xff", "is an Arrow file; give its name the ending .arrow"),
+    (rb"SQLite format 3\0", "is an SQLite database, not text; write its table of text to a .csv file"),
+    (rb"\x89HDF|\x93NUMPY|\x80[\x02-\x05]", "holds a program's numbers or objects, not text; write its text to a file"),
+    (rb"\xff\xd8\xff|\x89PNG|GIF8[79]a|II\*\0|MM\0\*", "is a picture, not text; read its text with an OCR program"),
+    (
+        rb"(?s)ID3|\xff[\xf2\xf3\xfb]|OggS|fLaC|RIFF|.{4}ftyp|\x1a\x45\xdf\xa3",
+        "is sound or a video, not text; transcribe it",
+    ),
+    (rb"\x7fELF|MZ.\0|\xcf\xfa\xed\xfe", "is a program, not text"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -173,13 +199,19 @@ def _match(name: str, key: str, data: DataSection) -> list[str]:
     paths = find_paths(name)
     if not paths:
         raise _no_match(key, name)
-    if paths[0] not in (name, os.path.expanduser(name)):
-        return _glob_files(paths, name, key)
-    if os.path.isdir(paths[0]):
-        kinds = SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip")
-        return _folder_files(paths[0], key, cache_folder(data), kinds)
-    _require_file(paths[0], key)
-    return paths
+    if paths[0] in (name, os.path.expanduser(name)):
+        if os.path.isdir(paths[0]):
+            kinds = SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip")
+            return _folder_files(paths[0], key, cache_folder(data), kinds)
+        _require_file(paths[0], key)
+        return paths
+    files = [path for path in paths if os.path.isfile(path)]
+    if not files:
+        raise UserError(f"{key}: {name!r} matches only folders; name one of them, such as {paths[0]!r}.")
+    filled = [path for path in files if os.path.getsize(path)] or files  # an empty file is an error only if it is named
+    skipped = {"empty": sorted({*files} - {*filled}), "not a file": sorted({*paths} - {*files})}
+    log_skipped(key, name, len(filled), skipped)
+    return filled
 
 
 def _require_file(path: str, key: str) -> None:
@@ -191,17 +223,6 @@ def _require_file(path: str, key: str) -> None:
 
 def _no_match(key: str, pattern: str) -> UserError:
     return UserError(f"{key}: no file matches {pattern!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL.")
-
-
-def _glob_files(paths: list[str], name: str, key: str) -> list[str]:
-    """Return the files among a glob's matches. An empty one is an error if it is named, but not here."""
-    files = [path for path in paths if os.path.isfile(path)]
-    if not files:
-        raise UserError(f"{key}: {name!r} matches only folders; name one of them, such as {paths[0]!r}.")
-    filled = [path for path in files if os.path.getsize(path)] or files
-    skipped = {"empty": sorted({*files} - {*filled}), "not a file": sorted({*paths} - {*files})}
-    log_skipped(key, name, len(filled), skipped)
-    return filled
 
 
 def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> list[str]:
@@ -269,6 +290,11 @@ def _saved_tables(folder: Path, key: str) -> list[str]:
     return paths
 
 
+@cache  # once per process: text is identified several times
+def _log_once(message: str) -> None:
+    logger.info("%s", message)
+
+
 def log_skipped(key: str, where: str, num_used: int, skipped: Mapping[str, Sequence[str]]) -> None:
     """Log which files of a folder, glob or archive are not read, by reason; once per process."""
     if listed := _listed(skipped):
@@ -280,18 +306,31 @@ def _listed(skipped: Mapping[str, Sequence[str]]) -> str:
     return f"; skipped: {', '.join(parts)}" if parts else ""
 
 
-@cache  # text is identified several times
-def _log_once(message: str) -> None:
-    logger.info("%s", message)
+def not_text(start: bytes, path: Path) -> str | None:
+    """Return what a file that begins with these bytes is and what to do, as the end of a sentence; None for text."""
+    if b"\0" not in start and is_utf8(start[:4096]):
+        return _PDF if start.startswith(b"%PDF-") else None
+    ending = path.suffix.lower()
+    if start.startswith(b"PK") and ending in _OFFICE:
+        return f"is {_OFFICE[ending]}, not text; convert it with `pandoc -t plain`, and name the .txt file"
+    if start.startswith(b"PK") and ending in _SHEETS:
+        return f"is {_SHEETS[ending]}, not text; save it as CSV"
+    for pattern, problem in _FORMATS:
+        if re.match(pattern, start):
+            return problem
+    if start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        return "is UTF-32, not UTF-8; convert it with `iconv -f UTF-32 -t UTF-8 OLD > NEW`"
+    start = start[:1000]
+    halves = start[::2], start[1::2]  # Latin letters in UTF-16 without a mark are UTF-8 with zeros
+    is_utf16 = len(start) >= 8 and any(half.count(0) > 0.9 * len(half) for half in halves) and any(start)
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or is_utf16:
+        return "is UTF-16, not UTF-8; convert it with `iconv -f UTF-16 -t UTF-8 OLD > NEW`"
+    return None
 
 
-def cache_folder(data: DataSection) -> Path:
-    """Return data.cache_dir or its default, creating it if needed. Raises UserError if it cannot be created."""
-    from huggingface_hub.constants import HF_HOME
-
-    path = Path(data.cache_dir or Path(HF_HOME) / "hfgolf").expanduser()
+def is_utf8(start: bytes) -> bool:
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"data.cache_dir: cannot create {path} ({error.strerror}); name a writable folder.") from error
-    return path
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # its last character may be cut
+    except UnicodeDecodeError:
+        return False
+    return True

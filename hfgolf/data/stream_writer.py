@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from hfgolf.data.case_operators import has_case_operators
 from hfgolf.data.chat import ConversationEncoder
 from hfgolf.data.corpus import SPLITS, Corpus
-from hfgolf.data.messages import is_learned
+from hfgolf.data.documents import is_learned
 from hfgolf.data.pieces import ROWS_PER_BATCH, evenly_sampled, texts
 from hfgolf.data.token_stream import StreamPart
 from hfgolf.data.tokenizer import (

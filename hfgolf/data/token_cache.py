@@ -24,12 +24,18 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config.sections import DataSection, TokenizerSection
+from hfgolf.data.cache_folder import (
+    MANIFEST,
+    DamagedCacheError,
+    Verification,
+    cache_folder,
+    locked,
+    note_damage,
+    read_manifest,
+    write_manifest,
+)
 from hfgolf.data.chat import chat_template
 from hfgolf.data.corpus import SPLITS, Corpus, identity_changes, load_corpus
-from hfgolf.data.files import cache_folder
-from hfgolf.data.lock import locked
-from hfgolf.data.manifest import NAME as MANIFEST
-from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, read_manifest, write_manifest
 from hfgolf.data.overlap import count_overlap
 from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.stream_writer import write_streams

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from hfgolf.data.manifest import note_damage
+from hfgolf.data.cache_folder import note_damage
 from hfgolf.system.durable import file_sha256
 
 

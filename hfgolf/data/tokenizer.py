@@ -30,10 +30,10 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
 from hfgolf.config.sections import TokenizerSection
+from hfgolf.data.cache_folder import read_manifest, write_manifest
 from hfgolf.data.case_operators import OPERATORS, add_case_operators, has_case_operators
 from hfgolf.data.chat import CHAT_TOKENS, add_chat_template
-from hfgolf.data.hub_cache import is_cached_only
-from hfgolf.data.manifest import read_manifest, write_manifest
+from hfgolf.data.downloads import is_cached_only
 from hfgolf.data.pieces import evenly_sampled, num_text_bytes, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
 from hfgolf.system.durable import find_damage, replace_folder

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from hfgolf.data.hub_cache import is_cached_only
+from hfgolf.data.downloads import is_cached_only
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.find_model import find_model, models_here
