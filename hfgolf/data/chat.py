@@ -1,11 +1,7 @@
 """Conversations as documents of the token cache, with a mask of the tokens that the assistant writes.
 
-Owns the chat template of tokenizers that have none, and which tokens are the assistant's: those of its turns and the
-special token that ends each turn, so that a model learns to stop. Everything else is only context. Rows are read by
-corpus.
-
-A conversation is encoded as transformers' apply_chat_template does, with one exception: a special token that a message
-spells stays text, so a conversation cannot contain a turn that nobody took.
+The assistant's are those of its turns and the special token that ends each turn, so that a model learns to stop. A
+conversation is encoded as apply_chat_template does, except that a special token which a message spells stays text.
 """
 
 from __future__ import annotations
@@ -100,6 +96,10 @@ class ConversationEncoder:
         parts = [text.split(_CUT) for text, _ in rendered]
         encodings = iter(self._encode_parts(list(itertools.chain(*parts))))
         all_ids, all_targets, num_tokens, num_bytes = [], [], [], []
+
+        def plain(turn: str) -> str:
+            return self._is_special.sub("", turn).replace(_CUT, "")
+
         for (text, turns), part in zip(rendered, parts, strict=True):
             ids: list[int] = []
             offsets, begin = [], 0
@@ -114,7 +114,7 @@ class ConversationEncoder:
             all_ids.append(np.array(ids, np.uint32))
             all_targets.append(is_target)
             num_tokens.append(len(ids))
-            num_bytes.append(sum(self._text_bytes(text[start:end]) for start, end in turns))
+            num_bytes.append(sum(len(plain(text[start:end]).encode()) for start, end in turns))
         return StreamPart(
             np.concatenate([np.zeros(0, np.uint32), *all_ids]),
             np.array(num_tokens, np.uint32),
@@ -134,7 +134,6 @@ class ConversationEncoder:
         return self._backend.encode_batch(parts, add_special_tokens=False)
 
     def _render(self, name: str, messages: Messages) -> tuple[str, list[_Span]]:
-        """Return the text of a conversation and the assistant's turns in it."""
         try:
             text, turns = self._text_and_turns(self._escaped(messages))
             if not turns:
@@ -180,15 +179,11 @@ class ConversationEncoder:
         return turn
 
     def _escaped(self, messages: Messages) -> Messages:
-        """Return messages with a cut in each special token that they spell."""
 
         def escaped(content: str) -> str:
             return self._is_special.sub(lambda match: match[0][:1] + _CUT + match[0][1:], content)
 
         return [{"role": message["role"], "content": escaped(message["content"])} for message in messages]
-
-    def _text_bytes(self, turn: str) -> int:
-        return len(self._is_special.sub("", turn).replace(_CUT, "").encode())
 
 
 def _reason(error: Exception) -> str:

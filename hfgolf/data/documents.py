@@ -296,7 +296,6 @@ _CONTENTS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
 
 
 def _other_column(value: Any) -> str:
-    """Return which key is for such a value, as the end of a message."""
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(value, str):
         return "; name a column of text by data.text_column"

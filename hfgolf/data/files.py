@@ -278,7 +278,6 @@ def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> l
 
 
 def _saved_tables(folder: Path, key: str) -> list[str]:
-    """Return the Arrow files of a dataset that `save_to_disk` wrote, in order."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         paths = [str(folder / file["filename"]) for file in state["_data_files"]]

@@ -1,15 +1,7 @@
 """Write the tokens of a corpus: text, rows of ids or conversations, by `Dataset.map` to a dataset per split.
 
-Owns the encoding, some rows at a time, and the order of the tokens. Does not know where the folder is.
-
-A split is one stream of tokens: for each document, an end-of-text token, what the tokenizer itself puts in front of a
-text (`document_start`), and then the document's ids. So end-of-text separates documents and gives each document's first
-token a context. A row is a piece of a document: its `input_ids` (these included) and `num_bytes`, its raw UTF-8 bytes,
-so that an evaluation on some of the pieces knows their exact bytes.
-
-Rows of ids: a separator in a row ends a document, so packed rows fall into their documents; a row itself starts one,
-too. The bytes of a document are those of the text that its tokens decode to. Nobody knows the text it was made from, so
-the ids are compared with those that the tokenizer makes of that text.
+A split is one stream of tokens: for each document, what begins it (`tokenizer.document_start`) and then its ids. A row
+is a piece of a document: its `input_ids` (these included) and `num_bytes`, its raw UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -97,7 +89,11 @@ def write_streams(
     if is_chat:
         sample = [message["content"] for row in rows["val"][:ROWS_PER_BATCH]["content"] for message in json.loads(row)]
         return find_tokenizer_loss(tokenizer, sample, encode(sample))
-    return _find_loss(rows["val"], tokens["val"], tokenizer)
+    sampled = evenly_sampled(rows["val"], _ROUND_TRIP_BYTES)
+    sample, written = rows["val"].select(sampled), tokens["val"].select(sampled)["input_ids"][:]
+    num_begun = np.array(sample["is_start"][:]) * len(document_start(tokenizer))
+    ids = [np.array(piece[begun:], np.uint32) for piece, begun in zip(written, num_begun, strict=True)]
+    return find_tokenizer_loss(tokenizer, list(texts(sample)), (np.concatenate(ids), list(map(len, ids))))
 
 
 def _map(
@@ -151,7 +147,6 @@ def _map(
 
 @contextmanager
 def _progress_bars(are_shown: bool) -> Iterator[None]:
-    """Let `datasets` draw its progress bars, or not."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_shown or are_progress_bars_disabled():
@@ -183,23 +178,16 @@ def _begun(
     return StreamPart(ids, num_tokens + is_start * np.uint32(len(start)), np.array(num_bytes, np.uint32))
 
 
-def _find_loss(pieces: Dataset, tokens: Dataset, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return what find_tokenizer_loss says of evenly sampled pieces and the ids that were written for them."""
-    rows = evenly_sampled(pieces, _ROUND_TRIP_BYTES)
-    sample, written = pieces.select(rows), tokens.select(rows)["input_ids"][:]
-    num_begun = np.array(sample["is_start"][:]) * len(document_start(tokenizer))
-    ids = [np.array(piece[begun:], np.uint32) for piece, begun in zip(written, num_begun, strict=True)]
-    return find_tokenizer_loss(tokenizer, list(texts(sample)), (np.concatenate(ids), list(map(len, ids))))
-
-
 def _encode_conversations(encoder: ConversationEncoder, batch: Any) -> StreamPart:
-    """Return the tokens of the conversations with a turn of the assistant that the loss counts."""
     rows = [(name, json.loads(content)) for name, content in zip(batch["name"], batch["content"], strict=True)]
     return encoder.encode([(name, messages) for name, messages in rows if any(map(is_learned, messages))])
 
 
 def _begin_ids(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> StreamPart:
-    """Return the documents of some rows of ids; each starts a separator, and what else begins documents."""
+    """Return the documents of some rows of ids; each starts a separator, and what else begins documents.
+
+    The bytes of a document are those of the text that its tokens decode to: nobody knows the text it was made from.
+    """
     documents = _documents(tokenizer, size, batch)
     ids, num_ids = np.concatenate([np.zeros(0, np.uint32), *documents]), list(map(len, documents))
     num_bytes = [len(text.encode()) for text in decode_texts(tokenizer, (ids, num_ids))] if documents else []
@@ -207,7 +195,10 @@ def _begin_ids(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> Str
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> list[np.ndarray]:
-    """Return the documents of some rows, without what begins them; none is empty. Raises UserError for ids >= size."""
+    """Return the documents of some rows, without what begins them. A separator in a row, which may be packed, ends one.
+
+    None is empty. Raises UserError for ids >= size.
+    """
     separator, *front = document_start(tokenizer)
     documents: list[np.ndarray] = []
     for name, ids in zip(batch["name"], batch["content"], strict=True):
@@ -227,7 +218,6 @@ def _documents(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> lis
 def _find_other_encoding(
     rows: Dataset, tokenizer: PreTrainedTokenizerFast, size: int, encode: Encoder, column: str | None
 ) -> str | None:
-    """Return how many of the first validation documents the tokenizer encodes to other ids, as a message, or None."""
     batches = (_documents(tokenizer, size, batch) for batch in rows.iter(batch_size=ROWS_PER_BATCH))
     documents = next(filter(None, batches))
     ids, num_ids = encode(decode_texts(tokenizer, (np.concatenate(documents), list(map(len, documents)))))

@@ -1,6 +1,4 @@
-"""Tokenizers as `PreTrainedTokenizerFast` objects: byte, char and BPE, built here, or a pretrained one.
-
-Owns how each is built and trained, and the folder of trained tokenizers. Does not know how tokens are stored.
+"""Tokenizers as `PreTrainedTokenizerFast` objects: byte, char and BPE, built and trained here, or a pretrained one.
 
 The three built here work on UTF-8 bytes, like GPT-2's. Any text decodes back to exactly itself, even text unlike the
 training text, and there is no unknown token. Text that spells `<|endoftext|>` is encoded as plain text.
@@ -121,7 +119,6 @@ def find_tokenizer(
 
 
 def _problem(path: Path) -> str | None:
-    """Return what is wrong with the tokenizer stored in `path`, or None."""
     try:
         damages = (find_damage(path, name, listed) for name, listed in read_manifest(path)["files"].items())
         return next(filter(None, damages), None)
@@ -411,7 +408,6 @@ def _placeholder(name_or_path: str, cached_only: bool) -> PreTrainedConfig | Non
 
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer from one file: tokenizer.json, *.tiktoken or a SentencePiece *.model."""
     if path.suffix == ".model":
         return load_sentencepiece(path)
     if path.suffix == ".tiktoken":
