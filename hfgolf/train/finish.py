@@ -28,7 +28,7 @@ from hfgolf.checkpoint.store import (
 )
 from hfgolf.data.batches import explain_worker
 from hfgolf.data.cache_folder import DamagedCacheError
-from hfgolf.evaluate.compressors import compressor_scores
+from hfgolf.evaluate.bits_per_byte import compressor_scores
 from hfgolf.evaluate.context import undo_compilation
 from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model

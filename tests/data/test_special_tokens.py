@@ -14,7 +14,7 @@ from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import byte_level_tokenizer, document_start, keep_old_documents, text_start
-from hfgolf.evaluate.compressors import compressor_scores
+from hfgolf.evaluate.bits_per_byte import compressor_scores
 from hfgolf.evaluate.loss import plan_documents, plan_evaluation
 from hfgolf.evaluate.sample import text_ids
 from hfgolf.evaluate.token_bytes import bytes_per_token

@@ -12,11 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.tokenizer import build_tokenizer
-from hfgolf.publish.card_edits import set_location
 from hfgolf.publish.convert import convert_folder
-from hfgolf.publish.gguf import export_gguf
-from hfgolf.publish.gguf_tokenizer import gguf_tokenizer
-from hfgolf.publish.model_card import usage
+from hfgolf.publish.gguf import export_gguf, gguf_tokenizer
+from hfgolf.publish.model_card import set_location, usage
 from hfgolf.system.errors import UserError
 
 
