@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hfgolf.data.token_stream import Stream
 from hfgolf.system.errors import UserError
 
 Batch = dict[str, torch.Tensor]
@@ -33,21 +34,6 @@ Ranges = Sequence[Sequence[int]]
 IGNORED = -100  # the label of a position that the loss does not count, as F.cross_entropy has it
 _HAS_SHM = Path("/dev/shm").is_dir()  # workers pass their batches through it
 _WORKER_TIMEOUT_SECONDS = 120  # per batch; the first one includes the start of the workers
-
-
-class Stream(Protocol):
-    """What this module needs from a token stream (token_stream.TokenStream implements it)."""
-
-    def __len__(self) -> int: ...
-    @property
-    def tokens(self) -> np.ndarray: ...
-    @property
-    def piece_tokens(self) -> np.ndarray: ...
-    @property
-    def piece_bytes(self) -> np.ndarray: ...
-    @property
-    def is_target(self) -> np.ndarray | None: ...
-    def read(self, indices: np.ndarray) -> np.ndarray: ...
 
 
 def num_blocks(num_tokens: int, sequence_length: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from hfgolf.data.corpus import Corpus
 from hfgolf.data.files import SHARDS
 from hfgolf.data.sentencepiece_model import SPACE
-from hfgolf.data.token_stream import Chunks
+from hfgolf.data.token_stream import Stream
 from hfgolf.data.tokenizer import embedding_rows, entry_bytes
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words
@@ -31,7 +31,7 @@ _PROVEN, _DOUBTFUL = 0.99, 0.25  # shares of values; a few ids may be wrong, whi
 
 
 @dataclass(frozen=True, eq=False)
-class ShardStream(Chunks):
+class ShardStream(Stream):
     """The tokens of some shards, one after the other, memory-mapped. Reads like a TokenStream.
 
     piece_tokens, piece_bytes: (num_pieces,) tokens and raw UTF-8 bytes of each document, which a separator begins; of

@@ -26,7 +26,6 @@ from hfgolf.data.chat import ConversationEncoder
 from hfgolf.data.corpus import SPLITS, Corpus
 from hfgolf.data.documents import is_learned
 from hfgolf.data.pieces import ROWS_PER_BATCH, evenly_sampled, texts
-from hfgolf.data.token_stream import StreamPart
 from hfgolf.data.tokenizer import (
     Encoder,
     build_encoder,
@@ -62,22 +61,24 @@ def write_streams(
 
     Raises UserError if a row does not fit the tokenizer, or if a split is empty.
     """
-    from datasets import DatasetDict
+    from datasets import DatasetDict, Features, List, Value
 
     encode = partial(_encode_patiently, build_encoder(tokenizer, kind))
     is_chat, is_ids = corpus.data.messages_column is not None, corpus.data.ids_column is not None
     rows = corpus.write_rows(scratch / "rows") if is_chat or is_ids else pieces()
     size = embedding_rows(tokenizer)
-    encode_rows: Callable[[Any], StreamPart] = partial(_encode_texts, tokenizer, encode)
-    if is_chat:
-        encode_rows = partial(_encode_conversations, ConversationEncoder(tokenizer))
-    elif is_ids:
-        encode_rows = partial(_begin_ids, tokenizer, size)
     dtype = "uint16" if size <= 2**16 else "uint32"
+    encode_rows: Callable[[Any], dict[str, Any]] = partial(_encode_texts, tokenizer, encode, dtype)
+    features = {"input_ids": List(Value(dtype)), "num_bytes": Value("uint32")}
+    if is_chat:
+        encode_rows = partial(_encode_conversations, ConversationEncoder(tokenizer), dtype)
+        features["is_target"] = List(Value("uint8"))
+    elif is_ids:
+        encode_rows = partial(_begin_ids, tokenizer, size, dtype)
     tokens: dict[str, Dataset] = {}
     for split in SPLITS:
-        path = scratch / f"{split}-tokens.arrow"
-        tokens[split] = _map(f"tokenizing {split}", rows[split], encode_rows, dtype, is_chat, path, fingerprint)
+        options = {"cache_file_name": str(scratch / f"{split}-tokens.arrow"), "new_fingerprint": fingerprint}
+        tokens[split] = _map(f"tokenizing {split}", rows[split], encode_rows, features=Features(features), **options)
         corpus.require_text(split, len(tokens[split]))
         if is_chat and (num_skipped := len(rows[split]) - len(tokens[split])):
             counts = split, num_skipped, len(rows[split])
@@ -96,32 +97,15 @@ def write_streams(
     return find_tokenizer_loss(tokenizer, list(texts(sample)), (np.concatenate(ids), list(map(len, ids))))
 
 
-def _map(
-    name: str,
-    rows: Dataset,
-    encode_rows: Callable[[Any], StreamPart],
-    dtype: str,
-    has_targets: bool,
-    path: Path,
-    fingerprint: str,
-) -> Dataset:
+def _map(name: str, rows: Dataset, encode_rows: Callable[[Any], dict[str, Any]], **options: Any) -> Dataset:
     """Return the tokens of rows. The tokenizers library uses all cores, so one process reads and writes."""
-    from datasets import Features, List, Value
-
-    features = {"input_ids": List(Value(dtype)), "num_bytes": Value("uint32")}
-    if has_targets:
-        features["is_target"] = List(Value("uint8"))
     is_terminal = sys.stderr.isatty()
     started_at = logged_at = time.perf_counter()
     num_done = 0
 
     def columns(batch: Any) -> dict[str, Any]:
         nonlocal num_done, logged_at
-        part = encode_rows(batch)
-        count, cuts = len(part.piece_tokens), np.cumsum(part.piece_tokens, dtype=np.int64)[:-1]
-        found = {"input_ids": np.split(part.ids.astype(dtype), cuts)[:count], "num_bytes": part.piece_bytes}
-        if part.is_target is not None:
-            found["is_target"] = np.split(part.is_target.astype(np.uint8), cuts)[:count]
+        found = encode_rows(batch)
         num_done += len(batch[rows.column_names[0]])
         if (now := time.perf_counter()) - logged_at >= _PROGRESS_SECONDS and not is_terminal:  # there is a bar
             left_seconds = (now - started_at) * (len(rows) / num_done - 1)
@@ -129,18 +113,9 @@ def _map(
             logged_at = now
         return found
 
+    options |= {"batched": True, "batch_size": ROWS_PER_BATCH, "remove_columns": rows.column_names, "desc": name}
     with _progress_bars(is_terminal):
-        tokens = rows.map(
-            columns,
-            batched=True,
-            batch_size=ROWS_PER_BATCH,
-            remove_columns=rows.column_names,
-            features=Features(features),
-            cache_file_name=str(path),
-            load_from_cache_file=False,
-            new_fingerprint=fingerprint,
-            desc=name,
-        )
+        tokens = rows.map(columns, load_from_cache_file=False, **options)
     _log.debug("%s: %s rows in %.1f s", name, f"{len(rows):,}", time.perf_counter() - started_at)
     return tokens
 
@@ -159,39 +134,41 @@ def _progress_bars(are_shown: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
-def _encode_texts(tokenizer: PreTrainedTokenizerFast, encode: Encoder, batch: Any) -> StreamPart:
+def _encode_texts(tokenizer: PreTrainedTokenizerFast, encode: Encoder, dtype: str, batch: Any) -> dict[str, Any]:
     """Return the tokens of some pieces of text. Raises UserError if case operators don't restore a piece."""
     ids, num_ids = encode(batch["text"])
     if has_case_operators(tokenizer.backend_tokenizer) and decode_texts(tokenizer, (ids, num_ids)) != batch["text"]:
         raise UserError("tokenizer.case_operators: true does not restore this text exactly; set it to false.")
-    num_bytes = [len(text.encode()) for text in batch["text"]]  # of the raw UTF-8 text, not of decoded tokens
-    return _begun(tokenizer, ids, num_ids, num_bytes, np.array(batch["is_start"]))
+    start, num_tokens, is_start = document_start(tokenizer), np.array(num_ids), np.array(batch["is_start"])
+    places = (np.cumsum(num_tokens) - num_tokens)[is_start]
+    ids = np.insert(ids, np.repeat(places, len(start)), np.tile(np.array(start, np.uint32), len(places)))
+    return {
+        "input_ids": np.split(ids.astype(dtype), np.cumsum(num_tokens + is_start * len(start))[:-1]),
+        "num_bytes": [len(text.encode()) for text in batch["text"]],  # of the raw UTF-8 text, not of decoded tokens
+    }
 
 
-def _begun(
-    tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, num_ids: list[int], num_bytes: list[int], is_start: np.ndarray
-) -> StreamPart:
-    """Return pieces with what begins a document in front of each that starts one."""
-    start, num_tokens = np.array(document_start(tokenizer), np.uint32), np.array(num_ids, np.uint32)
-    places = (np.cumsum(num_tokens, dtype=np.int64) - num_tokens)[is_start]
-    ids = np.insert(ids, np.repeat(places, len(start)), np.tile(start, len(places)))
-    return StreamPart(ids, num_tokens + is_start * np.uint32(len(start)), np.array(num_bytes, np.uint32))
-
-
-def _encode_conversations(encoder: ConversationEncoder, batch: Any) -> StreamPart:
+def _encode_conversations(encoder: ConversationEncoder, dtype: str, batch: Any) -> dict[str, Any]:
     rows = [(name, json.loads(content)) for name, content in zip(batch["name"], batch["content"], strict=True)]
-    return encoder.encode([(name, messages) for name, messages in rows if any(map(is_learned, messages))])
+    found = encoder.encode([(name, messages) for name, messages in rows if any(map(is_learned, messages))])
+    return {
+        "input_ids": [np.array(conversation.ids, dtype) for conversation in found],
+        "num_bytes": [conversation.num_bytes for conversation in found],
+        "is_target": [conversation.is_target.astype(np.uint8) for conversation in found],
+    }
 
 
-def _begin_ids(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> StreamPart:
-    """Return the documents of some rows of ids; each starts a separator, and what else begins documents.
+def _begin_ids(tokenizer: PreTrainedTokenizerFast, size: int, dtype: str, batch: Any) -> dict[str, Any]:
+    """Return the documents of some rows of ids, each after what begins one.
 
     The bytes of a document are those of the text that its tokens decode to: nobody knows the text it was made from.
     """
-    documents = _documents(tokenizer, size, batch)
-    ids, num_ids = np.concatenate([np.zeros(0, np.uint32), *documents]), list(map(len, documents))
-    num_bytes = [len(text.encode()) for text in decode_texts(tokenizer, (ids, num_ids))] if documents else []
-    return _begun(tokenizer, ids, num_ids, num_bytes, np.ones(len(documents), bool))
+    documents, start = _documents(tokenizer, size, batch), document_start(tokenizer)
+    decoded = tokenizer.backend_tokenizer.decode_batch([ids.tolist() for ids in documents], skip_special_tokens=False)
+    return {
+        "input_ids": [np.append(start, ids).astype(dtype) for ids in documents],
+        "num_bytes": [len(text.encode()) for text in decoded],
+    }
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> list[np.ndarray]:
