@@ -150,19 +150,27 @@ def is_url(name: str) -> bool:
     return "://" in name and not os.path.lexists(name)
 
 
-def find_paths(name: str) -> list[str]:
-    """Return the paths that a name stands for: its own if it exists, as it is written, or else what it matches.
+def _find_paths(name: str, key: str) -> tuple[list[str], bool]:
+    """Return the paths that a name stands for, and whether it is a glob: a path that exists is taken as it is written.
 
-    In a glob, folders that exist are literal, too: with a folder `data[1]`, `data[1]/*.txt` is about its files.
+    In a glob, folders that exist are literal, too: with a folder `data[1]`, `data[1]/*.txt` is about its files. Raises
+    UserError if nothing matches, or if it is neither a file nor a folder.
     """
     for path in (name, os.path.expanduser(name)):
+        if os.path.isfile(path) or os.path.isdir(path):
+            return [path], False
+        if os.path.islink(path) and not os.path.exists(path):
+            raise UserError(f"{key}: {path!r} is a link to {os.readlink(path)!r}, which does not exist; mend it.")
         if os.path.lexists(path):
-            return [path]
+            raise UserError(f"{key}: {path!r} is a pipe, socket or device, and text is read twice; write it to a file.")
     folder, rest = os.path.split(path)
     while folder and not os.path.isdir(folder):
         folder, last = os.path.split(folder)
         rest = os.path.join(last, rest)
-    return sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
+    paths = sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
+    if not paths:
+        raise UserError(f"{key}: no file matches {name!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL.")
+    return paths, True
 
 
 def require_paths(data: DataSection) -> None:
@@ -171,21 +179,17 @@ def require_paths(data: DataSection) -> None:
     Reads the first bytes of files that are named one by one, and imports little.
     """
     for field in ("files", "val_files"):
-        for name in getattr(data, field):
-            if is_url(name):
-                continue
-            if not (paths := find_paths(name)):
-                raise _no_match(f"data.{field}", name)
-            if os.path.isdir(paths[0]) or paths[0] not in (name, os.path.expanduser(name)):
-                continue
-            _require_file(paths[0], f"data.{field}")
+        for name in itertools.filterfalse(is_url, getattr(data, field)):
+            paths, is_glob = _find_paths(name, f"data.{field}")
             file = SourceFile(name, Path(paths[0]))
             ending, compression = file.endings
-            if data.source != "shards" and not (compression or ending in (".zip", *BINARY_TABLES)):
-                require_text(file, f"data.{field}")
-                with suppress(OSError), open(file.path, "rb") as content:  # match_files says why
-                    if problem := not_text(content.read(1 << 12), file.path):
-                        raise UserError(f"data.{field}: {file.path} {problem}.")
+            is_packed = compression or ending in (".zip", *BINARY_TABLES)
+            if is_glob or file.path.is_dir() or data.source == "shards" or is_packed:
+                continue
+            require_text(file, f"data.{field}")
+            with suppress(OSError), open(file.path, "rb") as content:  # match_files says why
+                if problem := not_text(content.read(1 << 12), file.path):
+                    raise UserError(f"data.{field}: {file.path} {problem}.")
 
 
 def require_text(file: SourceFile, key: str) -> None:
@@ -196,15 +200,10 @@ def require_text(file: SourceFile, key: str) -> None:
 
 def _match(name: str, key: str, data: DataSection) -> list[str]:
     """Return the files that a path, a folder or a glob stands for, in an order that does not depend on the machine."""
-    paths = find_paths(name)
-    if not paths:
-        raise _no_match(key, name)
-    if paths[0] in (name, os.path.expanduser(name)):
-        if os.path.isdir(paths[0]):
-            kinds = SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip")
-            return _folder_files(paths[0], key, cache_folder(data), kinds)
-        _require_file(paths[0], key)
-        return paths
+    paths, is_glob = _find_paths(name, key)
+    if not is_glob:
+        kinds = SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip")
+        return _folder_files(paths[0], key, cache_folder(data), kinds) if os.path.isdir(paths[0]) else paths
     files = [path for path in paths if os.path.isfile(path)]
     if not files:
         raise UserError(f"{key}: {name!r} matches only folders; name one of them, such as {paths[0]!r}.")
@@ -212,17 +211,6 @@ def _match(name: str, key: str, data: DataSection) -> list[str]:
     skipped = {"empty": sorted({*files} - {*filled}), "not a file": sorted({*paths} - {*files})}
     log_skipped(key, name, len(filled), skipped)
     return filled
-
-
-def _require_file(path: str, key: str) -> None:
-    if not os.path.exists(path):
-        raise UserError(f"{key}: {path!r} is a link to {os.readlink(path)!r}, which does not exist; mend it.")
-    if not os.path.isfile(path):
-        raise UserError(f"{key}: {path!r} is a pipe, socket or device, and text is read twice; write it to a file.")
-
-
-def _no_match(key: str, pattern: str) -> UserError:
-    return UserError(f"{key}: no file matches {pattern!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL.")
 
 
 def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> list[str]:

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def export_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    pictures: Sequence[Path] = (),
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, pictures: Sequence[Path] = ()
 ) -> None:
     """Write weights, config, tokenizer, generation config and the card to `folder`; for Golf, also the modeling files.
 

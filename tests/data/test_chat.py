@@ -283,17 +283,11 @@ def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
             for role in ("tool", "ASSISTANT", "assistant ")
         ),
         *(
-            (
-                [message("user", "a"), message("assistant", "b") | {key: value}],
-                f"has {key!r} in message 1, which cannot",
-            )
+            ([message("user", "a"), message("assistant", "b") | {key: value}], f"has {key!r} in message 1, which")
             for key, value in FIELDS_REFUSED.items()
         ),
         *(
-            (
-                [message("user", "a"), message("assistant", "b") | {"weight": weight}],
-                f"has weight {weight!r} in message 1",
-            )
+            ([message("user", "a"), message("assistant", "b") | {"weight": weight}], f"has weight {weight!r} in")
             for weight in (-1, 0.5, "0", False, [0])
         ),
         ([message("user", "a") | {"weight": 1}, message("assistant", "b")], "has weight 1 in message 0 of user"),
@@ -310,15 +304,9 @@ def test_row_that_is_no_conversation_is_one_line(tmp_path, row, problem):
     ("template", "problem"),
     [
         (UNTAGGED.replace("<|im_start|>assistant", "<|im_start|>model"), "writes the first 1 messages differently"),
-        (
-            UNTAGGED.replace("message['content'] + '<|im_end|>'", "message['content']"),
-            "it ends no turn of the assistant",
-        ),
+        (UNTAGGED.replace("message['content'] + '<|im_end|>'", "message['content']"), "ends no turn of the assistant"),
         (CHATML.replace("'assistant'", "'bot'"), "it marks no turn of the assistant"),
-        (
-            "{{ raise_exception('Only one message, please') }}",
-            "does not fit the chat template: Only one message, please.",
-        ),
+        ("{{ raise_exception('Only one message, please') }}", "not fit the chat template: Only one message, please."),
         ("{{ messages[", "does not fit the chat template"),
         ("{{ 1 / 0 }}", "does not fit the chat template: ZeroDivisionError: division by zero."),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "template: RecursionError: maximum recursion depth"),
@@ -335,10 +323,7 @@ def test_template_that_does_not_show_the_answers_is_one_line(tmp_path, template,
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (
-            ["data.messages_column=a"],
-            "data.messages_column requires data.source hub or files, and data.split documents",
-        ),
+        (["data.messages_column=a"], "data.messages_column requires data.source hub or files, and data.split"),
         (["data.source=files", "data.files=[a]", "data.messages_column=a", "data.ids_column=b"], "are both set"),
         (["data.ids_column=ids"], "data.ids_column requires data.source hub or files, and data.split documents"),
         (["data.source=files", "data.files=[a]", "data.ids_column=ids", "train.max_steps=1"], "has only tokens; set"),
