@@ -1,8 +1,7 @@
 """Push an exported model to the Hub. A failure is a warning in a run, and an error in a script.
 
-Owns the upload. A run pushes in a separate process and never waits for it without a limit: not during training, not on
-a signal and not at the end. Knows nothing about the folder except which files an export writes; convert.py gives it the
-native form.
+A run pushes in a separate process and never waits for it without a limit: not during training, not on a signal and not
+at the end. Knows nothing about the folder except which files an export writes; convert.py gives it the native form.
 """
 
 from __future__ import annotations
